@@ -1,0 +1,41 @@
+"""Shared fixtures. `SHARED_DATA` (environment) names the folder with real FineWeb text; its default stands here alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread per process: the suite runs in parallel on small machines."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The repository root."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder with `docs_selected.jsonl`, `tokenizers/` and `datasets/` of real FineWeb text; skips where absent."""
+    folder = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared")) / "data"
+    if not folder.is_dir():
+        pytest.skip(f"real FineWeb sample not found at {folder}: set SHARED_DATA to the folder that holds data/")
+    return folder
