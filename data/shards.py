@@ -1,0 +1,318 @@
+"""Formats that the data tools share: token shards, the manifest of a dataset directory, bytes per token.
+
+A shard is 256 little-endian int32 (magic, version, token count, zeros), then that many little-endian uint16.
+A dataset directory holds shards `<prefix>_{train,val}_%06d.bin`, for CaseOps also byte sidecars
+`<prefix>_val_bytes_%06d.bin`, and `manifest.json`, written last: a directory with a manifest is finished.
+`data/README.md` describes both for people who write them with other tools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import sentencepiece as spm
+
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+HEADER_INTS = 256
+HEADER_BYTES = HEADER_INTS * 4
+TOKEN_DTYPE = np.dtype("<u2")
+MAX_VOCAB_SIZE = 1 << 16
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+SPACE_PIECE = "\u2581"
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_VERSION = 1
+SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<kind>train|val|val_bytes)_(?P<index>\d{6})\.bin")
+HASH_BLOCK_BYTES = 1 << 20
+
+
+class DataError(Exception):
+    """Something the user can mend: names the file, what was found, what was expected, the next step."""
+
+
+# ======================================================================================================
+# FILES: atomic writes, hashes, errors in words
+# ======================================================================================================
+
+
+def explain_os_error(error: OSError, path: Path) -> DataError:
+    """Turn an operating-system error on `path` into a message with a next step."""
+    advice = {
+        errno.ENOSPC: "the disk is full: free space or choose another folder",
+        errno.EDQUOT: "the disk quota is used up: free space or choose another folder",
+        errno.EACCES: "no permission: choose a folder you can write, or change its permissions",
+        errno.EPERM: "no permission: choose a folder you can write, or change its permissions",
+        errno.EROFS: "the file system is read-only: choose another folder",
+        errno.ENOTDIR: "a file stands where a folder is needed: move it away or choose another folder",
+        errno.EEXIST: "a file stands where a folder is needed: move it away or choose another folder",
+        errno.EISDIR: "a folder stands where a file is needed: move it away",
+        errno.ENOENT: "it does not exist: check the path",
+    }.get(error.errno or 0, "check the path and the disk")
+    return DataError(f"{path}: {error.strerror or error}; {advice}")
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a temporary file beside `path`, which replaces it only when the block ends without an error."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~current_umask())  # mkstemp made it readable by its owner alone
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise explain_os_error(error, path) from error
+        raise
+
+
+def current_umask() -> int:
+    """The process's file-creation mask (it can only be read by setting it)."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+def sha256_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file as hex; `on_bytes` is told how many bytes each read brought."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(HASH_BLOCK_BYTES):
+                digest.update(block)
+                if on_bytes is not None:
+                    on_bytes(len(block))
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    return digest.hexdigest()
+
+
+# ======================================================================================================
+# SHARDS
+# ======================================================================================================
+
+
+def shard_header(token_count: int) -> bytes:
+    """The 1,024 bytes in front of `token_count` tokens."""
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, token_count
+    return header.tobytes()
+
+
+def read_shard_header(path: Path) -> int:
+    """Token count of a shard, after checking magic, version and that the file's size is 1024 + 2 * tokens."""
+    try:
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4")
+            size_bytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    if size_bytes < HEADER_BYTES:
+        raise DataError(f"{path}: {size_bytes} bytes, too short for a shard header of {HEADER_BYTES} bytes; "
+                        "it is truncated, fetch or make it again")
+    magic, version, token_count = (int(value) for value in header[:3])
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        raise DataError(f"{path}: magic {magic} version {version}, expected {SHARD_MAGIC} version "
+                        f"{SHARD_VERSION}; this is not a token shard")
+    expected_bytes = HEADER_BYTES + token_count * TOKEN_DTYPE.itemsize
+    if size_bytes != expected_bytes:
+        raise DataError(f"{path}: {size_bytes} bytes, expected {expected_bytes} for the {token_count} tokens "
+                        "its header announces; it is truncated or damaged, fetch or make it again")
+    return token_count
+
+
+def read_shard(path: Path) -> np.ndarray:
+    """Tokens of a shard, memory-mapped read-only, uint16 of shape (tokens,). Raises DataError."""
+    token_count = read_shard_header(path)
+    if token_count == 0:
+        return np.zeros(0, dtype=TOKEN_DTYPE)
+    return np.memmap(path, dtype=TOKEN_DTYPE, mode="r", offset=HEADER_BYTES, shape=(token_count,))
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write uint16 `tokens` of shape (tokens,) as a shard, atomically."""
+    with atomic_file(path) as file:
+        file.write(shard_header(len(tokens)))
+        file.write(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).tobytes())
+
+
+def file_entry(path: Path, split: str, documents: tuple[int, int]) -> dict[str, Any]:
+    """The manifest's record of a shard; `documents`: the global range [start, stop) that it touches."""
+    return {
+        "split": split,
+        "tokens": read_shard_header(path),
+        "bytes": path.stat().st_size,
+        "sha256": sha256_file(path),
+        "documents": list(documents),
+    }
+
+
+def document_ranges(document_starts: np.ndarray, shard_edges: list[int],
+                    first_document: int) -> list[tuple[int, int]]:
+    """Global document range [start, stop) that each shard of one split touches.
+
+    `document_starts`: ascending token offset of each document of the split; `shard_edges`: token offsets at
+    which shards begin, and the total; `first_document`: global index of the split's first document.
+    """
+    ranges = []
+    for begin, end in itertools.pairwise(shard_edges):
+        first = int(np.searchsorted(document_starts, begin, side="right")) - 1
+        stop = int(np.searchsorted(document_starts, end, side="left"))
+        ranges.append((first_document + first, first_document + stop))
+    return ranges
+
+
+# ======================================================================================================
+# MANIFEST
+# ======================================================================================================
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write `manifest.json` of a dataset directory, last of all: its presence says that the rest is complete."""
+    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+    write_bytes(directory / MANIFEST_NAME, text.encode())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Manifest of a dataset directory. Raises DataError where it is absent, damaged or of another version."""
+    path = directory / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found; the data is unfinished, run the tool that makes it") from None
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error}); delete it and make the data again") from error
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != MANIFEST_VERSION:
+        raise DataError(f"{path}: manifest version {version!r}, expected {MANIFEST_VERSION}")
+    missing = [key for key in ("tokenizer", "splits", "files") if not isinstance(manifest.get(key), dict)]
+    if missing:
+        raise DataError(f"{path}: no {', '.join(missing)} in it; delete it and make the data again")
+    return manifest
+
+
+def verify_file(path: Path, entry: dict[str, Any],
+                on_bytes: Callable[[int], None] | None = None) -> str | None:
+    """What is wrong with one shard against its manifest entry (size, header, sha256), or None."""
+    try:
+        size_bytes = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path}: missing"
+    if size_bytes != entry["bytes"]:
+        return f"{path}: {size_bytes} bytes, the manifest says {entry['bytes']}"
+    try:
+        tokens = read_shard_header(path)
+    except DataError as error:
+        return str(error)
+    if tokens != entry["tokens"]:
+        return f"{path}: {tokens} tokens, the manifest says {entry['tokens']}"
+    digest = sha256_file(path, on_bytes)
+    if digest != entry["sha256"]:
+        return f"{path}: sha256 {digest}, the manifest says {entry['sha256']}"
+    return None
+
+
+def verify_dataset(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
+    """What is wrong with a dataset directory against its manifest, tokenizer included; empty when sound."""
+    try:
+        manifest = read_manifest(directory)
+    except DataError as error:
+        return [str(error)]
+    problems = []
+    for name, entry in manifest["files"].items():
+        if problem := verify_file(directory / name, entry, on_bytes):
+            problems.append(problem)
+    tokenizer = manifest["tokenizer"]
+    path = (directory / tokenizer["file"]).resolve()
+    if not path.is_file():
+        problems.append(f"{path}: missing")
+    elif (digest := sha256_file(path)) != tokenizer["sha256"]:
+        problems.append(f"{path}: sha256 {digest}, the manifest says {tokenizer['sha256']}")
+    return problems
+
+
+# ======================================================================================================
+# BYTES PER TOKEN
+# ======================================================================================================
+
+
+@dataclass(frozen=True)
+class ByteTable:
+    """UTF-8 bytes that each token stands for, the challenge's accounting. Arrays have shape (vocabulary,).
+
+    A piece counts the bytes of its surface; the one space that a leading U+2581 stands for counts only after
+    a token that is text itself (`is_text`), since a decoder drops the space at the start of a document.
+    """
+
+    piece_bytes: np.ndarray
+    leading_space: np.ndarray
+    is_text: np.ndarray
+
+    @classmethod
+    def from_sentencepiece(cls, tokenizer: spm.SentencePieceProcessor) -> ByteTable:
+        """Table of a SentencePiece model; control, unknown and unused pieces count nothing."""
+        vocab_size = tokenizer.vocab_size()
+        piece_bytes = np.zeros(vocab_size, dtype=np.int64)
+        leading_space = np.zeros(vocab_size, dtype=bool)
+        is_text = np.zeros(vocab_size, dtype=bool)
+        for token in range(vocab_size):
+            if tokenizer.is_control(token) or tokenizer.is_unknown(token) or tokenizer.is_unused(token):
+                continue
+            is_text[token] = True
+            if tokenizer.is_byte(token):
+                piece_bytes[token] = 1
+                continue
+            piece = tokenizer.id_to_piece(token)
+            leading_space[token] = piece.startswith(SPACE_PIECE)
+            surface = piece.removeprefix(SPACE_PIECE).replace(SPACE_PIECE, " ")
+            piece_bytes[token] = len(surface.encode())
+        return cls(piece_bytes, leading_space, is_text)
+
+    def count(self, previous: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Bytes of each `target` token given the token before it; both of shape (tokens,)."""
+        return self.piece_bytes[target] + (self.leading_space[target] & self.is_text[previous])
+
+    def total(self, tokens: np.ndarray) -> int:
+        """Bytes of all `tokens` but the first, which only gives the context (normally BOS)."""
+        return int(self.count(tokens[:-1], tokens[1:]).sum())
+
+
+def load_tokenizer(path: Path) -> spm.SentencePieceProcessor:
+    """Load a SentencePiece model. Raises DataError where the file is absent or is no model."""
+    if not path.is_file():
+        raise DataError(f"{path}: tokenizer not found")
+    try:
+        tokenizer = spm.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"{path}: not a SentencePiece model ({error})") from error
+    if tokenizer.vocab_size() > MAX_VOCAB_SIZE:
+        raise DataError(f"{path}: {tokenizer.vocab_size()} pieces, shards hold at most {MAX_VOCAB_SIZE}")
+    return tokenizer
