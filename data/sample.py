@@ -4,8 +4,8 @@
     python data/sample.py --check    # verify what is there, change nothing
 
 A document is one module's docstrings or one topic of `pydoc_data`, read from the source files without
-importing them. Text that occurs twice is kept once, validation first, so no paragraph of validation is trained
-on. The same Python and SentencePiece versions give the same bytes; others give another, similar sample.
+importing them. Text that occurs twice is kept once, validation first: no paragraph of it is trained on.
+The same Python and SentencePiece versions give the same bytes; others give another, similar sample.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def drop_repeats(documents: list[str]) -> list[str]:
 
 
 def train_tokenizer(documents: list[str]) -> bytes:
-    """SentencePiece BPE model of `documents`, serialized; one thread: the machine must not change its bytes."""
+    """Serialized SentencePiece BPE model of `documents`; one thread, so that no machine changes its bytes."""
     model = io.BytesIO()
     longest_bytes = max(len(document.encode()) for document in documents)
     spm.SentencePieceTrainer.train(

@@ -194,7 +194,7 @@ def document_ranges(document_starts: np.ndarray, shard_edges: list[int],
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write `manifest.json` of a dataset directory, last of all: its presence says that the rest is complete."""
+    """Write `manifest.json` of a dataset directory, last of all: its presence says that the rest is there."""
     text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
     write_bytes(directory / MANIFEST_NAME, text.encode())
 
