@@ -1,0 +1,56 @@
+# demo: the whole job on this machine · test: the fast suite · bench: the measured tables · lint: style and types
+.DEFAULT_GOAL := help
+.PHONY: help demo seeds test test-slow bench lint clean
+PYTHON ?= python3
+TORCH_DEFAULT := 2.13.0
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.ready
+TEST_WORKERS ?= 2
+SEEDS ?= 1337 42 2025
+CONFIG ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 \
+	&& echo records/configs/gpu_demo.env || echo records/configs/cpu_demo.env)
+NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
+
+help:
+	@sed -n '1s/^# //p' Makefile
+
+# An environment that has a fitting torch is used as it is; elsewhere the default version is installed.
+$(STAMP): requirements.txt requirements-dev.txt
+	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
+	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
+		echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+		echo "installing torch $(TORCH_DEFAULT) into $(VENV)"; $(PYTHON) -m venv $(VENV); \
+		$(RUN) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH_DEFAULT)"; \
+	fi; \
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+demo: $(STAMP)
+	@$(RUN) data/sample.py
+	@CONFIG=$(CONFIG) RUN_ID=$(NAME) GENERATE="The function returns" $(RUN) train_gpt.py
+	@$(RUN) -m records plot runs/$(NAME) --out runs/$(NAME)/loss.png
+	@$(RUN) -m records show runs/$(NAME)
+
+seeds: $(STAMP)
+	@$(RUN) data/sample.py
+	@for seed in $(SEEDS); do CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; done
+	@echo "pack them: $(RUN) -m records pack runs/$(NAME)-seed*"
+
+test: $(STAMP)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
+
+test-slow: $(STAMP)
+	@$(RUN) -m pytest -q -m slow
+
+bench: $(STAMP)
+	@for bench in loader coder step kernels; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md; done
+
+lint: $(STAMP)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy train_gpt.py data records
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,3510 @@
+"""Train, quantize and score a GPT under a hard budget: one file, from shards to a number in bits per byte.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py             # the 8-GPU run; the defaults are its settings
+    CONFIG=records/configs/cpu_demo.env python train_gpt.py           # the whole job on a laptop's CPU
+    EVAL_ONLY=runs/x/model.bin python train_gpt.py                    # score an artifact in a fresh process
+    python train_gpt.py --help                                        # every variable: default, range, meaning
+
+A run has six phases. setup: everything a user can get wrong is checked before the first step. warm-up: compiles on
+real shapes, then restores weights, optimizer and data position. train: timed, and over, Hessians included, within
+MAX_WALLCLOCK_SECONDS. quantize: writes the artifact, which with the code ends just under ARTIFACT_BYTES_MAX. reload:
+the weights are read back from that file; nothing else is ever scored. evaluate: timed; every validation target is
+scored exactly once, before anything learns from it.
+
+It writes runs/<RUN_ID>/: log.txt, config.env, metrics.jsonl, summary.json, model.bin (the artifact), train_gpt.py
+(the source that ran), train_gpt.shipped.py (the form that is counted), and checkpoint.pt or trace_rank0.json on demand.
+
+Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, V vocabulary, L layers,
+N anything flattened or batched, R matrix rows, C matrix columns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import dataclasses
+import faulthandler
+import glob
+import hashlib
+import io
+import json
+import lzma
+import math
+import os
+import pickle
+import platform
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before torch starts its threads: idle ones that spin make a busy machine crawl
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twins run instead
+    triton = None
+
+# ============================================================================================================
+# CONFIG — every setting in one frozen dataclass; what is wrong is refused here, by name, before anything starts.
+# ============================================================================================================
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, mistyped, out of range, or contradicts another."""
+
+
+class DataError(RuntimeError):
+    """A shard, tokenizer or manifest is missing, damaged, foreign, or does not fit the run."""
+
+
+class LoaderError(RuntimeError):
+    """The data loader failed or stalled; the message holds shard, position and the original traceback."""
+
+
+class ArtifactError(RuntimeError):
+    """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
+
+
+class ScoringError(RuntimeError):
+    """A score was written twice, left out, or asked for before it existed."""
+
+
+def knob(default: Any, meaning: str, low: float = -math.inf, high: float = math.inf, among: str = "") -> Any:
+    """One setting: its default, what it means with its unit, and its range or its space-separated choices."""
+    return field(default=default, metadata={"meaning": meaning, "low": low, "high": high, "among": among.split()})
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. The environment name of a field is its name in upper case; the defaults are the 8-GPU run."""
+
+    # --- data ---
+    data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
+    tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model of these shards")
+    train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
+    train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
+    micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; lower it when memory runs out", 1)
+    shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
+    doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
+    train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
+    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
+    train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
+    val_prefetch: bool = knob(True, "gather scoring windows in a thread")
+    val_copy_stream: bool = knob(True, "copy scoring windows to the GPU on a stream of their own")
+    val_bytecount_device: str = knob("cpu", "accepted; bytes are summed once, on the host", among="cpu cuda")
+    val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
+    loader_timeout_seconds: float = knob(60.0, "seconds without data before the loader gives up", 0.1)
+    # --- run ---
+    run_id: str = knob("", "name of the run directory; empty: date, time and seed")
+    runs_dir: str = knob("runs", "folder that holds the run directories")
+    seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
+    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
+    max_wallclock_seconds: float = knob(600.0, "seconds of training, Hessians included; 0: ITERATIONS steps", 0)
+    max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
+    warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
+    train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
+    val_loss_every: int = knob(0, "steps between validations outside the clock; 0: only after training", 0)
+    val_batch_size: int = knob(524_288, "tokens; one scoring pass, all ranks together", 1)
+    val_progress_log_every: int = knob(0, "batches between scoring progress lines; 0: by time", 0)
+    training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
+    training_timing_every: int = knob(200, "steps between those lines; the first ten are always printed", 1)
+    trace: bool = knob(False, "write trace_rank<r>.json for ui.perfetto.dev")
+    trace_steps: str = knob("", "a:b; trace only these steps; empty: all")
+    device: str = knob("auto", "where to run", among="auto cpu cuda")
+    compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
+    compute_dtype: str = knob("auto", "activations; auto: bfloat16 where it is fast", among="auto float32 bfloat16")
+    attention: str = knob("auto", "attention kernel; auto: the first that passes", among="auto fa3 varlen sdpa plain")
+    fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
+    fused_ce: str = knob("auto", "Triton cross-entropy; auto: where exact and faster", among="auto 0 1")
+    deterministic: bool = knob(False, "refuse kernels whose result depends on timing")
+    checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
+    resume: str = knob("", "continue a run: its directory, or auto for the newest checkpoint in RUNS_DIR")
+    preflight_only: bool = knob(False, "stop after the checks that precede the first step")
+    phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life before a rank is ended", 1)
+    eval_only: str = knob("", "score this artifact instead of training")
+    generate: str = knob("", "write text after this prompt from the artifact")
+    generate_tokens: int = knob(200, "tokens to write", 1, 1 << 20)
+    generate_temperature: float = knob(0.8, "0: always the likeliest token", 0)
+    generate_top_k: int = knob(40, "choose among this many; 0: all", 0)
+    # --- model ---
+    vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
+    num_layers: int = knob(11, "blocks that own weights", 1, 256)
+    model_dim: int = knob(512, "width of the residual stream", 8)
+    num_heads: int = knob(8, "query heads", 1)
+    num_kv_heads: int = knob(4, "key and value heads", 1)
+    mlp_mult: float = knob(4.0, "MLP width / MODEL_DIM", 0.1, 64)
+    leaky_slope: float = knob(0.5, "MLP activation LeakyReLU(slope)²; 0: relu²", 0, 1)
+    rope_base: float = knob(10_000.0, "rotary base", 1)
+    rope_dims: int = knob(16, "rotated dimensions of each head; 0: all", 0)
+    rope_train_seq_len: int = knob(0, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN", 0)
+    ln_scale: bool = knob(True, "scale block inputs by 1/sqrt(layer + 1)")
+    qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
+    xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
+    sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
+    sparse_attn_gate_scale: float = knob(0.5, "steepness of that gate", 0)
+    gate_window: int = knob(12, "channels that feed the gates", 1)
+    smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
+    skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
+    num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
+    loop_start: int = knob(3, "first looped layer", 0)
+    loop_end: int = knob(5, "last looped layer", 0)
+    enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
+    parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
+    parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
+    tie_embeddings: bool = knob(True, "the output head is the input embedding")
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of the embedding", 0)
+    matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
+    logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
+    # --- optimizer and schedule ---
+    matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
+    scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
+    tied_embed_lr: float = knob(0.03, "AdamW, tied embedding", 0)
+    embed_lr: float = knob(0.6, "AdamW, untied embedding", 0)
+    head_lr: float = knob(0.008, "AdamW, untied head", 0)
+    muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
+    muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
+    muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
+    muon_momentum_warmup_steps: int = knob(0, "the same in steps; 0: use the fraction", 0)
+    muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
+    muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
+    muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
+    muon_wd: float = knob(0.095, "decoupled weight decay of matrices", 0)
+    embed_wd: float = knob(0.085, "decoupled weight decay of embeddings", 0)
+    adam_wd: float = knob(0.02, "decoupled weight decay of small tensors", 0)
+    beta1: float = knob(0.9, "AdamW", 0, 0.9999)
+    beta2: float = knob(0.99, "AdamW", 0, 0.99999)
+    adam_eps: float = knob(1e-8, "AdamW", 0)
+    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
+    ema_decay: float = knob(0.9965, "per-step decay of the averaged weights that are shipped; 0: the last ones", 0, 1)
+    warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
+    warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
+    min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
+    # --- artifact ---
+    artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
+    code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
+    rate_control: bool = knob(True, "search bits and clips that fill the budget; 0: take them as given")
+    matrix_bits: int = knob(6, "bits of block matrices; a start for the search", 2, 8)
+    embed_bits: int = knob(7, "bits of embeddings; a start for the search", 2, 8)
+    mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
+    attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
+    embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
+    gptq: bool = knob(True, "round with second-order information; 0: to nearest")
+    gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
+    gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
+    gptq_reserve_seconds: float = knob(0.0, "seconds of the clock kept for Hessians; 0: measured in warm-up", 0)
+    # --- evaluation ---
+    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
+    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
+    ttt_enabled: bool = knob(True, "score with legal test-time training as well")
+    ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
+    ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
+    ttt_momentum: float = knob(0.9, "SGD", 0, 0.9999)
+    ttt_chunk_tokens: int = knob(32_768, "targets scored before the next update", 1)
+    ttt_batch_seqs: int = knob(32, "sequences of one SGD step, all ranks together", 1)
+    ttt_grad_clip: float = knob(1.0, "bound on the gradient norm; 0: none", 0)
+    ttt_freeze_blocks: int = knob(0, "first layers that are not updated", 0)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Config:
+        """Settings from a mapping of names to strings: `environ` over the file named by its CONFIG over defaults.
+
+        Raises ConfigError for a misspelt name, a value of the wrong type or range, or settings that contradict.
+        """
+        fields = {f.name.upper(): f for f in dataclasses.fields(cls)}
+        given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
+        for name in sorted(given):
+            _refuse_near_miss(name, list(fields))
+        config = cls(**{f.name: _parse(name, given[name], f) for name, f in fields.items() if name in given})
+        _cross_check(config)
+        return config
+
+    def as_env(self) -> dict[str, str]:
+        """Every setting as the string that `from_env` reads back to the same value."""
+        values = {f.name.upper(): getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: str(int(v)) if isinstance(v, bool) else str(v) for name, v in values.items()}
+
+    def overrides(self) -> dict[str, str]:
+        """The settings that differ from their default, as strings."""
+        default = Config().as_env()
+        return {name: value for name, value in self.as_env().items() if value != default[name]}
+
+    def model_env(self) -> dict[str, str]:
+        """The settings that decide what the weights mean: those from VOCAB_SIZE to LOGIT_SOFTCAP, and geometry."""
+        names = [f.name.upper() for f in dataclasses.fields(self)]
+        model = names[names.index("VOCAB_SIZE") : names.index("LOGIT_SOFTCAP") + 1]
+        everything = self.as_env()
+        return {name: everything[name] for name in ["TRAIN_SEQ_LEN", "DOC_MASK", *model]}
+
+    @property
+    def eval_length(self) -> int:
+        """Tokens of context in evaluation."""
+        return self.eval_seq_len or self.train_seq_len
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.model_dim // self.num_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return int(self.mlp_mult * self.model_dim)
+
+
+OUR_PREFIXES = (
+    "TTT_ MUON_ TRAIN_ TRAINING_ VAL_ EVAL_ GPTQ_ WARMDOWN_ WARMUP_ EMA_ QK_ ROPE_ XSA_ SMEAR_ SPARSE_ATTN_ GATE_ "
+    "LOOP_ PARALLEL_ ARTIFACT_ LOADER_ GENERATE_ LOGIT_ TIE_ TIED_ EMBED_ MATRIX_ SCALAR_ FUSED_ "
+    "LEAKY_ MLP_ CHECKPOINT_ PREFLIGHT_ PHASE_"
+).split()
+FOREIGN_PREFIXES = (
+    "RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ ROLE_ TORCH PYTORCH NCCL_ GLOO_ OMP_ MKL_ KMP_ GOMP_ CUDA NVIDIA_ CUBLAS_ "
+    "TRITON_ HF_ PYTHON PYTEST_ VIRTUAL_ CONFIG"
+).split()
+
+
+def _refuse_near_miss(name: str, known: list[str]) -> None:
+    """Raise ConfigError when an unknown variable looks like one of ours; leave the rest of the environment alone."""
+    if name in known or name.startswith(tuple(FOREIGN_PREFIXES)):
+        return
+    distance, nearest = min((_edit_distance(name, other), other) for other in known)
+    if len(name) >= 6 and distance <= 2 or name.startswith(tuple(OUR_PREFIXES)):
+        raise ConfigError(f"unknown variable {name}: did you mean {nearest}? (python train_gpt.py --help lists all)")
+
+
+def _edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance; 99 when the lengths alone put it above two."""
+    if abs(len(a) - len(b)) > 2:
+        return 99
+    previous = list(range(len(b) + 1))
+    for i, char_a in enumerate(a, 1):
+        row = [i]
+        for j, char_b in enumerate(b, 1):
+            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (char_a != char_b)))
+        previous = row
+    return previous[-1]
+
+
+def _read_config_file(path: str) -> dict[str, str]:
+    """KEY=VALUE lines of a file; `#` starts a comment. Every key must be a setting."""
+    if not path:
+        return {}
+    try:
+        text = find_path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"CONFIG={path}: cannot be read ({error}); name a file of KEY=VALUE lines") from error
+    known = {f.name.upper() for f in dataclasses.fields(Config)}
+    values: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        key, separator, value = line.split("#")[0].strip().partition("=")
+        if not key:
+            continue
+        if not separator or key.strip() not in known:
+            raise ConfigError(f"CONFIG={path} line {number}: {line.strip()!r} is no KEY=VALUE of a known variable")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
+    """The value of one variable in its field's type; ConfigError says what was expected."""
+    rules, kind = spec.metadata, type(spec.default)
+    value: Any = text
+    if kind is bool:
+        value = {"0": False, "false": False, "1": True, "true": True}.get(text.strip().lower())
+        if value is None:
+            raise ConfigError(f"{name}={text!r}: expected 0, 1, true or false")
+    elif kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError as error:
+            number = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{name}={text!r}: expected {number} ({rules['meaning']})") from error
+        if not (math.isfinite(value) and rules["low"] <= value <= rules["high"]):
+            bounds = f"between {rules['low']:g} and {rules['high']:g}"
+            raise ConfigError(f"{name}={text!r}: expected a value {bounds} ({rules['meaning']})")
+    elif rules["among"] and text not in rules["among"]:
+        raise ConfigError(f"{name}={text!r}: expected one of {', '.join(rules['among'])} ({rules['meaning']})")
+    return value
+
+
+def _cross_check(c: Config) -> None:
+    """Raise ConfigError for settings that are fine alone and wrong together."""
+    rope_dims = c.rope_dims or c.model_dim // c.num_heads
+    last_parallel = c.num_layers - 1
+    rules = [
+        (c.train_batch_tokens % c.train_seq_len == 0, "TRAIN_BATCH_TOKENS must be a multiple of TRAIN_SEQ_LEN"),
+        (c.micro_batch_tokens % c.train_seq_len == 0, "MICRO_BATCH_TOKENS must be a multiple of TRAIN_SEQ_LEN"),
+        (c.model_dim % c.num_heads == 0, "MODEL_DIM must be a multiple of NUM_HEADS"),
+        (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS must be a multiple of NUM_KV_HEADS"),
+        (rope_dims % 2 == 0 and rope_dims <= c.model_dim // c.num_heads, "ROPE_DIMS must be even and fit a head"),
+        (c.xsa_last_n <= c.num_layers, "XSA_LAST_N must not exceed NUM_LAYERS"),
+        (c.gate_window <= c.model_dim, "GATE_WINDOW must not exceed MODEL_DIM"),
+        (not c.num_loops or c.loop_start <= c.loop_end, "LOOP_START must not exceed LOOP_END"),
+        (not c.num_loops or c.loop_end < c.num_layers, "LOOP_END must be below NUM_LAYERS"),
+        (c.parallel_start_layer <= last_parallel, "PARALLEL_START_LAYER must be below NUM_LAYERS (-1: none)"),
+        (c.eval_stride <= c.eval_length, "EVAL_STRIDE must not exceed EVAL_SEQ_LEN"),
+        (not c.ttt_enabled or c.eval_stride > 0, "TTT_ENABLED=1 needs an EVAL_STRIDE above 0"),
+        (not c.ttt_enabled or c.ttt_chunk_tokens % max(c.eval_stride, 1) == 0,
+         "TTT_CHUNK_TOKENS must be a multiple of EVAL_STRIDE"),
+        (not c.ttt_enabled or c.eval_length % max(c.eval_stride, 1) == 0,
+         "EVAL_SEQ_LEN must be a multiple of EVAL_STRIDE when TTT_ENABLED=1"),
+        (not c.ttt_enabled or c.ttt_chunk_tokens >= c.eval_length, "TTT_CHUNK_TOKENS must hold EVAL_SEQ_LEN tokens"),
+        (c.ttt_freeze_blocks <= c.num_layers, "TTT_FREEZE_BLOCKS must not exceed NUM_LAYERS"),
+        (bool(c.max_wallclock_seconds) or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS must not exceed ITERATIONS"),
+        (c.ema_decay < 1, "EMA_DECAY must be below 1: at 1 the average never leaves the initial weights"),
+        (not c.max_wallclock_seconds or c.gptq_reserve_seconds < c.max_wallclock_seconds,
+         "GPTQ_RESERVE_SECONDS must be below MAX_WALLCLOCK_SECONDS"),
+        (os.sep not in c.run_id and c.run_id not in (".", ".."), "RUN_ID must be a plain name, not a path"),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            names = [word for word in rule.replace("=", " ").replace(":", " ").split() if word.lower() in _FIELD_NAMES]
+            found = ", ".join(f"{name}={c.as_env()[name]}" for name in dict.fromkeys(names))
+            raise ConfigError(f"{rule}; got {found}")
+
+
+_FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Config))
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Raise ConfigError when the batch cannot be split evenly over the ranks and their micro-batches."""
+    sequences = config.train_batch_tokens // config.train_seq_len
+    if sequences % world_size:
+        raise ConfigError(
+            f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} holds {sequences} sequences of TRAIN_SEQ_LEN="
+            f"{config.train_seq_len}; that does not divide among {world_size} ranks"
+        )
+    rows, micro_rows = sequences // world_size, config.micro_batch_tokens // config.train_seq_len
+    if rows % min(rows, micro_rows):
+        raise ConfigError(
+            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens} holds {micro_rows} sequences; expected a divisor of the "
+            f"{rows} sequences that one of {world_size} ranks sees per step"
+        )
+
+
+def help_text() -> str:
+    """Every variable with its default and meaning, as `--help` prints it and the README's table is made from."""
+    lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
+    for spec in dataclasses.fields(Config):
+        choices = f" [{' | '.join(spec.metadata['among'])}]" if spec.metadata["among"] else ""
+        lines.append(f"  {spec.name.upper()}={spec.default!s:<34} {spec.metadata['meaning']}{choices}")
+    return "\n".join(lines)
+
+
+def find_path(path: str) -> Path:
+    """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
+    given = Path(path).expanduser()
+    if given.exists() or given.is_absolute():
+        return given
+    above = [folder / given for folder in Path(__file__).resolve().parents]
+    return next((candidate for candidate in above if candidate.exists()), given)
+
+# ============================================================================================================
+# RUNTIME — device, ranks, run directory, log and clock: one object, the same on a laptop and on many nodes.
+# ============================================================================================================
+
+
+class Run:
+    """One process of a run: where it computes, who its peers are, what it writes, where its seconds went."""
+
+    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
+        self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        self.device = pick_device(config, int(environ.get("LOCAL_RANK", 0)))
+        self.dtype = pick_dtype(config, self.device)
+        self.directory: Path | None = None
+        self.phases: dict[str, float] = {}
+        self.phase_name = "setup"
+        self.stop_signal = 0
+        self._pending: list[str] = []
+        self._last_sign_of_life = time.monotonic()
+        if self.world_size > 1:
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            device_id = self.device if self.device.type == "cuda" else None
+            dist.init_process_group(backend, device_id=device_id)
+        self._start_watchdog(config.phase_timeout_seconds)
+
+    def open_directory(self, config: Config) -> None:
+        """Create runs/<RUN_ID>, which must not exist, or reopen the one being resumed. All ranks call it together."""
+        name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+        names = [name]
+        if self.world_size > 1:
+            dist.broadcast_object_list(names, src=0)
+        directory = Path(config.runs_dir) / names[0]
+        if self.rank == 0 and not config.resume:
+            try:
+                directory.mkdir(parents=True)
+            except FileExistsError as error:
+                advice = "choose another RUN_ID, or continue it with RESUME"
+                raise ConfigError(f"RUN_ID={names[0]}: {directory} exists and is never overwritten; {advice}") from error
+            except OSError as error:
+                raise ConfigError(f"RUNS_DIR={config.runs_dir}: cannot create {directory} ({error})") from error
+        self.barrier()
+        self.directory = directory
+        for line in self._pending:
+            self._append("log.txt", line)
+        self._pending.clear()
+
+    def path(self, name: str) -> Path:
+        """A file of the run directory."""
+        assert self.directory is not None, "the run directory is opened after the checks"
+        return self.directory / name
+
+    def log(self, line: str) -> None:
+        """One line to the console and, flushed, to log.txt; rank 0 only. A closed console never ends a run."""
+        self.alive()
+        if self.rank:
+            return
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            print(line, flush=True)
+        if self.directory is None:
+            self._pending.append(line)
+        else:
+            self._append("log.txt", line)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """One JSON object to metrics.jsonl, for machines; rank 0 only."""
+        if self.rank == 0 and self.directory is not None:
+            self._append("metrics.jsonl", json.dumps({"event": kind, **values}))
+
+    def _append(self, name: str, line: str) -> None:
+        with open(self.path(name), "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block, device work included, to `phases[name]`."""
+        self.sync()
+        outer, self.phase_name, start = self.phase_name, name, time.perf_counter()
+        self.alive()
+        try:
+            yield
+        finally:
+            self.sync()
+            self.phase_name = outer
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def sync(self) -> None:
+        """Wait until the device has finished what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def sum_over_ranks(self, value: float) -> float:
+        """The sum of a host number over all ranks."""
+        total = torch.tensor(value, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+    def alive(self) -> None:
+        """Tell the watchdog that this rank makes progress."""
+        self._last_sign_of_life = time.monotonic()
+
+    def _start_watchdog(self, limit_seconds: float) -> None:
+        def watch() -> None:
+            while time.monotonic() - self._last_sign_of_life < limit_seconds:
+                time.sleep(min(1.0, limit_seconds / 4))
+            print(f"rank {self.rank}: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
+                  f"{limit_seconds:g}; all stacks follow, then this rank ends", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+    def catch_signals(self) -> None:
+        """From now on SIGTERM and SIGINT ask for a checkpoint and an orderly end; a second one ends at once."""
+
+        def note(number: int, _frame: Any) -> None:
+            if self.stop_signal:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self.stop_signal = number
+
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGINT, note)
+
+
+def pick_device(config: Config, local_rank: int) -> torch.device:
+    """The device of this rank; ConfigError when DEVICE asks for a GPU that is not there."""
+    wanted = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The dtype of activations: bfloat16 where matrix units exist for it, else float32."""
+    if config.compute_dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
+    has_matrix_units = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return torch.bfloat16 if has_matrix_units else torch.float32
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put `data` at `path` completely or not at all; a full disk leaves what stood there intact."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+# ============================================================================================================
+# TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
+# ============================================================================================================
+
+TRACE_TAIL = b"\n]}\n"
+TRACE_FLUSH_EVENTS = 1000
+NO_SPAN = contextlib.nullcontext()
+
+
+class Trace:
+    """Perfetto trace of one rank, one lane per stage and stream; safe from any thread. `path=None` is off.
+
+    steps=(a, b) keeps what overlaps the steps a <= step < b. A file that exists (of a resumed run) is continued.
+    """
+
+    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
+        self.rank, self.steps, self.recording = rank, steps, path is not None and steps is None
+        self.window_ns = [0.0 if self.recording else math.inf, math.inf]
+        self.lock, self.lanes, self.events = threading.Lock(), dict[str, int](), list[str]()
+        self.anchor: tuple[torch.cuda.Event, int] | None = None  # and the host time at which it completed
+        self.file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if self.file is not None:
+            self.end = max(0, os.fstat(self.file).st_size - len(TRACE_TAIL))
+            clocks = {"unix_ns": time.time_ns(), "host_ns": time.perf_counter_ns()}  # lines up the ranks
+            self._add("main", 0, ph="M", name="process_name", args={"name": f"rank {rank}"} | clocks)
+            self.flush()
+
+    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        """What the calling thread does inside the `with` block, also when that raises."""
+        return self._span(name, lane, args) if self.recording else NO_SPAN
+
+    @contextlib.contextmanager
+    def _span(self, name: str, lane: str, args: dict[str, Any]) -> Iterator[None]:
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.complete(name, lane, start_ns, time.perf_counter_ns(), **args)
+
+    def complete(self, name: str, lane: str, start_ns: float, end_ns: float, **args: Any) -> None:
+        """A span that is over, in times of `time.perf_counter_ns`."""
+        if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
+            self._add(lane, start_ns, ph="X", name=name, dur=(end_ns - start_ns) / 1e3, args=args)
+
+    def cuda_complete(self, name: str, lane: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """A span between two CUDA events with timing that have completed."""
+        if self.anchor is None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.Stream(end.device))  # an idle stream: nothing to wait for
+            event.synchronize()
+            self.anchor = (event, time.perf_counter_ns())
+        event, host_ns = self.anchor
+        self.complete(name, lane, *(host_ns + 1e6 * event.elapsed_time(other) for other in (start, end)))
+
+    def counter(self, name: str, **values: float) -> None:
+        """One point of each of the curves `values`."""
+        if self.recording:
+            self._add("main", time.perf_counter_ns(), ph="C", name=name, args=values)
+
+    def flow_start(self, flow_id: str, lane: str, phase: str = "s") -> None:
+        """The arrow `flow_id` leaves the span that is open on `lane`."""
+        if self.recording:
+            number = int(hashlib.sha256(f"{self.rank} {flow_id}".encode()).hexdigest()[:12], 16)
+            self._add(lane, time.perf_counter_ns(), ph=phase, bp="e", name="flow", cat="flow", id=number)
+
+    def flow_end(self, flow_id: str, lane: str) -> None:
+        """The arrow `flow_id` arrives at the span that is open on `lane`."""
+        self.flow_start(flow_id, lane, phase="f")
+
+    def step(self, step: int) -> None:
+        """Tell the current step: it opens and closes the window, and flushes now and then."""
+        inside = self.file is not None and (self.steps is None or self.steps[0] <= step < self.steps[1])
+        if inside != self.recording:
+            self.window_ns[0 if inside else 1] = time.perf_counter_ns()
+            self.recording = inside
+        if len(self.events) >= TRACE_FLUSH_EVENTS or (self.events and not inside):
+            self.flush()
+
+    def _add(self, lane: str, time_ns: float, **event: Any) -> None:
+        with self.lock:
+            naming = [] if lane in self.lanes else [{"ph": "M", "name": "thread_name", "args": {"name": lane}}]
+            place = {"pid": self.rank, "tid": self.lanes.setdefault(lane, len(self.lanes)), "ts": time_ns / 1e3}
+            self.events += [json.dumps(event | place) for event in (*naming, event)]
+
+    def flush(self) -> None:
+        """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
+        with self.lock:
+            if self.file is not None and self.events:
+                text = (",\n" if self.end else '{"traceEvents": [\n') + ",\n".join(self.events)
+                self.events.clear()
+                self.end += os.pwrite(self.file, text.encode() + TRACE_TAIL, self.end) - len(TRACE_TAIL)
+
+    def close(self) -> None:
+        """Flush and close the file; what comes later is dropped."""
+        self.flush()
+        with self.lock:
+            file, self.file, self.recording, self.window_ns = self.file, None, False, [math.inf, math.inf]
+        if file is not None:
+            os.close(file)
+
+
+class StepTimer:
+    """`timing_breakdown` lines and `train` spans, from the host clock and CUDA events that are read once complete.
+
+    A step neither reported (TRAINING_TIMING_EVERY) nor traced pays one comparison a lap; no step waits for the GPU.
+    batch_cpu is host time, batch_h2d what the compute stream waited for a batch (the rest of the copy is hidden).
+    Batch, forward and backward are means over micro-steps; val is the validation before the step (`val_ms`).
+    """
+
+    def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
+        self.every = config.training_timing_every if config.training_timing_breakdown else 0
+        self.cuda, self.trace, self.active, self.val_ms = device.type == "cuda", trace, False, 0.0
+        self.pending: list[tuple[int, bool, float, list[tuple[str, int, Any]]]] = []
+
+    def begin(self, step: int) -> None:
+        """Start of a step."""
+        reported = self.every > 0 and step % self.every == 0
+        self.active = reported or self.trace.recording
+        if self.active:
+            self.pending.append((step, reported, self.val_ms, []))
+            self.lap("begin")
+        self.val_ms = 0.0
+
+    def lap(self, name: str) -> None:
+        """Here ends a batch, h2d, forward, backward, optimizer or val."""
+        if self.active:
+            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
+            if event is not None:
+                event.record()
+            self.pending[-1][3].append((name, time.perf_counter_ns(), event))
+
+    def end(self) -> str | None:
+        """End of a step. Returns the line of the oldest reported step, once its GPU work is over (on CPU: at once)."""
+        self.active, line = False, None
+        while line is None and self.pending and not (self.cuda and not self.pending[0][3][-1][2].query()):
+            line = self._read(*self.pending.pop(0))
+        return line
+
+    def _read(self, step: int, reported: bool, val_ms: float, laps: list[tuple[str, int, Any]]) -> str | None:
+        ms = dict.fromkeys(("batch_cpu", "batch_h2d", "forward", "backward", "optimizer"), 0.0) | {"val": val_ms}
+        self.trace.complete("train", "main", laps[0][1], laps[-1][1], step=step)
+        for (_, start_ns, start), (name, end_ns, end) in zip(laps[:-1], laps[1:], strict=True):
+            host_ms = (end_ns - start_ns) / 1e6
+            self.trace.complete(name, "main", start_ns, end_ns, step=step)
+            if self.cuda and self.trace.file is not None:
+                self.trace.cuda_complete(name, "compute stream", start, end)
+            ms["batch_cpu"] += host_ms if name == "batch" else 0.0
+            if self.cuda or name != "batch":
+                key = "batch_h2d" if name in ("batch", "h2d") else name
+                ms[key] += start.elapsed_time(end) if self.cuda else host_ms
+        micro_steps = max(1, sum(name == "forward" for name, _, _ in laps))
+        for name in ("batch_cpu", "batch_h2d", "forward", "backward"):
+            ms[name] /= micro_steps
+        fields = " ".join(f"{name}_ms:{value:.2f}" for name, value in ms.items())
+        return f"timing_breakdown step:{step} micro_steps:{micro_steps} {fields}" if reported else None
+
+# ============================================================================================================
+# DATA — the tokens in an order that is a pure function of shards, seed and geometry, delivered ahead of need.
+# ============================================================================================================
+
+BOS_ID = 1
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+READ_TOKENS = 1 << 22  # per read: a stop is noticed soon, and ids are checked while they are in cache
+CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
+LIVENESS_SECONDS, CLOSE_SECONDS = 0.2, 1.5
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids."""
+
+    path: Path
+    tokens: int
+
+
+def open_shards(pattern: str) -> list[Shard]:
+    """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
+    if not (names := sorted(glob.glob(pattern))):
+        raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH or see data/README.md")
+    return [_open_shard(Path(name)) for name in names]
+
+
+def _open_shard(path: Path) -> Shard:
+    try:
+        size, header = path.stat().st_size, np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4).tolist()
+    except OSError as error:
+        raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
+    magic, version, tokens = (*header, 0, 0, 0)[:3]
+    sizes = ("size in bytes", size, SHARD_HEADER_BYTES + 2 * max(tokens, 1))
+    for what, got, expected in (("magic", magic, SHARD_MAGIC), ("version", version, SHARD_VERSION), sizes):
+        if got != expected:
+            raise DataError(f"{path}: {what} is {got}, expected {expected}; fetch or export this shard again")
+    return Shard(path, tokens)
+
+
+def read_into(file: Any, buffer: np.ndarray) -> int:
+    """Fill `buffer` from `file`; returns how many bytes there were. Every token of a run comes through here."""
+    return file.readinto(buffer)
+
+
+def read_steps(shard: Shard, out: np.ndarray, start: int = 0, vocab_size: int = 1 << 16) -> Iterator[None]:
+    """Read tokens `start`… of a shard into `out`, READ_TOKENS a step. Raises DataError naming file and byte."""
+    if (now := _open_shard(shard.path)) != shard:
+        raise DataError(f"{shard.path}: has {now.tokens} tokens, expected {shard.tokens} as when the run began")
+    with open(shard.path, "rb") as file:
+        for first in range(0, len(out), READ_TOKENS):
+            part, byte = out[first : first + READ_TOKENS], SHARD_HEADER_BYTES + 2 * (start + first)
+            try:
+                file.seek(byte)
+                got = read_into(file, part)
+            except (Exception, SystemExit) as error:
+                raise DataError(f"{shard.path}, byte {byte}: {error!r}; check disk and file") from error
+            if got != part.nbytes:
+                raise DataError(f"{shard.path}, byte {byte}: got {got} bytes, expected {part.nbytes}: file cut?")
+            if part.max() >= vocab_size:
+                at = int(np.argmax(part >= vocab_size))
+                where = f"{shard.path}, token {start + first + at}, byte {byte + 2 * at}"
+                raise DataError(f"{where}: id {part[at]}, expected below VOCAB_SIZE={vocab_size}; wrong tokenizer?")
+            yield
+
+
+def read_tokens(shard: Shard, start: int = 0, stop: int | None = None, vocab_size: int = 1 << 16) -> np.ndarray:
+    """Tokens [start, stop) of a shard, uint16. Raises DataError."""
+    out = np.empty(min(shard.tokens if stop is None else stop, shard.tokens) - start, np.uint16)
+    for _ in read_steps(shard, out, start, vocab_size):
+        pass
+    return out
+
+
+def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
+    """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
+    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else sum(shard.tokens for shard in shards)
+    before = np.cumsum([0, *(shard.tokens for shard in shards)])
+    kept = [(shard, int(wanted - skip)) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
+    return np.concatenate([read_tokens(shard, 0, stop, config.vocab_size) for shard, stop in kept])
+
+
+def mix64(words: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which every bit depends on every other (the finalizer of splitmix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def random_words(start: int, count: int, *key: int) -> np.ndarray:
+    """Words `start`… of the random stream `key`, uint64; ours, as numpy may change its streams."""
+    state, gamma = np.zeros(1, np.uint64), 0x9E3779B97F4A7C15
+    for part in key:
+        state = mix64(state + np.uint64((part + gamma) % 2**64))
+    return mix64(state + np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(gamma))
+
+
+class TokenOrder:
+    """The stream: each epoch permutes the shards and, within each shard, its sequences; O(shards) to any position.
+
+    Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped. A visit is
+    one reading of one shard, numbered on through the epochs. Raises DataError when there is no sequence.
+    """
+
+    def __init__(self, shards: list[Shard], seq_len: int, seed: int, shuffle: bool) -> None:
+        self.shards = [shard for shard in shards if shard.tokens > seq_len]
+        self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
+        if not self.shards:
+            longest = max((shard.tokens for shard in shards), default=0)
+            raise DataError(f"longest training shard: {longest} tokens, expected TRAIN_SEQ_LEN + 1 = {seq_len + 1}")
+        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards], np.int64)
+        self.epoch_sequences, self.plan = int(self.sizes.sum()), (-1, self.sizes, self.sizes)
+
+    def permutation(self, count: int, *key: int) -> np.ndarray:
+        """The numbers below `count` in the order of random words (seed, *key); with SHUFFLE=0 in their own."""
+        return np.argsort(random_words(0, count, self.seed, *key), kind="stable") if self.shuffle else np.arange(count)
+
+    def _turns(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        plan = self.plan  # read and replaced as a whole: two threads may be in two epochs
+        if plan[0] != epoch:
+            turns = self.permutation(len(self.shards), epoch)
+            plan = self.plan = (epoch, turns, np.cumsum(self.sizes[turns]))
+        return plan[1], plan[2]
+
+    def visit(self, visit: int) -> tuple[Shard, tuple[int, int, int]]:
+        """The shard that a visit reads, and the arguments of `permutation` that order its sequences."""
+        epoch, turn = divmod(visit, len(self.shards))
+        number = int(self._turns(epoch)[0][turn])
+        return self.shards[number], (int(self.sizes[number]), epoch, number)
+
+    def segments(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """The parts (visit, start within it, length) of `count` sequences from position `first` of the stream."""
+        while count:
+            epoch, place = divmod(first, self.epoch_sequences)
+            turns, ends = self._turns(epoch)
+            turn = int(np.searchsorted(ends, place, side="right"))
+            length = min(count, int(ends[turn]) - place)
+            yield epoch * len(turns) + turn, place - int(ends[turn] - self.sizes[turns[turn]]), length
+            first, count = first + length, count - length
+
+
+def loader_error(where: str, error: BaseException) -> LoaderError:
+    """`error`, of any kind, as `next()` raises it: with its place and the traceback of its origin."""
+    if isinstance(error, LoaderError):
+        return error
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return LoaderError(f"{where}: {type(error).__name__}: {error}\n{text}")
+
+
+class Stage:
+    """A thread that runs `items` at most `ahead` items ahead of its one reader. An item None is only a pause.
+
+    Items, the end and errors of any kind arrive in order; every `get` ends in one of them. With the item that the
+    reader holds, `ahead + 1` exist: items that go round as many slots are never overwritten while they are read.
+    """
+
+    def __init__(self, name: str, items: Iterator[Any], ahead: int, device: torch.device) -> None:
+        self.name, self.items, self.ahead, self.device = name, items, ahead, device
+        self.ready, self.stopped, self.changed = list[Any](), False, threading.Condition()
+        self.end: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        end: Exception = StopIteration()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a new thread is on device 0
+            for item in self.items:
+                self._put(item)
+        except BaseException as error:
+            end = loader_error(self.name, error)
+        with self.changed:
+            self.end = end
+            self.changed.notify_all()
+
+    def _put(self, item: Any) -> None:
+        with self.changed:
+            self.ready += [] if item is None else [item]
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.ahead)
+            if self.stopped:
+                raise LoaderError(f"{self.name}: closed")
+
+    def get(self, timeout_seconds: float = math.inf) -> Any:
+        """The next item. Raises LoaderError, StopIteration after the last item, TimeoutError."""
+        deadline = time.monotonic() + timeout_seconds
+        with self.changed:
+            while not self.ready:
+                if self.stopped or self.end is not None:
+                    raise self.end or LoaderError(f"{self.name}: closed")
+                if not self.thread.is_alive():
+                    raise LoaderError(f"{self.name}: the worker thread ended without a word")
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                self.changed.wait(LIVENESS_SECONDS)
+            self.changed.notify_all()
+            return self.ready.pop(0)
+
+    __next__ = get
+
+    def __iter__(self) -> Stage:
+        return self
+
+    def stop(self) -> None:
+        """Wake both sides; the thread ends at its next item or pause."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+
+
+class Slot:
+    """Room for one batch of uint16 ids, on the host (pinned for a GPU) or on the device.
+
+    `filled` and `free` are CUDA events around what reads it: the first lets the reader begin, the second the
+    writer of the next batch.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device, cuda: bool) -> None:
+        pin = cuda and device.type == "cpu"
+        self.ids = torch.zeros(shape, dtype=torch.uint16, device=device, pin_memory=pin)
+        self.index, self.meta = -1, None
+        self.filled, self.free = ((torch.cuda.Event if cuda else contextlib.nullcontext)() for _ in range(2))
+
+
+class Pipeline:
+    """Batches `first`, `first` + 1, … (`count` of them, None: no end) on the device, prepared ahead of use.
+
+    fill(i, slot) writes batch i into a uint16 array of `shape` and returns anything; `next()` gives the ids as int64
+    on the device, the caller's to keep, and what fill returned. Up to `depth` batches wait in pinned memory, two on
+    the device (`copy_stream`). prefetch=False fills, copies and widens in the caller's thread: the oracle.
+    """
+
+    def __init__(
+        self, fill: Callable[[int, np.ndarray], Any], count: int | None, shape: tuple[int, ...], device: torch.device,
+        *, prefetch: bool, depth: int, copy_stream: bool, timeout_seconds: float, name: str, trace: Trace,
+        first: int = 0, sources: Iterable[Stage] = (),
+    ) -> None:
+        self.fill, self.device, self.name, self.trace = fill, device, name, trace
+        self.index, self.after = first, math.inf if count is None else first + count
+        self.timeout_seconds, self.prefetch, self.cuda = timeout_seconds, prefetch, prefetch and device.type == "cuda"
+        self.closed, self.stages, self.waits_ms = False, list(sources), list[float]()
+    ...
+
+# ============================================================================================================
+# KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition, the kernel must equal it.
+# ============================================================================================================
+if triton is not None:
+    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on the CPU, nothing to tune
+    TILES = [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
+        for m, n, k, warps, stages in (
+            (32, 32, 32, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
+    ]  # fmt: skip
+
+    @triton.autotune(
+        TILES[:1] if INTERPRETED else TILES,
+        key=["M", "N", "K", "BACKWARD"],
+        # Without tensor cores (fp32) large tiles spill and take minutes to compile.
+        prune_configs_by={"early_config_prune": lambda t, args, **_: t[: 1 if args["a"].itemsize == 4 else None]},
+        cache_results=True,
+    )
+    @triton.jit
+    def linear_leaky_square_kernel(
+        a, b, pre, out, M, N, K, slope,
+        BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ):  # fmt: skip
+        # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
+        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the shared memory
+        a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+        b_tiles = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+        pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, HALF_N])
+        out_tiles = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
+        across = tl.cdiv(N, BLOCK_N)
+        # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0), flatten=True):
+            row, column = tile // across * BLOCK_M, tile % across * BLOCK_N
+            product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k in range(0, K, BLOCK_K):
+                b_tile = b_tiles.load([column, k])
+                product = tl.dot(a_tiles.load([row, k]), b_tile.T, product, input_precision="ieee")
+            halves = tl.split(product.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
+            for half in tl.static_range(2):
+                corner = [row, column + half * HALF_N]
+                if BACKWARD:
+                    p = pre_tiles.load(corner).to(tl.float32)
+                    factor = 2.0 * halves[half]
+                else:  # the activation of the rounded P, which is what the backward pass reads
+                    pre_tiles.store(corner, halves[half].to(pre.dtype.element_ty))
+                    p = halves[half].to(pre.dtype.element_ty).to(tl.float32)
+                    factor = p
+                value = factor * tl.where(p > 0, p, slope * slope * p)
+                out_tiles.store(corner, value.to(out.dtype.element_ty))
+
+    @triton.jit
+    def softcapped(x, SOFTCAP: tl.constexpr):
+        if SOFTCAP != 0:  # tanh by a minimax polynomial below 0.75, by exp above it: neither cancels
+            u = x * (1.0 / SOFTCAP)
+            s = u * u
+            tail = ((0.00173693453 * s - 0.00765725318) * s + 0.0214520339) * s - 0.0538927242
+            small = u + u * s * ((tail * s + 0.133326948) * s - 0.333333164)
+            e = tl.exp(-2.0 * tl.abs(u))
+            large = (1.0 - e) / (1.0 + e)
+            x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, tl.where(u < 0, -large, large))
+        return x
+
+    @triton.jit
+    def cross_entropy_kernel(
+        logits, targets, stats, out, N, V, SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_V: tl.constexpr
+    ):
+        # stats: the loss (backward: its gradient), then log-sum-exp as peak and rest, whose sum would lose digits.
+        row = tl.program_id(0).to(tl.int64)
+        target = tl.load(targets + row)
+        peak, total = -3.0e38, 0.0  # finite: a block of -inf logits must not give -inf minus -inf
+        for start in range(0, V, BLOCK_V):
+            column = start + tl.arange(0, BLOCK_V)
+            x = tl.load(logits + row * V + column, mask=column < V, other=0.0).to(tl.float32)
+            z = softcapped(x, SOFTCAP)
+            if BACKWARD:
+                p = tl.exp(z - tl.load(stats + N + row) - tl.load(stats + 2 * N + row))
+                d_x = tl.load(stats + row) * (p - tl.where(column == target, 1.0, 0.0))
+                if SOFTCAP != 0:
+                    d_x *= 1.0 - (z * (1.0 / SOFTCAP)) * (z * (1.0 / SOFTCAP))
+                tl.store(out + row * V + column, d_x.to(out.dtype.element_ty), mask=column < V)
+            else:
+                z = tl.where(column < V, z, -float("inf"))
+                new_peak = tl.maximum(peak, tl.max(z, 0))
+                total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
+                peak = new_peak
+        if not BACKWARD:
+            inside = (target >= 0) & (target < V)  # a target outside the vocabulary makes its loss NaN
+            x = tl.load(logits + row * V + target, mask=inside, other=float("nan")).to(tl.float32)
+            tl.store(stats + row, peak - softcapped(x, SOFTCAP) + tl.log(total))
+            tl.store(stats + N + row, peak)
+            tl.store(stats + 2 * N + row, tl.log(total))
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The matrix as TMA reads it: contiguous, 16-byte start, sides zero-padded to multiples of 8."""
+    rows, columns = (-side % 8 for side in matrix.shape)
+    matrix = F.pad(matrix, (0, columns, 0, rows)) if rows or columns else matrix.contiguous()
+    return matrix.clone() if matrix.data_ptr() % 16 else matrix
+
+
+@torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
+def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
+    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)², as (2, M, N); given P, (A Bᵀ) phi'(P) alone as (1, M, N)."""
+    a, b = aligned(a_MK), aligned(b_NK)
+    planes = a.new_empty(2 if pre_MN is None else 1, len(a), len(b))
+    pre = planes[0] if pre_MN is None else aligned(pre_MN)
+    # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
+    programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
+    linear_leaky_square_kernel[(programs,)](
+        a, b, pre, planes[-1], len(a), len(b), a.shape[1], slope, BACKWARD=pre_MN is not None
+    )
+    return planes[:, : len(a_MK), : len(b_NK)].contiguous()
+
+
+linear_leaky_square.register_fake(lambda a, b, pre, slope: a.new_empty(2 if pre is None else 1, len(a), len(b)))
+
+
+class FusedMlp(torch.autograd.Function):
+    """Only the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, None, slope)
+        ctx.save_for_backward(x_ND, up_FD, down_DF, pre_NF, act_NF)
+        ctx.slope = slope
+        return F.linear(act_NF, down_DF)
+
+    @staticmethod
+    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x_ND, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
+        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t().contiguous(), pre_NF, ctx.slope)
+        return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
+
+
+def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+    """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu²."""
+    return F.linear(F.leaky_relu(F.linear(x_ND, up_FD), slope).square(), down_DF)
+
+
+def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+    """`mlp_plain` with the activation and its derivative in GEMM epilogues (modded-nanogpt PR #197, PR #1530)."""
+    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
+
+
+@torch.library.custom_op("train_gpt::cross_entropy", mutates_args=())
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor, given_3N: Tensor | None, softcap: float) -> Tensor:
+    """(loss, peak, log-sum-exp - peak), (3, N) fp32; given these, the loss's gradient first: the logits' gradient."""
+    logits_NV, (N, V) = logits_NV.contiguous(), logits_NV.shape
+    stats_3N = logits_NV.new_empty(3, N, dtype=torch.float32) if given_3N is None else given_3N.contiguous()
+    out = stats_3N if given_3N is None else torch.empty_like(logits_NV)
+    options = softcap, given_3N is not None, min(8192, triton.next_power_of_2(V))
+    cross_entropy_kernel[(N,)](logits_NV, targets_N.contiguous(), stats_3N, out, N, V, *options, num_warps=8)
+    return out
+
+
+def cross_entropy_gradients(ctx: Any, d_stats_3N: Tensor) -> tuple[Tensor, None, None, None]:
+    logits_NV, targets_N, stats_3N = ctx.saved_tensors
+    given_3N = torch.cat((d_stats_3N[:1], stats_3N[1:]))
+    return cross_entropy(logits_NV, targets_N, given_3N, ctx.softcap), None, None, None
+
+
+def cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logits_NV, targets_N, _, ctx.softcap = inputs
+    ctx.save_for_backward(logits_NV, targets_N, output)
+
+
+cross_entropy.register_autograd(cross_entropy_gradients, setup_context=cross_entropy_context)
+cross_entropy.register_fake(
+    lambda logits, _, given, softcap: torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if given is not None
+    else logits.new_empty(3, len(logits), dtype=torch.float32)
+)
+
+
+def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+    """Nats per token (N,), at least fp32: cross-entropy of softcap·tanh(logits/softcap); softcap 0 means none."""
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
+    return F.cross_entropy(capped_NV, targets_N, reduction="none")
+
+
+def softcapped_cross_entropy_fused(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+    """`softcapped_cross_entropy_plain` in one kernel a pass, fp32 inside, gradient in the logits' dtype (PR #1787)."""
+    return cross_entropy(logits_NV, targets_N, None, softcap)[0]
+
+
+def compare_with_twin(plain: Callable[..., Tensor], fused: Callable[..., Tensor], *inputs: Any) -> tuple[bool, str]:
+    """Whether `fused` equals `plain` to 4 units of rounding and is faster, and the figures: compiled, both passes."""
+    leaves = [x.requires_grad_() for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
+    d_out = torch.randn_like(fused(*inputs))
+
+    def step(function: Callable[..., Tensor]) -> list[Tensor]:
+        out = function(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    forms = [torch.compile(function, dynamic=False, fullgraph=True) for function in (plain, fused)]
+    pairs = zip(*map(step, forms), strict=True)
+    gaps = [((ours - twin).abs().max() / twin.abs().max()).float() / torch.finfo(twin.dtype).eps for twin, ours in pairs]
+    gap = torch.stack(gaps).max()  # NaN if any is
+    plain_ms, fused_ms = (triton.testing.do_bench(lambda f=f: step(f), return_mode="median") for f in forms)
+    use = (gap <= 4) & (fused_ms < plain_ms)
+    if dist.is_initialized():
+        dist.all_reduce(use, dist.ReduceOp.MIN)
+    return bool(use), f"gap_ulp:{gap.item():.2f} compiled_plain_ms:{plain_ms:.3f} fused_ms:{fused_ms:.3f}"
+
+
+def choose_kernels(
+    config: Config, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
+) -> tuple[bool, bool]:
+    """Whether FUSED_MLP and FUSED_CE run, logged. Every rank calls it and all get the same answer.
+
+    "auto": where the kernel equals its twin and is faster at the run's shapes. ConfigError: "1" but it cannot run.
+    """
+    rows, dim, hidden = config.micro_batch_tokens, config.model_dim, int(config.mlp_mult * config.model_dim)
+    vocab, cuda = config.vocab_size, triton is not None and device.type == "cuda"
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def compare_mlp() -> tuple[bool, str]:
+        up_FD, down_DF = normal(hidden, dim) / dim**0.5, normal(dim, hidden) / dim**0.5
+        return compare_with_twin(mlp_plain, mlp_fused, normal(rows, dim), up_FD, down_DF, config.leaky_slope)
+
+    def compare_cross_entropy() -> tuple[bool, str]:
+        twins = softcapped_cross_entropy_plain, softcapped_cross_entropy_fused
+        targets_N = torch.randint(vocab, (rows,), device=device)
+        return compare_with_twin(*twins, normal(rows, vocab), targets_N, config.logit_softcap)
+
+    choices, lines = [], []
+    for name, compare in (("fused_mlp", compare_mlp), ("fused_ce", compare_cross_entropy)):
+        asked = getattr(config, name)
+        if asked == "1" and not cuda and (triton is None or not INTERPRETED):
+            raise ConfigError(f"{name.upper()}=1 needs Triton and a CUDA device, got {device.type}: set it to auto")
+        use, why = compare() if asked == "auto" and cuda else (asked == "1", f"asked:{asked} device:{device.type}")
+        choices.append(use)
+        lines.append(f"{name}:{'kernel' if use else 'plain'} {why}")
+    log(" | ".join(lines))
+    return choices[0], choices[1]
+
+# ============================================================================================================
+# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring and calibration.
+# ============================================================================================================
+
+MATRIX_ROLES = {
+    "qo_bank": "attn",
+    "kv_bank": "attn",
+    "mlp_up_bank": "mlp",
+    "mlp_down_bank": "mlp",
+    "token_embedding_VD": "embed",
+    "lm_head_VD": "embed",
+}
+
+
+def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
+    """Layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
+    layers = list(range(config.num_layers))
+    if looping and config.num_loops:
+        segment = layers[config.loop_start : config.loop_end + 1]
+        layers[config.loop_start : config.loop_end + 1] = segment * (config.num_loops + 1)
+    half = len(layers) // 2
+    return layers[:half], layers[half:]
+
+
+def rotary_tables(length: int, config: Config) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, 1, rotated/2); beyond the trained length the base is rescaled (NTK, as in PR #549)."""
+    rotated, base = config.rope_dims or config.head_dim, config.rope_base
+    trained = config.rope_train_seq_len or config.train_seq_len
+    if length > trained and rotated > 2:
+        base *= (length / trained) ** (rotated / (rotated - 2))
+    frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+    return angles.cos()[:, None].float(), angles.sin()[:, None].float()
+
+
+def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first channels of each head, in halves; the other channels pass."""
+    half = cos.size(-1)
+    a, b, rest = x_BTHE.split([half, half, x_BTHE.size(-1) - 2 * half], dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x over its root mean square along the last axis; fp32 inside, no weight, one epsilon for every torch version."""
+    return F.rms_norm(x, (x.size(-1),), eps=2.0**-23)
+
+
+def previous_in_document(x_BTD: Tensor, inputs_BT: Tensor, config: Config) -> Tensor:
+    """x shifted by one position; zeros at the start of a row and, with DOC_MASK, at every BOS (PR #1851)."""
+    shifted = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+    return shifted * (inputs_BT != BOS_ID)[..., None] if config.doc_mask else shifted
+
+
+def drop_own_value(y_BTHE: Tensor, v_BTKE: Tensor) -> Tensor:
+    """XSA: each head's output without its component along the value at its own position (PR #287)."""
+    direction = F.normalize(v_BTKE, dim=-1, eps=1e-12).unsqueeze(3)
+    grouped = y_BTHE.view(*v_BTKE.shape[:3], -1, y_BTHE.size(-1))
+    return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).view_as(y_BTHE)
+
+
+@dataclass
+class Context:
+    """What one forward pass shares among its layers."""
+
+    weights: dict[str, tuple[Tensor, ...]]  # matrices of each bank in the compute dtype
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None  # (T, T) or (B, 1, T, T), True where attention may look; None: plain causal kernel
+    cu_seqlens: Tensor | None  # int32; starts of documents in the flattened batch
+
+
+class GPT(nn.Module):
+    """The model. Parameters are fp32 masters; `compute_dtype` is what they are cast to at use."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = torch.float32
+        self.looping = config.num_loops > 0
+        self.attend: Callable[..., Tensor] = attention_plain
+        self.mlp: Callable[..., Tensor] = mlp_plain
+        self.cross_entropy: Callable[..., Tensor] = softcapped_cross_entropy_plain
+        self.observer: Callable[[str, int, Tensor], None] | None = None
+        for name, shape in parameter_shapes(config).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        for length in {config.train_seq_len, config.eval_length}:
+            cos, sin = rotary_tables(length, config)
+            self.register_buffer(f"cos_{length}", cos, persistent=False)
+            self.register_buffer(f"sin_{length}", sin, persistent=False)
+
+    def forward(self, inputs_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, T, D) after the last norm. `cu_seqlens`: document starts, for varlen attention."""
+        c = self.config
+        x = F.embedding(inputs_BT, self.token_embedding_VD).to(self.compute_dtype)
+        if c.smear_gate_enabled:
+            gate = torch.sigmoid(F.linear(x[..., : c.gate_window], self.smear_gate_1W.to(x.dtype)))
+            x = x + self.smear_scale.to(x.dtype) * gate * previous_in_document(x, inputs_BT, c)
+        x = rms_norm(x)
+        hidden = rms_norm(self._blocks(x, self._context(inputs_BT, cu_seqlens)))
+        self._observe("head_in", 0, hidden)
+        return hidden
+
+    def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """Negative log-likelihood (N,) in nats, fp32, of each target under the full softcapped softmax."""
+        return self.cross_entropy(self.logits(hidden_ND), targets_N, self.config.logit_softcap)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Scores (N, V) of every next token, before the softcap."""
+        head = self.token_embedding_VD if self.config.tie_embeddings else self.lm_head_VD
+        return F.linear(hidden_ND, head.to(hidden_ND.dtype))
+
+    def loss(self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mean loss of a batch in nats per token: what training minimises."""
+        return self.loss_per_token(self(inputs_BT, cu_seqlens).flatten(0, 1), targets_BT.flatten()).mean()
+
+    def _context(self, inputs_BT: Tensor, cu_seqlens: Tensor | None) -> Context:
+        c, length = self.config, inputs_BT.size(1)
+        table = length if hasattr(self, f"cos_{length}") else max(c.train_seq_len, c.eval_length)
+        weights = {name: getattr(self, name).to(self.compute_dtype).unbind(0) for name in BANKS}
+        mask = None
+        if self.attend is attention_varlen and cu_seqlens is None:
+            cu_seqlens = starts_on_device(inputs_BT, c.doc_mask)
+        elif self.attend is not attention_varlen and (c.doc_mask or self.attend is attention_plain):
+            mask = causal_mask(inputs_BT, c.doc_mask)
+        cos, sin = getattr(self, f"cos_{table}")[:length], getattr(self, f"sin_{table}")[:length]
+        return Context(weights, cos.to(self.compute_dtype), sin.to(self.compute_dtype), mask, cu_seqlens)
+
+    def _blocks(self, x: Tensor, context: Context) -> Tensor:
+        """All layer visits with U-Net skips; with two lanes, their mean."""
+        c, x0, lane_b, stack = self.config, x, None, []
+        encoder, decoder = visit_order(c, self.looping)
+        for layer in encoder:
+            x, lane_b = self._block(layer, x, lane_b, x0, context)
+            stack.append(x if lane_b is None else (x + lane_b) / 2)
+        for visit, layer in enumerate(decoder):
+            if stack and visit < len(self.skip_weight_KD):
+                x = self._skip(visit, x, stack.pop())
+            x, lane_b = self._block(layer, x, lane_b, x0, context)
+        return x if lane_b is None else (x + lane_b) / 2
+
+    def _skip(self, visit: int, x: Tensor, encoded: Tensor) -> Tensor:
+        skip = self.skip_weight_KD[visit].to(x.dtype) * encoded
+        if not self.config.skip_gates_enabled:
+            return x + skip
+        return torch.lerp(skip, x, torch.sigmoid(self.skip_gate_KD[visit]).to(x.dtype))
+
+    def _block(
+        self, layer: int, x: Tensor, lane_b: Tensor | None, x0: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer visit. Sequential: attention, then MLP. Parallel: both read first (PR #1493), on two lanes with
+        learned routing if PARALLEL_MODE=lanes (PR #1529): lane A takes the skips and feeds attention, B feeds MLP."""
+        c, scale = self.config, (layer + 1) ** -0.5 if self.config.ln_scale else 1.0
+        keep, inject = self.resid_mix_L2D[layer].to(x.dtype).unbind(0)
+        mixed = keep * x + inject * x0
+        normed = rms_norm(mixed) * scale
+        attended = self.attn_scale_LD[layer].to(x.dtype) * self._attention(layer, normed, context)
+        mlp_scale = self.mlp_scale_LD[layer].to(x.dtype)
+        parallel = 0 <= c.parallel_start_layer <= layer
+        if not parallel:
+            x = mixed + attended
+            return x + mlp_scale * self._mlp(layer, rms_norm(x) * scale, context), None
+        if c.parallel_mode == "gptj":
+            return mixed + attended + mlp_scale * self._mlp(layer, normed, context), None
+        lane_b = x if lane_b is None else lane_b
+        hidden = mlp_scale * self._mlp(layer, rms_norm(lane_b) * scale, context)
+        row = layer - c.parallel_start_layer
+        keep_a, keep_b = self.lane_keep_P2[row].to(x.dtype).unbind(0)
+        (attn_a, mlp_a), (attn_b, mlp_b) = self.lane_write_P22[row].to(x.dtype).unbind(0)
+        return keep_a * x + attn_a * attended + mlp_a * hidden, keep_b * lane_b + attn_b * attended + mlp_b * hidden
+
+    def _attention(self, layer: int, x_BTD: Tensor, context: Context) -> Tensor:
+        c, w, total = self.config, context.weights, self.config.num_layers
+        self._observe("attn_in", layer, x_BTD)
+        q = F.linear(x_BTD, w["qo_bank"][layer]).unflatten(-1, (c.num_heads, c.head_dim))
+        k = F.linear(x_BTD, w["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, c.head_dim))
+        v = F.linear(x_BTD, w["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, c.head_dim))
+        q, k = rotate(rms_norm(q), context.cos, context.sin), rotate(rms_norm(k), context.cos, context.sin)
+        q = q * self.qk_gain_LH[layer].to(q.dtype)[:, None]
+        y = self.attend(q, k, v, context)
+        if layer >= total - c.xsa_last_n:
+            y = drop_own_value(y, v)
+        if c.sparse_attn_gate_enabled:
+            gate = F.linear(x_BTD[..., : c.gate_window], self.attn_gate_LHW[layer].to(x_BTD.dtype))
+            y = y * torch.sigmoid(c.sparse_attn_gate_scale * gate)[..., None]
+        y = y.flatten(2)
+        self._observe("attn_out", layer, y)
+        return F.linear(y, w["qo_bank"][total + layer])
+
+    def _mlp(self, layer: int, x_BTD: Tensor, context: Context) -> Tensor:
+        up, down = context.weights["mlp_up_bank"][layer], context.weights["mlp_down_bank"][layer]
+        if self.observer is not None:
+            self._observe("mlp_in", layer, x_BTD)
+            self._observe("mlp_hidden", layer, F.leaky_relu(F.linear(x_BTD, up), self.config.leaky_slope).square())
+        return self.mlp(x_BTD.flatten(0, 1), up, down, self.config.leaky_slope).view_as(x_BTD)
+
+    def _observe(self, site: str, layer: int, x: Tensor) -> None:
+        if self.observer is not None:
+            self.observer(site, layer, x)
+
+
+BANKS = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
+
+
+def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter; a feature that is off owns none."""
+    layers, width, kv_width = c.num_layers, c.model_dim, c.num_kv_heads * c.head_dim
+    skips = min(len(half) for half in visit_order(c, True))
+    lanes = c.num_layers - c.parallel_start_layer if c.parallel_start_layer >= 0 and c.parallel_mode == "lanes" else 0
+    table: list[tuple[bool, str, tuple[int, ...]]] = [
+        (True, "token_embedding_VD", (c.vocab_size, width)),
+        (not c.tie_embeddings, "lm_head_VD", (c.vocab_size, width)),
+        (True, "qo_bank", (2 * layers, width, width)),
+        (True, "kv_bank", (2 * layers, kv_width, width)),
+        (True, "mlp_up_bank", (layers, c.mlp_dim, width)),
+        (True, "mlp_down_bank", (layers, width, c.mlp_dim)),
+        (True, "attn_scale_LD", (layers, width)),
+        (True, "mlp_scale_LD", (layers, width)),
+        (True, "resid_mix_L2D", (layers, 2, width)),
+        (True, "qk_gain_LH", (layers, c.num_heads)),
+        (True, "skip_weight_KD", (skips, width)),
+        (c.skip_gates_enabled, "skip_gate_KD", (skips, width)),
+        (c.sparse_attn_gate_enabled, "attn_gate_LHW", (layers, c.num_heads, c.gate_window)),
+        (c.smear_gate_enabled, "smear_gate_1W", (1, c.gate_window)),
+        (c.smear_gate_enabled, "smear_scale", (1,)),
+        (lanes > 0, "lane_keep_P2", (lanes, 2)),
+        (lanes > 0, "lane_write_P22", (lanes, 2, 2)),
+    ]
+    return {name: shape for wanted, name, shape in table if wanted}
+
+
+def build_model(config: Config) -> GPT:
+    """A model on the CPU with initial weights. Each is drawn from (SEED, name): switching a feature leaves the rest."""
+    model = GPT(config)
+    constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "qk_gain_LH": config.qk_gain_init, "skip_weight_KD": 1.0,
+                 "lane_keep_P2": 1.1, "lane_write_P22": 1.0}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "resid_mix_L2D":
+                parameter.copy_(torch.tensor([1.0, 0.0])[:, None].expand_as(parameter))
+            elif name == "token_embedding_VD":
+                deviation = config.tied_embed_init_std if config.tie_embeddings else 1.0
+                parameter.normal_(0.0, deviation, generator=_generator(config.seed, name))
+            elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):
+                _init_bank(name, parameter, config)
+            else:
+                parameter.fill_(constants.get(name, 0.0))
+    return model
+
+
+def _init_bank(name: str, bank_NRC: Tensor, config: Config) -> None:
+    """Orthogonal or uniform ±1/sqrt(inputs) matrices; output projections (the second half of qo_bank) are zero."""
+    for index, matrix in enumerate(bank_NRC):
+        generator = _generator(config.seed, f"{name}.{index}")
+        if name == "qo_bank" and index >= config.num_layers:
+            matrix.zero_()
+        elif config.matrix_init == "orthogonal":
+            nn.init.orthogonal_(matrix, generator=generator)
+        else:
+            matrix.uniform_(-(matrix.size(1) ** -0.5), matrix.size(1) ** -0.5, generator=generator)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+# --- attention ladder: every kernel maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E) ------------------
+
+
+def causal_mask(inputs_BT: Tensor, doc_mask: bool) -> Tensor:
+    """True where position i may look at j <= i: (T, T), or (B, 1, T, T) inside the same document only."""
+    length = inputs_BT.size(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=inputs_BT.device).tril()
+    if not doc_mask:
+        return causal
+    document = (inputs_BT == BOS_ID).cumsum(1)
+    return (causal & (document[:, :, None] == document[:, None, :])).unsqueeze(1)
+
+
+def starts_on_device(inputs_BT: Tensor, doc_mask: bool) -> Tensor:
+    """int32 starts of rows and documents in the flattened batch, padded with its length; no host sync."""
+    starts = torch.zeros_like(inputs_BT, dtype=torch.bool)
+    starts[:, 0] = True
+    if doc_mask:
+        starts |= inputs_BT == BOS_ID
+    total = inputs_BT.numel()
+    slots = inputs_BT.size(0) + (total // 64 if doc_mask else 0)
+    found = torch.nonzero_static(starts.flatten(), size=slots, fill_value=total).flatten()
+    return F.pad(found, (0, 1), value=total).int()
+
+
+def attention_plain(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """Softmax attention written out: the definition the other kernels are compared with, and fastest on CPU."""
+    rows, length, heads, size = q.shape
+    groups = heads // k.size(2)
+    q = q.reshape(rows, length, -1, groups, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    k, v = k.permute(0, 2, 3, 1), v.transpose(1, 2)
+    scores = (q @ k * size**-0.5).unflatten(2, (groups, length))
+    mask = context.mask if context.mask is None or context.mask.dim() == 2 else context.mask.unsqueeze(2)
+    assert mask is not None
+    weights = scores.float().masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
+    y = (weights.flatten(2, 3) @ v).unflatten(2, (groups, length))
+    return y.permute(0, 3, 1, 2, 4).reshape(rows, length, heads, size)
+
+
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """torch's fused attention (flash or cuDNN); a document mask, when there is one, costs it the flash kernel."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    causal = context.mask is None
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=True)
+    return y.transpose(1, 2)
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    """torch's variable-length attention over the flattened batch (PR #1530); its signature moved between versions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, length = context.cu_seqlens, q.size(1)
+    assert starts is not None
+    flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
+    if VARLEN_HAS_GQA:
+        y = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, window_size=(-1, 0), enable_gqa=True)
+    else:
+        groups = q.size(2) // k.size(2)
+        flat_k, flat_v = (t.repeat_interleave(groups, dim=1) for t in (flat_k, flat_v))
+        y = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, is_causal=True)
+    return y.view_as(q)
+
+
+VARLEN_HAS_GQA = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 12)
+
+
+def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
+    """The attention kernel of this run: the first of the ladder that exists and agrees with the plain one."""
+    return attention_plain
+
+# ============================================================================================================
+# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest; every parameter is in exactly one group, checked.
+# ============================================================================================================
+
+POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
+
+
+def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype) -> Tensor:
+    """Near-orthogonal factor of each matrix (N, R, C): singular values come near 1, not exactly to it. Contiguous."""
+    x = update_NRC.to(dtype)
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for step in range(steps):
+        a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] if polar_express else FIXED_QUINTIC
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).contiguous()
+
+
+def optimizer_groups(config: Config, names: Iterable[str]) -> dict[str, list[str]]:
+    """Which optimizer owns which parameter: `muon`, or AdamW's `embed`, `head` and `scalar`. Each name exactly once."""
+    groups: dict[str, list[str]] = {"muon": [], "embed": [], "head": [], "scalar": []}
+    for name in names:
+        if name in BANKS:
+            groups["muon"].append(name)
+        else:
+            groups[{"token_embedding_VD": "embed", "lm_head_VD": "head"}.get(name, "scalar")].append(name)
+    owned = sorted(name for members in groups.values() for name in members)
+    assert owned == sorted(parameter_shapes(config)), "a parameter is in no optimizer group, or in two"
+    return groups
+
+
+class Optimizer:
+    """One step over all parameters, the same on any number of ranks to rounding.
+
+    Every rank must call `step` together. Of each bank a rank holds the momentum of its slice only: gradients are
+    reduce-scattered, orthogonalised on the slice, and the updates all-gathered while the next bank computes (PR #399).
+    """
+
+    def __init__(self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+        parameters = dict(model.named_parameters())
+        groups = optimizer_groups(config, parameters)
+        self.banks = sorted((parameters[name] for name in groups["muon"]), key=lambda bank: -bank.numel())
+        self.small = [parameters[name] for group in ("embed", "head", "scalar") for name in groups[group]]
+        embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
+        rates = {"embed": (embed_lr, config.embed_wd), "head": (config.head_lr, 0.0),
+                 "scalar": (config.scalar_lr, config.adam_wd)}
+        self.adam = torch.optim.AdamW(
+            [{"params": [parameters[name] for name in groups[group]], "base_lr": lr, "weight_decay": decay}
+             for group, (lr, decay) in rates.items() if groups[group]],
+            betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=self.banks[0].is_cuda,
+        )
+        self.momenta = [torch.zeros_like(self._slice(bank)) for bank in self.banks]
+
+    def _slice(self, bank: Tensor) -> Tensor:
+        """This rank's matrices of a bank, padded with zero matrices so that all ranks hold equally many."""
+        per_rank = -(-bank.size(0) // self.world_size)
+        mine = bank[self.rank * per_rank : (self.rank + 1) * per_rank].detach()
+        return F.pad(mine, (0, 0, 0, 0, 0, per_rank - mine.size(0)))
+
+    @torch.no_grad()
+    def step(self, scale: float, momentum: float) -> Tensor:
+        """Update all parameters from their gradients (means over this rank's tokens), which are consumed.
+
+        scale: factor on every learning rate. Returns the global gradient norm before clipping, on the device.
+        """
+        slices = self._reduce_gradients()
+        squared = sum((g.square().sum() for g in slices), torch.zeros((), device=slices[0].device))
+        if self.world_size > 1:
+            dist.all_reduce(squared)
+        norm = (squared + sum(p.grad.square().sum() for p in self.small)).sqrt()
+        if self.config.grad_clip_norm:
+            factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([*slices, *(p.grad for p in self.small)], factor)
+        self._muon(slices, scale * self.config.matrix_lr, momentum)
+        for group in self.adam.param_groups:
+            group["lr"] = scale * group["base_lr"]
+        self.adam.step()
+        for parameter in (*self.banks, *self.small):
+            parameter.grad = None
+        return norm
+
+    def _reduce_gradients(self) -> list[Tensor]:
+        """Mean gradients over ranks: this rank's slice of each bank; small tensors whole, in one flat all-reduce."""
+        for parameter in (*self.banks, *self.small):
+            if parameter.grad is None:  # a layer or skip that this step did not use
+                parameter.grad = torch.zeros_like(parameter)
+        if self.world_size == 1:
+            return [bank.grad for bank in self.banks]
+        slices, pending = [], []
+        for bank in self.banks:
+            out = torch.empty_like(self._slice(bank))
+            padding = len(out) * self.world_size - len(bank)
+            padded = F.pad(bank.grad / self.world_size, (0, 0, 0, 0, 0, padding))
+            pending.append((dist.reduce_scatter_tensor(out, padded, async_op=True), padded))
+            slices.append(out)
+        flat = torch.cat([p.grad.flatten() for p in self.small]) / self.world_size
+        work = dist.all_reduce(flat, async_op=True)
+        work.wait()
+        for parameter, mean in zip(self.small, flat.split([p.numel() for p in self.small]), strict=True):
+            parameter.grad.copy_(mean.view_as(parameter))
+        for handle, _ in pending:
+            handle.wait()
+        return slices
+
+    def _muon(self, slices: list[Tensor], lr: float, momentum: float) -> None:
+        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation; bank i−1 is applied while i travels."""
+        c, in_flight = self.config, None
+        dtype = torch.bfloat16 if self.banks[0].is_cuda else torch.float32
+        for bank, grad, buffer in zip(self.banks, slices, self.momenta, strict=True):
+            buffer.mul_(momentum).add_(grad)
+            update = grad.add(buffer, alpha=momentum)
+            if c.muon_row_normalize:
+                update = update / update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+            update = self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, dtype)
+            gathered, handle = update, None
+            if self.world_size > 1:
+                gathered = update.new_empty(len(update) * self.world_size, *update.shape[1:])
+                handle = dist.all_gather_into_tensor(gathered, update, async_op=True)
+            if in_flight is not None:
+                self._apply(*in_flight, lr)
+            in_flight = (bank, gathered, handle)
+        if in_flight is not None:
+            self._apply(*in_flight, lr)
+
+    def _apply(self, bank: Tensor, update: Tensor, handle: Any, lr: float) -> None:
+        if handle is not None:
+            handle.wait()
+        shape_factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
+        bank.mul_(1.0 - lr * self.config.muon_wd)
+        bank.add_(update[: len(bank)], alpha=-lr * shape_factor)
+
+    def state(self) -> dict[str, Any]:
+        """The whole state on the CPU, whatever the world size; every rank must call it together."""
+        momenta = []
+        for bank, buffer in zip(self.banks, self.momenta, strict=True):
+            whole = buffer
+            if self.world_size > 1:
+                whole = buffer.new_empty(len(buffer) * self.world_size, *buffer.shape[1:])
+                dist.all_gather_into_tensor(whole, buffer)
+            momenta.append(whole[: len(bank)].cpu().clone())
+        adam = [{key: torch.as_tensor(value).cpu().clone() for key, value in self.adam.state[p].items()}
+                for p in self.small if p in self.adam.state]
+        return {"momenta": momenta, "adam": adam}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned, on any world size."""
+        for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
+            buffer.copy_(self._slice(whole))
+        self.adam.state.clear()
+        for parameter, saved in zip(self.small, state["adam"], strict=False):
+            self.adam.state[parameter] = {key: value.clone().to(parameter.device) for key, value in saved.items()}
+
+
+class WeightAverage:
+    """Exponential moving average of all weights in fp32 (PR #287); with EMA_DECAY=0 it is the last weights."""
+
+    def __init__(self, model: GPT, decay: float) -> None:
+        self.decay = decay
+        self.live = [p.detach() for p in model.parameters()]
+        self.average = [p.clone() for p in self.live] if decay else []
+
+    def update(self) -> None:
+        """Fold the current weights in."""
+        if self.decay:
+            torch._foreach_lerp_(self.average, self.live, 1.0 - self.decay)
+
+    def reset(self) -> None:
+        """Start again from the current weights."""
+        if self.decay:
+            torch._foreach_copy_(self.average, self.live)
+
+    def apply(self) -> None:
+        """Replace the model's weights by their average."""
+        if self.decay:
+            torch._foreach_copy_(self.live, self.average)
+
+# ============================================================================================================
+# SCHEDULE — pure functions of progress (0 at the first step, 1 at the last), so every machine follows one curve.
+# ============================================================================================================
+
+
+def learning_rate_scale(progress: float, step: int, config: Config) -> float:
+    """Factor on every learning rate: 1, then linear to MIN_LR over the warm-down (PR #1493).
+
+    WARMDOWN_ITERS, when set, is turned into a fraction by the mean progress per step so far (upstream baseline).
+    """
+    fraction = config.warmdown_frac
+    if config.warmdown_iters:
+        fraction = config.warmdown_iters * progress / max(step, 1)
+    if progress <= 1.0 - fraction or fraction == 0.0:
+        return 1.0
+    return max((1.0 - progress) / fraction, config.min_lr, 0.0)
+
+
+def muon_momentum(progress: float, step: int, config: Config) -> float:
+    """Momentum of Muon: linear from its first to its final value, in steps when given so, else in progress."""
+    if config.muon_momentum_warmup_steps:
+        rise = min(step / config.muon_momentum_warmup_steps, 1.0)
+    else:
+        rise = min(progress / config.muon_momentum_warmup_frac, 1.0) if config.muon_momentum_warmup_frac else 1.0
+    return config.muon_momentum_warmup_start + rise * (config.muon_momentum - config.muon_momentum_warmup_start)
+
+
+def loop_is_on(progress: float, config: Config) -> bool:
+    """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
+    return config.num_loops > 0 and progress >= config.enable_looping_at
+
+
+def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, config: Config) -> float:
+    """Share of the run that is over: of the clock less the reserve for Hessians, or of the steps if that is more."""
+    by_steps = step / config.iterations
+    if not config.max_wallclock_seconds:
+        return by_steps
+    return max(elapsed_seconds / max(config.max_wallclock_seconds - reserve_seconds, 1e-9), by_steps)
+
+# ============================================================================================================
+# EVALUATION — every target is scored once, in stream order, before anything learns from it; a ledger enforces it.
+# ============================================================================================================
+
+
+class Ledger:
+    """Nats of every target of a token stream (target i is token i+1), each written once, in float64."""
+
+    def __init__(self, tokens: np.ndarray | Tensor) -> None:
+        self._tokens = np.asarray(tokens)
+        self.nats = np.full(len(self._tokens) - 1, np.nan)
+
+    def __len__(self) -> int:
+        return len(self.nats)
+
+    def record(self, start: int, nats: np.ndarray) -> None:
+        """Write targets start .. start+len(nats); ScoringError if one has a score already or the new one is no number."""
+        place = self.nats[start : start + len(nats)]
+        if len(place) != len(nats):
+            raise ScoringError(f"targets {start}..{start + len(nats)} reach beyond the stream of {len(self)} targets")
+        if not np.isnan(place).all():
+            raise ScoringError(f"target {start + int(np.argmin(np.isnan(place)))} already has a score")
+        if not np.isfinite(nats).all():
+            raise ScoringError(f"target {start + int(np.argmin(np.isfinite(nats)))} was scored {nats.min()} nats")
+        place[:] = nats
+
+    def scored_tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start .. stop, the only ones an update may learn from; ScoringError if one is not scored yet."""
+        unscored = np.isnan(self.nats[max(start - 1, 0) : max(stop - 1, 0)])
+        if unscored.any() or stop > len(self._tokens):
+            raise ScoringError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
+        return self._tokens[start:stop].copy()
+
+    def total_nats(self) -> float:
+        """Sum over all targets; ScoringError when one was never scored."""
+        gaps = np.flatnonzero(np.isnan(self.nats))
+        if len(gaps):
+            raise ScoringError(f"{len(gaps)} targets were never scored, the first is {gaps[0]}")
+        return math.fsum(self.nats)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Overlapping windows over a stream: window 0 scores all its targets, each later one only its last `stride`."""
+
+    targets: int
+    context: int
+    stride: int
+
+    def __len__(self) -> int:
+        return 1 + max(0, -(-(self.targets - self.context) // self.stride))
+
+    def scored(self, window: int) -> tuple[int, int]:
+        """First target that a window scores, and the one after its last."""
+        stop = min(self.context + window * self.stride, self.targets)
+        return (self.context + (window - 1) * self.stride if window else 0), stop
+
+    def spans(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Windows (first, after last) of each chunk of `tokens` targets; a window is where its first target is."""
+        first = 0
+        while first < len(self):
+            boundary = (self.scored(first)[0] // tokens + 1) * tokens
+            after = max(1, -(-(boundary - self.context) // self.stride) + 1)
+            yield first, min(after, len(self))
+            first = after
+
+
+def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
+    """Bytes of text that each target of a stream stands for: from the byte sidecar of the shards, else the pieces.
+
+    Raises DataError when the tokenizer does not fit the vocabulary or has no piece for a lone space (issue #897).
+    """
+    sidecar = str(find_path(config.data_path) / "fineweb_val_bytes_*.bin")
+    if glob.glob(sidecar):
+        counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])
+        if len(counts) < len(tokens):
+            raise DataError(f"{sidecar}: {len(counts)} byte counts for {len(tokens)} validation tokens; export again")
+        return counts[1 : len(tokens)].astype(np.int64)
+    size, leading_space, boundary = piece_tables(config.tokenizer_path, config.vocab_size)
+    previous, target = tokens[:-1], tokens[1:]
+    return size[target] + (leading_space[target] & ~boundary[previous])
+
+
+def piece_tables(tokenizer_path: str, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per id: bytes without a leading space, whether one leads, and whether it ends a text (control, unknown, unused).
+
+    A leading space counts one byte, except right after a boundary, where decoding drops it.
+    """
+    import sentencepiece
+
+    path = find_path(tokenizer_path)
+    if not path.is_file():
+        raise DataError(f"TOKENIZER_PATH={tokenizer_path}: no such file; get it with data/fineweb.py or data/sample.py")
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"TOKENIZER_PATH={path}: not a SentencePiece model ({error})") from error
+    if pieces.vocab_size() != vocab_size:
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, but VOCAB_SIZE={vocab_size}")
+    if pieces.piece_to_id("▁") == pieces.unk_id():
+        raise DataError(f"TOKENIZER_PATH={path}: no piece for a lone space, so bytes would be over-counted")
+    size, leads = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, bool)
+    boundary = np.zeros(vocab_size, bool)
+    for i in range(vocab_size):
+        boundary[i] = pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_unused(i)
+        if pieces.is_byte(i):
+            size[i] = 1
+        elif not boundary[i]:
+            piece = pieces.id_to_piece(i)
+            leads[i] = piece.startswith("▁")
+            size[i] = len(piece.removeprefix("▁").encode())
+    return size, leads, boundary
+
+
+@dataclass(frozen=True)
+class Score:
+    """A result: mean nats per token and bits per byte, and what they were taken over."""
+
+    nats_per_token: float
+    bits_per_byte: float
+    scored_tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation stream and the bytes of text its targets stand for."""
+
+    tokens: np.ndarray
+    bytes_total: int
+    limited: bool
+
+    @property
+    def mark(self) -> str:
+        """What every line says about a result that must not be compared with others."""
+        return " comparable:0" if self.limited else ""
+
+    def score(self, ledger: Ledger) -> Score:
+        """The result of a complete ledger, from the ledger and nothing else."""
+        nats = ledger.total_nats()
+        return Score(nats / len(ledger), nats / math.log(2) / self.bytes_total, len(ledger), self.bytes_total)
+
+
+Progress = Callable[[Ledger, int], None]  # called with the ledger and the number of targets scored so far
+
+
+def score_roundtrip(model: GPT, tokens: np.ndarray | Tensor, config: Config, progress: Progress | None = None) -> Ledger:
+    """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest score, with the least context."""
+    return _score(model, tokens, config, config.eval_length, None, progress)
+
+
+def score_sliding(model: GPT, tokens: np.ndarray | Tensor, config: Config, progress: Progress | None = None) -> Ledger:
+    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
+    return _score(model, tokens, config, config.eval_stride, None, progress)
+
+
+def score_ttt(model: GPT, tokens: np.ndarray | Tensor, config: Config, progress: Progress | None = None) -> Ledger:
+    """Sliding window with legal test-time training: score a chunk, then learn from it (PRs #549, #1493).
+
+    The last chunk is never learned from. The model's weights are as they were when this returns or raises.
+    """
+    learner = ChunkLearner(model, config)
+    try:
+        return _score(model, tokens, config, config.eval_stride, learner, progress)
+    finally:
+        learner.restore()
+
+
+def _score(
+    model: GPT, tokens: np.ndarray | Tensor, config: Config, stride: int, learner: ChunkLearner | None,
+    progress: Progress | None,
+) -> Ledger:
+    """Score chunk after chunk; all ranks share the windows of a chunk and each ends with the whole ledger."""
+    ledger = Ledger(tokens)
+    windows = Windows(len(ledger), config.eval_length, stride)
+    scorer = WindowScorer(model, np.asarray(tokens), windows, config)
+    chunk_tokens = config.ttt_chunk_tokens if learner else max(len(ledger) // 32, config.eval_length)
+    spans = list(windows.spans(chunk_tokens))
+    model.eval()
+    for chunk, (first, after) in enumerate(spans):
+        start, stop = windows.scored(first)[0], windows.scored(after - 1)[1]
+        ledger.record(start, scorer.score(first, after))
+        if progress is not None:
+            progress(ledger, stop)
+        if learner is not None and chunk + 1 < len(spans):
+            learner.learn(ledger, start, stop, 0.5 * (1.0 + math.cos(math.pi * chunk / max(len(spans) - 1, 1))))
+    return ledger
+
+
+def _ranks() -> tuple[int, int]:
+    """This rank and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _share(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The contiguous part of `count` things that a rank works on."""
+    return count * rank // world_size, count * (rank + 1) // world_size
+
+
+class WindowScorer:
+    """Nats of the targets of a range of windows; the output head runs on scored positions only."""
+
+    def __init__(self, model: GPT, tokens: np.ndarray, windows: Windows, config: Config) -> None:
+        self.model, self.windows, self.config = model, windows, config
+        self.tokens = tokens.astype(np.uint16)
+        self.device = next(model.parameters()).device
+        self.fixed_shapes = self.device.type == "cuda"
+        self.rank, self.world_size = _ranks()
+        rows = config.val_batch_size // (windows.context * self.world_size)
+        self.rows = max(1, rows)
+        self.nats_of_window = _window_nats
+        if compiling(config, self.device):
+            self.nats_of_window = torch.compile(_window_nats, dynamic=False, fullgraph=True)
+
+    def score(self, first: int, after: int) -> np.ndarray:
+        """float64 nats of all targets of windows first .. after, the same on every rank."""
+        start, stop = self.windows.scored(first)[0], self.windows.scored(after - 1)[1]
+        nats = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
+        mine, end = (first + part for part in _share(after - first, self.rank, self.world_size))
+        if mine == 0 and end > 0:  # only window 0 scores all its targets: a batch of its own
+            self._score_batches([(0, 1)], 0, nats, start)
+            mine = 1
+        batches = [(at, min(at + self.rows, end)) for at in range(mine, end, self.rows)]
+        self._score_batches(batches, self.windows.context - self.windows.stride, nats, start)
+        if self.world_size > 1:
+            dist.all_reduce(nats)
+        return nats.cpu().numpy()
+
+    @torch.no_grad()
+    def _score_batches(self, batches: list[tuple[int, int]], column: int, nats: Tensor, start: int) -> None:
+        """Write into `nats` what each batch of windows (first, after) finds from position `column` of its rows on."""
+
+        def gather(index: int, slot: np.ndarray) -> tuple[Any, ...]:
+            slot.fill(0)
+            for row, window in enumerate(range(*batches[index])):
+                begin = window * self.windows.stride
+                piece = self.tokens[begin : begin + self.windows.context + 1]
+                slot[row, : len(piece)] = piece
+            return ()
+
+        if not batches:
+            return
+        rows = max(after - first for first, after in batches) if not self.fixed_shapes or column == 0 else self.rows
+        shape = (rows, self.windows.context + 1)
+        with Pipeline(gather, len(batches), shape, self.device, prefetch=self.config.val_prefetch, depth=2,
+                      copy_stream=self.config.val_copy_stream, timeout_seconds=self.config.loader_timeout_seconds,
+                      name="scoring", trace=Trace(None)) as pipeline:
+            for (first, after), (ids_BT, _) in zip(batches, pipeline, strict=True):
+                ids_BT = ids_BT if self.fixed_shapes else ids_BT[: after - first]
+                found = self.nats_of_window(self.model, ids_BT, column).double()
+                begin = self.windows.scored(first)[0] - start
+                end = min(self.windows.scored(after - 1)[1] - start, len(nats))
+                nats[begin:end] = found.flatten()[: end - begin]
+
+
+def _window_nats(model: GPT, ids_BT: Tensor, column: int) -> Tensor:
+    """Nats (B, context - column) of the targets at positions `column` and later of each row of ids (B, context + 1)."""
+    hidden = model(ids_BT[:, :-1])[:, column:]
+    targets = ids_BT[:, column + 1 :]
+    return model.loss_per_token(hidden.flatten(0, 1), targets.flatten()).view_as(targets)
+
+
+class ChunkLearner:
+    """SGD with momentum on scored chunks; remembers the weights it found and puts them back."""
+
+    def __init__(self, model: GPT, config: Config) -> None:
+        self.model, self.config = model, config
+        self.rank, self.world_size = _ranks()
+        self.names = [name for name, _ in model.named_parameters()]
+        self.weights = list(model.parameters())
+        self.found = [w.detach().clone() for w in self.weights]
+        self.velocity = [torch.zeros_like(w) for w in self.weights]
+        self.loss_sum: Callable[..., Tensor] = _loss_sum
+        if compiling(config, self.weights[0].device):
+            self.loss_sum = torch.compile(_loss_sum, dynamic=False, fullgraph=True)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back the weights that were there before the first update."""
+        torch._foreach_copy_(self.weights, self.found)
+
+    def learn(self, ledger: Ledger, start: int, stop: int, lr_share: float) -> None:
+        """TTT_EPOCHS passes over the whole sequences that targets start .. stop hold. All ranks call it together."""
+        length = self.config.eval_length
+        sequences = (stop - start) // length
+        tokens = ledger.scored_tokens(start, start + sequences * length + 1)
+        for _ in range(self.config.ttt_epochs):
+            for first in range(0, sequences, self.config.ttt_batch_seqs):
+                count = min(self.config.ttt_batch_seqs, sequences - first)
+                low, high = (first + part for part in _share(count, self.rank, self.world_size))
+                rows = [tokens[i * length : (i + 1) * length + 1] for i in range(low, high)]
+                self._backward(rows, count * length)
+                self._descend(self.config.ttt_lr * lr_share)
+
+    def _backward(self, rows: list[np.ndarray], tokens_in_step: int) -> None:
+        """Gradients of the mean loss over all ranks' rows; a rank without rows takes part with zeros."""
+        for weight in self.weights:
+            weight.grad = None
+        if rows:
+            ids_BT = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.weights[0].device)
+            with torch.enable_grad():
+                (self.loss_sum(self.model, ids_BT) / tokens_in_step).backward()
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
+        if self.world_size > 1:
+            flat = torch.cat([g.flatten() for g in gradients])
+            dist.all_reduce(flat)
+            gradients = [g.view_as(w) for g, w in zip(flat.split([w.numel() for w in self.weights]), self.weights, strict=True)]
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """No gradient for the first TTT_FREEZE_BLOCKS layers: neither their matrices nor their rows of the tables."""
+        frozen, layers = self.config.ttt_freeze_blocks, self.config.num_layers
+        for name, weight in zip(self.names, self.weights, strict=True):
+            if name in BANKS or "_L" in name:
+                for first in range(0, weight.size(0), layers):
+                    weight.grad[first : first + frozen] = 0.0
+
+    @torch.no_grad()
+    def _descend(self, lr: float) -> None:
+        gradients = [w.grad for w in self.weights]
+        if self.config.ttt_grad_clip:
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            torch._foreach_mul_(gradients, (self.config.ttt_grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(self.velocity, self.config.ttt_momentum)
+        torch._foreach_add_(self.velocity, gradients)
+        torch._foreach_add_(self.weights, self.velocity, alpha=-lr)
+        for weight in self.weights:
+            weight.grad = None
+
+
+def _loss_sum(model: GPT, ids_BT: Tensor) -> Tensor:
+    hidden = model(ids_BT[:, :-1])
+    return model.loss_per_token(hidden.flatten(0, 1), ids_BT[:, 1:].flatten()).sum()
+
+
+def compiling(config: Config, device: torch.device) -> bool:
+    """Whether torch.compile is wanted here."""
+    return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
+
+
+def generate_text(model: GPT, config: Config, prompt: str) -> str:
+    """The prompt and GENERATE_TOKENS more tokens, sampled with temperature and top-k from SEED."""
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
+    device = next(model.parameters()).device
+    source = torch.Generator().manual_seed(config.seed)
+    ids = [BOS_ID, *pieces.encode(prompt)]
+    with torch.no_grad():
+        for _ in range(config.generate_tokens):
+            context = torch.tensor([ids[-config.eval_length :]], device=device)
+            logits = model.logits(model(context)[:, -1])[0].float().cpu()
+            if config.logit_softcap:
+                logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+            logits[[i for i in range(len(logits)) if pieces.is_control(i)]] = -math.inf
+            if config.generate_top_k:
+                logits[logits < logits.topk(min(config.generate_top_k, len(logits))).values[-1]] = -math.inf
+            if config.generate_temperature == 0:
+                ids.append(int(logits.argmax()))
+            else:
+                odds = (logits / config.generate_temperature).softmax(-1)
+                ids.append(int(torch.multinomial(odds, 1, generator=source)))
+    return pieces.decode(ids)
+
+
+def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
+    """All scores of reloaded weights, each with its final line. `weights`: what they were stored as, such as int6."""
+    modes = {"roundtrip": (f"final_{weights}_roundtrip", score_roundtrip)}
+    if config.eval_stride:
+        modes["sliding_window"] = (f"final_{weights}_sliding_window", score_sliding)
+    if config.ttt_enabled:
+        modes["legal_ttt"] = ("legal_ttt", score_ttt)
+    scores = {}
+    for name, (label, scorer) in modes.items():
+        report = ScoringProgress(run, label, validation, config)
+        with run.phase(f"eval_{name}"):
+            ledger = scorer(model, validation.tokens, config, report)
+        score = scores[name] = validation.score(ledger)
+        seconds = run.phases[f"eval_{name}"]
+        run.log(f"{label} val_loss:{score.nats_per_token:.4f} val_bpb:{score.bits_per_byte:.4f} "
+                f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
+        run.log(f"{label}_exact val_loss:{score.nats_per_token:.8f} val_bpb:{score.bits_per_byte:.8f} "
+                f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}")
+        run.event("final", name=f"{label}_exact", val_loss=score.nats_per_token, val_bpb=score.bits_per_byte,
+                  scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
+    return scores
+
+
+class ScoringProgress:
+    """Prints how far a scorer is and how long the whole will take, and warns early about MAX_EVAL_SECONDS."""
+
+    def __init__(self, run: Run, label: str, validation: Validation, config: Config) -> None:
+        self.run, self.label, self.validation, self.config = run, label, validation, config
+        self.before = sum(s for name, s in run.phases.items() if name.startswith("eval_"))
+        self.start = self.last = time.perf_counter()
+        self.calls, self.warned = 0, False
+
+    def __call__(self, ledger: Ledger, scored: int) -> None:
+        """Called after each chunk."""
+        self.run.alive()
+        self.calls += 1
+        now = time.perf_counter()
+        every = self.config.val_progress_log_every
+        if not (self.calls % every == 0 if every else now - self.last >= 5.0):
+            return
+        self.last, share = now, scored / len(ledger)
+        total = (now - self.start) / share
+        mean = float(np.mean(ledger.nats[:scored]))
+        self.run.log(f"val_progress:{self.label} {100 * share:.0f}% partial_mean_loss:{mean:.4f} tokens_seen:{scored} "
+                     f"eta:{total * (1 - share):.0f}s")
+        limit = self.config.max_eval_seconds
+        if limit and self.before + total > limit and not self.warned:
+            self.warned = True
+            self.run.log(f"warning: evaluation is projected to take {self.before + total:.0f}s, MAX_EVAL_SECONDS={limit:g}")
+
+# ============================================================================================================
+# ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
+# ============================================================================================================
+
+# What each matrix of a bank multiplies, for its Hessian; a bank with two sites holds one run of layers for each.
+HESSIAN_SITES = {
+    "qo_bank": ("attn_in", "attn_out"),
+    "kv_bank": ("attn_in", "attn_in"),
+    "mlp_up_bank": ("mlp_in",),
+    "mlp_down_bank": ("mlp_hidden",),
+    "token_embedding_VD": ("head_in",),
+    "lm_head_VD": ("head_in",),
+}
+Factor = tuple[Tensor, Tensor, Tensor]  # column order (N, C), Cholesky factor (N, C, C), dead columns (N, C)
+Codes = dict[str, tuple[np.ndarray, np.ndarray]]  # by parameter: codes (N, R, C) int8, scale indices (N, R) int16
+
+
+@torch.no_grad()
+def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> dict[tuple[str, int], Tensor]:
+    """Mean of x xᵀ over the tokens of training `batches` of all ranks: (site, layer) -> (C, C) fp32.
+
+    Every rank calls it; each visit of a looped layer counts. One all-reduce carries everything.
+    """
+    sums: dict[tuple[str, int], Tensor] = {}
+    tokens: dict[tuple[str, int], int] = {}
+
+    def observe(site: str, layer: int, x: Tensor) -> None:
+        x_NC, key = x.reshape(-1, x.size(-1)).float(), (site, layer)
+        if key not in sums:
+            sums[key], tokens[key] = x_NC.new_zeros(x_NC.size(1), x_NC.size(1)), 0
+        sums[key].addmm_(x_NC.T, x_NC)
+        tokens[key] += x_NC.size(0)
+
+    model.observer = observe
+    try:
+        for batch in batches:
+            model(batch.inputs_BT, batch.cu_seqlens)
+    finally:
+        model.observer = None
+    for key, total in sums.items():
+        total /= tokens[key] * world_size
+    if world_size > 1:
+        flat = torch.cat([total.flatten() for total in sums.values()])
+        dist.all_reduce(flat)
+        for total, mean in zip(sums.values(), flat.split([t.numel() for t in sums.values()]), strict=True):
+            total.copy_(mean.view_as(total))
+    return sums
+
+
+def hessian_factor(hessians_NCC: Tensor, damping: float) -> Factor:
+    """Columns by descending diagonal, the upper Cholesky factor of H⁻¹ in that order, and the columns never used.
+
+    `damping`, a share of the mean diagonal, grows tenfold until the factorisation succeeds.
+    """
+    diagonal_NC = hessians_NCC.diagonal(dim1=1, dim2=2)
+    dead_NC = diagonal_NC == 0
+    order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
+    mean_N1 = (diagonal_NC + dead_NC).mean(dim=1, keepdim=True)
+    hessians_NCC = hessians_NCC.gather(1, order_NC[:, :, None].expand_as(hessians_NCC))
+    hessians_NCC = hessians_NCC.gather(2, order_NC[:, None, :].expand_as(hessians_NCC))
+    while damping < 1e4:
+        ridge_NC = dead_NC.gather(1, order_NC) + damping * mean_N1
+        lower_NCC, failed = torch.linalg.cholesky_ex(hessians_NCC + ridge_NC.diag_embed())
+        if not failed.any():
+            upper_NCC, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_NCC), upper=True)
+        if not failed.any() and upper_NCC.isfinite().all():
+            return order_NC, upper_NCC, dead_NC
+        damping = max(10 * damping, 1e-4)
+    raise ArtifactError("a Hessian holds non-finite values; set GPTQ=0, or raise GPTQ_CALIBRATION_BATCHES")
+
+
+def gptq(weights_NRC: Tensor, factor: Factor | None, bits: int, clip_sigmas: float, block: int = 128) -> tuple[Tensor, Tensor]:
+    """Codes (N, R, C) int8 and scales (N, R) fp16 of a bank; without a factor each weight goes to its nearest code.
+
+    The clip range is `clip_sigmas` standard deviations of the row; `block` only batches the lazy updates. A scale is
+    never zero and has 4 mantissa bits, so that it is stored in a byte: it is chosen before the codes, for free.
+    (Frantar et al. 2022, arXiv 2210.17323; PR #1394)
+    """
+    levels = 2 ** (bits - 1) - 1
+    patterns_NR = weights_NRC.std(dim=2).mul(clip_sigmas / levels).clamp(2.0**-16, 2.0**15).half().view(torch.int16)
+    index_NR = (patterns_NR + (1 << SCALE_SHIFT >> 1)) >> SCALE_SHIFT
+    index_NR = index_NR.clamp(min=max(int(index_NR.flatten().median()), int(index_NR.max()) - 120) - 120)
+    scales_NR = (index_NR << SCALE_SHIFT).view(torch.float16)
+    scale_NR = scales_NR.float()
+    if factor is None:
+        return (weights_NRC / scale_NR[:, :, None]).round_().clamp_(-levels, levels).to(torch.int8), scales_NR
+    order_NC, upper_NCC, dead_NC = factor
+    order_NRC = order_NC[:, None, :].expand_as(weights_NRC)
+    work_NRC = weights_NRC.masked_fill(dead_NC[:, None, :], 0.0).gather(2, order_NRC)
+    codes_NRC = torch.empty_like(work_NRC)
+    for left in range(0, work_NRC.size(2), block):
+        right = min(left + block, work_NRC.size(2))
+        errors = []
+        for column in range(left, right):
+            codes_NRC[:, :, column] = (work_NRC[:, :, column] / scale_NR).round_().clamp_(-levels, levels)
+            error_NR = work_NRC[:, :, column] - codes_NRC[:, :, column] * scale_NR
+            errors.append(error_NR / upper_NCC[:, column, column, None])
+            work_NRC[:, :, column:right] -= errors[-1][:, :, None] * upper_NCC[:, None, column, column:right]
+        work_NRC[:, :, right:] -= torch.stack(errors, dim=2) @ upper_NCC[:, left:right, right:]
+    return codes_NRC.scatter(2, order_NRC, codes_NRC).to(torch.int8), scales_NR
+
+
+# The coder: rANS over arrays (rows, columns) of integers, row by row. The frequencies of a row come from the rows
+# before it, in one table per class of column (its mean |code| so far): no table is stored, none can be forged, and
+# columns of different spread do not share one. Integers, and float operations that IEEE 754 rounds exactly, give
+# the same bytes on every machine. (Duda 2013, arXiv 1311.2540)
+CODE_HEAD = struct.Struct("<BHH")
+SCALE_SHIFT, PROBABILITY_BITS, STATE_BITS, WORD_BITS = 6, 15, 24, 16
+CLASS_MEANS = 2.0 ** (np.arange(-16, 29) // 4) * np.sqrt(np.sqrt(2.0)) ** (np.arange(-16, 29) % 4)
+
+
+class CodeModel:
+    """What encoder and decoder both know, before each row, of an array of codes in [-peak, peak]."""
+
+    def __init__(self, columns: int, peak: int, mean_256ths: int, prior_rows: int) -> None:
+        self.symbols = 2 * peak + 1
+        falloff = 1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * CLASS_MEANS[:, None] ** 2 + 1.5)  # Student's, rounded
+        self.counts = np.floor(64.0 / (falloff * falloff * falloff * falloff)).astype(np.int64)
+        self.sums_256ths = np.full(columns, mean_256ths * prior_rows, np.int64)
+        self.rows, self.prior_rows, self.next_tables = 0, prior_rows, 0
+
+    def next_row(self) -> tuple[np.ndarray, bool]:
+        """Where each column's table starts in `frequencies` and `starts`, and whether the tables have changed."""
+        changed = self.rows >= self.next_tables
+        if changed:
+            self.next_tables = self.rows + 1 + self.rows // 16
+            room = (1 << PROBABILITY_BITS) - self.symbols
+            frequencies = 1 + self.counts * room // np.maximum(self.counts.sum(1, keepdims=True), 1)
+            frequencies[range(len(CLASS_MEANS)), self.counts.argmax(1)] += (1 << PROBABILITY_BITS) - frequencies.sum(1)
+            self.frequencies, self.starts = frequencies.ravel(), (np.cumsum(frequencies, 1) - frequencies).ravel()
+        edges_256ths = np.floor(CLASS_MEANS[1:] * 235.0).astype(np.int64)
+        return np.searchsorted(edges_256ths, self.sums_256ths // (self.prior_rows + self.rows)) * self.symbols, changed
+
+    def learn(self, tables: np.ndarray, symbols: np.ndarray) -> None:
+        """Take in the row just coded; symbols are codes + peak."""
+        self.counts += np.bincount(tables + symbols, minlength=self.counts.size).reshape(self.counts.shape)
+        self.sums_256ths += np.abs(symbols - self.symbols // 2) << 8
+        self.rows += 1
+
+
+def code_statistics(array: np.ndarray) -> tuple[int, int, int]:
+    """Peak and mean (in 256ths) of |code|, and how many rows of that mean a column's own mean starts from: the
+    variance inside columns over that between them, which is 1 where columns differ much and large where they do not."""
+    magnitudes = np.abs(array.astype(np.int64))
+    size, total, squares = max(array.size, 1), int(magnitudes.sum()), int(np.square(magnitudes).sum())
+    inside = squares * size - total * total
+    between = int(np.square(magnitudes.sum(0)).sum()) * array.shape[1] - total * total
+    prior = inside * array.shape[0] / max(between * array.shape[0] - inside, 1)
+    return int(magnitudes.max(initial=0)), total * 256 // size, int(min(max(prior, 1), 65_535))
+
+
+def lane_count(symbols: int) -> int:
+    """rANS states that run side by side: more are faster, and each costs four bytes."""
+    return 1 << min(max((symbols >> 14).bit_length(), 4), 10)
+
+
+def encode(arrays: list[np.ndarray]) -> bytes:
+    """Bytes of integer arrays (rows, columns) with values in [-127, 127]."""
+    heads, rows, words = [], [], []
+    for array in arrays:
+        heads.append(CODE_HEAD.pack(*code_statistics(array)))
+        model, peak = CodeModel(array.shape[1], *code_statistics(array)), code_statistics(array)[0]
+        for codes in array:
+            tables, _ = model.next_row()
+            entries = tables + codes + peak
+            rows.append((model.frequencies[entries].astype(np.uint16), model.starts[entries].astype(np.uint16)))
+            model.learn(tables, entries - tables)
+    lanes = lane_count(sum(array.size for array in arrays))
+    states = np.full(lanes, 1 << STATE_BITS, np.int64)
+    for row_frequencies, row_starts in reversed(rows):
+        for left in reversed(range(0, len(row_starts), lanes)):
+            frequencies = row_frequencies[left : left + lanes].astype(np.int64)
+            state = states[: len(frequencies)]
+            full = state >= frequencies << (STATE_BITS + WORD_BITS - PROBABILITY_BITS)
+            words.append(state[full].astype("<u2"))
+            quotients, rests = np.divmod(np.where(full, state >> WORD_BITS, state), frequencies)
+            state[:] = (quotients << PROBABILITY_BITS) + rests + row_starts[left : left + lanes]
+    final = states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, : (STATE_BITS + WORD_BITS) // 8]
+    return b"".join([*heads, final.tobytes(), *(word.tobytes() for word in reversed(words))])
+
+
+def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
+    """Inverse of `encode`. ArtifactError where the data end early, late, or in the wrong state."""
+    lanes, width, head = lane_count(sum(math.prod(shape) for shape in shapes)), (STATE_BITS + WORD_BITS) // 8, CODE_HEAD.size * len(shapes)
+    body = data[head + lanes * width :]
+    if len(data) < head + lanes * width or len(body) % 2:
+        raise ArtifactError(f"{len(data)} bytes cannot hold {lanes} lane states and whole words")
+    states = np.zeros((lanes, 8), np.uint8)
+    states[:, :width] = np.frombuffer(data, np.uint8, lanes * width, head).reshape(lanes, width)
+    states = states.view("<i8").ravel().astype(np.int64)
+    words, used, arrays = np.frombuffer(body, "<u2").astype(np.int64), 0, []
+    for (rows, columns), (peak, mean_256ths, prior_rows) in zip(shapes, CODE_HEAD.iter_unpack(data[:head]), strict=True):
+        if peak > 127 or mean_256ths > peak << 8 or not prior_rows:
+            raise ArtifactError(f"codes up to {peak} with a mean of {mean_256ths}/256 and {prior_rows} rows cannot be")
+        model, array = CodeModel(columns, peak, mean_256ths, prior_rows), np.empty((rows, columns), np.int64)
+        for row in array:
+            tables, changed = model.next_row()
+            if changed:
+                lookup = np.tile(np.arange(model.symbols), len(CLASS_MEANS)).astype(np.uint8).repeat(model.frequencies)
+            slots = tables // model.symbols << PROBABILITY_BITS
+            for left in range(0, columns, lanes):
+                state = states[: min(lanes, columns - left)]
+                slot = state & ((1 << PROBABILITY_BITS) - 1)
+                row[left : left + lanes] = symbols = lookup[slots[left : left + lanes] + slot]
+                entries = tables[left : left + lanes] + symbols
+                state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot - model.starts[entries]
+                low = np.flatnonzero(state < 1 << STATE_BITS)
+                if used + len(low) > len(words):
+                    raise ArtifactError(f"the words end early: {len(words)} of them")
+                state[low] = state[low] << WORD_BITS | words[used : used + len(low)]
+                used += len(low)
+            model.learn(tables, row)
+        arrays.append((array - peak).astype(np.int8))
+    if used != len(words) or (states != 1 << STATE_BITS).any():
+        raise ArtifactError("the words do not end where the arrays end")
+    return arrays
+
+
+class SizeModel:
+    """Bytes of the file for one multiplier on every role's quantization step, known before anything is quantized.
+
+    It is the entropy of |weight| / row deviation, rounded: for Gaussian rows the closed form 2.05 - log2(step) bits.
+    GPTQ and the coder move it by a factor that a pass measures (`correction`).
+    """
+
+    def __init__(self, deviates: dict[str, np.ndarray], entries: dict[str, int], fixed_bytes: int, config: Config) -> None:
+        self.deviates, self.entries, self.fixed_bytes, self.correction = deviates, entries, fixed_bytes, 1.0
+        self.clips: dict[str, float] = {role: getattr(config, f"{role}_clip_sigmas") for role in entries}
+        self.bits = {role: config.embed_bits if role == "embed" else config.matrix_bits for role in entries}
+        self.finest = min(2 ** (bits - 1) - 1 for bits in self.bits.values()) / 127
+        self.coarsest = max(2.0 * (2 ** (bits - 1) - 1) / self.clips[role] for role, bits in self.bits.items())
+
+    def step(self, role: str, multiplier: float) -> float:
+        """Step in row deviations, from 8 bits at the configured clip to the 2.0 that leaves codes in {-1, 0, 1}."""
+        step = multiplier * self.clips[role] / (2 ** (self.bits[role] - 1) - 1)
+        return min(max(step, self.clips[role] / 127), 2.0)
+
+    def fewest_bits(self, role: str, multiplier: float) -> int:
+        """Fewest of 2 to 8 bits whose clipping adds less than 1 % to the rounding error."""
+        deviates, step = self.deviates[role], self.step(role, multiplier)
+        codes, errors = np.rint(deviates / step), []
+        for bits in range(8, 1, -1):
+            errors.append(np.square(deviates - step * np.minimum(codes, 2 ** (bits - 1) - 1)).sum())
+        return 9 - sum(error <= 1.01 * errors[0] for error in errors)
+
+    def bytes(self, multiplier: float) -> float:
+        """Expected bytes of the file."""
+        code_bits = 0.0
+        for role, deviates in self.deviates.items():
+            codes = np.minimum(np.rint(deviates / self.step(role, multiplier)), 127).astype(np.int64)
+            shares = np.bincount(codes) / codes.size
+            signs, shares = 1 - shares[0], shares[shares > 0]
+            code_bits += self.entries[role] * (signs - (shares * np.log2(shares)).sum())
+        return self.fixed_bytes + self.correction * code_bits / 8
+
+    def solve(self, target_bytes: float) -> float:
+        """The multiplier, within its limits, whose file comes nearest to `target_bytes` from below."""
+        low, high = self.finest, self.coarsest
+        if self.bytes(low) <= target_bytes:
+            return low
+        for _ in range(30):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.bytes(middle) <= target_bytes else (middle, high)
+        return high
+
+
+def matrix_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, int, int]]]:
+    """Role and (N, R, C) of each parameter that is quantized: the matrices, and any table above 65,536 entries."""
+    chosen = (name for name, s in shapes.items() if name in MATRIX_ROLES or len(s) > 1 and math.prod(s) > 65_536)
+    return {n: (MATRIX_ROLES.get(n, "embed"), (math.prod(shapes[n][:-2]), *shapes[n][-2:])) for n in chosen}
+
+
+def size_model(parameters: Mapping[str, Tensor], config: Config, gaussian: bool) -> SizeModel:
+    """The size model of these weights or, before training, of Gaussian ones in their shapes."""
+    chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    entries: dict[str, int] = {}
+    for role, shape in chosen.values():
+        entries[role] = entries.get(role, 0) + math.prod(shape)
+    samples: dict[str, list[Tensor]] = {role: [] for role in entries}
+    for name, (role, shape) in chosen.items():
+        rows_NRC = parameters[name].view(shape)[:, :: (entries[role] >> 20) + 1]
+        if gaussian:
+            rows_NRC = torch.special.ndtri((torch.arange(1 << 16) + 0.5) / (1 << 16)).view(1, 1, -1)
+        deviation_NR1 = rows_NRC.std(dim=2, keepdim=True).clamp(min=1e-12)
+        samples[role].append((rows_NRC.abs() / deviation_NR1).flatten().cpu())
+    small = sum(parameter.numel() for name, parameter in parameters.items() if name not in chosen)
+    fixed_bytes = 1024 + 2 * small + sum(matrices * rows for _, (matrices, rows, _) in chosen.values())
+    return SizeModel({role: torch.cat(parts).numpy() for role, parts in samples.items()}, entries, fixed_bytes, config)
+
+
+def estimate_artifact_bytes(model: nn.Module, config: Config, code_bytes: int = 0) -> tuple[int, int]:
+    """Fewest and most bytes (2 and 8 bits) of a model of this shape; ArtifactError where the fewest are too many."""
+    size = size_model(dict(model.named_parameters()), config, gaussian=True)
+    low, high = int(size.bytes(size.coarsest)), int(size.bytes(size.finest))
+    if low + code_bytes > config.artifact_bytes_max:
+        raise ArtifactError(too_large(low + code_bytes - config.artifact_bytes_max, "even at 2 bits"))
+    return low, high
+
+
+def too_large(excess_bytes: int, how: str) -> str:
+    """The message of an artifact that does not fit."""
+    return (
+        f"code and artifact are {excess_bytes} bytes above ARTIFACT_BYTES_MAX, {how}: "
+        "lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit"
+    )
+
+
+def blend(coarse: Codes, fine: Codes, share: float) -> Codes:
+    """A share of the rows from `fine`, the rest from `coarse`: to GPTQ rows are independent."""
+    left, mixed = round(share * sum(index.size for _, index in fine.values())), {}
+    for name, (codes, index) in fine.items():
+        take = (np.arange(index.size) < left).reshape(index.shape)
+        mixed[name] = np.where(take[:, :, None], codes, coarse[name][0]), np.where(take, index, coarse[name][1])
+        left -= index.size
+    return mixed
+
+
+def fill_budget(
+    size: SizeModel, quantize: Callable[[float], Codes], assemble: Callable[[Codes], bytes], budget: int, slack: float
+) -> tuple[bytes, Codes, list[float]]:
+    """The file that ends at most `slack` bytes under the budget, its codes, and the multipliers that were tried.
+
+    At most three passes. The size model chooses the first and aims the others; where none ends in the slack, some
+    rows of a pass above the budget fill up a pass below it.
+    """
+    tried: list[float] = []
+    below: tuple[bytes, Codes] | None = None
+    above: tuple[bytes, Codes] | None = None
+    multiplier = size.solve(budget - slack / 2)
+    while len(tried) < 3 and multiplier not in tried and not (below and (above or len(below[0]) > budget - slack)):
+        codes = quantize(multiplier)
+        data = assemble(codes)
+        tried.append(multiplier)
+        below, above = ((data, codes), above) if len(data) <= budget else (below, (data, codes))
+        size.correction *= (len(data) - size.fixed_bytes) / (size.bytes(multiplier) - size.fixed_bytes)
+        multiplier = size.solve(budget + slack * (-0.5 if len(tried) == 1 else 2 if below else -2))
+    if below is None:
+        raise ArtifactError(too_large(len(data) - budget, "even at 2 bits"))
+    coarse, fine, low, high = below, above, (0.0, len(below[0])), (1.0, len(above[0]) if above else 0)
+    while fine and len(below[0]) <= budget - slack and high[0] - low[0] > 1e-6:
+        share = low[0] + (high[0] - low[0]) * (budget - slack / 2 - low[1]) / (high[1] - low[1])
+        codes = blend(coarse[1], fine[1], share)
+        data = assemble(codes)
+        if len(data) <= budget:
+            below, low = (data, codes), (share, len(data))
+        else:
+            high = (share, len(data))
+    return *below, tried
+
+
+@dataclass(frozen=True)
+class ArtifactReport:
+    """What was written; `bits` per role, and the excess over zeroth-order entropy, of the codes in the file."""
+
+    bytes: int
+    sha256: str
+    sections: dict[str, int]
+    bits: dict[str, int]
+    label: str
+    multiplier: float
+    passes: int
+    entropy_excess: float
+
+
+def write_artifact(
+    model: nn.Module, config: Config, hessians: Mapping[tuple[str, int], Tensor], path: Path, code_bytes: int,
+    tokenizer_sha256: str, log: Callable[[str], None],
+) -> ArtifactReport:
+    """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX; rank 0 alone calls it.
+
+    RATE_CONTROL=0 takes bits and clips as given. ArtifactError, and no file, when it does not fit.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in parameters.items():
+        if not parameter.isfinite().all():
+            raise ArtifactError(f"{name} holds non-finite weights: nothing written; resume from the last checkpoint")
+    size = size_model(parameters, config, gaussian=False)
+    chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    factors = {name: bank_factor(name, shape[0], hessians, config) for name, (_, shape) in chosen.items()}
+    control = b"".join(p.half().cpu().numpy().tobytes() for name, p in parameters.items() if name not in chosen)
+
+    def quantize(multiplier: float) -> Codes:
+        codes = {}
+        for name, (role, shape) in chosen.items():
+            bits, clip_sigmas = size.bits[role], size.clips[role]
+            if config.rate_control:
+                bits = size.fewest_bits(role, multiplier)
+                clip_sigmas = size.step(role, multiplier) * (2 ** (bits - 1) - 1)
+            codes_NRC, scales_NR = gptq(parameters[name].view(shape), factors[name], bits, clip_sigmas)
+            codes[name] = codes_NRC.cpu().numpy(), (scales_NR.view(torch.int16) >> SCALE_SHIFT).cpu().numpy()
+        return codes
+
+    def bits_of(codes: Codes) -> dict[str, int]:
+        peaks = {role: 1 for role, _ in chosen.values()}
+        for name, (role, _) in chosen.items():
+            peaks[role] = max(peaks[role], int(np.abs(codes[name][0].astype(np.int16)).max()))
+        return {role: peak.bit_length() + 1 for role, peak in peaks.items()}
+
+    def assemble(codes: Codes) -> bytes:
+        header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits_of(codes)}
+        sections = zlib.compress(json.dumps(header).encode(), 9), control, *pack_codes(codes)
+        return pack_container(dict(zip(SECTIONS, sections, strict=True)))
+
+    budget, slack = config.artifact_bytes_max - code_bytes, config.artifact_bytes_max * 5e-4
+    if config.rate_control:
+        data, codes, tried = fill_budget(size, quantize, assemble, budget, slack)
+    else:
+        codes, tried = quantize(1.0), [1.0]
+        data = assemble(codes)
+        if len(data) > budget:
+            raise ArtifactError(too_large(len(data) - budget, "with RATE_CONTROL=0"))
+    unused = f" unused:{budget - len(data)} (8 bits cannot fill it)" if len(data) < budget - slack else ""
+    log(f"artifact bytes:{len(data)} budget:{budget} bits:{bits_of(codes)} passes:{len(tried)} multiplier:{tried[-1]:.5f}{unused}")
+    write_atomically(path, data)
+    entropy_bytes = 0.0
+    for role in size.bits:
+        counts = sum(np.bincount(codes[n][0].view(np.uint8).ravel(), minlength=256) for n in chosen if chosen[n][0] == role)
+        shares = counts[counts > 0] / counts.sum()
+        entropy_bytes -= counts.sum() * (shares * np.log2(shares)).sum() / 8
+    sections = {name: len(section) for name, section in read_container(path).items()}
+    return ArtifactReport(
+        bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), sections=sections, bits=bits_of(codes),
+        label=read_label(path), multiplier=tried[-1], passes=len(tried),
+        entropy_excess=float(sections["codes"] / max(entropy_bytes, 1.0) - 1),
+    )
+
+
+def bank_factor(
+    name: str, matrices: int, hessians: Mapping[tuple[str, int], Tensor], config: Config
+) -> Factor | None:
+    """Factor of a bank's Hessians; None with GPTQ=0, and for tables that only look rows up."""
+    if not config.gptq or name not in HESSIAN_SITES or name == "token_embedding_VD" and not config.tie_embeddings:
+        return None
+    sites, layers = HESSIAN_SITES[name], matrices // len(HESSIAN_SITES[name])
+    stacked_NCC = torch.stack([hessians[sites[index // layers], index % layers] for index in range(matrices)])
+    return hessian_factor(stacked_NCC, config.gptq_damping)
+
+
+MAGIC, VERSION, SECTIONS = b"\x89PGA\r\n\x1a\n", 1, ("config", "control", "scales", "codes")
+HEAD, ENTRY = struct.Struct("<8sHH"), struct.Struct("<8sQI")
+MAX_FILE_BYTES, MAX_ENTRIES = 1 << 30, 1 << 28
+
+
+def pack_container(sections: Mapping[str, bytes]) -> bytes:
+    """Magic, version, count; name, size and CRC-32 of each section; the sections."""
+    entries = [ENTRY.pack(name.encode(), len(data), zlib.crc32(data)) for name, data in sections.items()]
+    return b"".join([HEAD.pack(MAGIC, VERSION, len(entries)), *entries, *sections.values()])
+
+
+def read_container(path: Path) -> dict[str, bytes]:
+    """Sections of an artifact, checksums verified. ArtifactError names file, section and reason."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error})") from error
+    offset = HEAD.size + len(SECTIONS) * ENTRY.size
+    if data[: len(MAGIC)] != MAGIC or not offset <= len(data) <= MAX_FILE_BYTES:
+        raise ArtifactError(f"{path}: header: not an artifact ({len(data)} bytes); expected a run's model.bin")
+    _, version, count = HEAD.unpack_from(data)
+    if version != VERSION or count != len(SECTIONS):
+        raise ArtifactError(f"{path}: header: version {version}, {count} sections; this program reads version {VERSION}")
+    sections = {}
+    for index, expected in enumerate(SECTIONS):
+        name, size, checksum = ENTRY.unpack_from(data, HEAD.size + index * ENTRY.size)
+        section = data[offset : offset + size]
+        if name.rstrip(b"\0") != expected.encode() or len(section) != size or zlib.crc32(section) != checksum:
+            raise ArtifactError(f"{path}: section {expected}: truncated or damaged; copy the file again")
+        sections[expected], offset = section, offset + size
+    if offset != len(data):
+        raise ArtifactError(f"{path}: {len(data) - offset} bytes after section {SECTIONS[-1]}; copy the file again")
+    return sections
+
+
+def pack_codes(codes: Codes) -> tuple[bytes, bytes]:
+    """Sections `scales` and `codes`."""
+    centers = [max(int(np.median(index_NR)), int(index_NR.max()) - 120) for _, index_NR in codes.values()]
+    scales = [
+        (index_NR - center).reshape(-1, math.gcd(index_NR.size, 64))
+        for center, (_, index_NR) in zip(centers, codes.values(), strict=True)
+    ]
+    arrays = [codes_NRC.transpose(1, 0, 2).reshape(codes_NRC.shape[1], -1) for codes_NRC, _ in codes.values()]
+    return struct.pack(f"<{len(centers)}h", *centers) + encode(scales), encode(arrays)
+
+
+def unpack_codes(scales: bytes, codes: bytes, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
+    """Weights (N, R, C) fp32 of each bank."""
+    widths, head = [math.gcd(n * r, 64) for n, r, _ in shapes], 2 * len(shapes)
+    if len(scales) < head:
+        raise ArtifactError("the scales end early")
+    indices = decode(scales[head:], [(n * r // w, w) for (n, r, _), w in zip(shapes, widths, strict=True)])
+    arrays, weights = decode(codes, [(r, n * c) for n, r, c in shapes]), []
+    for (n, r, c), index, (center,), array in zip(shapes, indices, struct.iter_unpack("<h", scales[:head]), arrays, strict=True):
+        patterns = (index.astype(np.int64) + center) << SCALE_SHIFT
+        if ((patterns <= 0) | (patterns >= 0x7C00)).any():
+            raise ArtifactError("a row's scale is not a positive finite number")
+        scale_NR1 = torch.from_numpy(patterns.astype(np.uint16).view(np.float16).reshape(n, r, 1)).float()
+        weights.append(torch.from_numpy(array.reshape(r, n, c).transpose(1, 0, 2).astype(np.float32)) * scale_NR1)
+    return weights
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What the file says of itself: `config` (the model's settings), `tokenizer_sha256`, `bits` per role."""
+    try:
+        header = json.loads(zlib.decompressobj().decompress(read_container(path)["config"], 1 << 16))
+        if set(header) == {"config", "tokenizer_sha256", "bits"} and set(header["config"]) == set(Config().model_env()):
+            return header
+        raise ArtifactError("fields are missing or unknown")
+    except (ValueError, TypeError, RecursionError, zlib.error) as error:
+        raise ArtifactError(f"{path}: section config: {error}") from error
+
+
+def read_label(path: Path) -> str:
+    """`int6` where the widest codes of block matrices take six bits."""
+    return f"int{max(bits for role, bits in read_header(path)['bits'].items() if role != 'embed')}"
+
+
+def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tuple[GPT, Config]:
+    """Model on the CPU and config of a file; nothing in it is executed and memory stays in proportion to its size.
+
+    `settings`, named as in the environment, supply what is not the model's own. ArtifactError, and nothing else,
+    whatever the bytes.
+    """
+    stored, sections, section = read_header(path)["config"], read_container(path), "config"
+    try:
+        length = stored["TRAIN_SEQ_LEN"]
+        neutral = {"EVAL_STRIDE": "0", "TTT_ENABLED": "0", "TRAIN_BATCH_TOKENS": length, "MICRO_BATCH_TOKENS": length}
+        config = Config.from_env({**(neutral if settings is None else settings), **stored})
+        shapes = parameter_shapes(config)
+        entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
+        if entries > min(MAX_ENTRIES, 1024 * sum(map(len, sections.values()))):
+            raise ArtifactError(f"{entries} weights and angles are more than such a file can hold")
+        chosen, section = matrix_shapes(shapes), "control"
+        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in chosen}
+        control = np.frombuffer(sections["control"], "<f2").astype(np.float32)
+        if len(control) != sum(sizes.values()) or not np.isfinite(control).all():
+            raise ArtifactError(f"expected {sum(sizes.values())} finite values, found {len(control)}")
+        section = "codes"
+        weights = unpack_codes(sections["scales"], sections["codes"], [shape for _, shape in chosen.values()])
+        tensors = dict(zip(sizes, torch.from_numpy(control).split(list(sizes.values())), strict=True))
+        tensors.update(zip(chosen, weights, strict=True))
+        model = build_model(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(tensors[name].view_as(parameter))
+    except (ArtifactError, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{path}: section {section}: {error}") from error
+    return model, config
+
+
+WRAPPER = """import base64,linecache,lzma
+s=lzma.decompress(base64.b85decode("%s")).decode()
+n=__file__+" (unpacked)"
+linecache.cache[n]=len(s),None,s.splitlines(True),n
+exec(compile(s,n,"exec"))
+"""
+
+
+def wrap_code(source: str) -> bytes:
+    """A script that unpacks `source` and runs it under its own `__file__`; `inspect` and tracebacks find the source."""
+    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
+    packed = lzma.compress(source.encode(), lzma.FORMAT_ALONE, filters=filters)
+    return (WRAPPER % base64.b85encode(packed).decode()).encode()
+
+
+def shipped_code(source: bytes, mode: str) -> bytes:
+    """The script in the form that CODE_BYTES=`mode` ships and counts; a wrapped script stays as it is."""
+    is_wrapped = source.startswith(WRAPPER.split("%s")[0].encode())
+    return source if mode == "raw" or is_wrapped else wrap_code(source.decode())
+
+def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> ArtifactReport:
+    """Write the artifact and the counted form of the script, on rank 0; all ranks wait for it."""
+    config, run = training.config, training.run
+    report: list[Any] = [None]
+    if run.rank == 0:
+        code = shipped_code(inputs.source, config.code_bytes)
+        write_atomically(run.path("train_gpt.shipped.py"), code)
+        report[0] = write_artifact(training.model, config, hessians, run.path("model.bin"), len(code),
+                                   inputs.hashes["tokenizer"], run.log)
+    if run.world_size > 1:
+        dist.broadcast_object_list(report, src=0)
+    return report[0]
+
+# ============================================================================================================
+# CHECKPOINT — a resumed run goes on as if nothing had happened; a half-written checkpoint never replaces a whole one.
+# ============================================================================================================
+
+CHECKPOINT_VERSION = 1
+
+
+def save_checkpoint(training: Training, in_background: bool) -> None:
+    """Write the whole state of training to checkpoint.pt; the one before stays as checkpoint.previous.pt.
+
+    All ranks call it together; rank 0 copies to host memory at once and writes, if asked, in a thread.
+    """
+    run, optimizer = training.run, training.optimizer.state()
+    loader = training.loader.state_dict(total_stream_hash(training))
+    if run.rank:
+        return
+    state = {
+        "version": CHECKPOINT_VERSION,
+        "config": training.config.as_env(),
+        "step": training.step,
+        "elapsed_seconds": training.clock.elapsed_seconds(),
+        "model": {name: p.detach().cpu().clone() for name, p in training.model.named_parameters()},
+        "average": [a.cpu().clone() for a in training.average.average],
+        "optimizer": optimizer,
+        "loader": json.dumps(loader),
+        "losses": training.losses,
+    }
+    assert run.directory is not None
+    path = run.directory / "checkpoint.pt"
+
+    def write() -> None:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        if path.exists():
+            os.replace(path, path.with_name("checkpoint.previous.pt"))
+        write_atomically(path, buffer.getvalue())
+
+    if training.checkpoint_writer is not None:
+        training.checkpoint_writer.join()
+    training.checkpoint_writer = threading.Thread(target=write, name="checkpoint")
+    training.checkpoint_writer.start()
+    if not in_background:
+        training.checkpoint_writer.join()
+
+
+def total_stream_hash(training: Training) -> int:
+    """What all ranks were given, as one number that does not depend on how many there are."""
+    hashes: list[int] = [training.loader.stream_hash] * training.run.world_size
+    if training.run.world_size > 1:
+        dist.all_gather_object(hashes, training.loader.stream_hash)
+    return sum(hashes) % 2**64
+
+
+def find_checkpoint(config: Config) -> Path:
+    """The run directory that RESUME names, or with `auto` that of the newest checkpoint in RUNS_DIR."""
+    if config.resume != "auto":
+        directory = Path(config.resume)
+    else:
+        newest = sorted(Path(config.runs_dir).glob("*/checkpoint*.pt"), key=lambda p: p.stat().st_mtime)
+        if not newest:
+            raise ConfigError(f"RESUME=auto: no */checkpoint.pt in RUNS_DIR={config.runs_dir}; name a run directory")
+        directory = newest[-1].parent
+    if not any((directory / name).is_file() for name in ("checkpoint.pt", "checkpoint.previous.pt")):
+        raise ConfigError(f"RESUME={config.resume}: {directory} holds no checkpoint.pt; name a run directory that does")
+    return directory
+
+
+def load_checkpoint(training: Training, directory: Path) -> None:
+    """Put a saved state back; ConfigError when it belongs to other settings. Files are read as data, never as code."""
+    state = None
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        try:
+            state = torch.load(directory / name, map_location="cpu", weights_only=True)
+            break
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            training.run.log(f"checkpoint:unreadable {directory / name} ({type(error).__name__}: {error})")
+    if not isinstance(state, dict) or state.get("version") != CHECKPOINT_VERSION:
+        raise ConfigError(f"RESUME: {directory} holds no readable checkpoint of version {CHECKPOINT_VERSION}")
+    ours = training.config.as_env()
+    for name, theirs in state["config"].items():
+        if name not in MAY_CHANGE_ON_RESUME and ours.get(name) != theirs:
+            raise ConfigError(f"RESUME: the checkpoint was made with {name}={theirs}, this run has {ours.get(name)}")
+    with torch.no_grad():
+        for name, parameter in training.model.named_parameters():
+            parameter.copy_(state["model"][name])
+        for average, saved in zip(training.average.average, state["average"], strict=True):
+            average.copy_(saved)
+    training.optimizer.load_state(state["optimizer"])
+    training.loader.load_state_dict(json.loads(state["loader"]))
+    training.step, training.losses = state["step"], state["losses"]
+    training.clock.elapsed_before = state["elapsed_seconds"]
+    training.run.log(f"resumed:{directory} step:{training.step} train_time:{1e3 * state['elapsed_seconds']:.0f}ms")
+
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    "RESUME RUN_ID RUNS_DIR DATA_PATH TOKENIZER_PATH CHECKPOINT_EVERY_SECONDS TRAIN_LOG_EVERY VAL_LOSS_EVERY DEVICE "
+    "VAL_PROGRESS_LOG_EVERY TRACE TRACE_STEPS TRAIN_PREFETCH TRAIN_PREFETCH_QUEUE TRAIN_COPY_STREAM VAL_PREFETCH "
+    "VAL_COPY_STREAM LOADER_TIMEOUT_SECONDS PHASE_TIMEOUT_SECONDS TRAINING_TIMING_BREAKDOWN TRAINING_TIMING_EVERY "
+    "MICRO_BATCH_TOKENS WARMUP_STEPS GENERATE GENERATE_TOKENS GENERATE_TEMPERATURE GENERATE_TOP_K".split()
+)
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, checked."""
+
+    train_shards: list[Shard]
+    validation: Validation
+    hashes: dict[str, str]  # SHA-256 of tokenizer and manifest, and a digest of shard names and sizes
+    source: bytes  # of this file
+
+
+def preflight(config: Config, run: Run) -> Inputs:
+    """Check everything a user can get wrong, in seconds, before anything is written. Every rank checks what it reads."""
+    check_ranks(config, run.world_size)
+    folder = find_path(config.data_path)
+    if not folder.is_dir():
+        raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in sample; "
+                        "data/README.md tells how to get the challenge's shards; --help lists every variable")
+    train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
+    val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
+    tokens = validation_tokens(config, val_shards)
+    for shard in (*val_shards, *train_shards[:1]):  # the rest when the disk stage reads them
+        largest = int(read_tokens(shard).max())
+        if largest >= config.vocab_size:
+            raise DataError(f"{shard.path}: holds token {largest}, but VOCAB_SIZE={config.vocab_size}")
+    for first in (val_shards[0], *train_shards[:1]):
+        if read_tokens(first, 0, 1)[0] != BOS_ID:
+            raise DataError(f"{first.path}: begins with token {read_tokens(first, 0, 1)[0]}, expected BOS={BOS_ID}; export again")
+    lengths = token_bytes(tokens, config)
+    validation = Validation(tokens, int(lengths.sum()), bool(config.val_tokens_limit))
+    if validation.bytes_total == 0:
+        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text; nothing to score")
+    inputs = Inputs(train_shards, validation, input_hashes(config, folder, train_shards, val_shards), Path(__file__).read_bytes())
+    check_manifest(folder)
+    check_disk(config)
+    check_ranks_agree(config, run, inputs)
+    return inputs
+
+
+def input_hashes(config: Config, folder: Path, *splits: list[Shard]) -> dict[str, str]:
+    """Digests that tell whether two runs read the same things."""
+    listing = json.dumps([[shard.path.name, shard.tokens] for split in splits for shard in split])
+    hashes = {"tokenizer": sha256_of(find_path(config.tokenizer_path)), "shards": hashlib.sha256(listing.encode()).hexdigest()}
+    if (folder / "manifest.json").is_file():
+        hashes["manifest"] = sha256_of(folder / "manifest.json")
+    return hashes
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise DataError when the manifest says that a training file holds validation documents (issue #2127)."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        by_split = {split: {name: f for name, f in files.items() if f["split"] == split} for split in ("train", "val")}
+        known = {f["sha256"]: name for name, f in by_split["val"].items()}
+        last = max(f["documents"][1] for f in by_split["val"].values())
+        for name, entry in by_split["train"].items():
+            if entry["sha256"] in known or entry["documents"][0] < last:
+                raise DataError(f"{path}: {name} holds documents {entry['documents']}, validation ends at {last}: training on "
+                                "validation text is not allowed; export again with data/export.py")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a manifest of this project ({type(error).__name__}: {error}); export again") from error
+
+
+def check_disk(config: Config) -> None:
+    """Raise ConfigError when RUNS_DIR cannot be written or cannot hold a run: checkpoints, artifact, logs."""
+    existing = next(folder for folder in (Path(config.runs_dir).absolute(), *Path(config.runs_dir).absolute().parents)
+                    if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {existing} cannot be written; name a folder that can")
+    weights = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    needed = 2 * config.artifact_bytes_max + 2 * 16 * weights  # two checkpoints of weights, average and moments
+    if (free := shutil.disk_usage(existing).free) < needed:
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {free / 1e6:.0f} MB free, a run may need {needed / 1e6:.0f} MB")
+
+
+def check_ranks_agree(config: Config, run: Run, inputs: Inputs) -> None:
+    """Raise ConfigError naming the first rank and field in which the ranks' code, settings or data differ."""
+    mine = {**config.as_env(), **inputs.hashes, "code": hashlib.sha256(inputs.source).hexdigest(), "torch": torch.__version__}
+    everyone: list[dict[str, str]] = [mine] * run.world_size
+    if run.world_size > 1:
+        dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                raise ConfigError(f"rank {rank} has {name}={theirs.get(name)}, rank 0 has {value}; all ranks must agree")
+
+
+def describe(config: Config, run: Run, inputs: Inputs) -> None:
+    """Write the source and the settings into the run directory, and the head of the log."""
+    overrides = config.overrides()
+    if run.rank == 0:
+        write_atomically(run.path("train_gpt.py"), inputs.source)
+        lines = [f"{name}={value}" for name, value in config.as_env().items()]
+        write_atomically(run.path("config.env"), ("\\n".join(lines) + "\\n").encode())
+    run.log(f"run:{run.directory}")
+    run.log(f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {', '.join(hardware(run)['gpus']) or platform.machine()}")
+    for name, value in config.as_env().items():
+        run.log(f"  {name}={value}{'  (changed)' if name in overrides else ''}")
+    run.log(f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items()) or 'none'}")
+    folder = find_path(config.data_path)
+    run.log(f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={find_path(config.tokenizer_path)}")
+    run.log(f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}")
+    run.log(f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(inputs.validation.tokens) - 1} "
+            f"bytes:{inputs.validation.bytes_total}{inputs.validation.mark}")
+    for name, digest in inputs.hashes.items():
+        run.log(f"sha256:{name} {digest}")
+
+
+def ready_model(model: GPT, config: Config, run: Run) -> GPT:
+    """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
+    model.to(run.device)
+    model.compute_dtype = run.dtype
+    model.attend = choose_attention(config, run)
+    fused_mlp, fused_ce = choose_kernels(config, run.device, run.dtype, run.log)
+    model.mlp = mlp_fused if fused_mlp else mlp_plain
+    model.cross_entropy = softcapped_cross_entropy_fused if fused_ce else softcapped_cross_entropy_plain
+    return model
+
+
+def prepare(config: Config, run: Run, inputs: Inputs) -> Training:
+    """Model, optimizer, loader and clock of a run, and the lines of the log that describe them."""
+    set_numerics(config, run)
+    model = ready_model(build_model(config), config, run)
+    low, high = estimate_artifact_bytes(model, config)
+    micro_steps = micro_steps_per_step(config, run.world_size)
+    window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
+    trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
+    loader = make_loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size, device=run.device, trace=trace)
+    use_compile = compiling(config, run.device)
+    run.log(f"model_params:{sum(p.numel() for p in model.parameters())}")
+    run.log(f"world_size:{run.world_size} grad_accum_steps:{micro_steps}")
+    run.log(f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} iterations:{config.iterations} "
+            f"warmup_steps:{config.warmup_steps} max_wallclock_seconds:{config.max_wallclock_seconds:.3f}")
+    run.log(f"seed:{config.seed}")
+    run.log(f"compute:{run.device} dtype:{str(run.dtype).removeprefix('torch.')} compile:{int(use_compile)} "
+            f"attention:{model.attend.__name__.removeprefix('attention_')} threads:{torch.get_num_threads()}")
+    run.log(f"artifact:estimate {low}..{high} bytes of {config.artifact_bytes_max} with the code")
+    return Training(
+        config=config, run=run, model=model, loss=torch.compile(GPT.loss, dynamic=False, fullgraph=True) if use_compile else GPT.loss,
+        optimizer=Optimizer(model, config, run.rank, run.world_size, use_compile), average=WeightAverage(model, config.ema_decay),
+        loader=loader, clock=Clock(config, run), timer=StepTimer(config, run.device, trace), trace=trace,
+        validation=inputs.validation, micro_steps=micro_steps,
+    )
+
+
+def set_numerics(config: Config, run: Run) -> None:
+    """Matrix products in TF32 on GPUs; with DETERMINISTIC=1 only kernels that give the same bits every time."""
+    torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
+    """Average the weights, validate them once, and collect Hessians from training batches, on the clock."""
+    config, run = training.config, training.run
+    training.average.apply()
+    training.model.looping = loop_is_on(1.0, config)
+    hessians: dict[tuple[str, int], Tensor] = {}
+    training.clock.start()
+    if config.gptq:
+        batches = calibration_batches(training, batches_per_rank(training))
+        hessians = collect_hessians(training.model, batches, run.world_size)
+    training.clock.pause()
+    seconds = training.clock.elapsed_seconds()
+    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {seconds:.2f}s")
+    run.phases["train_clock"] = seconds
+    validate(training, "post_ema" if config.ema_decay else "final")
+    peak, reserved = peak_memory_mib(run.device)
+    run.log(f"peak memory allocated: {peak} MiB reserved: {reserved} MiB")
+    training.stream_hash = total_stream_hash(training)
+    run.log(f"stream_hash:{training.stream_hash:016x} steps:{training.step}")
+    return hessians
+
+
+def peak_memory_mib(device: torch.device) -> tuple[int, int]:
+    """Most memory used and reserved: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
+    import resource  # not on Windows, where nothing but this line would need it
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+    return peak, peak
+
+
+def hardware(run: Run) -> dict[str, Any]:
+    """What this ran on."""
+    gpus = [torch.cuda.get_device_name(run.device)] * run.world_size if run.device.type == "cuda" else []
+    return {"gpus": gpus, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "world_size": run.world_size}
+
+# ============================================================================================================
+# TRAIN — steps under a clock that rank 0 reads for all; what was decided at step k is obeyed by all at step k+1.
+# ============================================================================================================
+
+
+@dataclass
+class Decision:
+    """What rank 0 said one step ago; `signal` is one that any rank caught."""
+
+    progress: float  # share of the run that is over
+    stop: bool = False
+    save: bool = False
+    signal: int = 0
+
+
+class Clock:
+    """Seconds of training, and the decisions that hang on them. The host never waits for the device to read it."""
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self.config, self.run = config, run
+        self.reserve_seconds = 0.0
+        self.elapsed_before = 0.0
+        self._started: float | None = None
+        self._pending: tuple[Tensor, Any] | None = None
+        self._step_seconds = 0.0
+        self._last_call = self._last_save = 0.0
+
+    def start(self) -> None:
+        """Start, or go on after a pause."""
+        self.run.sync()
+        self._started = self._last_call = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop counting, once the device has finished what it was given."""
+        self.run.sync()
+        self.elapsed_before, self._started = self.elapsed_seconds(), None
+
+    def elapsed_seconds(self) -> float:
+        """Seconds counted so far."""
+        return self.elapsed_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
+
+    def decide(self, step: int) -> Decision:
+        """The decision sent one call ago; sends the next one, over the host-side group, without waiting for it."""
+        now = time.perf_counter()
+        self._step_seconds, self._last_call = max(0.9 * self._step_seconds, now - self._last_call), now
+        config, elapsed = self.config, self.elapsed_seconds()
+        limit = config.max_wallclock_seconds - self.reserve_seconds
+        stop = bool(config.max_wallclock_seconds) and elapsed + 2 * self._step_seconds >= limit
+        save = bool(config.checkpoint_every_seconds) and elapsed - self._last_save >= config.checkpoint_every_seconds
+        if save:
+            self._last_save = elapsed
+        progress = run_progress(elapsed, step, self.reserve_seconds, config)
+        mine = [progress, stop, save, self.run.stop_signal] if self.run.rank == 0 else [0, 0, 0, self.run.stop_signal]
+        message = torch.tensor(mine, dtype=torch.float64)
+        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True) if self.run.world_size > 1 else None
+        received, self._pending = self._pending, (message, work)
+        if received is None:  # nothing was sent before the first step
+            return Decision(run_progress(self.elapsed_before, step, self.reserve_seconds, config))
+        if received[1] is not None:
+            received[1].wait()
+        progress, stop, save, caught = received[0].tolist()
+        return Decision(max(progress, step / config.iterations), bool(stop), bool(save), int(caught))
+
+    def settle(self) -> None:
+        """Receive what is still under way, so that no message outlives the loop."""
+        if self._pending is not None and self._pending[1] is not None:
+            self._pending[1].wait()
+        self._pending = None
+
+
+@dataclass
+class Training:
+    """Everything a training step touches."""
+
+    config: Config
+    run: Run
+    model: GPT
+    loss: Callable[..., Tensor]
+    optimizer: Optimizer
+    average: WeightAverage
+    loader: Loader
+    clock: Clock
+    timer: StepTimer
+    trace: Trace
+    validation: Validation
+    micro_steps: int
+    step: int = 0
+    losses: list[list[float]] = field(default_factory=list)
+    checkpoint_writer: threading.Thread | None = None
+    stream_hash: int = 0
+
+    def close(self) -> None:
+        """End the loader's threads, the trace and a checkpoint under way, from any state."""
+        self.loader.close()
+        self.trace.close()
+        if self.checkpoint_writer is not None:
+            self.checkpoint_writer.join()
+
+
+def micro_steps_per_step(config: Config, world_size: int) -> int:
+    """Forward passes of one rank per optimizer step."""
+    return max(1, config.train_batch_tokens // world_size // config.micro_batch_tokens)
+
+
+def train_step(training: Training, progress: float) -> tuple[Tensor, Tensor]:
+    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
+    config, timer = training.config, training.timer
+    training.model.looping = loop_is_on(progress, config)
+    total = torch.zeros((), device=training.run.device)
+    timer.begin(training.step)
+    for _ in range(training.micro_steps):
+        batch = training.loader.next_batch()
+        timer.lap("batch")
+        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
+        timer.lap("forward")
+        (loss / training.micro_steps).backward()
+        timer.lap("backward")
+        total += loss.detach()
+    scale = learning_rate_scale(progress, training.step, config)
+    norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config))
+    training.average.update()
+    timer.lap("optimizer")
+    if (line := timer.end()) is not None:
+        training.run.log(line)
+    return total / training.micro_steps, norm
+
+
+def warm_up(training: Training) -> None:
+    """Run WARMUP_STEPS real steps of each graph, so that everything is compiled, then undo them exactly.
+
+    Measures the reserve for Hessians too. Weights, optimizer, average and data position end as they began.
+    """
+    config, run = training.config, training.run
+    weights = [p.detach().clone() for p in training.model.parameters()]
+    state = training.optimizer.state()
+    graphs = [0.0, 1.0] if loop_is_on(1.0, config) and not loop_is_on(0.0, config) else [1.0]
+    for progress in graphs:
+        for number in range(1, config.warmup_steps + 1):
+            train_step(training, progress)
+            if number <= 3 or number % 10 == 0 or number == config.warmup_steps:
+                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{int(training.model.looping)}")
+    if config.gptq and config.max_wallclock_seconds:
+        training.clock.reserve_seconds = config.gptq_reserve_seconds or measure_hessian_seconds(training)
+        run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s of {config.max_wallclock_seconds:g}s")
+    with torch.no_grad():
+        torch._foreach_copy_(list(training.model.parameters()), weights)
+    training.optimizer.load_state(state)
+    training.average.reset()
+    training.loader.seek(training.step)
+    training.loader.take_waits_ms()
+
+
+def calibration_batches(training: Training, count: int) -> Iterator[Batch]:
+    """Training micro-batches of this rank for the Hessians; the loader's shards are training shards only."""
+    for _ in range(count):
+        yield training.loader.next_batch()
+
+
+def batches_per_rank(training: Training) -> int:
+    """How many calibration micro-batches each rank takes."""
+    return -(-training.config.gptq_calibration_batches // training.run.world_size)
+
+
+def measure_hessian_seconds(training: Training) -> float:
+    """Seconds that collecting Hessians will take, with a margin of a quarter; the slowest rank's word counts."""
+    seconds = []
+    for _ in range(2):  # the first call also pays for allocations
+        training.run.sync()
+        start = time.perf_counter()
+        collect_hessians(training.model, calibration_batches(training, 1), training.run.world_size)
+        training.run.sync()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds[-1], dtype=torch.float64)
+    if training.run.world_size > 1:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest) * batches_per_rank(training) * 1.25
+
+
+def train(training: Training) -> str:
+    """Step until the clock, ITERATIONS or a signal says stop. Returns why: `wallclock`, `iterations` or `signal`."""
+    config, run, clock = training.config, training.run, training.clock
+    guard = RunAhead(run.device)
+    clock.start()
+    while True:
+        decision = clock.decide(training.step)
+        if training.step >= config.iterations or decision.stop or decision.signal:
+            break
+        if decision.save:
+            save_checkpoint(training, in_background=True)
+        if config.val_loss_every and training.step % config.val_loss_every == 0 and training.step:
+            clock.pause()
+            validate(training, "step")
+            clock.start()
+        training.trace.step(training.step)
+        loss, norm = train_step(training, decision.progress)
+        training.step += 1
+        guard.watch(training.step, loss, norm)
+        run.alive()
+        if training.step <= 10 or training.step % config.train_log_every == 0:
+            log_step(training, float(loss), float(norm), decision.progress)
+    clock.settle()
+    guard.finish()
+    clock.pause()
+    if decision.signal:
+        save_checkpoint(training, in_background=False)
+        return "signal"
+    if training.step < config.iterations:
+        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
+                f"step:{training.step}/{config.iterations}")
+        return "wallclock"
+    return "iterations"
+
+
+class RunAhead:
+    """Lets the host run two steps ahead of the device, no further, and reads each loss then, without a sync of its own.
+
+    `watch` raises FloatingPointError two steps after a loss or gradient that is not finite.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._pending: list[tuple[int, Tensor, Any]] = []
+
+    def watch(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Remember a step's results; check the one before the last."""
+        values = torch.stack([loss.float(), norm.float()])
+        event = None
+        if self.on_gpu:
+            host = torch.empty(2, pin_memory=True)
+            values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._pending.append((step, values, event))
+        if len(self._pending) > (2 if self.on_gpu else 0):
+            self._check(*self._pending.pop(0))
+
+    def finish(self) -> None:
+        """Check what is left."""
+        while self._pending:
+            self._check(*self._pending.pop(0))
+
+    def _check(self, step: int, values: Tensor, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+        if not bool(values.isfinite().all()):
+            loss, norm = values.tolist()
+            raise FloatingPointError(f"step {step}: train_loss {loss}, gradient norm {norm}; lower MATRIX_LR, TIED_EMBED_LR "
+                                     "or SCALAR_LR, or set GRAD_CLIP_NORM; the last checkpoint, if any, is from before")
+
+
+def log_step(training: Training, loss: float, norm: float, progress: float) -> None:
+    """The train line (dialect A, new fields at its end) and its event. Needs all ranks: the loss is their mean."""
+    run, config, step = training.run, training.config, training.step
+    loss = run.sum_over_ranks(loss) / run.world_size
+    training.losses.append([step, loss])
+    seconds = training.clock.elapsed_seconds()
+    waits = np.asarray(training.loader.take_waits_ms() or [0.0])
+    p50, p99, most = np.percentile(waits, [50, 99, 100])
+    left = (config.iterations - step) * seconds / step
+    if config.max_wallclock_seconds:
+        left = min(left, config.max_wallclock_seconds - seconds)
+    tokens_per_second = step * config.train_batch_tokens / max(seconds, 1e-9)
+    run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
+            f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens_per_second:.0f} data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} "
+            f"lr_scale:{learning_rate_scale(progress, step - 1, config):.4f} grad_norm:{norm:.3f} eta:{max(left, 0):.0f}s")
+    run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=step * config.train_batch_tokens,
+              progress=progress, grad_norm=norm, data_wait_p50_ms=p50, data_wait_p99_ms=p99, data_wait_max_ms=most)
+
+
+def validate(training: Training, label: str) -> None:
+    """Score the current weights without overlap, outside the clock: a diagnostic, never the result."""
+    run, step, start = training.run, training.step, time.perf_counter()
+    ledger = score_roundtrip(training.model, training.validation.tokens, training.config)
+    score = training.validation.score(ledger)
+    training.model.train()
+    milliseconds = 1e3 * training.clock.elapsed_seconds()
+    prefix = f"step:{step}/{training.config.iterations}" if label == "step" else f"DIAGNOSTIC {label}"
+    run.log(f"{prefix} val_loss:{score.nats_per_token:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{milliseconds:.0f}ms "
+            f"step_avg:{milliseconds / max(step, 1):.2f}ms{training.validation.mark}")
+    run.event("val", label=label, step=step, val_loss=score.nats_per_token, val_bpb=score.bits_per_byte,
+              train_time_ms=milliseconds, seconds=time.perf_counter() - start)
+
+# ============================================================================================================
+# main — a table of contents: check, prepare, warm up, train, quantize, reload, evaluate, report.
+# ============================================================================================================
+
+
+def main() -> int:
+    """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
+    if set(sys.argv[1:]) & {"-h", "--help"}:
+        print(help_text())
+        return 0
+    run = None
+    try:
+        config = Config.from_env(os.environ)
+        run = Run(config, os.environ)
+        return score_artifact(config, run) if config.eval_only else whole_run(config, run)
+    except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
+        report_failure(run, f"error: {error}")
+    except torch.cuda.OutOfMemoryError as error:
+        report_failure(run, f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})")
+    except Exception:
+        report_failure(run, f"rank {run.rank if run else 0} failed:\n{traceback.format_exc()}")
+    return 1
+
+
+def whole_run(config: Config, run: Run) -> int:
+    """Train, ship, and score what was shipped."""
+    with run.phase("setup"):
+        inputs = preflight(config, run)
+        if config.preflight_only:
+            run.log("preflight:ok")
+            return 0
+        run.open_directory(config)
+        describe(config, run, inputs)
+        training = prepare(config, run, inputs)
+    try:
+        with run.phase("warmup"):
+            warm_up(training)
+        if config.resume:
+            load_checkpoint(training, find_checkpoint(config))
+        run.catch_signals()
+        with run.phase("train"):
+            reason = train(training)
+        if reason == "signal":
+            run.log(f"stopped by signal {run.stop_signal}; continue with RESUME={run.directory}")
+            return 128 + run.stop_signal
+        with run.phase("hessians"):
+            hessians = finish_training(training)
+        with run.phase("quantize"):
+            report = ship(training, hessians, inputs)
+    finally:
+        training.close()
+    with run.phase("reload"):
+        model = load_for_scoring(run.path("model.bin"), config, run)
+    scores = evaluate(model, config, run, inputs.validation, report.label)
+    summarize(config, run, inputs, scores, report, training)
+    if config.generate:
+        run.log(generate_text(model, config, config.generate))
+    return 0
+
+
+def score_artifact(config: Config, run: Run) -> int:
+    """EVAL_ONLY: score an artifact, or write text from it, without any training data."""
+    path = Path(config.eval_only)
+    _, stored = load_artifact(path)
+    config = Config.from_env({**os.environ, **stored.model_env()})
+    model = load_for_scoring(path, config, run)
+    if config.generate:
+        run.log(generate_text(model, config, config.generate))
+        return 0
+    with run.phase("setup"):
+        inputs = preflight(config, run)
+        run.open_directory(config)
+        describe(config, run, inputs)
+    label = read_label(path)
+    scores = evaluate(model, config, run, inputs.validation, label)
+    summarize(config, run, inputs, scores, None, None)
+    return 0
+
+
+def load_for_scoring(path: Path, config: Config, run: Run) -> GPT:
+    """The model as the artifact holds it, ready on this rank's device; nothing else is ever scored."""
+    run.barrier()
+    model, _ = load_artifact(path)
+    model.looping = loop_is_on(1.0, config)
+    return ready_model(model, config, run)
+
+
+def summarize(
+    config: Config, run: Run, inputs: Inputs, scores: dict[str, Score], report: ArtifactReport | None, training: Training | None
+) -> None:
+    """Print the sizes and the results, and write summary.json: the one record of the run."""
+    artifact = run.path("model.bin") if report else Path(config.eval_only)
+    shipped, raw = (len(shipped_code(inputs.source, mode)) for mode in ("wrapped", "raw"))
+    code, eval_seconds = {"wrapped": shipped, "raw": raw}[config.code_bytes], sum(
+        seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
+    total = code + artifact.stat().st_size
+    label = f"{report.label}+rans" if report else "artifact"
+    limits = {
+        "train_seconds": (run.phases.get("train_clock", 0.0), config.max_wallclock_seconds),
+        "eval_seconds": (eval_seconds, config.max_eval_seconds),
+        "artifact_bytes": (total, config.artifact_bytes_max),
+    }
+    verdicts = {name: {"value": v, "limit": limit, "ok": not limit or v <= limit} for name, (v, limit) in limits.items()}
+    run.log(f"Code size: {code} bytes")
+    run.log(f"Serialized model {label}: {artifact.stat().st_size} bytes")
+    run.log(f"Total submission size {label}: {total} bytes")
+    for name, verdict in verdicts.items():
+        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:g} {'ok' if verdict['ok'] else 'EXCEEDED'}")
+    run.log(" ".join(["done:", *(f"{name}={score.bits_per_byte:.4f}bpb" for name, score in scores.items()), f"in {run.directory}"]))
+    if run.rank:
+        return
+    summary = {
+        "run_id": run.path("").name, "seed": config.seed, "config": config.as_env(), "overrides": config.overrides(),
+        "code": {"sha256": hashlib.sha256(inputs.source).hexdigest(), "bytes": raw, "bytes_wrapped": shipped},
+        "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(inputs.train_shards),
+                 "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
+                 "val_tokens": len(inputs.validation.tokens) - 1, "val_bytes": inputs.validation.bytes_total},
+        "stream_hash": f"{training.stream_hash:016x}" if training else None,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                     "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
+        "hardware": hardware(run), "phases": run.phases,
+        "steps": training.step if training else 0, "tokens": training.step * config.train_batch_tokens if training else 0,
+        "losses": {name: {"nats": s.nats_per_token, "bits_per_byte": s.bits_per_byte, "scored_tokens": s.scored_tokens,
+                          "bytes": s.bytes} for name, s in scores.items()},
+        "artifact": {"bytes": artifact.stat().st_size, "sha256": sha256_of(artifact),
+                     **({"sections": report.sections, "bits": report.bits} if report else {})},
+        "peak_memory_mib": peak_memory_mib(run.device)[0],
+        "limits": verdicts, "comparable": not inputs.validation.limited, "exit": "finished",
+    }
+    write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
+
+
+def report_failure(run: Run | None, message: str) -> None:
+    """The one message of a run that failed, to the console of its rank and, by rank 0, to the log."""
+    print(message, file=sys.stderr, flush=True)
+    if run is not None and run.directory is not None:
+        with contextlib.suppress(OSError), open(run.directory / "log.txt", "a", encoding="utf-8") as file:
+            file.write(f"rank {run.rank}: {message}\n")
+
+
+if __name__ == "__main__":
+    status = main()
+    if dist.is_initialized() and status == 0:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(status) if status and dist.is_initialized() else sys.exit(status)
