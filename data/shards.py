@@ -86,6 +86,28 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold `path` as a lock, so that two commands do not write the same dataset. Raises DataError when taken.
+
+    The system lets go of it when the process ends, however it ends.
+    """
+    import fcntl  # absent on Windows, where only these tools, not the sample, go without
+
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"{path}: another command is writing to {path.parent}; wait for it") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def current_umask() -> int:
     """The process's file-creation mask (it can only be read by setting it)."""
     mask = os.umask(0o022)

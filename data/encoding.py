@@ -1,0 +1,212 @@
+"""Documents to tokens, in as many processes as there are cores, with an audit of every validation byte.
+
+Results come back in document order and do not depend on the number of processes. Nothing is kept of a chunk
+once it was handed on, so memory depends on the chunk size and the number of processes alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from data import caseops, shards
+from data.documents import Chunk, DocumentSource
+from data.shards import ByteTable, DataError
+
+CHUNKS_AHEAD = 2  # per process, finished or under way, beyond the one being written
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+MAX_TOKEN_BYTES = np.iinfo(shards.TOKEN_DTYPE).max
+
+
+@dataclass(frozen=True)
+class EncodingSettings:
+    """What decides the tokens: documents, tokenizer, transform, and how many documents are validation."""
+
+    source: DocumentSource
+    tokenizer_path: str
+    caseops: bool
+    val_documents: int
+
+
+@dataclass
+class EncodedChunk:
+    """Tokens of one chunk (uint16, BOS first in each document) and tokens per document (int64).
+
+    `val_token_bytes`: CaseOps byte counts of the chunk's validation tokens, uint16; `audit`: sums over its
+    validation documents.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    val_token_bytes: np.ndarray
+    audit: collections.Counter[str] = field(default_factory=collections.Counter)
+
+
+class Encoder:
+    """A tokenizer with its byte table. Raises DataError for one that cannot mark documents or count bytes."""
+
+    def __init__(self, tokenizer_path: str, use_caseops: bool) -> None:
+        path = Path(tokenizer_path)
+        self.path = path
+        self.use_caseops = use_caseops
+        self.tokenizer = shards.load_tokenizer(path)
+        self.table = ByteTable.from_sentencepiece(self.tokenizer)
+        if self.tokenizer.bos_id() != shards.BOS_ID:
+            raise DataError(f"{path}: BOS id {self.tokenizer.bos_id()}, the format needs {shards.BOS_ID}; "
+                            "train it with pad, bos, eos, unk = 0, 1, 2, 3")
+        if self.tokenizer.piece_to_id(shards.SPACE_PIECE) == self.tokenizer.unk_id():
+            raise DataError(f"{path}: no piece for a space alone, so bytes cannot be counted; train another")
+        if use_caseops and any(self.tokenizer.piece_to_id(mark) == self.tokenizer.unk_id()
+                               for mark in caseops.MARKS):
+            raise DataError(f"{path}: no pieces for the CaseOps marks U+E001 to U+E004; "
+                            "give a CaseOps tokenizer or train one with --train-tokenizer")
+        self.byte_values = np.full(self.tokenizer.vocab_size(), -1, dtype=np.int64)
+        self.piece_characters = np.zeros(self.tokenizer.vocab_size(), dtype=np.int64)
+        for token in np.flatnonzero(self.table.is_text):
+            piece = self.tokenizer.id_to_piece(int(token))
+            if self.tokenizer.is_byte(int(token)):
+                self.byte_values[token] = int(BYTE_PIECE.fullmatch(piece)[1], 16)  # type: ignore[index]
+            else:
+                self.piece_characters[token] = len(piece)
+
+    def transform(self, text: str) -> str:
+        """The text that the tokenizer sees."""
+        return caseops.encode(text) if self.use_caseops else text
+
+    def audit(self, text: str, coded: str, tokens: np.ndarray) -> tuple[collections.Counter[str], np.ndarray]:
+        """Byte sums of one document (`tokens`: BOS first) and, for CaseOps, bytes per token (else empty).
+
+        Raises DataError where the table's sum is not the length of the decoded text, or CaseOps loses text.
+        """
+        ids = tokens[1:].tolist()
+        table_bytes = self.table.total(tokens)
+        decoded_bytes = len(self.tokenizer.decode(ids).encode())
+        sums = collections.Counter(
+            documents=1, tokens=len(tokens), text_bytes=len(text.encode()), decoded_bytes=decoded_bytes,
+            byte_tokens=int((self.byte_values[tokens] >= 0).sum()))
+        if table_bytes != decoded_bytes:
+            raise DataError(f"{self.path}: its pieces count {table_bytes} bytes where the decoded text has "
+                            f"{decoded_bytes}; bits per byte would be wrong. Does it lack byte fallback? "
+                            f"The document begins {text[:60]!r}")
+        if not self.use_caseops:
+            return sums, np.zeros(0, dtype=shards.TOKEN_DTYPE)
+        if caseops.decode(coded) != text:
+            raise DataError(f"CaseOps does not give back the document that begins {text[:60]!r}; report it")
+        token_bytes = self.token_bytes(coded, tokens)
+        sums["sidecar_bytes"] = int(token_bytes.sum())
+        sums["dropped_bytes"] = sums["text_bytes"] - sums["sidecar_bytes"]
+        return sums, token_bytes.astype(shards.TOKEN_DTYPE)
+
+    def token_bytes(self, coded: str, tokens: np.ndarray) -> np.ndarray:
+        """Bytes of the original text behind each of `tokens` (BOS first, it counts 0), int64.
+
+        Normalisation is followed back through SentencePiece's own offsets; only what it drops at the two ends
+        of a document (white space) is counted nowhere. A character in byte pieces counts at its last piece.
+        """
+        normalized, offsets = self.tokenizer.normalize(coded, with_offsets=True)
+        characters = self.piece_characters[tokens]
+        values = self.byte_values[tokens]
+        leads = np.flatnonzero((values >= 0) & ((values & 0xC0) != 0x80))
+        lead_values = values[leads]
+        width = 1 + (lead_values >= 0xC0).astype(np.int64) + (lead_values >= 0xE0) + (lead_values >= 0xF0)
+        characters[leads + width - 1] = 1
+        ends = np.cumsum(characters)
+        if ends[-1] != len(normalized):
+            raise DataError(f"{self.path}: pieces hold {ends[-1]} characters of a normalised text of "
+                            f"{len(normalized)}; this kind of model cannot have a byte sidecar")
+        bytes_before = np.concatenate(([0], np.cumsum(caseops.byte_counts(coded))))
+        counts = np.diff(bytes_before[np.asarray(offsets)[ends]], prepend=bytes_before[offsets[0]])
+        if counts.max(initial=0) > MAX_TOKEN_BYTES:
+            raise DataError(f"a token stands for {counts.max()} bytes, a sidecar holds at most "
+                            f"{MAX_TOKEN_BYTES}; shorten the white space in the document that begins "
+                            f"{coded[:60]!r}")
+        return counts
+
+
+@functools.lru_cache(maxsize=1)
+def cached_encoder(tokenizer_path: str, use_caseops: bool) -> Encoder:
+    """The encoder of this process; loading one takes longer than a chunk may."""
+    return Encoder(tokenizer_path, use_caseops)
+
+
+def encode_chunk(settings: EncodingSettings, chunk: Chunk) -> EncodedChunk:
+    """Read, encode and, as far as they are validation, audit the documents of one chunk."""
+    encoder = cached_encoder(settings.tokenizer_path, settings.caseops)
+    val_count = settings.val_documents - chunk.document
+    audit: collections.Counter[str] = collections.Counter()
+    rows, val_rows = [], [np.zeros(0, dtype=shards.TOKEN_DTYPE)]
+    for index, text in enumerate(settings.source.read(chunk)):
+        coded = encoder.transform(text)
+        row = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)], dtype=shards.TOKEN_DTYPE)
+        rows.append(row)
+        if index < val_count:
+            sums, token_bytes = encoder.audit(text, coded, row)
+            audit.update(sums)
+            val_rows.append(token_bytes)
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    tokens = np.concatenate(rows) if rows else np.zeros(0, dtype=shards.TOKEN_DTYPE)
+    return EncodedChunk(tokens, lengths, np.concatenate(val_rows), audit)
+
+
+# ======================================================================================================
+# PROCESSES
+# ======================================================================================================
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def encoded_chunks(settings: EncodingSettings, chunks: Iterable[Chunk],
+                   workers: int) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+    """Each chunk with its tokens, in order, whatever the number of processes. Raises DataError."""
+    if workers == 1:
+        for chunk in chunks:
+            yield chunk, encode_chunk(settings, chunk)
+        return
+    # spawn: a forked child would inherit locks of threads that do not exist in it
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker)
+    pending: collections.deque[tuple[Chunk, Future[EncodedChunk]]] = collections.deque()
+    try:
+        for chunk in chunks:
+            pending.append((chunk, pool.submit(encode_chunk, settings, chunk)))
+            if len(pending) > workers * CHUNKS_AHEAD:
+                first, future = pending.popleft()
+                yield first, future.result()
+        while pending:
+            first, future = pending.popleft()
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        raise DataError("a worker process died, perhaps for want of memory; what was written is kept: "
+                        "run the same command again, with fewer --workers") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def start_worker() -> None:
+    """Leave interrupts to the parent, and do not outlive it: a killed parent could not end its children."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Wait until the parent process is gone, then leave at once."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
