@@ -1,0 +1,54 @@
+"""`python -m records VERB …`: a module per verb, each with `add_arguments` and `run(args) -> exit status`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from records.errors import RecordError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "pack": ("records.pack", "turn finished runs into a records folder"),
+    "check": ("records.check", "audit a records folder, ours or any public one"),
+    "prove": ("records.prove", "run the dynamic proofs of a legal score on a script"),
+    "diff": ("records.diff", "compare two runs or folders: config, code, metrics, curves"),
+    "plot": ("records.plot", "draw loss, bits per byte and step times"),
+    "board": ("records.board", "write the leaderboard from the folders"),
+}
+EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too
+EXIT_INTERRUPTED = 130
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Parser with every verb listed; only the module of the verb in `argv` is imported: `--help` is quick."""
+    parser = argparse.ArgumentParser(prog="python -m records", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for verb, (module_name, purpose) in VERBS.items():
+        if importlib.util.find_spec(module_name) is None:
+            continue
+        subparser = verbs.add_parser(verb, help=purpose, description=purpose)
+        if verb == wanted:
+            importlib.import_module(module_name).add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser(arguments).parse_args(arguments)
+    try:
+        return int(importlib.import_module(VERBS[args.verb][0]).run(args))
+    except RecordError as error:
+        print(f"records {args.verb}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"records {args.verb}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

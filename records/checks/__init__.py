@@ -1,0 +1,27 @@
+"""The audit's checks, A on folder and source, C on logs; each module lists its own in `CHECKS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from records.checks import budget, code, evidence, layout, packed, score
+from records.findings import Finding
+from records.folder import Folder
+
+Check = Callable[[Folder], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    *layout.CHECKS,
+    *evidence.CHECKS,
+    *code.CHECKS,
+    *budget.CHECKS,
+    *score.CHECKS,
+    *packed.CHECKS,
+)
+
+
+def audit(folder: Folder) -> list[Finding]:
+    """All findings on one folder, in the order of the checklist."""
+    return sorted(
+        (f for check in CHECKS for f in check(folder)), key=lambda f: (f.check[0], int(f.check[1:]))
+    )

@@ -1,0 +1,342 @@
+"""A4-A6, C7, C10: claims against logs; distinct runs; one code and one configuration."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from records.findings import Finding, fail, info, warn
+from records.folder import Folder, SeedRun
+from records.logs import Final, RunLog, decimals
+from records.source import Script, same_program
+from records.stats import deviation, mean
+
+SCORE_FIELDS = {"val_bpb": "bpb", "val_loss": "loss"}
+PER_SEED_SETTINGS = {"seed", "run_id", "rank", "local_rank", "logfile", "artifact_dir", "model_path"}
+PATH_SETTINGS = ("path", "dir", "file", "logs", "model_path")
+
+
+def last_digit(value: float) -> float:
+    """One unit of the last decimal of `value`; 1e-8 at the finest, the logs' own precision."""
+    return float(10.0 ** -min(decimals(str(Decimal(repr(value)))), 8))
+
+
+def matches(declared: float, measured: float) -> bool:
+    """Equal to the digits declared; truncation counts as rounding."""
+    return abs(declared - measured) < last_digit(declared) * 1.0001
+
+
+def number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def check_scores(folder: Folder) -> Iterator[Finding]:
+    """A4, C7: `val_bpb` and `val_loss` are the mean of the final metric over the seeds."""
+    runs = [run for run in folder.seed_runs if run.log.headline]
+    for key, attribute in SCORE_FIELDS.items():
+        declared = number(folder.submission.get(key))
+        if declared is not None and runs:
+            yield from _check_score(folder, runs, key, attribute, declared)
+
+
+def _check_score(
+    folder: Folder, runs: list[SeedRun], key: str, attribute: str, declared: float
+) -> Iterator[Finding]:
+    name = folder.submission_path.name if folder.submission_path else ""
+    scores = [score for run in runs if (score := folder.score(run.log))]
+    measured = mean([getattr(score, attribute) for score in scores])
+    if matches(declared, measured):
+        return
+    if key == "val_loss" and matches(declared, mean([score.bpb for score in scores])):
+        yield fail(
+            "A3",
+            f"`val_loss` {declared} is the logs' val_bpb: bits stored as loss",
+            name,
+            "nats per token go here",
+        )
+        return
+    where = ", ".join(run.log.where(score.line) for run, score in zip(runs, scores, strict=True))
+    remedy = "use the mean over all seeds of the final metric"
+    single = _printed(folder, attribute, declared)
+    other = _mean_of_others(folder, attribute, declared)
+    if other:
+        yield warn(
+            "C7",
+            f"`{key}` {declared} is the mean of {other}, not of `{folder.headline_label}`",
+            where,
+            remedy,
+        )
+    elif single is None:
+        yield fail("A4", f"`{key}` {declared}, but the logs give {measured:.8g}", f"{name}, {where}", remedy)
+    elif single[1].rank == 0:
+        yield fail(
+            "C7", f"`{key}` {declared} is `{single[1].label}`, no score of the artifact", where, remedy
+        )
+    elif len(runs) > 1:
+        log, final = single
+        yield warn(
+            "A4",
+            f"`{key}` {declared} is one log's `{final.label}`; the mean over {len(runs)} seeds is"
+            f" {measured:.8g}",
+            log.where(final.line),
+            remedy,
+        )
+
+
+def _printed(folder: Folder, attribute: str, declared: float) -> tuple[RunLog, Final] | None:
+    """The strongest final line of any log in the folder that prints `declared`."""
+    found = [
+        (log, final)
+        for log in folder.logs
+        for final in log.finals
+        if matches(declared, getattr(final, attribute))
+    ]
+    return max(found, key=lambda pair: pair[1].rank, default=None)
+
+
+def _mean_of_others(folder: Folder, attribute: str, declared: float) -> str | None:
+    """Names the label, and the subfolder, whose mean over several logs is `declared`."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for log in folder.logs:
+        place = log.path.parent.relative_to(folder.path).as_posix()
+        for final in log.finals:
+            groups.setdefault((place, final.label), []).append(getattr(final, attribute))
+    for (place, label), values in groups.items():
+        if len(values) > 1 and matches(declared, mean(values)):
+            return f"`{label}`" + (f" in {place}/" if place != "." else "")
+    return None
+
+
+def check_spread(folder: Folder) -> Iterator[Finding]:
+    """A4: the declared standard deviation is that of the seeds."""
+    declared = number(folder.submission.get("val_bpb_std"))
+    scores = [score.bpb for run in folder.seed_runs if (score := folder.score(run.log))]
+    spread = deviation(scores)
+    if declared is None or spread is None:
+        return
+    population = spread * ((len(scores) - 1) / len(scores)) ** 0.5
+    if not (matches(declared, spread) or matches(declared, population)):
+        yield warn(
+            "A4",
+            f"`val_bpb_std` {declared}, but {len(scores)} logs give {spread:.6g} (n - 1)",
+            folder.submission_path.name if folder.submission_path else "",
+            "recompute it from the logs listed",
+        )
+
+
+def check_seed_results(folder: Folder) -> Iterator[Finding]:
+    """A4: each seed's declared numbers against its log."""
+    logs = {run.seed: run for run in folder.seed_runs}
+    name = folder.submission_path.name if folder.submission_path else ""
+    for seed, declared in folder.submitted_seeds().items():
+        run = logs.get(seed)
+        if run is None:
+            yield warn("A4", f"seed {seed} is declared, no log is of that seed", name, "add its log")
+            continue
+        for key, attribute in SCORE_FIELDS.items():
+            value = number(declared.get(key))
+            printed = [getattr(f, attribute) for f in run.log.finals if f.rank > 0]
+            if value is None or not printed or any(matches(value, p) for p in printed):
+                continue
+            elsewhere = _printed(folder, attribute, value)
+            if elsewhere:
+                log, final = elsewhere
+                yield warn(
+                    "C10",
+                    f"seed {seed}: `{key}` {value} is from another run's log than {run.log.path.name}",
+                    log.where(final.line),
+                    "train and score in one run, or say why not",
+                )
+            else:
+                score = folder.score(run.log)
+                shown = getattr(score, attribute) if score else printed[-1]
+                yield fail(
+                    "A4",
+                    f"seed {seed}: `{key}` {value}, but its log says {shown}",
+                    f"{name}, {run.log.where(score.line if score else 1)}",
+                    "copy it from the log",
+                )
+        yield from _check_seed_counts(run, declared, name)
+
+
+def _check_seed_counts(run: SeedRun, declared: dict[str, Any], name: str) -> Iterator[Finding]:
+    log = run.log
+    sizes = {count.bytes for count in (log.model_bytes, log.total_bytes) if count}
+    claimed = number(declared.get("artifact_bytes"))
+    if claimed is not None and sizes and claimed not in sizes:
+        place = log.total_bytes or log.model_bytes
+        yield fail(
+            "A4",
+            f"seed {run.seed}: `artifact_bytes` {claimed:,.0f}, but its log says {max(sizes):,}",
+            f"{name}, {log.where(place.line if place else 1)}",
+            "copy it from the log",
+        )
+    steps = number(declared.get("steps"))
+    if steps is not None and log.steps is not None and steps != log.steps:
+        line = log.stop.line if log.stop else log.lines
+        yield fail(
+            "A4",
+            f"seed {run.seed}: `steps` {steps:.0f}, but its log says {log.steps}",
+            f"{name}, {log.where(line)}",
+            "copy it from the log",
+        )
+
+
+def check_bytes(folder: Folder) -> Iterator[Finding]:
+    """A4: `bytes_total` is a total that a log prints; the largest, where seeds differ."""
+    declared = number(folder.submission.get("bytes_total"))
+    totals = {run.log.total_bytes.bytes: run for run in folder.seed_runs if run.log.total_bytes}
+    if declared is None or not totals:
+        return
+    largest, run = max(totals.items())
+    line = run.log.total_bytes.line if run.log.total_bytes else 1
+    code = folder.script.bytes if folder.script else 0
+    derived = {r.log.model_bytes.bytes + code for r in folder.seed_runs if r.log.model_bytes}
+    derived.add(round(mean([float(t.log.total_bytes.bytes) for t in folder.seed_runs if t.log.total_bytes])))
+    if declared not in {*totals, *derived} and declared < largest:
+        yield fail(
+            "A4",
+            f"`bytes_total` {declared:,.0f} is in no log; the largest is {largest:,}",
+            run.log.where(line),
+            "use the maximum over the seeds",
+        )
+    elif declared < largest:
+        yield info(
+            "A4", f"`bytes_total` {declared:,.0f} is not the largest seed's {largest:,}", run.log.where(line)
+        )
+
+
+def check_distinct(folder: Folder) -> Iterator[Finding]:
+    """A5: no log twice under two seeds; the seed in a file's name is the seed in the log."""
+    digests: dict[str, SeedRun] = {}
+    for run in folder.seed_runs:
+        path = run.log.path
+        if run.named_seed is not None and run.log.seed is not None and run.log.seed != run.named_seed:
+            yield fail(
+                "A5",
+                f"{path.name} stands for seed {run.named_seed}, but says seed {run.log.seed}",
+                run.log.where(run.log.settings["seed"].line),
+                f"ship the log of seed {run.named_seed}, or make the script read SEED",
+            )
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest in digests:
+            other = digests[digest].log.path.name
+            yield fail("A5", f"{path.name} is identical to {other}", path.name, "ship one log per run")
+        digests[digest] = run
+    yield from _check_declared_seeds(folder)
+
+
+def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
+    declared = folder.submission.get("seeds")
+    if not isinstance(declared, list):
+        return
+    seeds = {run.seed for run in folder.seed_runs} | {log.seed for log in folder.logs}
+    for seed in declared:
+        if seeds - {None} and seed not in seeds and seed not in folder.submitted_seeds():
+            yield warn("A5", f"seed {seed} is declared, no log is of that seed", folder.name, "add its log")
+
+
+def check_same_code(folder: Folder) -> Iterator[Finding]:
+    """A6: every seed ran the same bytes, and those are the bytes shipped."""
+    sizes = {run.log.code_bytes.bytes: run for run in folder.seed_runs if run.log.code_bytes}
+    if len(sizes) > 1:
+        text = ", ".join(f"{size:,} bytes in {run.log.path.name}" for size, run in sorted(sizes.items()))
+        yield fail(
+            "A6", f"the seeds ran different code: {text}", folder.name, "rerun all seeds with one script"
+        )
+    scripts = folder.training_scripts
+    embedded = [run for run in folder.seed_runs if run.log.source is not None]
+    for run in embedded:
+        yield from _check_embedded(run, scripts)
+    shipped = {
+        size for s in scripts for size in (s.bytes, len(s.text.encode()), len(s.raw.replace(b"\r\n", b"\n")))
+    }
+    if embedded or len(sizes) != 1 or folder.script is None:
+        return
+    (size, run), count = next(iter(sizes.items())), next(iter(sizes.values())).log.code_bytes
+    if size not in shipped and count:
+        yield fail(
+            "A6",
+            f"the logs' code has {size:,} bytes, {folder.script.path.name} as shipped {folder.script.bytes:,}",
+            run.log.where(count.line),
+            "ship the file that ran",
+        )
+
+
+def _check_embedded(run: SeedRun, scripts: list[Script]) -> Iterator[Finding]:
+    """Compare the source at the head of a log with the shipped scripts; layout and comments do not count."""
+    ran = run.log.source or ""
+    if not scripts or any(_same_lines(ran, script.text) for script in scripts):
+        return
+    nearest = max(scripts, key=lambda script: len(set(ran.splitlines()) & set(script.text.splitlines())))
+    changes = list(difflib.unified_diff(ran.splitlines(), nearest.text.splitlines(), lineterm="", n=0))
+    first = next((line for line in changes if line.startswith("@@")), "")
+    where = f"{nearest.path.name} {first}"
+    if any(same_program(ran, script.text) for script in scripts):
+        yield info("A6", f"{run.log.path.name} holds a source that differs in layout or comments only", where)
+        return
+    changed = sum(line[:1] in "+-" for line in changes[2:])
+    yield fail(
+        "A6",
+        f"{run.log.path.name} holds a source that differs from {nearest.path.name} in {changed} lines",
+        where,
+        "ship the file that ran",
+    )
+
+
+def _same_lines(first: str, second: str) -> bool:
+    return [x.rstrip() for x in first.rstrip().splitlines()] == [
+        x.rstrip() for x in second.rstrip().splitlines()
+    ]
+
+
+def check_same_config(folder: Folder) -> Iterator[Finding]:
+    """A6: the settings that the logs print are equal but for the seed and paths."""
+    runs = folder.seed_runs
+    if len(runs) < 2:
+        return
+    reference = runs[0]
+    for run in runs[1:]:
+        for key, located in run.log.settings.items():
+            first = reference.log.settings.get(key)
+            if first is None or first.value == located.value or _may_differ(key, first.value, located.value):
+                continue
+            yield fail(
+                "A6",
+                f"`{key}` is {first.value} in {reference.log.path.name},"
+                f" {located.value} in {run.log.path.name}",
+                run.log.where(located.line),
+                "a record is several seeds of one configuration (#2124)",
+            )
+
+
+def _may_differ(key: str, first: str, second: str) -> bool:
+    """Names of places and per-process values; not options."""
+    return key in PER_SEED_SETTINGS or key.endswith(PATH_SETTINGS) or "/" in first + second
+
+
+def check_complete(folder: Folder) -> Iterator[Finding]:
+    """C10: every seed's log reaches a final metric."""
+    for run in folder.seed_runs:
+        if run.log.headline is None:
+            yield fail(
+                "C10",
+                f"{run.log.path.name} ends before a final metric",
+                run.log.where(run.log.lines),
+                "ship the complete log, or leave the run out",
+            )
+
+
+CHECKS = (
+    check_scores,
+    check_spread,
+    check_seed_results,
+    check_bytes,
+    check_distinct,
+    check_same_code,
+    check_same_config,
+    check_complete,
+)
