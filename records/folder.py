@@ -164,6 +164,16 @@ class Folder:
 
         return max(variants.values(), key=preference)
 
+    def other_sets(self) -> dict[str, list[SeedRun]]:
+        """Reruns: sets of two seeds or more that share a file-name variant and are not the submitted set."""
+        chosen = {run.log.path for run in self.seed_runs}
+        sets: dict[str, list[SeedRun]] = {}
+        for run in map(_seed_run, self.logs):
+            place = run.log.path.parent.relative_to(self.path)
+            if run.named_seed is not None and run.log.headline and run.log.path not in chosen:
+                sets.setdefault((place / _variant(run)).as_posix(), []).append(run)
+        return {name: runs for name, runs in sets.items() if len({run.seed for run in runs}) > 1}
+
     def _claimed_runs(self) -> list[SeedRun]:
         """The logs that print each submitted seed's `val_bpb`; empty unless every seed has one."""
         claimed = []
@@ -230,7 +240,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def _variant(run: SeedRun) -> str:
     """The file name without its seed: what tells reruns apart."""
     stem = run.log.path.stem
-    return stem if run.named_seed is None else stem.replace(str(run.named_seed), "", 1)
+    return stem if run.named_seed is None else stem.replace(str(run.named_seed), "*", 1)
 
 
 def _seed_run(log: RunLog) -> SeedRun:

@@ -1,8 +1,8 @@
 """Read a training log: both public dialects and ours, into one `RunLog`; every value keeps its line number.
 
 Dialect A (`step:5/100 train_loss:…`) is the upstream baseline's and ours; dialect B (`5/100 train_loss: …`, a
-sorted `Hyperparameters:` block) is that of the records from April 2026 on. Logs often begin with the source of
-the script, whose f-strings look like log lines: only lines with literal numbers match.
+sorted `Hyperparameters:` block) is that of the records from April 2026 on. Logs often begin with the script's
+source, whose f-strings look like log lines: only lines with literal numbers match.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
 
 def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     pairs = dict(PAIR.findall(match[3]))
-    step, time_ms = int(match[1]), _duration_ms(pairs.get("train_time"))
+    step, time_ms = int(match[1]), _train_time_ms(int(match[1]), pairs, log)
     log.settings.setdefault("iterations", Located(match[2], number))
     if _is_number(pairs.get("val_loss")):
         bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
@@ -291,6 +291,14 @@ def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     loss = pairs.get("train_loss") or pairs.get("loss")
     if _is_number(loss):
         log.train.append(Point(step, float(str(loss)), number, time_ms))
+
+
+def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
+    """The clock as printed; dialect B prints tenths of minutes, its tokens per second say more."""
+    batch, rate = log.settings.get("train_batch_tokens"), pairs.get("tok/s")
+    if batch and batch.value.isdigit() and rate and _is_number(rate) and float(rate) > 0:
+        return step * int(batch.value) / float(rate) * 1e3
+    return _duration_ms(pairs.get("train_time"))
 
 
 def _final(match: re.Match[str], number: int) -> Final:

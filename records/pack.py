@@ -83,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json_text({"folder": str(destination), **packed}), end="")
     else:
-        print(
-            f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)"
-        )
+        print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
     return 0
 
 

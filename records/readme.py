@@ -63,7 +63,8 @@ def _headline(submission: Mapping[str, Any]) -> str:
     seeds = f"mean of {count} seeds" if count > 1 else "one seed"
     return (
         f"**{submission['val_bpb']:.8f}{shown} bits per byte** (`{submission['metric']}`, {seeds};"
-        f" every run packed is listed), {submission['bytes_total']:,} bytes of artifact and code, {submission['hardware']}."
+        f" every run packed is listed), {submission['bytes_total']:,} bytes of artifact and code,"
+        f" {submission['hardware']}."
     )
 
 

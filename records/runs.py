@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from records.errors import RecordError
-from records.folder import CONFIG, READABLE_SCRIPT, SCRIPT, Folder, read_object
+from records.folder import CONFIG, READABLE_SCRIPT, SCRIPT, Folder, SeedRun, read_object
 from records.logs import Final, RunLog, read_log
 from records.source import Script, read_script
 
@@ -126,9 +127,15 @@ class Group:
     runs: list[Run]
     config: dict[str, str]
     script: Script | None
+    other_sets: dict[str, list[Run]]  # reruns of the same seeds that the folder also holds, by file name
 
     def scores(self, attribute: str) -> list[float]:
-        return [getattr(run.score, attribute) for run in self.runs if run.score]
+        return scores(self.runs, attribute)
+
+
+def scores(runs: Sequence[Run], attribute: str) -> list[float]:
+    """`bpb` or `loss` of every run that has a score."""
+    return [getattr(run.score, attribute) for run in runs if run.score]
 
 
 def load_group(path: Path) -> Group:
@@ -136,21 +143,25 @@ def load_group(path: Path) -> Group:
     if (path / LOG).is_file():
         return _group_of_run(RunDirectory(path))
     folder = Folder(path)
-    runs = [
-        Run(
-            name=f"{folder.name} seed {seed.seed}" if seed.seed is not None else seed.log.path.stem,
-            log=seed.log,
-            score=folder.score(seed.log),
-            events=[],
-            summary=folder.summaries.get(seed.seed if seed.seed is not None else -1, {}),
-        )
-        for seed in folder.seed_runs
-    ]
+    runs = [_seed_of_folder(folder, seed) for seed in folder.seed_runs]
     if not runs:
         raise RecordError(
             f"{path} holds neither {LOG} nor a training log: give a run directory or a records folder"
         )
-    return Group(folder.name, runs, _folder_config(folder), _readable(folder))
+    others = {
+        name: [_seed_of_folder(folder, seed) for seed in found] for name, found in folder.other_sets().items()
+    }
+    return Group(folder.name, runs, _folder_config(folder), _readable(folder), others)
+
+
+def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
+    return Run(
+        name=f"{folder.name} seed {seed.seed}" if seed.seed is not None else seed.log.path.stem,
+        log=seed.log,
+        score=folder.score(seed.log),
+        events=[],
+        summary=folder.summaries.get(seed.seed, {}) if seed.seed is not None else {},
+    )
 
 
 def _group_of_run(directory: RunDirectory) -> Group:
@@ -158,7 +169,7 @@ def _group_of_run(directory: RunDirectory) -> Group:
     run = Run(directory.path.name, directory.log, directory.log.headline, directory.events, summary)
     config = directory.config if (directory.path / CONFIG).is_file() else _printed_config(directory.log)
     script = directory.script if (directory.path / SCRIPT).is_file() else None
-    return Group(directory.path.name, [run], config, script)
+    return Group(directory.path.name, [run], config, script, {})
 
 
 def _readable(folder: Folder) -> Script | None:

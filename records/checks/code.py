@@ -131,7 +131,8 @@ def check_split(folder: Folder) -> Iterator[Finding]:
                 yield warn(
                     "A13",
                     f"--val-docs defaults to {int(call.detail):,}, validation is the first"
-                    f" {VALIDATION_DOCUMENTS:,} documents: training shards cut with it hold validation text (#2127)",
+                    f" {VALIDATION_DOCUMENTS:,} documents: training shards cut with it"
+                    " hold validation text (#2127)",
                     script.where(call.line),
                     f"use {VALIDATION_DOCUMENTS} and state the shards' hashes",
                 )

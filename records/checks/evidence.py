@@ -260,7 +260,8 @@ def check_same_code(folder: Folder) -> Iterator[Finding]:
     if size not in shipped and count:
         yield fail(
             "A6",
-            f"the logs' code has {size:,} bytes, {folder.script.path.name} as shipped {folder.script.bytes:,}",
+            f"the logs' code has {size:,} bytes, the shipped {folder.script.path.name}"
+            f" {folder.script.bytes:,}",
             run.log.where(count.line),
             "ship the file that ran",
         )

@@ -52,7 +52,7 @@ def check_code(folder: Folder) -> Iterator[Finding]:
         if ran and ran != digest:
             yield fail(
                 "A6",
-                f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…, recorded {ran[:12]}…",
+                f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…, ran {ran[:12]}…",
                 SUMMARY_NAME.format(seed=seed),
                 REMEDY,
             )
