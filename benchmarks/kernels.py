@@ -1,0 +1,276 @@
+"""Fused kernels against eager PyTorch and torch.compile of their plain twins, alone and in a training step.
+
+    python benchmarks/kernels.py [--out benchmarks/RESULTS.md]
+
+Each form of the MLP and of the cross-entropy runs forward, backward and both at the per-GPU shapes of the
+baseline, PR #549, PR #1493 and the default config, in bf16. The floor of a pass adds, product by product, the
+larger of operations over the matmul rate and least bytes over the copy rate, both measured here first. Then
+one optimizer step on one micro-batch of the default model (random tokens, no document masks) with each switch
+off and on, interleaved so that clocks drift alike.
+Without a GPU it says so, exits with status 2 and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import train_gpt  # noqa: E402
+
+BYTES = 2  # of a bf16 element
+QUANTILES = (0.5, 0.2, 0.8)
+STEP_ROUNDS = 20  # whole steps per switch setting
+HEADER = "| what | config | pass | form | median ms | p20 | p80 | TFLOP/s | GB/s | floor ms | of floor |"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one GPU of eight works on."""
+
+    name: str
+    tokens: int  # rows of one micro-batch
+    dim: int
+    hidden: int
+    vocab: int
+    slope: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Least work of one product or kernel."""
+
+    operations: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Measured rates of this GPU."""
+
+    tflops: float
+    gb_per_s: float
+
+    def floor_ms(self, costs: list[Cost]) -> float:
+        """Milliseconds below which these kernels, one after another, cannot finish at the measured rates."""
+        return sum(max(c.operations / self.tflops / 1e9, c.bytes / self.gb_per_s / 1e6) for c in costs)
+
+
+def shapes() -> list[Shape]:
+    """The four configurations; the default is read from train_gpt.Config."""
+    config = train_gpt.Config.from_env({})
+    hidden = int(config.mlp_mult * config.model_dim)
+    default = (config.micro_batch_tokens, config.model_dim, hidden, config.vocab_size, config.leaky_slope)
+    return [
+        Shape("baseline", 65_536, 512, 1024, 1024, 0.0),
+        Shape("PR 549", 98_304, 512, 1536, 1024, 0.5),
+        Shape("PR 1493", 98_304, 512, 2048, 8192, 0.5),
+        Shape("default", *default),
+    ]
+
+
+def mlp_costs(s: Shape) -> dict[str, list[Cost]]:
+    """Two products forward, four backward; P and H are written once and read once a use."""
+    x, weight, hidden = s.tokens * s.dim, s.hidden * s.dim, s.tokens * s.hidden
+    operations = 2.0 * s.tokens * s.dim * s.hidden
+    two_hidden = Cost(operations, BYTES * (x + weight + 2 * hidden))
+    one_hidden = Cost(operations, BYTES * (x + weight + hidden))
+    forward, backward = [two_hidden, one_hidden], [two_hidden, one_hidden, one_hidden, one_hidden]
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def cross_entropy_costs(s: Shape) -> dict[str, list[Cost]]:
+    """Forward reads the logits; backward reads them again and writes their gradient."""
+    logits = BYTES * s.tokens * s.vocab
+    forward, backward = [Cost(0.0, logits)], [Cost(0.0, 2.0 * logits)]
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def passes(function: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, Callable[[], object]]:
+    """The three things to time; the backward pass reuses one graph."""
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    out = function(*tensors)
+    d_out = torch.randn_like(out)
+    return {
+        "forward": lambda: function(*tensors),
+        "backward": lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True),
+        "both": lambda: torch.autograd.grad(function(*tensors), leaves, d_out),
+    }
+
+
+def forms(plain: Callable[..., Tensor], fused: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    """Eager, compiled and ours; ours is compiled too, as it is in a run."""
+    torch._dynamo.reset()
+    options = {"dynamic": False, "fullgraph": True}
+    return {
+        "eager": plain,
+        "compiled": torch.compile(plain, **options),
+        "ours": torch.compile(fused, **options),
+    }
+
+
+def table_rows(
+    what: str, s: Shape, functions: dict[str, Callable[..., Tensor]], tensors: list[Tensor],
+    costs: dict[str, list[Cost]], roof: Roof,
+) -> list[str]:  # fmt: skip
+    """One row per form and pass."""
+    from triton.testing import do_bench
+
+    rows = []
+    for form, function in functions.items():
+        for name, run in passes(function, tensors).items():
+            median, low, high = do_bench(run, quantiles=QUANTILES)
+            operations, moved = sum(c.operations for c in costs[name]), sum(c.bytes for c in costs[name])
+            floor = roof.floor_ms(costs[name])
+            rows.append(
+                f"| {what} | {s.name} | {name} | {form} | {median:.3f} | {low:.3f} | {high:.3f} | "
+                f"{operations / median / 1e9:.0f} | {moved / median / 1e6:.0f} | "
+                f"{floor:.3f} | {floor / median:.0%} |"
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def kernel_rows(s: Shape, roof: Roof) -> list[str]:
+    """MLP and cross-entropy at one shape, on normal inputs (zeros would draw less power and run faster)."""
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, device="cuda")).bfloat16().requires_grad_()
+
+    def mlp_plain(*tensors: Tensor) -> Tensor:
+        return train_gpt.mlp_plain(*tensors, s.slope)
+
+    def mlp_fused(*tensors: Tensor) -> Tensor:
+        return train_gpt.mlp_fused(*tensors, s.slope)
+
+    def loss_plain(*tensors: Tensor) -> Tensor:
+        return train_gpt.softcapped_cross_entropy_plain(*tensors, 30.0)
+
+    def loss_fused(*tensors: Tensor) -> Tensor:
+        return train_gpt.softcapped_cross_entropy_fused(*tensors, 30.0)
+
+    scale = s.dim**-0.5
+    mlp = [
+        normal(s.tokens, s.dim),
+        normal(s.hidden, s.dim, scale=scale),
+        normal(s.dim, s.hidden, scale=scale),
+    ]
+    rows = table_rows("MLP", s, forms(mlp_plain, mlp_fused), mlp, mlp_costs(s), roof)
+    loss = [normal(s.tokens, s.vocab, scale=3.0), torch.randint(s.vocab, (s.tokens,), device="cuda")]
+    return rows + table_rows("CE", s, forms(loss_plain, loss_fused), loss, cross_entropy_costs(s), roof)
+
+
+def measure_roof() -> Roof:
+    """Matmul rate in bf16 and device copy rate of this GPU."""
+    from triton.testing import do_bench
+
+    side, elements = 8192, 1 << 29
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul_ms = do_bench(lambda: a @ b, return_mode="median")
+    source = torch.randn(elements, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy_ms = do_bench(lambda: target.copy_(source), return_mode="median")
+    return Roof(tflops=2 * side**3 / matmul_ms / 1e9, gb_per_s=2 * BYTES * elements / copy_ms / 1e6)
+
+
+def training_step(fused_mlp: bool, fused_ce: bool) -> Callable[[], None]:
+    """One optimizer step of the default model on one micro-batch of random tokens; compiled as in a run."""
+    switches = {"FUSED_MLP": str(int(fused_mlp)), "FUSED_CE": str(int(fused_ce))}
+    config = train_gpt.Config.from_env({"DOC_MASK": "0", **switches})
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    use_mlp, use_ce = train_gpt.choose_kernels(config, device, dtype, print)
+    model = train_gpt.build_model(config).to(device)
+    model.compute_dtype, model.attend = dtype, train_gpt.attention_sdpa
+    model.mlp = train_gpt.mlp_fused if use_mlp else train_gpt.mlp_plain
+    plain, fused = train_gpt.softcapped_cross_entropy_plain, train_gpt.softcapped_cross_entropy_fused
+    model.cross_entropy = fused if use_ce else plain
+    loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
+    optimizer = train_gpt.Optimizer(model, config, 0, 1, True)
+    shape = (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
+    inputs_BT, targets_BT = torch.randint(config.vocab_size, (2, *shape), device=device)
+
+    def step() -> None:
+        loss(model, inputs_BT, targets_BT).backward()
+        optimizer.step(1.0, train_gpt.muon_momentum(0.0, 0, config))
+
+    return step
+
+
+def step_rows() -> list[str]:
+    """Whole steps with each switch, one of each in turn."""
+    torch._dynamo.reset()
+    settings = [(mlp, loss) for mlp in (False, True) for loss in (False, True)]
+    steps = {setting: training_step(*setting) for setting in settings}
+    times_ms: dict[tuple[bool, bool], list[float]] = {setting: [] for setting in settings}
+    for turn in range(STEP_ROUNDS + 3):  # three to compile, tune and settle
+        for setting, step in steps.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            if turn >= 3:
+                times_ms[setting].append(begin.elapsed_time(end))
+    base_ms = statistics.median(times_ms[False, False])
+    rows = ["", "| FUSED_MLP | FUSED_CE | step median ms | p20 | p80 | speed-up |", "|" + "---|" * 6]
+    for (mlp, loss), times in times_ms.items():
+        low, *_, high = statistics.quantiles(times, n=5)
+        median = statistics.median(times)
+        rows.append(
+            f"| {mlp:d} | {loss:d} | {median:.2f} | {low:.2f} | {high:.2f} | {base_ms / median:.3f} |"
+        )
+    print("\n".join(rows))
+    return rows
+
+
+def heading(roof: Roof) -> list[str]:
+    """Where, when and with what the numbers were made."""
+    import triton
+
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPO, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return [
+        f"\n## Kernels, {datetime.now(timezone.utc):%Y-%m-%d}",
+        "",
+        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Triton {triton.__version__}, "
+        f"Python {platform.python_version()}, commit {commit or 'unknown'}. Roof measured first: bf16 matmul "
+        f"{roof.tflops:.0f} TFLOP/s, copy {roof.gb_per_s:.0f} GB/s. TFLOP/s and GB/s count the least work.",
+        "",
+        HEADER,
+        "|" + "---|" * (HEADER.count("|") - 1),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=REPO / "benchmarks/RESULTS.md", help="table to append to")
+    out = parser.parse_args().out
+    if not torch.cuda.is_available() or train_gpt.triton is None:
+        print("kernels: needs a CUDA GPU and Triton; nothing measured, nothing written", file=sys.stderr)
+        return 2
+    lines = heading(roof := measure_roof())
+    print("\n".join(lines))
+    for shape in shapes():
+        lines += kernel_rows(shape, roof)
+        torch.cuda.empty_cache()
+    lines += step_rows()
+    with out.open("a", encoding="utf-8") as results:
+        results.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
