@@ -383,20 +383,17 @@ def _cross_check(c: Config) -> None:
 _FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Config))
 
 
-def check_ranks(config: Config, world_size: int) -> None:
-    """Raise ConfigError when the batch cannot be split evenly over the ranks and their micro-batches."""
-    sequences = config.train_batch_tokens // config.train_seq_len
-    if sequences % world_size:
+def micro_batch_rows(config: Config, world_size: int) -> int:
+    """Sequences of one micro-batch of one rank; ConfigError when the batch does not split evenly."""
+    sequences, wanted = (t // config.train_seq_len for t in (config.train_batch_tokens, config.micro_batch_tokens))
+    rows = min(wanted, sequences // world_size)
+    if rows < 1 or sequences % (world_size * rows):
         raise ConfigError(
-            f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} holds {sequences} sequences of TRAIN_SEQ_LEN="
-            f"{config.train_seq_len}; that does not divide among {world_size} ranks"
+            f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is {sequences} sequences of TRAIN_SEQ_LEN="
+            f"{config.train_seq_len}, expected a multiple of {world_size} ranks times the {wanted} sequences of "
+            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}; change one of them"
         )
-    rows, micro_rows = sequences // world_size, config.micro_batch_tokens // config.train_seq_len
-    if rows % min(rows, micro_rows):
-        raise ConfigError(
-            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens} holds {micro_rows} sequences; expected a divisor of the "
-            f"{rows} sequences that one of {world_size} ranks sees per step"
-        )
+    return rows
 
 
 def help_text() -> str:
@@ -430,57 +427,50 @@ class Run:
         self.dtype = pick_dtype(config, self.device)
         self.directory: Path | None = None
         self.phases: dict[str, float] = {}
-        self.phase_name = "setup"
-        self.stop_signal = 0
-        self._pending: list[str] = []
-        self._last_sign_of_life = time.monotonic()
+        self.phase_name, self.stop_signal, self._unwritten = "setup", 0, list[str]()
         if self.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            device_id = self.device if self.device.type == "cuda" else None
-            dist.init_process_group(backend, device_id=device_id)
-        self._start_watchdog(config.phase_timeout_seconds)
+            cuda = self.device.type == "cuda"
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=self.device if cuda else None)
+        self._last_sign_of_life = time.monotonic()
+        threading.Thread(target=self._watch, args=(config.phase_timeout_seconds,), daemon=True).start()
 
     def open_directory(self, config: Config) -> None:
-        """Create runs/<RUN_ID>, which must not exist, or reopen the one being resumed. All ranks call it together."""
-        name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
-        names = [name]
+        """Create runs/<RUN_ID>, which must not exist, or reopen the one that is resumed. All ranks call it together."""
+        names = [config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"]
         if self.world_size > 1:
             dist.broadcast_object_list(names, src=0)
-        directory = Path(config.runs_dir) / names[0]
+        directory = find_checkpoint(config) if config.resume else Path(config.runs_dir) / names[0]
         if self.rank == 0 and not config.resume:
             try:
                 directory.mkdir(parents=True)
             except FileExistsError as error:
-                advice = "choose another RUN_ID, or continue it with RESUME"
+                advice = "choose another RUN_ID, or continue that run with RESUME"
                 raise ConfigError(f"RUN_ID={names[0]}: {directory} exists and is never overwritten; {advice}") from error
             except OSError as error:
                 raise ConfigError(f"RUNS_DIR={config.runs_dir}: cannot create {directory} ({error})") from error
-        self.barrier()
         self.directory = directory
-        for line in self._pending:
+        for line in self._unwritten:
             self._append("log.txt", line)
-        self._pending.clear()
 
     def path(self, name: str) -> Path:
         """A file of the run directory."""
-        assert self.directory is not None, "the run directory is opened after the checks"
+        assert self.directory is not None, "the run directory opens after the checks"
         return self.directory / name
 
-    def log(self, line: str) -> None:
+    def log(self, line: str, console: bool = True) -> None:
         """One line to the console and, flushed, to log.txt; rank 0 only. A closed console never ends a run."""
         self.alive()
-        if self.rank:
-            return
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            print(line, flush=True)
-        if self.directory is None:
-            self._pending.append(line)
-        else:
-            self._append("log.txt", line)
+        if self.rank == 0:
+            with contextlib.suppress(OSError, ValueError):
+                print(line, flush=True) if console else None
+            if self.directory is None:
+                self._unwritten.append(line)
+            else:
+                self._append("log.txt", line)
 
     def event(self, kind: str, **values: Any) -> None:
         """One JSON object to metrics.jsonl, for machines; rank 0 only."""
-        if self.rank == 0 and self.directory is not None:
+        if self.rank == 0:
             self._append("metrics.jsonl", json.dumps({"event": kind, **values}))
 
     def _append(self, name: str, line: str) -> None:
@@ -492,7 +482,6 @@ class Run:
         """Add the seconds of a block, device work included, to `phases[name]`."""
         self.sync()
         outer, self.phase_name, start = self.phase_name, name, time.perf_counter()
-        self.alive()
         try:
             yield
         finally:
@@ -501,73 +490,59 @@ class Run:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     def sync(self) -> None:
-        """Wait until the device has finished what was asked of it."""
+        """Wait until the device has finished what it was given."""
+        self.alive()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            dist.barrier()
-
-    def sum_over_ranks(self, value: float) -> float:
-        """The sum of a host number over all ranks."""
-        total = torch.tensor(value, dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return float(total)
 
     def alive(self) -> None:
         """Tell the watchdog that this rank makes progress."""
         self._last_sign_of_life = time.monotonic()
 
-    def _start_watchdog(self, limit_seconds: float) -> None:
-        def watch() -> None:
-            while time.monotonic() - self._last_sign_of_life < limit_seconds:
-                time.sleep(min(1.0, limit_seconds / 4))
-            print(f"rank {self.rank}: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
-                  f"{limit_seconds:g}; all stacks follow, then this rank ends", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback(all_threads=True)
-            os._exit(1)
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order; all ranks call it together."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
-        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    def _watch(self, limit_seconds: float) -> None:
+        while time.monotonic() - self._last_sign_of_life < limit_seconds:
+            time.sleep(min(1.0, limit_seconds / 4))
+        print(f"rank {self.rank}: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS={limit_seconds:g}; "
+              "all stacks follow, then this rank ends", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
 
-    def catch_signals(self) -> None:
-        """From now on SIGTERM and SIGINT ask for a checkpoint and an orderly end; a second one ends at once."""
-
-        def note(number: int, _frame: Any) -> None:
-            if self.stop_signal:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            self.stop_signal = number
-
-        signal.signal(signal.SIGTERM, note)
-        signal.signal(signal.SIGINT, note)
+    def note_signal(self, number: int, _frame: Any) -> None:
+        """Handler of SIGTERM and SIGINT: ask for a checkpoint and an orderly end; the second one ends at once."""
+        if self.stop_signal:
+            os._exit(128 + number)
+        self.stop_signal = number
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
     """The device of this rank; ConfigError when DEVICE asks for a GPU that is not there."""
-    wanted = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cpu":
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {torch.cuda.device_count()} GPUs")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {torch.cuda.device_count()} GPUs; "
+                          "start as many processes per node as it has GPUs, or set DEVICE=cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of activations: bfloat16 where matrix units exist for it, else float32."""
-    if config.compute_dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
+    """The dtype of activations: bfloat16 where there are matrix units for it, else float32."""
+    fast = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float32
-    has_matrix_units = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return torch.bfloat16 if has_matrix_units else torch.float32
+        fast = torch.cuda.get_device_capability(device)[0] >= 8
+    wanted = config.compute_dtype if config.compute_dtype != "auto" else ("bfloat16" if fast else "float32")
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path` completely or not at all; a full disk leaves what stood there intact."""
+    """Put `data` at `path` completely or not at all: a full disk leaves what stood there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -578,14 +553,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
 
-
-def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file, read in blocks."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 # ============================================================================================================
 # TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
@@ -2345,7 +2312,7 @@ def piece_tables(tokenizer_path: str, vocab_size: int) -> tuple[np.ndarray, np.n
 class Score:
     """A result: mean nats per token and bits per byte, and what they were taken over."""
 
-    nats_per_token: float
+    nats: float  # mean per token
     bits_per_byte: float
     scored_tokens: int
     bytes: int
@@ -2608,11 +2575,11 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
             ledger = scorer(model, validation.tokens, config, report)
         score = scores[name] = validation.score(ledger)
         seconds = run.phases[f"eval_{name}"]
-        run.log(f"{label} val_loss:{score.nats_per_token:.4f} val_bpb:{score.bits_per_byte:.4f} "
+        run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
-        run.log(f"{label}_exact val_loss:{score.nats_per_token:.8f} val_bpb:{score.bits_per_byte:.8f} "
+        run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
                 f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}")
-        run.event("final", name=f"{label}_exact", val_loss=score.nats_per_token, val_bpb=score.bits_per_byte,
+        run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
                   scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
     return scores
 
@@ -2648,7 +2615,7 @@ class ScoringProgress:
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
 # ============================================================================================================
 
-# What each matrix of a bank multiplies, for its Hessian; a bank with two sites holds one run of layers for each.
+# What the matrices of a bank multiply, for their Hessians; two sites: one run of layers for each.
 HESSIAN_SITES = {
     "qo_bank": ("attn_in", "attn_out"),
     "kv_bank": ("attn_in", "attn_in"),
@@ -2658,7 +2625,7 @@ HESSIAN_SITES = {
     "lm_head_VD": ("head_in",),
 }
 Factor = tuple[Tensor, Tensor, Tensor]  # column order (N, C), Cholesky factor (N, C, C), dead columns (N, C)
-Codes = dict[str, tuple[np.ndarray, np.ndarray]]  # by parameter: codes (N, R, C) int8, scale indices (N, R) int16
+Codes = dict[str, tuple[np.ndarray, np.ndarray]]  # codes (N, R, C) int8 and scale indices (N, R) by parameter
 
 
 @torch.no_grad()
@@ -2672,10 +2639,8 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
 
     def observe(site: str, layer: int, x: Tensor) -> None:
         x_NC, key = x.reshape(-1, x.size(-1)).float(), (site, layer)
-        if key not in sums:
-            sums[key], tokens[key] = x_NC.new_zeros(x_NC.size(1), x_NC.size(1)), 0
-        sums[key].addmm_(x_NC.T, x_NC)
-        tokens[key] += x_NC.size(0)
+        sums[key] = torch.addmm(sums[key], x_NC.T, x_NC) if key in sums else x_NC.T @ x_NC
+        tokens[key] = tokens.get(key, 0) + x_NC.size(0)
 
     model.observer = observe
     try:
@@ -2683,24 +2648,20 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
             model(batch.inputs_BT, batch.cu_seqlens)
     finally:
         model.observer = None
-    for key, total in sums.items():
-        total /= tokens[key] * world_size
+    flat = torch.cat([total.flatten() / (tokens[key] * world_size) for key, total in sums.items()])
     if world_size > 1:
-        flat = torch.cat([total.flatten() for total in sums.values()])
         dist.all_reduce(flat)
-        for total, mean in zip(sums.values(), flat.split([t.numel() for t in sums.values()]), strict=True):
-            total.copy_(mean.view_as(total))
-    return sums
+    means = flat.split([total.numel() for total in sums.values()])
+    return {key: mean.view_as(sums[key]) for key, mean in zip(sums, means, strict=True)}
 
 
 def hessian_factor(hessians_NCC: Tensor, damping: float) -> Factor:
-    """Columns by descending diagonal, the upper Cholesky factor of H⁻¹ in that order, and the columns never used.
+    """Columns by descending diagonal, the upper Cholesky factor of H⁻¹ in that order, and columns never used.
 
     `damping`, a share of the mean diagonal, grows tenfold until the factorisation succeeds.
     """
     diagonal_NC = hessians_NCC.diagonal(dim1=1, dim2=2)
-    dead_NC = diagonal_NC == 0
-    order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
+    dead_NC, order_NC = diagonal_NC == 0, diagonal_NC.argsort(dim=1, descending=True, stable=True)
     mean_N1 = (diagonal_NC + dead_NC).mean(dim=1, keepdim=True)
     hessians_NCC = hessians_NCC.gather(1, order_NC[:, :, None].expand_as(hessians_NCC))
     hessians_NCC = hessians_NCC.gather(2, order_NC[:, None, :].expand_as(hessians_NCC))
@@ -2712,24 +2673,27 @@ def hessian_factor(hessians_NCC: Tensor, damping: float) -> Factor:
         if not failed.any() and upper_NCC.isfinite().all():
             return order_NC, upper_NCC, dead_NC
         damping = max(10 * damping, 1e-4)
-    raise ArtifactError("a Hessian holds non-finite values; set GPTQ=0, or raise GPTQ_CALIBRATION_BATCHES")
+    raise ArtifactError("a Hessian holds non-finite values; raise GPTQ_CALIBRATION_BATCHES or set GPTQ=0")
 
 
-def gptq(weights_NRC: Tensor, factor: Factor | None, bits: int, clip_sigmas: float, block: int = 128) -> tuple[Tensor, Tensor]:
-    """Codes (N, R, C) int8 and scales (N, R) fp16 of a bank; without a factor each weight goes to its nearest code.
+def gptq(
+    weights_NRC: Tensor, factor: Factor | None, bits: int, clip_sigmas: float, block: int = 128
+) -> tuple[Tensor, Tensor]:
+    """Codes (N, R, C) int8 and scales (N, R) fp16 of a bank; without a factor, each weight's nearest code.
 
-    The clip range is `clip_sigmas` standard deviations of the row; `block` only batches the lazy updates. A scale is
-    never zero and has 4 mantissa bits, so that it is stored in a byte: it is chosen before the codes, for free.
-    (Frantar et al. 2022, arXiv 2210.17323; PR #1394)
+    The range is `clip_sigmas` deviations of a row; `block` only batches the lazy updates. A scale is never zero
+    and has 4 mantissa bits, so that it is stored in a byte; codes are chosen for it, so that this costs nothing.
+    (Frantar et al., arXiv 2210.17323; PR #1394)
     """
     levels = 2 ** (bits - 1) - 1
-    patterns_NR = weights_NRC.std(dim=2).mul(clip_sigmas / levels).clamp(2.0**-16, 2.0**15).half().view(torch.int16)
-    index_NR = (patterns_NR + (1 << SCALE_SHIFT >> 1)) >> SCALE_SHIFT
-    index_NR = index_NR.clamp(min=max(int(index_NR.flatten().median()), int(index_NR.max()) - 120) - 120)
+    steps_NR = weights_NRC.std(dim=2).mul(clip_sigmas / levels).clamp(2.0**-16, 2.0**15).half()
+    index_NR = (steps_NR.view(torch.int16) + (1 << SCALE_SHIFT >> 1)) >> SCALE_SHIFT
+    index_NR = index_NR.clamp(min=scale_center(index_NR.cpu().numpy()) - 120)
     scales_NR = (index_NR << SCALE_SHIFT).view(torch.float16)
     scale_NR = scales_NR.float()
     if factor is None:
-        return (weights_NRC / scale_NR[:, :, None]).round_().clamp_(-levels, levels).to(torch.int8), scales_NR
+        nearest_NRC = (weights_NRC / scale_NR[:, :, None]).round_().clamp_(-levels, levels)
+        return nearest_NRC.to(torch.int8), scales_NR
     order_NC, upper_NCC, dead_NC = factor
     order_NRC = order_NC[:, None, :].expand_as(weights_NRC)
     work_NRC = weights_NRC.masked_fill(dead_NC[:, None, :], 0.0).gather(2, order_NRC)
@@ -2746,36 +2710,43 @@ def gptq(weights_NRC: Tensor, factor: Factor | None, bits: int, clip_sigmas: flo
     return codes_NRC.scatter(2, order_NRC, codes_NRC).to(torch.int8), scales_NR
 
 
-# The coder: rANS over arrays (rows, columns) of integers, row by row. The frequencies of a row come from the rows
-# before it, in one table per class of column (its mean |code| so far): no table is stored, none can be forged, and
+def scale_center(index_NR: np.ndarray) -> int:
+    """The scale index from which those of a bank are counted: the median's, or what keeps the largest within 120."""
+    return max(int(np.median(index_NR)), int(index_NR.max()) - 120)
+
+
+# The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows before
+# it, in one table per class of column (by its mean |code| so far): no table is stored, none can be forged, and
 # columns of different spread do not share one. Integers, and float operations that IEEE 754 rounds exactly, give
-# the same bytes on every machine. (Duda 2013, arXiv 1311.2540)
+# the same bytes on every machine. (Duda, arXiv 1311.2540)
 CODE_HEAD = struct.Struct("<BHH")
 SCALE_SHIFT, PROBABILITY_BITS, STATE_BITS, WORD_BITS = 6, 15, 24, 16
-CLASS_MEANS = 2.0 ** (np.arange(-16, 29) // 4) * np.sqrt(np.sqrt(2.0)) ** (np.arange(-16, 29) % 4)
+STATE_BYTES, TABLE_SIZE = (STATE_BITS + WORD_BITS) // 8, 1 << PROBABILITY_BITS
+CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])  # 256ths
+CLASS_MEANS = np.append(2.0, CLASS_EDGES * 1.1) / 256
 
 
 class CodeModel:
     """What encoder and decoder both know, before each row, of an array of codes in [-peak, peak]."""
 
     def __init__(self, columns: int, peak: int, mean_256ths: int, prior_rows: int) -> None:
-        self.symbols = 2 * peak + 1
-        falloff = 1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * CLASS_MEANS[:, None] ** 2 + 1.5)  # Student's, rounded
-        self.counts = np.floor(64.0 / (falloff * falloff * falloff * falloff)).astype(np.int64)
+        self.symbols, self.rows, self.prior_rows, self.next_tables = 2 * peak + 1, 0, prior_rows, 0
+        tails = 1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * CLASS_MEANS * CLASS_MEANS + 1.5)[:, None]
+        self.counts = np.floor(64.0 / (tails * tails * tails * tails)).astype(np.int64)
         self.sums_256ths = np.full(columns, mean_256ths * prior_rows, np.int64)
-        self.rows, self.prior_rows, self.next_tables = 0, prior_rows, 0
 
     def next_row(self) -> tuple[np.ndarray, bool]:
         """Where each column's table starts in `frequencies` and `starts`, and whether the tables have changed."""
         changed = self.rows >= self.next_tables
         if changed:
             self.next_tables = self.rows + 1 + self.rows // 16
-            room = (1 << PROBABILITY_BITS) - self.symbols
-            frequencies = 1 + self.counts * room // np.maximum(self.counts.sum(1, keepdims=True), 1)
-            frequencies[range(len(CLASS_MEANS)), self.counts.argmax(1)] += (1 << PROBABILITY_BITS) - frequencies.sum(1)
-            self.frequencies, self.starts = frequencies.ravel(), (np.cumsum(frequencies, 1) - frequencies).ravel()
-        edges_256ths = np.floor(CLASS_MEANS[1:] * 235.0).astype(np.int64)
-        return np.searchsorted(edges_256ths, self.sums_256ths // (self.prior_rows + self.rows)) * self.symbols, changed
+            totals = np.maximum(self.counts.sum(1, keepdims=True), 1)
+            frequencies = 1 + self.counts * (TABLE_SIZE - self.symbols) // totals
+            frequencies[range(len(CLASS_MEANS)), self.counts.argmax(1)] += TABLE_SIZE - frequencies.sum(1)
+            self.frequencies = frequencies.ravel()
+            self.starts = (np.cumsum(frequencies, 1) - frequencies).ravel()
+        means_256ths = self.sums_256ths // (self.prior_rows + self.rows)
+        return np.searchsorted(CLASS_EDGES, means_256ths, side="right") * self.symbols, changed
 
     def learn(self, tables: np.ndarray, symbols: np.ndarray) -> None:
         """Take in the row just coded; symbols are codes + peak."""
@@ -2785,14 +2756,14 @@ class CodeModel:
 
 
 def code_statistics(array: np.ndarray) -> tuple[int, int, int]:
-    """Peak and mean (in 256ths) of |code|, and how many rows of that mean a column's own mean starts from: the
-    variance inside columns over that between them, which is 1 where columns differ much and large where they do not."""
+    """Peak and mean (256ths) of |code|, and for how many rows that mean counts in a column's own: the variance
+    inside columns over that between them, so few where columns differ and many where they do not."""
     magnitudes = np.abs(array.astype(np.int64))
     size, total, squares = max(array.size, 1), int(magnitudes.sum()), int(np.square(magnitudes).sum())
     inside = squares * size - total * total
     between = int(np.square(magnitudes.sum(0)).sum()) * array.shape[1] - total * total
-    prior = inside * array.shape[0] / max(between * array.shape[0] - inside, 1)
-    return int(magnitudes.max(initial=0)), total * 256 // size, int(min(max(prior, 1), 65_535))
+    prior_rows = inside * array.shape[0] / max(between * array.shape[0] - inside, 1)
+    return int(magnitudes.max(initial=0)), total * 256 // size, int(min(max(prior_rows, 1), 65_535))
 
 
 def lane_count(symbols: int) -> int:
@@ -2804,11 +2775,11 @@ def encode(arrays: list[np.ndarray]) -> bytes:
     """Bytes of integer arrays (rows, columns) with values in [-127, 127]."""
     heads, rows, words = [], [], []
     for array in arrays:
-        heads.append(CODE_HEAD.pack(*code_statistics(array)))
-        model, peak = CodeModel(array.shape[1], *code_statistics(array)), code_statistics(array)[0]
+        heads.append(code_statistics(array))
+        model = CodeModel(array.shape[1], *heads[-1])
         for codes in array:
             tables, _ = model.next_row()
-            entries = tables + codes + peak
+            entries = tables + codes + heads[-1][0]
             rows.append((model.frequencies[entries].astype(np.uint16), model.starts[entries].astype(np.uint16)))
             model.learn(tables, entries - tables)
     lanes = lane_count(sum(array.size for array in arrays))
@@ -2818,41 +2789,42 @@ def encode(arrays: list[np.ndarray]) -> bytes:
             frequencies = row_frequencies[left : left + lanes].astype(np.int64)
             state = states[: len(frequencies)]
             full = state >= frequencies << (STATE_BITS + WORD_BITS - PROBABILITY_BITS)
-            words.append(state[full].astype("<u2"))
+            words.append(state[full].astype("<u2").tobytes())
             quotients, rests = np.divmod(np.where(full, state >> WORD_BITS, state), frequencies)
             state[:] = (quotients << PROBABILITY_BITS) + rests + row_starts[left : left + lanes]
-    final = states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, : (STATE_BITS + WORD_BITS) // 8]
-    return b"".join([*heads, final.tobytes(), *(word.tobytes() for word in reversed(words))])
+    final = states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, :STATE_BYTES].tobytes()
+    return b"".join([*(CODE_HEAD.pack(*head) for head in heads), final, *reversed(words)])
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     """Inverse of `encode`. ArtifactError where the data end early, late, or in the wrong state."""
-    lanes, width, head = lane_count(sum(math.prod(shape) for shape in shapes)), (STATE_BITS + WORD_BITS) // 8, CODE_HEAD.size * len(shapes)
-    body = data[head + lanes * width :]
-    if len(data) < head + lanes * width or len(body) % 2:
-        raise ArtifactError(f"{len(data)} bytes cannot hold {lanes} lane states and whole words")
+    lanes, head = lane_count(sum(rows * columns for rows, columns in shapes)), CODE_HEAD.size * len(shapes)
+    body = data[head + lanes * STATE_BYTES :]
+    if len(data) < head + lanes * STATE_BYTES or len(body) % 2:
+        raise ArtifactError(f"{len(data)} bytes are not {lanes} lane states and whole words")
     states = np.zeros((lanes, 8), np.uint8)
-    states[:, :width] = np.frombuffer(data, np.uint8, lanes * width, head).reshape(lanes, width)
+    states[:, :STATE_BYTES] = np.frombuffer(data, np.uint8, lanes * STATE_BYTES, head).reshape(lanes, -1)
     states = states.view("<i8").ravel().astype(np.int64)
     words, used, arrays = np.frombuffer(body, "<u2").astype(np.int64), 0, []
-    for (rows, columns), (peak, mean_256ths, prior_rows) in zip(shapes, CODE_HEAD.iter_unpack(data[:head]), strict=True):
+    for (rows, columns), statistics in zip(shapes, CODE_HEAD.iter_unpack(data[:head]), strict=True):
+        peak, mean_256ths, prior_rows = statistics
         if peak > 127 or mean_256ths > peak << 8 or not prior_rows:
-            raise ArtifactError(f"codes up to {peak} with a mean of {mean_256ths}/256 and {prior_rows} rows cannot be")
-        model, array = CodeModel(columns, peak, mean_256ths, prior_rows), np.empty((rows, columns), np.int64)
+            raise ArtifactError(f"codes up to {peak} with mean {mean_256ths}/256 and prior {prior_rows} cannot be")
+        model, array = CodeModel(columns, *statistics), np.empty((rows, columns), np.int64)
         for row in array:
             tables, changed = model.next_row()
             if changed:
-                lookup = np.tile(np.arange(model.symbols), len(CLASS_MEANS)).astype(np.uint8).repeat(model.frequencies)
+                lookup = np.tile(np.arange(model.symbols, dtype=np.uint8), len(CLASS_MEANS)).repeat(model.frequencies)
             slots = tables // model.symbols << PROBABILITY_BITS
             for left in range(0, columns, lanes):
                 state = states[: min(lanes, columns - left)]
-                slot = state & ((1 << PROBABILITY_BITS) - 1)
+                slot = state & (TABLE_SIZE - 1)
                 row[left : left + lanes] = symbols = lookup[slots[left : left + lanes] + slot]
                 entries = tables[left : left + lanes] + symbols
                 state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot - model.starts[entries]
                 low = np.flatnonzero(state < 1 << STATE_BITS)
                 if used + len(low) > len(words):
-                    raise ArtifactError(f"the words end early: {len(words)} of them")
+                    raise ArtifactError(f"the {len(words)} words end early")
                 state[low] = state[low] << WORD_BITS | words[used : used + len(low)]
                 used += len(low)
             model.learn(tables, row)
@@ -2862,32 +2834,51 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
+def matrix_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, int, int]]]:
+    """Role and (N, R, C) of each parameter that is quantized: the matrices, and any table above 65,536 entries."""
+    chosen = (name for name, s in shapes.items() if name in MATRIX_ROLES or len(s) > 1 and math.prod(s) > 65_536)
+    return {n: (MATRIX_ROLES.get(n, "embed"), (math.prod(shapes[n][:-2]), *shapes[n][-2:])) for n in chosen}
+
+
 class SizeModel:
     """Bytes of the file for one multiplier on every role's quantization step, known before anything is quantized.
 
-    It is the entropy of |weight| / row deviation, rounded: for Gaussian rows the closed form 2.05 - log2(step) bits.
-    GPTQ and the coder move it by a factor that a pass measures (`correction`).
+    It is the entropy of a sample of |weight| / row deviation, rounded: for Gaussian rows the closed form
+    2.05 - log2(step) bits. GPTQ and the coder move it by a factor that each pass measures (`correction`).
     """
 
-    def __init__(self, deviates: dict[str, np.ndarray], entries: dict[str, int], fixed_bytes: int, config: Config) -> None:
-        self.deviates, self.entries, self.fixed_bytes, self.correction = deviates, entries, fixed_bytes, 1.0
-        self.clips: dict[str, float] = {role: getattr(config, f"{role}_clip_sigmas") for role in entries}
-        self.bits = {role: config.embed_bits if role == "embed" else config.matrix_bits for role in entries}
+    def __init__(self, parameters: Mapping[str, Tensor], config: Config, gaussian: bool = False) -> None:
+        """Of these weights or, before training, of Gaussian ones in their shapes."""
+        chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
+        self.entries = dict.fromkeys((role for role, _ in chosen.values()), 0)
+        samples: dict[str, list[Tensor]] = {role: [] for role in self.entries}
+        self.correction, self.fixed_bytes = 1.0, 512 + 2 * sum(p.numel() for p in parameters.values())
+        for role, shape in chosen.values():
+            self.entries[role] += math.prod(shape)
+            self.fixed_bytes += int(shape[0] * shape[1] * (0.7 - 2 * shape[2]))  # row scales take about 0.7 bytes
+        for name, (role, shape) in chosen.items():
+            rows_NRC = parameters[name].detach().view(shape)[:, :: (self.entries[role] >> 20) + 1]
+            if gaussian:
+                rows_NRC = torch.special.ndtri((torch.arange(1 << 16) + 0.5) / (1 << 16)).view(1, 1, -1)
+            samples[role].append((rows_NRC / rows_NRC.std(dim=2, keepdim=True).clamp(min=1e-12)).abs().flatten().cpu())
+        self.deviates = {role: torch.cat(parts).numpy() for role, parts in samples.items()}
+        self.clips: dict[str, float] = {role: getattr(config, f"{role}_clip_sigmas") for role in samples}
+        self.bits = {role: config.embed_bits if role == "embed" else config.matrix_bits for role in samples}
         self.finest = min(2 ** (bits - 1) - 1 for bits in self.bits.values()) / 127
         self.coarsest = max(2.0 * (2 ** (bits - 1) - 1) / self.clips[role] for role, bits in self.bits.items())
 
     def step(self, role: str, multiplier: float) -> float:
-        """Step in row deviations, from 8 bits at the configured clip to the 2.0 that leaves codes in {-1, 0, 1}."""
+        """Step in row deviations, from 8 bits at the configured clip to 2.0, where 2 bits are enough."""
         step = multiplier * self.clips[role] / (2 ** (self.bits[role] - 1) - 1)
         return min(max(step, self.clips[role] / 127), 2.0)
 
     def fewest_bits(self, role: str, multiplier: float) -> int:
-        """Fewest of 2 to 8 bits whose clipping adds less than 1 % to the rounding error."""
+        """Fewest of 2 to 8 bits whose clipping adds less than 1 % to the rounding error; 2 as the last resort."""
         deviates, step = self.deviates[role], self.step(role, multiplier)
         codes, errors = np.rint(deviates / step), []
         for bits in range(8, 1, -1):
             errors.append(np.square(deviates - step * np.minimum(codes, 2 ** (bits - 1) - 1)).sum())
-        return 9 - sum(error <= 1.01 * errors[0] for error in errors)
+        return 2 if multiplier == self.coarsest else 9 - sum(bool(error <= 1.01 * errors[0]) for error in errors)
 
     def bytes(self, multiplier: float) -> float:
         """Expected bytes of the file."""
@@ -2910,45 +2901,21 @@ class SizeModel:
         return high
 
 
-def matrix_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, int, int]]]:
-    """Role and (N, R, C) of each parameter that is quantized: the matrices, and any table above 65,536 entries."""
-    chosen = (name for name, s in shapes.items() if name in MATRIX_ROLES or len(s) > 1 and math.prod(s) > 65_536)
-    return {n: (MATRIX_ROLES.get(n, "embed"), (math.prod(shapes[n][:-2]), *shapes[n][-2:])) for n in chosen}
-
-
-def size_model(parameters: Mapping[str, Tensor], config: Config, gaussian: bool) -> SizeModel:
-    """The size model of these weights or, before training, of Gaussian ones in their shapes."""
-    chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    entries: dict[str, int] = {}
-    for role, shape in chosen.values():
-        entries[role] = entries.get(role, 0) + math.prod(shape)
-    samples: dict[str, list[Tensor]] = {role: [] for role in entries}
-    for name, (role, shape) in chosen.items():
-        rows_NRC = parameters[name].view(shape)[:, :: (entries[role] >> 20) + 1]
-        if gaussian:
-            rows_NRC = torch.special.ndtri((torch.arange(1 << 16) + 0.5) / (1 << 16)).view(1, 1, -1)
-        deviation_NR1 = rows_NRC.std(dim=2, keepdim=True).clamp(min=1e-12)
-        samples[role].append((rows_NRC.abs() / deviation_NR1).flatten().cpu())
-    small = sum(parameter.numel() for name, parameter in parameters.items() if name not in chosen)
-    fixed_bytes = 1024 + 2 * small + sum(matrices * rows for _, (matrices, rows, _) in chosen.values())
-    return SizeModel({role: torch.cat(parts).numpy() for role, parts in samples.items()}, entries, fixed_bytes, config)
-
-
 def estimate_artifact_bytes(model: nn.Module, config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes (2 and 8 bits) of a model of this shape; ArtifactError where the fewest are too many."""
-    size = size_model(dict(model.named_parameters()), config, gaussian=True)
+    size = SizeModel(dict(model.named_parameters()), config, gaussian=True)
     low, high = int(size.bytes(size.coarsest)), int(size.bytes(size.finest))
-    if low + code_bytes > config.artifact_bytes_max:
-        raise ArtifactError(too_large(low + code_bytes - config.artifact_bytes_max, "even at 2 bits"))
+    check_fit(low - (config.artifact_bytes_max - code_bytes), "even at 2 bits")
     return low, high
 
 
-def too_large(excess_bytes: int, how: str) -> str:
-    """The message of an artifact that does not fit."""
-    return (
-        f"code and artifact are {excess_bytes} bytes above ARTIFACT_BYTES_MAX, {how}: "
-        "lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit"
-    )
+def check_fit(excess_bytes: int, how: str) -> None:
+    """Raise ArtifactError when there are too many bytes."""
+    if excess_bytes > 0:
+        raise ArtifactError(
+            f"code and artifact are {excess_bytes} bytes above ARTIFACT_BYTES_MAX, {how}: "
+            "lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit"
+        )
 
 
 def blend(coarse: Codes, fine: Codes, share: float) -> Codes:
@@ -2978,10 +2945,13 @@ def fill_budget(
         data = assemble(codes)
         tried.append(multiplier)
         below, above = ((data, codes), above) if len(data) <= budget else (below, (data, codes))
-        size.correction *= (len(data) - size.fixed_bytes) / (size.bytes(multiplier) - size.fixed_bytes)
-        multiplier = size.solve(budget + slack * (-0.5 if len(tried) == 1 else 2 if below else -2))
+        missed = len(data) - size.bytes(multiplier)
+        size.correction *= 1 + missed / (size.bytes(multiplier) - size.fixed_bytes)
+        margin = -slack / 2 if len(tried) == 1 else (2 * slack + abs(missed)) * (1 if below else -1)
+        multiplier = size.solve(budget + margin)
     if below is None:
-        raise ArtifactError(too_large(len(data) - budget, "even at 2 bits"))
+        check_fit(len(data) - budget, "even at 2 bits")
+    assert below is not None
     coarse, fine, low, high = below, above, (0.0, len(below[0])), (1.0, len(above[0]) if above else 0)
     while fine and len(below[0]) <= budget - slack and high[0] - low[0] > 1e-6:
         share = low[0] + (high[0] - low[0]) * (budget - slack / 2 - low[1]) / (high[1] - low[1])
@@ -3020,7 +2990,7 @@ def write_artifact(
     for name, parameter in parameters.items():
         if not parameter.isfinite().all():
             raise ArtifactError(f"{name} holds non-finite weights: nothing written; resume from the last checkpoint")
-    size = size_model(parameters, config, gaussian=False)
+    size = SizeModel(parameters, config)
     chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
     factors = {name: bank_factor(name, shape[0], hessians, config) for name, (_, shape) in chosen.items()}
     control = b"".join(p.half().cpu().numpy().tobytes() for name, p in parameters.items() if name not in chosen)
@@ -3037,9 +3007,9 @@ def write_artifact(
         return codes
 
     def bits_of(codes: Codes) -> dict[str, int]:
-        peaks = {role: 1 for role, _ in chosen.values()}
+        peaks = dict.fromkeys(size.bits, 1)
         for name, (role, _) in chosen.items():
-            peaks[role] = max(peaks[role], int(np.abs(codes[name][0].astype(np.int16)).max()))
+            peaks[role] = max(peaks[role], int(codes[name][0].max()), -int(codes[name][0].min()))
         return {role: peak.bit_length() + 1 for role, peak in peaks.items()}
 
     def assemble(codes: Codes) -> bytes:
@@ -3053,16 +3023,15 @@ def write_artifact(
     else:
         codes, tried = quantize(1.0), [1.0]
         data = assemble(codes)
-        if len(data) > budget:
-            raise ArtifactError(too_large(len(data) - budget, "with RATE_CONTROL=0"))
-    unused = f" unused:{budget - len(data)} (8 bits cannot fill it)" if len(data) < budget - slack else ""
-    log(f"artifact bytes:{len(data)} budget:{budget} bits:{bits_of(codes)} passes:{len(tried)} multiplier:{tried[-1]:.5f}{unused}")
+        check_fit(len(data) - budget, "with RATE_CONTROL=0")
     write_atomically(path, data)
+    unused = " unused: 8 bits cannot fill it" if config.rate_control and len(data) < budget - slack else ""
+    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits_of(codes)} passes:{len(tried)}{unused}")
     entropy_bytes = 0.0
     for role in size.bits:
-        counts = sum(np.bincount(codes[n][0].view(np.uint8).ravel(), minlength=256) for n in chosen if chosen[n][0] == role)
-        shares = counts[counts > 0] / counts.sum()
-        entropy_bytes -= counts.sum() * (shares * np.log2(shares)).sum() / 8
+        members = (codes[name][0].view(np.uint8).ravel() for name in chosen if chosen[name][0] == role)
+        counts = sum(np.bincount(member, minlength=256) for member in members)
+        entropy_bytes -= (counts * np.log2(np.maximum(counts, 1) / counts.sum())).sum() / 8
     sections = {name: len(section) for name, section in read_container(path).items()}
     return ArtifactReport(
         bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), sections=sections, bits=bits_of(codes),
@@ -3071,10 +3040,8 @@ def write_artifact(
     )
 
 
-def bank_factor(
-    name: str, matrices: int, hessians: Mapping[tuple[str, int], Tensor], config: Config
-) -> Factor | None:
-    """Factor of a bank's Hessians; None with GPTQ=0, and for tables that only look rows up."""
+def bank_factor(name: str, matrices: int, hessians: Mapping[tuple[str, int], Tensor], config: Config) -> Factor | None:
+    """Factor of a bank's Hessians; None with GPTQ=0, and for tables that are only looked up."""
     if not config.gptq or name not in HESSIAN_SITES or name == "token_embedding_VD" and not config.tie_embeddings:
         return None
     sites, layers = HESSIAN_SITES[name], matrices // len(HESSIAN_SITES[name])
@@ -3105,7 +3072,7 @@ def read_container(path: Path) -> dict[str, bytes]:
         raise ArtifactError(f"{path}: header: not an artifact ({len(data)} bytes); expected a run's model.bin")
     _, version, count = HEAD.unpack_from(data)
     if version != VERSION or count != len(SECTIONS):
-        raise ArtifactError(f"{path}: header: version {version}, {count} sections; this program reads version {VERSION}")
+        raise ArtifactError(f"{path}: header: version {version}, {count} sections; this program reads {VERSION}")
     sections = {}
     for index, expected in enumerate(SECTIONS):
         name, size, checksum = ENTRY.unpack_from(data, HEAD.size + index * ENTRY.size)
@@ -3120,23 +3087,23 @@ def read_container(path: Path) -> dict[str, bytes]:
 
 def pack_codes(codes: Codes) -> tuple[bytes, bytes]:
     """Sections `scales` and `codes`."""
-    centers = [max(int(np.median(index_NR)), int(index_NR.max()) - 120) for _, index_NR in codes.values()]
-    scales = [
-        (index_NR - center).reshape(-1, math.gcd(index_NR.size, 64))
-        for center, (_, index_NR) in zip(centers, codes.values(), strict=True)
-    ]
+    centers = [scale_center(index_NR) for _, index_NR in codes.values()]
+    widths = [math.gcd(index_NR.size, 64) for _, index_NR in codes.values()]
+    indices = zip((index_NR for _, index_NR in codes.values()), centers, widths, strict=True)
+    scales = [(index_NR - center).reshape(-1, width) for index_NR, center, width in indices]
     arrays = [codes_NRC.transpose(1, 0, 2).reshape(codes_NRC.shape[1], -1) for codes_NRC, _ in codes.values()]
     return struct.pack(f"<{len(centers)}h", *centers) + encode(scales), encode(arrays)
 
 
 def unpack_codes(scales: bytes, codes: bytes, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
     """Weights (N, R, C) fp32 of each bank."""
-    widths, head = [math.gcd(n * r, 64) for n, r, _ in shapes], 2 * len(shapes)
+    head, widths = 2 * len(shapes), [math.gcd(n * r, 64) for n, r, _ in shapes]
     if len(scales) < head:
         raise ArtifactError("the scales end early")
-    indices = decode(scales[head:], [(n * r // w, w) for (n, r, _), w in zip(shapes, widths, strict=True)])
+    indices = decode(scales[head:], [(n * r // width, width) for (n, r, _), width in zip(shapes, widths, strict=True)])
     arrays, weights = decode(codes, [(r, n * c) for n, r, c in shapes]), []
-    for (n, r, c), index, (center,), array in zip(shapes, indices, struct.iter_unpack("<h", scales[:head]), arrays, strict=True):
+    centers = struct.iter_unpack("<h", scales[:head])
+    for (n, r, c), index, (center,), array in zip(shapes, indices, centers, arrays, strict=True):
         patterns = (index.astype(np.int64) + center) << SCALE_SHIFT
         if ((patterns <= 0) | (patterns >= 0x7C00)).any():
             raise ArtifactError("a row's scale is not a positive finite number")
@@ -3149,11 +3116,11 @@ def read_header(path: Path) -> dict[str, Any]:
     """What the file says of itself: `config` (the model's settings), `tokenizer_sha256`, `bits` per role."""
     try:
         header = json.loads(zlib.decompressobj().decompress(read_container(path)["config"], 1 << 16))
-        if set(header) == {"config", "tokenizer_sha256", "bits"} and set(header["config"]) == set(Config().model_env()):
-            return header
-        raise ArtifactError("fields are missing or unknown")
+        if set(header) != {"config", "tokenizer_sha256", "bits"} or set(header["config"]) != set(Config().model_env()):
+            raise ValueError("fields are missing or unknown")
     except (ValueError, TypeError, RecursionError, zlib.error) as error:
         raise ArtifactError(f"{path}: section config: {error}") from error
+    return header
 
 
 def read_label(path: Path) -> str:
@@ -3162,7 +3129,7 @@ def read_label(path: Path) -> str:
 
 
 def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tuple[GPT, Config]:
-    """Model on the CPU and config of a file; nothing in it is executed and memory stays in proportion to its size.
+    """Model on the CPU and config of a file; nothing in it is executed, and memory stays in proportion to its size.
 
     `settings`, named as in the environment, supply what is not the model's own. ArtifactError, and nothing else,
     whatever the bytes.
@@ -3202,330 +3169,103 @@ exec(compile(s,n,"exec"))
 """
 
 
-def wrap_code(source: str) -> bytes:
-    """A script that unpacks `source` and runs it under its own `__file__`; `inspect` and tracebacks find the source."""
-    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
-    packed = lzma.compress(source.encode(), lzma.FORMAT_ALONE, filters=filters)
-    return (WRAPPER % base64.b85encode(packed).decode()).encode()
-
-
 def shipped_code(source: bytes, mode: str) -> bytes:
-    """The script in the form that CODE_BYTES=`mode` ships and counts; a wrapped script stays as it is."""
-    is_wrapped = source.startswith(WRAPPER.split("%s")[0].encode())
-    return source if mode == "raw" or is_wrapped else wrap_code(source.decode())
+    """The script in the form that CODE_BYTES=`mode` ships and counts.
 
-def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> ArtifactReport:
-    """Write the artifact and the counted form of the script, on rank 0; all ranks wait for it."""
-    config, run = training.config, training.run
-    report: list[Any] = [None]
-    if run.rank == 0:
-        code = shipped_code(inputs.source, config.code_bytes)
-        write_atomically(run.path("train_gpt.shipped.py"), code)
-        report[0] = write_artifact(training.model, config, hessians, run.path("model.bin"), len(code),
-                                   inputs.hashes["tokenizer"], run.log)
-    if run.world_size > 1:
-        dist.broadcast_object_list(report, src=0)
-    return report[0]
+    `wrapped`: a script that unpacks the source and runs it under its own `__file__`, where `inspect` and tracebacks
+    still find it; one that is already wrapped stays as it is.
+    """
+    if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
+        return source
+    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
+    return (WRAPPER % base64.b85encode(lzma.compress(source, lzma.FORMAT_ALONE, filters=filters)).decode()).encode()
+
 
 # ============================================================================================================
-# CHECKPOINT — a resumed run goes on as if nothing had happened; a half-written checkpoint never replaces a whole one.
+# CHECKPOINT — a resumed run goes on as if nothing had happened; half a checkpoint never replaces a whole one.
 # ============================================================================================================
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
+CHECKPOINT_FIXES = "SEED TRAIN_SEQ_LEN TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()  # with the model
 
 
-def save_checkpoint(training: Training, in_background: bool) -> None:
-    """Write the whole state of training to checkpoint.pt; the one before stays as checkpoint.previous.pt.
+def save_checkpoint(training: Training, wait: bool = False) -> None:
+    """Write all that training has become to checkpoint.pt, in a thread; the one before stays beside it.
 
-    All ranks call it together; rank 0 copies to host memory at once and writes, if asked, in a thread.
+    All ranks call it together. Everything is copied to host memory before this returns.
     """
     run, optimizer = training.run, training.optimizer.state()
-    loader = training.loader.state_dict(total_stream_hash(training))
+    hashes = run.gather(training.loader.stream_hash)
     if run.rank:
         return
     state = {
-        "version": CHECKPOINT_VERSION,
         "config": training.config.as_env(),
         "step": training.step,
         "elapsed_seconds": training.clock.elapsed_seconds(),
-        "model": {name: p.detach().cpu().clone() for name, p in training.model.named_parameters()},
+        "reserve_seconds": training.clock.reserve_seconds,
+        "weights": [p.detach().cpu().clone() for p in training.model.parameters()],
         "average": [a.cpu().clone() for a in training.average.average],
         "optimizer": optimizer,
-        "loader": json.dumps(loader),
-        "losses": training.losses,
+        "loader": json.dumps(training.loader.state_dict(sum(hashes) % 2**64)),
     }
-    assert run.directory is not None
-    path = run.directory / "checkpoint.pt"
+    current, previous = (run.path(name) for name in CHECKPOINT_NAMES)
 
     def write() -> None:
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        if path.exists():
-            os.replace(path, path.with_name("checkpoint.previous.pt"))
-        write_atomically(path, buffer.getvalue())
+        if current.exists():
+            os.replace(current, previous)
+        write_atomically(current, buffer.getvalue())
 
-    if training.checkpoint_writer is not None:
-        training.checkpoint_writer.join()
-    training.checkpoint_writer = threading.Thread(target=write, name="checkpoint")
-    training.checkpoint_writer.start()
-    if not in_background:
-        training.checkpoint_writer.join()
-
-
-def total_stream_hash(training: Training) -> int:
-    """What all ranks were given, as one number that does not depend on how many there are."""
-    hashes: list[int] = [training.loader.stream_hash] * training.run.world_size
-    if training.run.world_size > 1:
-        dist.all_gather_object(hashes, training.loader.stream_hash)
-    return sum(hashes) % 2**64
+    training.join_writer()
+    training.writer = threading.Thread(target=write, name="checkpoint")
+    training.writer.start()
+    if wait:
+        training.join_writer()
+        run.log(f"checkpoint:{current} step:{training.step}")
 
 
 def find_checkpoint(config: Config) -> Path:
-    """The run directory that RESUME names, or with `auto` that of the newest checkpoint in RUNS_DIR."""
-    if config.resume != "auto":
-        directory = Path(config.resume)
-    else:
-        newest = sorted(Path(config.runs_dir).glob("*/checkpoint*.pt"), key=lambda p: p.stat().st_mtime)
-        if not newest:
-            raise ConfigError(f"RESUME=auto: no */checkpoint.pt in RUNS_DIR={config.runs_dir}; name a run directory")
-        directory = newest[-1].parent
-    if not any((directory / name).is_file() for name in ("checkpoint.pt", "checkpoint.previous.pt")):
-        raise ConfigError(f"RESUME={config.resume}: {directory} holds no checkpoint.pt; name a run directory that does")
+    """The run directory that RESUME names; with `auto` that of the newest checkpoint in RUNS_DIR. Raises ConfigError."""
+    found = [p for p in Path(config.runs_dir).glob("*/checkpoint*.pt") if p.name in CHECKPOINT_NAMES]
+    newest = max(found, key=lambda p: p.stat().st_mtime, default=None) if config.resume == "auto" else None
+    directory = newest.parent if newest else Path(config.resume)
+    if not any((directory / name).is_file() for name in CHECKPOINT_NAMES):
+        raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt in it or in RUNS_DIR={config.runs_dir}; "
+                          "name the directory of a run that has one")
     return directory
 
 
-def load_checkpoint(training: Training, directory: Path) -> None:
-    """Put a saved state back; ConfigError when it belongs to other settings. Files are read as data, never as code."""
-    state = None
-    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+def load_checkpoint(training: Training) -> None:
+    """Take up a saved state, on any world size. The file is read as data, never as code. Raises ConfigError."""
+    run, state = training.run, None
+    for path in (run.path(name) for name in CHECKPOINT_NAMES):
         try:
-            state = torch.load(directory / name, map_location="cpu", weights_only=True)
-            break
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            training.run.log(f"checkpoint:unreadable {directory / name} ({type(error).__name__}: {error})")
-    if not isinstance(state, dict) or state.get("version") != CHECKPOINT_VERSION:
-        raise ConfigError(f"RESUME: {directory} holds no readable checkpoint of version {CHECKPOINT_VERSION}")
-    ours = training.config.as_env()
-    for name, theirs in state["config"].items():
-        if name not in MAY_CHANGE_ON_RESUME and ours.get(name) != theirs:
-            raise ConfigError(f"RESUME: the checkpoint was made with {name}={theirs}, this run has {ours.get(name)}")
+            state = state or torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
+    if state is None:
+        raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
+    for name in (*training.config.model_env(), *CHECKPOINT_FIXES):
+        if state["config"].get(name) != training.config.as_env()[name]:
+            raise ConfigError(f"{name}={training.config.as_env()[name]}, but the checkpoint in {run.directory} was made with "
+                              f"{name}={state['config'].get(name)}; resume with its settings: CONFIG={run.path('config.env')}")
     with torch.no_grad():
-        for name, parameter in training.model.named_parameters():
-            parameter.copy_(state["model"][name])
-        for average, saved in zip(training.average.average, state["average"], strict=True):
-            average.copy_(saved)
+        ours = [*training.model.parameters(), *training.average.average]
+        torch._foreach_copy_(ours, state["weights"] + state["average"])
     training.optimizer.load_state(state["optimizer"])
     training.loader.load_state_dict(json.loads(state["loader"]))
-    training.step, training.losses = state["step"], state["losses"]
-    training.clock.elapsed_before = state["elapsed_seconds"]
-    training.run.log(f"resumed:{directory} step:{training.step} train_time:{1e3 * state['elapsed_seconds']:.0f}ms")
+    training.step, training.clock.elapsed_before = state["step"], state["elapsed_seconds"]
+    training.clock.reserve_seconds = state["reserve_seconds"]
+    run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['elapsed_seconds']:.0f}ms")
 
-
-MAY_CHANGE_ON_RESUME = frozenset(
-    "RESUME RUN_ID RUNS_DIR DATA_PATH TOKENIZER_PATH CHECKPOINT_EVERY_SECONDS TRAIN_LOG_EVERY VAL_LOSS_EVERY DEVICE "
-    "VAL_PROGRESS_LOG_EVERY TRACE TRACE_STEPS TRAIN_PREFETCH TRAIN_PREFETCH_QUEUE TRAIN_COPY_STREAM VAL_PREFETCH "
-    "VAL_COPY_STREAM LOADER_TIMEOUT_SECONDS PHASE_TIMEOUT_SECONDS TRAINING_TIMING_BREAKDOWN TRAINING_TIMING_EVERY "
-    "MICRO_BATCH_TOKENS WARMUP_STEPS GENERATE GENERATE_TOKENS GENERATE_TEMPERATURE GENERATE_TOP_K".split()
-)
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads, checked."""
-
-    train_shards: list[Shard]
-    validation: Validation
-    hashes: dict[str, str]  # SHA-256 of tokenizer and manifest, and a digest of shard names and sizes
-    source: bytes  # of this file
-
-
-def preflight(config: Config, run: Run) -> Inputs:
-    """Check everything a user can get wrong, in seconds, before anything is written. Every rank checks what it reads."""
-    check_ranks(config, run.world_size)
-    folder = find_path(config.data_path)
-    if not folder.is_dir():
-        raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in sample; "
-                        "data/README.md tells how to get the challenge's shards; --help lists every variable")
-    train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
-    val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
-    tokens = validation_tokens(config, val_shards)
-    for shard in (*val_shards, *train_shards[:1]):  # the rest when the disk stage reads them
-        largest = int(read_tokens(shard).max())
-        if largest >= config.vocab_size:
-            raise DataError(f"{shard.path}: holds token {largest}, but VOCAB_SIZE={config.vocab_size}")
-    for first in (val_shards[0], *train_shards[:1]):
-        if read_tokens(first, 0, 1)[0] != BOS_ID:
-            raise DataError(f"{first.path}: begins with token {read_tokens(first, 0, 1)[0]}, expected BOS={BOS_ID}; export again")
-    lengths = token_bytes(tokens, config)
-    validation = Validation(tokens, int(lengths.sum()), bool(config.val_tokens_limit))
-    if validation.bytes_total == 0:
-        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text; nothing to score")
-    inputs = Inputs(train_shards, validation, input_hashes(config, folder, train_shards, val_shards), Path(__file__).read_bytes())
-    check_manifest(folder)
-    check_disk(config)
-    check_ranks_agree(config, run, inputs)
-    return inputs
-
-
-def input_hashes(config: Config, folder: Path, *splits: list[Shard]) -> dict[str, str]:
-    """Digests that tell whether two runs read the same things."""
-    listing = json.dumps([[shard.path.name, shard.tokens] for split in splits for shard in split])
-    hashes = {"tokenizer": sha256_of(find_path(config.tokenizer_path)), "shards": hashlib.sha256(listing.encode()).hexdigest()}
-    if (folder / "manifest.json").is_file():
-        hashes["manifest"] = sha256_of(folder / "manifest.json")
-    return hashes
-
-
-def check_manifest(folder: Path) -> None:
-    """Raise DataError when the manifest says that a training file holds validation documents (issue #2127)."""
-    path = folder / "manifest.json"
-    if not path.is_file():
-        return
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        by_split = {split: {name: f for name, f in files.items() if f["split"] == split} for split in ("train", "val")}
-        known = {f["sha256"]: name for name, f in by_split["val"].items()}
-        last = max(f["documents"][1] for f in by_split["val"].values())
-        for name, entry in by_split["train"].items():
-            if entry["sha256"] in known or entry["documents"][0] < last:
-                raise DataError(f"{path}: {name} holds documents {entry['documents']}, validation ends at {last}: training on "
-                                "validation text is not allowed; export again with data/export.py")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a manifest of this project ({type(error).__name__}: {error}); export again") from error
-
-
-def check_disk(config: Config) -> None:
-    """Raise ConfigError when RUNS_DIR cannot be written or cannot hold a run: checkpoints, artifact, logs."""
-    existing = next(folder for folder in (Path(config.runs_dir).absolute(), *Path(config.runs_dir).absolute().parents)
-                    if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {existing} cannot be written; name a folder that can")
-    weights = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-    needed = 2 * config.artifact_bytes_max + 2 * 16 * weights  # two checkpoints of weights, average and moments
-    if (free := shutil.disk_usage(existing).free) < needed:
-        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {free / 1e6:.0f} MB free, a run may need {needed / 1e6:.0f} MB")
-
-
-def check_ranks_agree(config: Config, run: Run, inputs: Inputs) -> None:
-    """Raise ConfigError naming the first rank and field in which the ranks' code, settings or data differ."""
-    mine = {**config.as_env(), **inputs.hashes, "code": hashlib.sha256(inputs.source).hexdigest(), "torch": torch.__version__}
-    everyone: list[dict[str, str]] = [mine] * run.world_size
-    if run.world_size > 1:
-        dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs.get(name) != value:
-                raise ConfigError(f"rank {rank} has {name}={theirs.get(name)}, rank 0 has {value}; all ranks must agree")
-
-
-def describe(config: Config, run: Run, inputs: Inputs) -> None:
-    """Write the source and the settings into the run directory, and the head of the log."""
-    overrides = config.overrides()
-    if run.rank == 0:
-        write_atomically(run.path("train_gpt.py"), inputs.source)
-        lines = [f"{name}={value}" for name, value in config.as_env().items()]
-        write_atomically(run.path("config.env"), ("\\n".join(lines) + "\\n").encode())
-    run.log(f"run:{run.directory}")
-    run.log(f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {', '.join(hardware(run)['gpus']) or platform.machine()}")
-    for name, value in config.as_env().items():
-        run.log(f"  {name}={value}{'  (changed)' if name in overrides else ''}")
-    run.log(f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items()) or 'none'}")
-    folder = find_path(config.data_path)
-    run.log(f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={find_path(config.tokenizer_path)}")
-    run.log(f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}")
-    run.log(f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(inputs.validation.tokens) - 1} "
-            f"bytes:{inputs.validation.bytes_total}{inputs.validation.mark}")
-    for name, digest in inputs.hashes.items():
-        run.log(f"sha256:{name} {digest}")
-
-
-def ready_model(model: GPT, config: Config, run: Run) -> GPT:
-    """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
-    model.to(run.device)
-    model.compute_dtype = run.dtype
-    model.attend = choose_attention(config, run)
-    fused_mlp, fused_ce = choose_kernels(config, run.device, run.dtype, run.log)
-    model.mlp = mlp_fused if fused_mlp else mlp_plain
-    model.cross_entropy = softcapped_cross_entropy_fused if fused_ce else softcapped_cross_entropy_plain
-    return model
-
-
-def prepare(config: Config, run: Run, inputs: Inputs) -> Training:
-    """Model, optimizer, loader and clock of a run, and the lines of the log that describe them."""
-    set_numerics(config, run)
-    model = ready_model(build_model(config), config, run)
-    low, high = estimate_artifact_bytes(model, config)
-    micro_steps = micro_steps_per_step(config, run.world_size)
-    window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
-    trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
-    loader = make_loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size, device=run.device, trace=trace)
-    use_compile = compiling(config, run.device)
-    run.log(f"model_params:{sum(p.numel() for p in model.parameters())}")
-    run.log(f"world_size:{run.world_size} grad_accum_steps:{micro_steps}")
-    run.log(f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} iterations:{config.iterations} "
-            f"warmup_steps:{config.warmup_steps} max_wallclock_seconds:{config.max_wallclock_seconds:.3f}")
-    run.log(f"seed:{config.seed}")
-    run.log(f"compute:{run.device} dtype:{str(run.dtype).removeprefix('torch.')} compile:{int(use_compile)} "
-            f"attention:{model.attend.__name__.removeprefix('attention_')} threads:{torch.get_num_threads()}")
-    run.log(f"artifact:estimate {low}..{high} bytes of {config.artifact_bytes_max} with the code")
-    return Training(
-        config=config, run=run, model=model, loss=torch.compile(GPT.loss, dynamic=False, fullgraph=True) if use_compile else GPT.loss,
-        optimizer=Optimizer(model, config, run.rank, run.world_size, use_compile), average=WeightAverage(model, config.ema_decay),
-        loader=loader, clock=Clock(config, run), timer=StepTimer(config, run.device, trace), trace=trace,
-        validation=inputs.validation, micro_steps=micro_steps,
-    )
-
-
-def set_numerics(config: Config, run: Run) -> None:
-    """Matrix products in TF32 on GPUs; with DETERMINISTIC=1 only kernels that give the same bits every time."""
-    torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
-    """Average the weights, validate them once, and collect Hessians from training batches, on the clock."""
-    config, run = training.config, training.run
-    training.average.apply()
-    training.model.looping = loop_is_on(1.0, config)
-    hessians: dict[tuple[str, int], Tensor] = {}
-    training.clock.start()
-    if config.gptq:
-        batches = calibration_batches(training, batches_per_rank(training))
-        hessians = collect_hessians(training.model, batches, run.world_size)
-    training.clock.pause()
-    seconds = training.clock.elapsed_seconds()
-    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {seconds:.2f}s")
-    run.phases["train_clock"] = seconds
-    validate(training, "post_ema" if config.ema_decay else "final")
-    peak, reserved = peak_memory_mib(run.device)
-    run.log(f"peak memory allocated: {peak} MiB reserved: {reserved} MiB")
-    training.stream_hash = total_stream_hash(training)
-    run.log(f"stream_hash:{training.stream_hash:016x} steps:{training.step}")
-    return hessians
-
-
-def peak_memory_mib(device: torch.device) -> tuple[int, int]:
-    """Most memory used and reserved: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    import resource  # not on Windows, where nothing but this line would need it
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-    return peak, peak
-
-
-def hardware(run: Run) -> dict[str, Any]:
-    """What this ran on."""
-    gpus = [torch.cuda.get_device_name(run.device)] * run.world_size if run.device.type == "cuda" else []
-    return {"gpus": gpus, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "world_size": run.world_size}
 
 # ============================================================================================================
 # TRAIN — steps under a clock that rank 0 reads for all; what was decided at step k is obeyed by all at step k+1.
 # ============================================================================================================
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decision:
     """What rank 0 said one step ago; `signal` is one that any rank caught."""
 
@@ -3536,16 +3276,19 @@ class Decision:
 
 
 class Clock:
-    """Seconds of training, and the decisions that hang on them. The host never waits for the device to read it."""
+    """Seconds of training, and the decisions that hang on them; no step waits for the device to read it."""
 
     def __init__(self, config: Config, run: Run) -> None:
         self.config, self.run = config, run
-        self.reserve_seconds = 0.0
-        self.elapsed_before = 0.0
+        self.reserve_seconds = self.elapsed_before = 0.0
         self._started: float | None = None
-        self._pending: tuple[Tensor, Any] | None = None
-        self._step_seconds = 0.0
-        self._last_call = self._last_save = 0.0
+        self._last_call = self._last_save = self._step_seconds = 0.0
+        self._sent: tuple[Tensor, Any] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether seconds are being counted."""
+        return self._started is not None
 
     def start(self) -> None:
         """Start, or go on after a pause."""
@@ -3562,37 +3305,37 @@ class Clock:
         return self.elapsed_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
 
     def decide(self, step: int) -> Decision:
-        """The decision sent one call ago; sends the next one, over the host-side group, without waiting for it."""
-        now = time.perf_counter()
+        """The decision sent one call ago; sends the next over the host-side group, without waiting for it."""
+        now, elapsed, c = time.perf_counter(), self.elapsed_seconds(), self.config
         self._step_seconds, self._last_call = max(0.9 * self._step_seconds, now - self._last_call), now
-        config, elapsed = self.config, self.elapsed_seconds()
-        limit = config.max_wallclock_seconds - self.reserve_seconds
-        stop = bool(config.max_wallclock_seconds) and elapsed + 2 * self._step_seconds >= limit
-        save = bool(config.checkpoint_every_seconds) and elapsed - self._last_save >= config.checkpoint_every_seconds
-        if save:
-            self._last_save = elapsed
-        progress = run_progress(elapsed, step, self.reserve_seconds, config)
-        mine = [progress, stop, save, self.run.stop_signal] if self.run.rank == 0 else [0, 0, 0, self.run.stop_signal]
-        message = torch.tensor(mine, dtype=torch.float64)
-        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True) if self.run.world_size > 1 else None
-        received, self._pending = self._pending, (message, work)
-        if received is None:  # nothing was sent before the first step
-            return Decision(run_progress(self.elapsed_before, step, self.reserve_seconds, config))
-        if received[1] is not None:
-            received[1].wait()
-        progress, stop, save, caught = received[0].tolist()
-        return Decision(max(progress, step / config.iterations), bool(stop), bool(save), int(caught))
+        over = elapsed + 2 * self._step_seconds >= c.max_wallclock_seconds - self.reserve_seconds
+        save = 0 < c.checkpoint_every_seconds <= elapsed - self._last_save
+        self._last_save = elapsed if save else self._last_save
+        mine = [run_progress(elapsed, step, self.reserve_seconds, c), over and c.max_wallclock_seconds > 0, save]
+        message = torch.tensor([*(mine if self.run.rank == 0 else [0, 0, 0]), self.run.stop_signal], dtype=torch.float64)
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True) if self.run.world_size > 1 else None
+        received, self._sent = self._sent, (message, work)
+        if received is None:  # the first step starts where the run stands
+            return Decision(run_progress(self.elapsed_before, step, self.reserve_seconds, c))
+        return self._read(received, step)
+
+    def _read(self, received: tuple[Tensor, Any], step: int) -> Decision:
+        message, work = received
+        if work is not None:
+            work.wait()
+        progress, stop, save, caught = message.tolist()
+        return Decision(max(progress, step / self.config.iterations), bool(stop), bool(save), int(caught))
 
     def settle(self) -> None:
         """Receive what is still under way, so that no message outlives the loop."""
-        if self._pending is not None and self._pending[1] is not None:
-            self._pending[1].wait()
-        self._pending = None
+        if self._sent is not None:
+            self._read(self._sent, 0)
+        self._sent = None
 
 
 @dataclass
 class Training:
-    """Everything a training step touches."""
+    """Everything a step touches."""
 
     config: Config
     run: Run
@@ -3605,37 +3348,76 @@ class Training:
     timer: StepTimer
     trace: Trace
     validation: Validation
-    micro_steps: int
     step: int = 0
-    losses: list[list[float]] = field(default_factory=list)
-    checkpoint_writer: threading.Thread | None = None
-    stream_hash: int = 0
+    calibration_batches: int = 0  # of each rank
+    writer: threading.Thread | None = None  # of the checkpoint under way
+
+    def join_writer(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self.writer is not None:
+            self.writer.join()
 
     def close(self) -> None:
-        """End the loader's threads, the trace and a checkpoint under way, from any state."""
+        """End threads and files, from any state."""
         self.loader.close()
         self.trace.close()
-        if self.checkpoint_writer is not None:
-            self.checkpoint_writer.join()
+        self.join_writer()
 
 
-def micro_steps_per_step(config: Config, world_size: int) -> int:
-    """Forward passes of one rank per optimizer step."""
-    return max(1, config.train_batch_tokens // world_size // config.micro_batch_tokens)
+def prepare(config: Config, run: Run, inputs: Inputs) -> Training:
+    """Model, optimizer, loader and clock of a run, and the lines of the log that describe them."""
+    torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
+    torch.use_deterministic_algorithms(config.deterministic)
+    model = ready_model(build_model(config), config, run)
+    window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
+    trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
+    loader = make_loader(
+        config, inputs.train_shards, rank=run.rank, world_size=run.world_size, device=run.device, trace=trace
+    )
+    compiled = compiling(config, run.device)
+    fewest, most = estimate_artifact_bytes(model, config)
+    for line in (
+        f"model_params:{sum(p.numel() for p in model.parameters())}",
+        f"world_size:{run.world_size} grad_accum_steps:{loader.micro_steps}",
+        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
+        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
+        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
+        f"seed:{config.seed}",
+        f"compute:{run.device} dtype:{run.dtype} compile:{compiled:d} threads:{torch.get_num_threads()}",
+        f"artifact:estimate {fewest}..{most} bytes before code, limit with code {config.artifact_bytes_max}",
+    ):
+        run.log(line)
+    return Training(
+        config, run, model, torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss,
+        Optimizer(model, config, run.rank, run.world_size, compiled), WeightAverage(model, config.ema_decay), loader,
+        Clock(config, run), StepTimer(config, run.device, trace), trace, inputs.validation,
+        calibration_batches=-(-config.gptq_calibration_batches // run.world_size),
+    )
+
+
+def ready_model(model: GPT, config: Config, run: Run) -> GPT:
+    """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
+    model.to(run.device)
+    model.compute_dtype, model.looping = run.dtype, loop_is_on(1.0, config)
+    model.attend = choose_attention(config, run)
+    fused_mlp, fused_ce = choose_kernels(config, run.device, run.dtype, run.log)
+    model.mlp = mlp_fused if fused_mlp else mlp_plain
+    model.cross_entropy = softcapped_cross_entropy_fused if fused_ce else softcapped_cross_entropy_plain
+    return model
 
 
 def train_step(training: Training, progress: float) -> tuple[Tensor, Tensor]:
     """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
-    config, timer = training.config, training.timer
+    config, timer, loader = training.config, training.timer, training.loader
     training.model.looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.device)
     timer.begin(training.step)
-    for _ in range(training.micro_steps):
-        batch = training.loader.next_batch()
+    for _ in range(loader.micro_steps):
+        batch = loader.next_batch()
         timer.lap("batch")
-        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
+        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
         timer.lap("forward")
-        (loss / training.micro_steps).backward()
+        loss.backward()
         timer.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
@@ -3644,26 +3426,20 @@ def train_step(training: Training, progress: float) -> tuple[Tensor, Tensor]:
     timer.lap("optimizer")
     if (line := timer.end()) is not None:
         training.run.log(line)
-    return total / training.micro_steps, norm
+    return total, norm
 
 
 def warm_up(training: Training) -> None:
-    """Run WARMUP_STEPS real steps of each graph, so that everything is compiled, then undo them exactly.
-
-    Measures the reserve for Hessians too. Weights, optimizer, average and data position end as they began.
-    """
+    """Run WARMUP_STEPS real steps of each graph so that all is compiled, measure the Hessians, then undo it exactly."""
     config, run = training.config, training.run
     weights = [p.detach().clone() for p in training.model.parameters()]
     state = training.optimizer.state()
-    graphs = [0.0, 1.0] if loop_is_on(1.0, config) and not loop_is_on(0.0, config) else [1.0]
-    for progress in graphs:
+    for progress in [0.0, 1.0] if loop_is_on(1.0, config) and not loop_is_on(0.0, config) else [1.0]:
         for number in range(1, config.warmup_steps + 1):
             train_step(training, progress)
-            if number <= 3 or number % 10 == 0 or number == config.warmup_steps:
-                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{int(training.model.looping)}")
+            run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{training.model.looping:d}")
     if config.gptq and config.max_wallclock_seconds:
-        training.clock.reserve_seconds = config.gptq_reserve_seconds or measure_hessian_seconds(training)
-        run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s of {config.max_wallclock_seconds:g}s")
+        reserve_for_hessians(training)
     with torch.no_grad():
         torch._foreach_copy_(list(training.model.parameters()), weights)
     training.optimizer.load_state(state)
@@ -3672,137 +3448,145 @@ def warm_up(training: Training) -> None:
     training.loader.take_waits_ms()
 
 
-def calibration_batches(training: Training, count: int) -> Iterator[Batch]:
-    """Training micro-batches of this rank for the Hessians; the loader's shards are training shards only."""
-    for _ in range(count):
-        yield training.loader.next_batch()
+def reserve_for_hessians(training: Training) -> None:
+    """Keep the part of the clock that Hessians need, by GPTQ_RESERVE_SECONDS or as measured; at most a tenth of it.
 
-
-def batches_per_rank(training: Training) -> int:
-    """How many calibration micro-batches each rank takes."""
-    return -(-training.config.gptq_calibration_batches // training.run.world_size)
-
-
-def measure_hessian_seconds(training: Training) -> float:
-    """Seconds that collecting Hessians will take, with a margin of a quarter; the slowest rank's word counts."""
-    seconds = []
+    Where the calibration would take longer, it uses fewer batches, and the log says how many.
+    """
+    config, run, seconds = training.config, training.run, 0.0
     for _ in range(2):  # the first call also pays for allocations
-        training.run.sync()
+        run.sync()
         start = time.perf_counter()
-        collect_hessians(training.model, calibration_batches(training, 1), training.run.world_size)
-        training.run.sync()
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds[-1], dtype=torch.float64)
-    if training.run.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest) * batches_per_rank(training) * 1.25
+        collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
+        run.sync()
+        seconds = 1.25 * max(run.gather(time.perf_counter() - start))
+    limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
+    training.calibration_batches = max(1, min(training.calibration_batches, int(limit / seconds)))
+    training.clock.reserve_seconds = config.gptq_reserve_seconds or seconds * training.calibration_batches
+    run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s of {config.max_wallclock_seconds:g}s for "
+            f"{training.calibration_batches} calibration batches per rank")
 
 
 def train(training: Training) -> str:
-    """Step until the clock, ITERATIONS or a signal says stop. Returns why: `wallclock`, `iterations` or `signal`."""
-    config, run, clock = training.config, training.run, training.clock
-    guard = RunAhead(run.device)
+    """Step until the clock, ITERATIONS or a signal says stop. Returns which: `wallclock`, `iterations`, `signal`."""
+    config, run, clock, guard = training.config, training.run, training.clock, RunAhead(training.run.device)
     clock.start()
     while True:
         decision = clock.decide(training.step)
         if training.step >= config.iterations or decision.stop or decision.signal:
             break
         if decision.save:
-            save_checkpoint(training, in_background=True)
-        if config.val_loss_every and training.step % config.val_loss_every == 0 and training.step:
-            clock.pause()
-            validate(training, "step")
-            clock.start()
+            save_checkpoint(training)
+        if config.val_loss_every and training.step and training.step % config.val_loss_every == 0:
+            validate(training, f"step:{training.step}/{config.iterations}")
         training.trace.step(training.step)
         loss, norm = train_step(training, decision.progress)
         training.step += 1
         guard.watch(training.step, loss, norm)
-        run.alive()
         if training.step <= 10 or training.step % config.train_log_every == 0:
-            log_step(training, float(loss), float(norm), decision.progress)
+            log_step(training, loss, norm, decision.progress)
     clock.settle()
-    guard.finish()
+    guard.watch(training.step, *([torch.zeros(())] * 2), everything=True)
     clock.pause()
     if decision.signal:
-        save_checkpoint(training, in_background=False)
+        save_checkpoint(training, wait=True)
+        run.log(f"stopped by signal {decision.signal}; continue with RESUME={run.directory}")
         return "signal"
-    if training.step < config.iterations:
-        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
-                f"step:{training.step}/{config.iterations}")
-        return "wallclock"
-    return "iterations"
+    if training.step >= config.iterations:
+        return "iterations"
+    run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
+            f"step:{training.step}/{config.iterations}")
+    return "wallclock"
 
 
 class RunAhead:
-    """Lets the host run two steps ahead of the device, no further, and reads each loss then, without a sync of its own.
-
-    `watch` raises FloatingPointError two steps after a loss or gradient that is not finite.
-    """
+    """Lets the host run two steps ahead of the device, no further, and reads each loss then."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self._pending: list[tuple[int, Tensor, Any]] = []
+        self.cuda, self._pending = device.type == "cuda", list[tuple[int, Tensor, Any]]()
 
-    def watch(self, step: int, loss: Tensor, norm: Tensor) -> None:
-        """Remember a step's results; check the one before the last."""
-        values = torch.stack([loss.float(), norm.float()])
-        event = None
-        if self.on_gpu:
-            host = torch.empty(2, pin_memory=True)
-            values, event = host.copy_(values, non_blocking=True), torch.cuda.Event()
+    def watch(self, step: int, loss: Tensor, norm: Tensor, everything: bool = False) -> None:
+        """Remember a step's results and check older ones. Raises FloatingPointError where one is not finite."""
+        values, event = torch.stack([loss.detach().float(), norm.float()]), None
+        if self.cuda:
+            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
             event.record()
         self._pending.append((step, values, event))
-        if len(self._pending) > (2 if self.on_gpu else 0):
-            self._check(*self._pending.pop(0))
-
-    def finish(self) -> None:
-        """Check what is left."""
-        while self._pending:
-            self._check(*self._pending.pop(0))
-
-    def _check(self, step: int, values: Tensor, event: Any) -> None:
-        if event is not None:
-            event.synchronize()
-        if not bool(values.isfinite().all()):
-            loss, norm = values.tolist()
-            raise FloatingPointError(f"step {step}: train_loss {loss}, gradient norm {norm}; lower MATRIX_LR, TIED_EMBED_LR "
-                                     "or SCALAR_LR, or set GRAD_CLIP_NORM; the last checkpoint, if any, is from before")
+        while len(self._pending) > (0 if everything or not self.cuda else 2):
+            step, values, event = self._pending.pop(0)
+            if event is not None:
+                event.synchronize()
+            if not bool(values.isfinite().all()):
+                raise FloatingPointError(
+                    "step {}: train_loss {}, gradient norm {}; lower MATRIX_LR, TIED_EMBED_LR or SCALAR_LR, or set "
+                    "GRAD_CLIP_NORM; the last checkpoint, if there is one, is from before".format(step, *values.tolist())
+                )
 
 
-def log_step(training: Training, loss: float, norm: float, progress: float) -> None:
-    """The train line (dialect A, new fields at its end) and its event. Needs all ranks: the loss is their mean."""
+def log_step(training: Training, loss: Tensor, norm: Tensor, progress: float) -> None:
+    """The train line (upstream's, new fields at its end) and its event; the loss is the mean over all ranks."""
     run, config, step = training.run, training.config, training.step
-    loss = run.sum_over_ranks(loss) / run.world_size
-    training.losses.append([step, loss])
+    mean = sum(run.gather(float(loss))) / run.world_size
     seconds = training.clock.elapsed_seconds()
-    waits = np.asarray(training.loader.take_waits_ms() or [0.0])
-    p50, p99, most = np.percentile(waits, [50, 99, 100])
+    waits = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100])
     left = (config.iterations - step) * seconds / step
     if config.max_wallclock_seconds:
         left = min(left, config.max_wallclock_seconds - seconds)
-    tokens_per_second = step * config.train_batch_tokens / max(seconds, 1e-9)
-    run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-            f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens_per_second:.0f} data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} "
-            f"lr_scale:{learning_rate_scale(progress, step - 1, config):.4f} grad_norm:{norm:.3f} eta:{max(left, 0):.0f}s")
-    run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=step * config.train_batch_tokens,
-              progress=progress, grad_norm=norm, data_wait_p50_ms=p50, data_wait_p99_ms=p99, data_wait_max_ms=most)
+    scale = learning_rate_scale(progress, step - 1, config)
+    run.log(f"step:{step}/{config.iterations} train_loss:{mean:.4f} train_time:{1e3 * seconds:.0f}ms "
+            f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{step * config.train_batch_tokens / max(seconds, 1e-9):.0f} "
+            f"data_wait_ms:{'/'.join(f'{wait:.2f}' for wait in waits)} lr_scale:{scale:.4f} grad_norm:{norm:.3f} "
+            f"eta:{max(left, 0):.0f}s")
+    run.event("train", step=step, train_loss=mean, train_time_ms=1e3 * seconds, tokens=step * config.train_batch_tokens,
+              progress=progress, grad_norm=float(norm),
+              **dict(zip(("data_wait_p50_ms", "data_wait_p99_ms", "data_wait_max_ms"), waits.tolist(), strict=True)))
 
 
 def validate(training: Training, label: str) -> None:
-    """Score the current weights without overlap, outside the clock: a diagnostic, never the result."""
-    run, step, start = training.run, training.step, time.perf_counter()
-    ledger = score_roundtrip(training.model, training.validation.tokens, training.config)
-    score = training.validation.score(ledger)
-    training.model.train()
-    milliseconds = 1e3 * training.clock.elapsed_seconds()
-    prefix = f"step:{step}/{training.config.iterations}" if label == "step" else f"DIAGNOSTIC {label}"
-    run.log(f"{prefix} val_loss:{score.nats_per_token:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{milliseconds:.0f}ms "
-            f"step_avg:{milliseconds / max(step, 1):.2f}ms{training.validation.mark}")
-    run.event("val", label=label, step=step, val_loss=score.nats_per_token, val_bpb=score.bits_per_byte,
-              train_time_ms=milliseconds, seconds=time.perf_counter() - start)
+    """Score the current weights without overlap, off the clock: a diagnostic, never the result."""
+    run, clock, running = training.run, training.clock, training.clock.running
+    clock.pause()
+    start = time.perf_counter()
+    score = training.validation.score(score_roundtrip(training.model, training.validation.tokens, training.config))
+    milliseconds, seconds = 1e3 * clock.elapsed_seconds(), time.perf_counter() - start
+    training.timer.val_ms = 1e3 * seconds
+    run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{milliseconds:.0f}ms "
+            f"step_avg:{milliseconds / max(training.step, 1):.2f}ms{training.validation.mark}")
+    run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
+              train_time_ms=milliseconds, seconds=seconds)
+    if running:
+        clock.start()
+
+
+def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
+    """Take the averaged weights, collect Hessians from training batches on the clock, and validate once."""
+    config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
+    training.average.apply()
+    training.model.looping = loop_is_on(1.0, config)
+    training.clock.start()
+    if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
+        batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
+        hessians = collect_hessians(training.model, batches, run.world_size)
+    training.clock.pause()
+    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {training.clock.elapsed_seconds():.2f}s")
+    validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
+    run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
+    return hessians
+
+
+def peak_memory_mib(device: torch.device) -> tuple[int, int]:
+    """Most memory used and most reserved: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
+    import resource  # absent on Windows, where only this line would need it
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+    return peak, peak
+
 
 # ============================================================================================================
-# main — a table of contents: check, prepare, warm up, train, quantize, reload, evaluate, report.
+# main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
 
 
@@ -3817,11 +3601,16 @@ def main() -> int:
         run = Run(config, os.environ)
         return score_artifact(config, run) if config.eval_only else whole_run(config, run)
     except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
-        report_failure(run, f"error: {error}")
+        message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
-        report_failure(run, f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})")
+        message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
     except Exception:
-        report_failure(run, f"rank {run.rank if run else 0} failed:\n{traceback.format_exc()}")
+        message = traceback.format_exc()
+    rank = f"rank {run.rank}: " if run and run.world_size > 1 else ""
+    print(rank + message, file=sys.stderr, flush=True)
+    if run and run.directory:
+        with contextlib.suppress(OSError), open(run.path("log.txt"), "a", encoding="utf-8") as file:
+            file.write(f"{rank}{message}\n")
     return 1
 
 
@@ -3832,118 +3621,203 @@ def whole_run(config: Config, run: Run) -> int:
         if config.preflight_only:
             run.log("preflight:ok")
             return 0
-        run.open_directory(config)
-        describe(config, run, inputs)
+        open_run(config, run, inputs)
         training = prepare(config, run, inputs)
-    try:
+    with contextlib.closing(training):
         with run.phase("warmup"):
             warm_up(training)
         if config.resume:
-            load_checkpoint(training, find_checkpoint(config))
-        run.catch_signals()
+            load_checkpoint(training)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, run.note_signal)
         with run.phase("train"):
-            reason = train(training)
-        if reason == "signal":
-            run.log(f"stopped by signal {run.stop_signal}; continue with RESUME={run.directory}")
-            return 128 + run.stop_signal
+            if train(training) == "signal":
+                return 128 + run.stop_signal
         with run.phase("hessians"):
             hessians = finish_training(training)
         with run.phase("quantize"):
             report = ship(training, hessians, inputs)
-    finally:
-        training.close()
     with run.phase("reload"):
-        model = load_for_scoring(run.path("model.bin"), config, run)
+        model = ready_model(load_artifact(run.path("model.bin"))[0], config, run)
     scores = evaluate(model, config, run, inputs.validation, report.label)
-    summarize(config, run, inputs, scores, report, training)
+    summarize(config, run, inputs, scores, training, report)
     if config.generate:
         run.log(generate_text(model, config, config.generate))
     return 0
 
 
 def score_artifact(config: Config, run: Run) -> int:
-    """EVAL_ONLY: score an artifact, or write text from it, without any training data."""
+    """EVAL_ONLY: score an artifact, or with GENERATE write text from it, without any training data."""
     path = Path(config.eval_only)
-    _, stored = load_artifact(path)
+    model, stored = load_artifact(path)
     config = Config.from_env({**os.environ, **stored.model_env()})
-    model = load_for_scoring(path, config, run)
     if config.generate:
-        run.log(generate_text(model, config, config.generate))
+        run.log(generate_text(ready_model(model, config, run), config, config.generate))
         return 0
     with run.phase("setup"):
         inputs = preflight(config, run)
-        run.open_directory(config)
-        describe(config, run, inputs)
-    label = read_label(path)
-    scores = evaluate(model, config, run, inputs.validation, label)
-    summarize(config, run, inputs, scores, None, None)
+        open_run(config, run, inputs)
+        model = ready_model(model, config, run)
+    scores = evaluate(model, config, run, inputs.validation, read_label(path))
+    summarize(config, run, inputs, scores)
     return 0
 
 
-def load_for_scoring(path: Path, config: Config, run: Run) -> GPT:
-    """The model as the artifact holds it, ready on this rank's device; nothing else is ever scored."""
-    run.barrier()
-    model, _ = load_artifact(path)
-    model.looping = loop_is_on(1.0, config)
-    return ready_model(model, config, run)
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, checked, and the hashes by which two runs know that they read the same."""
+
+    train_shards: list[Shard]
+    validation: Validation
+    hashes: dict[str, str]
+    source: bytes  # of this file
+
+
+def preflight(config: Config, run: Run) -> Inputs:
+    """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
+    folder = find_path(config.data_path)
+    if not folder.is_dir():
+        raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in sample; "
+                        "data/README.md tells how to get the challenge's shards; --help lists every variable")
+    train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
+    val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
+    for shard in (val_shards[0], *train_shards[:1]):  # the disk stage checks the other shards when it reads them
+        first = int(read_tokens(shard, vocab_size=config.vocab_size)[0])
+        if first != BOS_ID:
+            raise DataError(f"{shard.path}: begins with token {first}, expected BOS={BOS_ID}; export it again")
+    tokens = validation_tokens(config, val_shards)
+    validation = Validation(tokens, int(token_bytes(tokens, config).sum()), bool(config.val_tokens_limit))
+    if not validation.bytes_total:
+        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text; there is nothing to score")
+    if not config.eval_only:
+        micro_batch_rows(config, run.world_size)
+    check_disk(config)
+    listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
+    files = {"tokenizer": find_path(config.tokenizer_path).read_bytes(), "shards": listing.encode(),
+             "manifest": check_manifest(folder / "manifest.json"), "code": Path(__file__).read_bytes()}
+    inputs = Inputs(train_shards, validation, {k: hashlib.sha256(v).hexdigest() for k, v in files.items()}, files["code"])
+    mine = {**config.as_env(), **inputs.hashes, "torch": torch.__version__}
+    for rank, theirs in enumerate(run.gather(mine)):
+        for name in (name for name in mine if theirs[name] != mine[name]):
+            raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {mine[name]} on rank {run.rank}; make them equal")
+    return inputs
+
+
+def check_manifest(path: Path) -> bytes:
+    """The manifest's bytes, empty if there is none. DataError where training and validation overlap (issue #2127)."""
+    if not path.is_file():
+        return b""
+    try:
+        files = json.loads(path.read_bytes())["files"]
+        val = {entry["sha256"]: entry["documents"] for entry in files.values() if entry["split"] == "val"}
+        for name, entry in files.items():
+            start, stop = entry["documents"]
+            overlap = any(start < val_stop and val_start < stop for val_start, val_stop in val.values())
+            if entry["split"] == "train" and (entry["sha256"] in val or overlap):
+                raise DataError(f"{path}: training file {name} holds documents {start}..{stop}, some of them validation; "
+                                "training on validation text is not allowed: export the shards again")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a manifest ({type(error).__name__}: {error}); export the shards again") from error
+    return path.read_bytes()
+
+
+def check_disk(config: Config) -> None:
+    """Raise ConfigError where RUNS_DIR cannot be written or cannot hold two checkpoints and an artifact."""
+    wanted = Path(config.runs_dir).absolute()
+    folder = next(above for above in (wanted, *wanted.parents) if above.exists())
+    needed = config.artifact_bytes_max + 32 * sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {folder} cannot be written; name a folder that can")
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {free >> 20} MiB free in {folder}, a run needs {needed >> 20} MiB")
+
+
+def open_run(config: Config, run: Run, inputs: Inputs) -> None:
+    """Create the run directory with source and settings, and write the head of the log."""
+    run.open_directory(config)
+    overrides, folder = config.overrides(), find_path(config.data_path)
+    settings = [f"{name}={value}" for name, value in config.as_env().items()]
+    if run.rank == 0:
+        write_atomically(run.path("train_gpt.py"), inputs.source)
+        write_atomically(run.path("config.env"), "\n".join([*settings, ""]).encode())
+    for setting in settings:
+        run.log(f"  {setting}{'  # changed' if setting.split('=')[0] in overrides else ''}", console=False)
+    for line in (
+        f"run:{run.directory}",
+        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {device_name(run.device)}",
+        f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
+        f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={find_path(config.tokenizer_path)}",
+        f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
+        f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(inputs.validation.tokens) - 1} "
+        f"bytes:{inputs.validation.bytes_total}{inputs.validation.mark}",
+        *(f"sha256:{name} {digest}" for name, digest in inputs.hashes.items()),
+    ):
+        run.log(line)
+
+
+def device_name(device: torch.device) -> str:
+    """What computes, by name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+
+
+def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> ArtifactReport:
+    """Write the artifact and the form of the script that is counted; rank 0 does, all ranks wait."""
+    config, run, report = training.config, training.run, None
+    if run.rank == 0:
+        code = shipped_code(inputs.source, config.code_bytes)
+        write_atomically(run.path("train_gpt.shipped.py"), code)
+        report = write_artifact(training.model, config, hessians, run.path("model.bin"), len(code),
+                                inputs.hashes["tokenizer"], run.log)
+    return run.gather(report)[0]
 
 
 def summarize(
-    config: Config, run: Run, inputs: Inputs, scores: dict[str, Score], report: ArtifactReport | None, training: Training | None
+    config: Config, run: Run, inputs: Inputs, scores: dict[str, Score],
+    training: Training | None = None, report: ArtifactReport | None = None,
 ) -> None:
-    """Print the sizes and the results, and write summary.json: the one record of the run."""
-    artifact = run.path("model.bin") if report else Path(config.eval_only)
-    shipped, raw = (len(shipped_code(inputs.source, mode)) for mode in ("wrapped", "raw"))
-    code, eval_seconds = {"wrapped": shipped, "raw": raw}[config.code_bytes], sum(
-        seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
-    total = code + artifact.stat().st_size
-    label = f"{report.label}+rans" if report else "artifact"
-    limits = {
-        "train_seconds": (run.phases.get("train_clock", 0.0), config.max_wallclock_seconds),
-        "eval_seconds": (eval_seconds, config.max_eval_seconds),
-        "artifact_bytes": (total, config.artifact_bytes_max),
-    }
-    verdicts = {name: {"value": v, "limit": limit, "ok": not limit or v <= limit} for name, (v, limit) in limits.items()}
-    run.log(f"Code size: {code} bytes")
-    run.log(f"Serialized model {label}: {artifact.stat().st_size} bytes")
-    run.log(f"Total submission size {label}: {total} bytes")
-    for name, verdict in verdicts.items():
-        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:g} {'ok' if verdict['ok'] else 'EXCEEDED'}")
-    run.log(" ".join(["done:", *(f"{name}={score.bits_per_byte:.4f}bpb" for name, score in scores.items()), f"in {run.directory}"]))
+    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it together."""
+    hashes, gpus = run.gather(training.loader.stream_hash if training else 0), run.gather(device_name(run.device))
     if run.rank:
         return
+    file = (run.path("model.bin") if report else Path(config.eval_only)).read_bytes()
+    sizes = {mode: len(shipped_code(inputs.source, mode)) for mode in ("raw", "wrapped")}
+    used = {
+        "train_seconds": (training.clock.elapsed_seconds() if training else 0.0, config.max_wallclock_seconds),
+        "eval_seconds": (sum(s for name, s in run.phases.items() if name.startswith("eval_")), config.max_eval_seconds),
+        "artifact_bytes": (sizes[config.code_bytes] + len(file), config.artifact_bytes_max),
+    }
+    limits = {name: {"value": value, "limit": limit, "ok": not limit or value <= limit} for name, (value, limit) in used.items()}
+    label = f"{report.label}+rans" if report else "artifact"
+    run.log(f"Code size: {sizes[config.code_bytes]} bytes ({config.code_bytes})")
+    run.log(f"Serialized model {label}: {len(file)} bytes")
+    run.log(f"Total submission size {label}: {used['artifact_bytes'][0]} bytes")
+    for name, verdict in limits.items():
+        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:.10g} {'ok' if verdict['ok'] else 'EXCEEDED'}")
+    tokens = training.step * config.train_batch_tokens if training else 0
     summary = {
-        "run_id": run.path("").name, "seed": config.seed, "config": config.as_env(), "overrides": config.overrides(),
-        "code": {"sha256": hashlib.sha256(inputs.source).hexdigest(), "bytes": raw, "bytes_wrapped": shipped},
+        "run_id": Path(run.path("")).name, "seed": config.seed, "config": config.as_env(), "overrides": config.overrides(),
+        "code": {"sha256": inputs.hashes["code"], "bytes": sizes["raw"], "bytes_wrapped": sizes["wrapped"]},
         "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(inputs.train_shards),
                  "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
                  "val_tokens": len(inputs.validation.tokens) - 1, "val_bytes": inputs.validation.bytes_total},
-        "stream_hash": f"{training.stream_hash:016x}" if training else None,
+        "stream_hash": f"{sum(hashes) % 2**64:016x}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                      "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
-        "hardware": hardware(run), "phases": run.phases,
-        "steps": training.step if training else 0, "tokens": training.step * config.train_batch_tokens if training else 0,
-        "losses": {name: {"nats": s.nats_per_token, "bits_per_byte": s.bits_per_byte, "scored_tokens": s.scored_tokens,
-                          "bytes": s.bytes} for name, s in scores.items()},
-        "artifact": {"bytes": artifact.stat().st_size, "sha256": sha256_of(artifact),
-                     **({"sections": report.sections, "bits": report.bits} if report else {})},
-        "peak_memory_mib": peak_memory_mib(run.device)[0],
-        "limits": verdicts, "comparable": not inputs.validation.limited, "exit": "finished",
+        "hardware": {"gpus": gpus if run.device.type == "cuda" else [], "cpu": platform.processor() or platform.machine(),
+                     "cores": os.cpu_count(), "world_size": run.world_size, "peak_memory_mib": peak_memory_mib(run.device)[0]},
+        "phases": run.phases, "steps": training.step if training else 0, "tokens": tokens,
+        "losses": {name: dataclasses.asdict(score) for name, score in scores.items()},
+        "artifact": {"bytes": len(file), "sha256": hashlib.sha256(file).hexdigest(),
+                     **(dataclasses.asdict(report) if report else {})},
+        "limits": limits, "comparable": not inputs.validation.limited, "exit": "finished",
     }
     write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-
-
-def report_failure(run: Run | None, message: str) -> None:
-    """The one message of a run that failed, to the console of its rank and, by rank 0, to the log."""
-    print(message, file=sys.stderr, flush=True)
-    if run is not None and run.directory is not None:
-        with contextlib.suppress(OSError), open(run.directory / "log.txt", "a", encoding="utf-8") as file:
-            file.write(f"rank {run.rank}: {message}\n")
+    run.log(" ".join(["done:", *(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items()),
+                      f"bits per byte; stream_hash:{summary['stream_hash']}; all files in {run.directory}"]))
 
 
 if __name__ == "__main__":
     status = main()
-    if dist.is_initialized() and status == 0:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(status) if status and dist.is_initialized() else sys.exit(status)
+    if status and "RANK" in os.environ:
+        os._exit(status)  # peers may wait in a collective that this rank will never join; the launcher ends them
+    sys.exit(status)
