@@ -400,7 +400,7 @@ class Export:
         wanted = self.plan.encoding.val_documents
         if self.next["document"] < wanted:
             paths = ", ".join(self.plan.encoding.source.paths)
-            raise DataError(f"{paths}: {self.next['document']} documents, fewer than the {wanted} of --val-docs; "
+            raise DataError(f"{paths}: {self.next['document']} documents, --val-docs wants {wanted} of them; "
                             "give more documents or a smaller --val-docs")
         for stream in self.streams.values():
             stream.finish_shard()

@@ -48,19 +48,23 @@ class DataError(Exception):
 # ======================================================================================================
 
 
+DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full: free space or choose another folder",
+    errno.EDQUOT: "the disk quota is used up: free space or choose another folder",
+    errno.EFBIG: "the file system takes no file of that size: choose another folder",
+    errno.EACCES: "no permission: choose a folder you can write, or change its permissions",
+    errno.EPERM: "no permission: choose a folder you can write, or change its permissions",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: move it away or choose another folder",
+    errno.EEXIST: "a file stands where a folder is needed: move it away or choose another folder",
+    errno.EISDIR: "a folder stands where a file is needed: move it away",
+    errno.ENOENT: "it does not exist: check the path",
+}
+
+
 def explain_os_error(error: OSError, path: Path) -> DataError:
     """Turn an operating-system error on `path` into a message with a next step."""
-    advice = {
-        errno.ENOSPC: "the disk is full: free space or choose another folder",
-        errno.EDQUOT: "the disk quota is used up: free space or choose another folder",
-        errno.EACCES: "no permission: choose a folder you can write, or change its permissions",
-        errno.EPERM: "no permission: choose a folder you can write, or change its permissions",
-        errno.EROFS: "the file system is read-only: choose another folder",
-        errno.ENOTDIR: "a file stands where a folder is needed: move it away or choose another folder",
-        errno.EEXIST: "a file stands where a folder is needed: move it away or choose another folder",
-        errno.EISDIR: "a folder stands where a file is needed: move it away",
-        errno.ENOENT: "it does not exist: check the path",
-    }.get(error.errno or 0, "check the path and the disk")
+    advice = DISK_ERRORS.get(error.errno or 0, "check the path and the disk")
     return DataError(f"{path}: {error.strerror or error}; {advice}")
 
 
