@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from records.derive import nested
-from records.runs import Event, Run
+from records.runs import Run
 
+NOT_A_STEP = "DIAGNOSTIC"  # label of validations of averaged weights, off the curve of training
 AXES = ("steps", "tokens", "seconds")
 SLOW_FACTOR = 1.25  # a step this much longer than the median is slow
 COMPILE_STEPS = 10  # slow steps up to here are compilation and autotuning, whatever else happens in them
+PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
 DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its cause
 
 
@@ -40,12 +40,7 @@ class StepTime:
 
 
 def batch_tokens(run: Run) -> int | None:
-    """Tokens of one optimizer step."""
-    configured = nested(run.summary, "config", "train_batch_tokens") or nested(
-        run.summary, "config", "TRAIN_BATCH_TOKENS"
-    )
-    if isinstance(configured, int):
-        return configured
+    """Tokens of one optimizer step, as the log prints it."""
     located = run.log.settings.get("train_batch_tokens")
     return int(located.value) if located and located.value.isdigit() else None
 
@@ -74,7 +69,12 @@ def _samples(run: Run, kind: str, key: str) -> list[Sample]:
     found = []
     for event in run.events:
         step, value = event.step, event.number(key)
-        if event.kind != kind or step is None or value is None:
+        if (
+            event.kind != kind
+            or step is None
+            or value is None
+            or str(event.values.get("label")).startswith(NOT_A_STEP)
+        ):
             continue
         tokens = event.number("tokens")
         milliseconds = event.number("train_time_ms")
@@ -96,77 +96,47 @@ def _product(step: int, batch: int | None) -> float | None:
 
 
 def step_times(run: Run) -> list[StepTime]:
-    """Step durations in order, the slow ones with their likely cause.
-
-    `step_ms` of metrics.jsonl is the duration of that very step; a log gives the mean since its last line.
-    """
-    measured = [(e.step, e.number("step_ms"), e) for e in run.events if e.kind == "train"]
-    pairs = [(step, ms, event) for step, ms, event in measured if step is not None and ms is not None]
-    if not pairs:
-        return _mark([(step, ms, None) for step, ms in _intervals(run)], run)
-    return _mark(list(pairs), run)
-
-
-def _intervals(run: Run) -> list[tuple[int, float]]:
-    """Mean step duration between consecutive lines of the log that carry the clock."""
-    points = sorted(
-        {(p.step, p.time_ms) for p in (*run.log.train, *run.log.validation) if p.time_ms is not None}
-    )
-    intervals = []
-    for (step, time_ms), (next_step, next_ms) in pairwise(points):
-        if next_step > step and next_ms > time_ms:
-            intervals.append((next_step, (next_ms - time_ms) / (next_step - step)))
-    return intervals
-
-
-def _mark(times: Sequence[tuple[int, float, Event | None]], run: Run) -> list[StepTime]:
+    """Mean step duration between consecutive lines with the clock, the slow ones with their likely cause."""
+    times = [
+        (start, stop, (stop_ms - start_ms) / (stop - start))
+        for (start, start_ms), (stop, stop_ms) in pairwise([(0, 0.0), *_clock(run)])
+        if stop > start and stop_ms > start_ms
+    ]
     if not times:
         return []
-    median = statistics.median(ms for _, ms, _ in times)
-    validated = sorted(
-        {p.step for p in run.log.validation} | {e.step for e in run.events if e.kind == "val" and e.step}
-    )
-    marked, previous = [], 0
-    for step, ms, event in times:
-        cause = None
-        if ms > SLOW_FACTOR * median:
-            cause = _cause(previous, step, ms - median, event, validated, run)
-        marked.append(StepTime(step, ms, cause))
-        previous = step
+    median = statistics.median(ms for _, _, ms in times)
+    marked = []
+    for start, stop, ms in times:
+        slow = ms > SLOW_FACTOR * median
+        marked.append(
+            StepTime(stop, ms, _cause(start, stop, (ms - median) * (stop - start), run) if slow else None)
+        )
     return marked
 
 
-def _cause(
-    previous: int, step: int, excess_ms: float, event: Event | None, validated: Sequence[int], run: Run
-) -> str:
-    """Likely cause of a slow step in (`previous`, `step`]: compile, shard, validation or other."""
-    if step <= COMPILE_STEPS or (event is not None and event.values.get("compiled")):
+def _clock(run: Run) -> list[tuple[int, float]]:
+    """(step, milliseconds of training) of every training line; metrics.jsonl has them to more digits."""
+    events = [(e.step, e.number("train_time_ms")) for e in run.events if e.kind == "train"]
+    exact = [(step, ms) for step, ms in events if step is not None and ms is not None]
+    return exact or [(point.step, point.time_ms) for point in run.log.train if point.time_ms is not None]
+
+
+def _cause(start: int, stop: int, excess_ms: float, run: Run) -> str:
+    """Likely cause of `excess_ms` after step `start` up to `stop`: compile, shard, validation or other."""
+    if stop <= COMPILE_STEPS:
         return "compile"
-    waited = (
-        max((event.number(key) or 0.0 for key in ("data_wait_ms", "data_wait_max_ms")), default=0.0)
-        if event
-        else 0.0
-    )
-    if waited >= DATA_SHARE * excess_ms:
+    waited = [e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train" and e.step == stop]
+    if sum(waited) >= DATA_SHARE * excess_ms:
         return "shard"
-    if any(previous <= at < step for at in validated if at):
+    if any(start <= point.step < stop for point in run.log.validation):
         return "validation"
-    return "shard" if _crosses_shard(previous, step, run) else "other"
+    return "shard" if not waited and _crosses_shard(start, stop, run) else "other"
 
 
-def _crosses_shard(previous: int, step: int, run: Run) -> bool:
-    """Whether the steps after `previous` reach into another training shard."""
-    batch, shard = batch_tokens(run), shard_tokens(run)
-    return bool(batch and shard and previous * batch // shard != step * batch // shard)
-
-
-PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
-
-
-def shard_tokens(run: Run) -> int | None:
-    """Tokens of a training shard: the summary's where all are equal, the published size for public logs."""
-    files: Any = nested(run.summary, "data", "train_files")
-    if isinstance(files, list) and files:
-        sizes = {f.get("tokens") for f in files[:-1] or files if isinstance(f, dict)}
-        return sizes.pop() if len(sizes) == 1 else None
-    return None if run.summary else PUBLISHED_SHARD_TOKENS
+def _crosses_shard(start: int, stop: int, run: Run) -> bool:
+    """Whether the steps after `start` reach into another shard of the published exports."""
+    batch = batch_tokens(run)
+    return (
+        bool(batch)
+        and start * (batch or 0) // PUBLISHED_SHARD_TOKENS != stop * (batch or 0) // PUBLISHED_SHARD_TOKENS
+    )

@@ -121,11 +121,13 @@ def submission(
 
 
 def hardware(summary: Mapping[str, Any]) -> str:
-    """Processes and devices in words, such as `8 x NVIDIA H100 80GB HBM3`."""
+    """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`."""
     world = nested(summary, "hardware", "world_size") or 1
     gpus = nested(summary, "hardware", "gpus") or []
-    processor = nested(summary, "hardware", "cpu") or "CPU"
-    return f"{world} x {' / '.join(sorted(set(map(str, gpus)))) or processor}"
+    if gpus:
+        return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
+    cores = nested(summary, "hardware", "cores")
+    return f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU" + (f", {cores} cores" if cores else "")
 
 
 def compliance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, bool]:

@@ -258,13 +258,14 @@ def charts(found: Difference) -> str:
     figures.append(_chart(found, "Validation", "steps", "bits per byte", curves.validation_bpb))
     figures.append(_chart(found, "Validation by seconds", "seconds", "bits per byte", curves.validation_bpb))
     lines = [
-        svg.Line(group.name, kind, [(float(t.step), t.ms) for t in curves.step_times(run)])
+        svg.Line(kind, [(float(t.step), t.ms) for t in curves.step_times(run)])
         for kind, group in (("base", found.base), ("new", found.new))
         for run in group.runs
     ]
     figures.append(svg.chart("Step time", "steps", "ms per step", lines))
     drawn = "".join(figures)
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
+    legend = page.legend({"base": found.base.name, "new": found.new.name})
+    return f'{legend}<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def _chart(
@@ -274,5 +275,5 @@ def _chart(
     for kind, group in (("base", found.base), ("new", found.new)):
         for run in group.runs:
             points = [(x, sample.value) for sample in series(run) if (x := sample.at(axis)) is not None]
-            lines.append(svg.Line(group.name, kind, points))
+            lines.append(svg.Line(kind, points))
     return svg.chart(title, axis, unit, lines)

@@ -20,6 +20,7 @@ README = "README.md"
 REQUIREMENTS = "requirements.txt"
 CONFIG = "config.env"
 READABLE_SCRIPT = "train_gpt_readable.py"  # the source beside a wrapped script
+PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
 BASELINE_DIFF = "baseline.diff"
 LOG_NAME = "train_seed{seed}.log"
 SUMMARY_NAME = "summary_seed{seed}.json"

@@ -8,7 +8,7 @@ source, whose f-strings look like log lines: only lines with literal numbers mat
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -33,6 +33,7 @@ GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)\s.*?)\s+(?:On|Off|N/A)
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 TOTAL_EVAL_LINE = re.compile(r"^total_eval_time:\s*([\d.]+)s")
 FENCE = "=" * 100
+EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
 
 MILLISECONDS = {"ms": 1.0, "s": 1e3, "m": 6e4}
 DURATION = re.compile(rf"^({NUMBER})(ms|s|m)$")
@@ -218,7 +219,17 @@ def parse_log(text: str, path: Path) -> RunLog:
             continue
         in_hyperparameters = False
         _read_line(line, number, log)
+    _share_eval_seconds(log)
     return log
+
+
+def _share_eval_seconds(log: RunLog) -> None:
+    """Give `x_exact` lines, which print no time, the seconds of the `x` line before them."""
+    seconds: dict[str, float | None] = {}
+    for index, final in enumerate(log.finals):
+        if final.eval_seconds is None and final.label.endswith(EXACT):
+            log.finals[index] = replace(final, eval_seconds=seconds.get(final.label.removesuffix(EXACT)))
+        seconds[final.label] = final.eval_seconds
 
 
 def _skip_source(lines: list[str], log: RunLog) -> int:

@@ -23,6 +23,7 @@ from records.folder import (
     BASELINE_DIFF,
     CONFIG,
     LOG_NAME,
+    PER_RUN_SETTINGS,
     READABLE_SCRIPT,
     README,
     REQUIREMENTS,
@@ -31,7 +32,7 @@ from records.folder import (
     SUMMARY_NAME,
 )
 from records.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
-from records.runs import FINISHED, LOG, PER_RUN_SETTINGS, SUMMARY, RunDirectory, load_group
+from records.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
 from records.source import same_program, unwrap, wrap
 from records.writing import json_text, write_bytes, write_text
 
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", type=Path, help="records folder to compare with and to diff against")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent, help="folder of the tracks")
     parser.add_argument(
-        "--wrap", action="store_true", help="ship an lzma-wrapped script, the readable one beside it"
+        "--wrap",
+        action="store_true",
+        help="ship an lzma-wrapped script even where the run counted the readable one",
     )
     parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
 
@@ -155,19 +158,17 @@ class ShippedCode:
 
 
 def shipped_code(directory: RunDirectory, wrapped: bool) -> ShippedCode:
-    """The script as shipped; a wrapped form that the run itself wrote is preferred to a new one."""
-    source = directory.script.raw
-    if not wrapped:
+    """The form that the run counted, or a wrapped one; a wrapped script is proved to be the same program."""
+    source, counted = directory.script.raw, directory.path / SHIPPED
+    shipped = counted.read_bytes() if counted.is_file() else source
+    if wrapped and shipped == source:
+        shipped = wrap(source.decode())
+    if shipped == source:
         return ShippedCode(source, None)
-    own = [path for path in sorted(directory.path.glob("*.py")) if path.name != SCRIPT]
-    candidates = [path.read_bytes() for path in own] + [wrap(source.decode())]
-    for candidate in candidates:
-        inner = unwrap(candidate.decode("utf-8", errors="replace"))
-        if inner is not None and same_program(inner, source.decode()):
-            return ShippedCode(candidate, source)
-    raise RecordError(
-        f"{directory.path / SCRIPT}: the wrapped script is not the same program; this is a bug in wrap"
-    )
+    inner = unwrap(shipped.decode("utf-8", errors="replace"))
+    if inner is None or not same_program(inner, source.decode()):
+        raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
+    return ShippedCode(shipped, source)
 
 
 def write_folder(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -34,6 +34,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], prose: bool = Fa
 
 def paragraphs(lines: Sequence[str]) -> str:
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def legend(labels: Mapping[str, str]) -> str:
+    """What each class of the style sheet stands for."""
+    keys = "".join(f'<span class="key {kind}">{escape(label)}</span>' for kind, label in labels.items())
+    return f"<p>{keys}</p>"
 
 
 def code_diff(diff: str) -> str:

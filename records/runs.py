@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from records.errors import RecordError
-from records.folder import CONFIG, READABLE_SCRIPT, SCRIPT, Folder, SeedRun, read_object
+from records.folder import CONFIG, PER_RUN_SETTINGS, READABLE_SCRIPT, SCRIPT, Folder, SeedRun, read_object
 from records.logs import Final, RunLog, read_log
 from records.source import Script, read_script
 
 LOG = "log.txt"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
+SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
-PER_RUN_SETTINGS = {"SEED", "RUN_ID"}  # what may differ between the seeds of one record
 
 
 @dataclass(frozen=True)

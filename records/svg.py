@@ -17,9 +17,8 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `kind` is its class in the style sheet; lines of one kind share a legend entry."""
+    """One curve; `kind` is its class in the style sheet."""
 
-    label: str
     kind: str
     points: Points
 
@@ -41,7 +40,7 @@ class Frame:
 
 
 def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
-    """A figure with caption and legend; empty text when no line has two points."""
+    """A figure with its caption; empty text when no line has two points."""
     drawn = [line for line in lines if len(line.points) > 1]
     if not drawn:
         return ""
@@ -52,10 +51,8 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
         f'<polyline class="{line.kind}" clip-path="url(#{clip})" points="{_path(line.points, frame)}"/>'
         for line in drawn
     )
-    labels = {line.kind: line.label for line in reversed(drawn)}
-    legend = "".join(f'<span class="key {kind}">{escape(labels[kind])}</span>' for kind in sorted(labels))
     return (
-        f"<figure><figcaption><b>{escape(title)}</b> ({escape(y_label)}){legend}</figcaption>"
+        f"<figure><figcaption><b>{escape(title)}</b> ({escape(y_label)})</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f'<clipPath id="{clip}"><rect {box}/></clipPath>{_axes(frame, x_label)}{curves}</svg></figure>'
     )

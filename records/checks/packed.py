@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from records import readme
+from records.checks.budget import is_record
 from records.derive import Evidence, compare_with, nested, sha256_file, submission
 from records.errors import RecordError
-from records.findings import Finding, fail
+from records.findings import Finding, fail, warn
 from records.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder
 from records.logs import decimals, read_log
 from records.source import read_script, same_program
 
+LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 REMEDY = "restore the packed file, or pack the runs again"
 
 
@@ -189,4 +191,18 @@ def _check_readme(
             return
 
 
-CHECKS = (check_files, check_code, check_seeds, check_summaries, check_derived)
+def check_limits(folder: Folder) -> Iterator[Finding]:
+    """C2, C3, A9: limits that the runs themselves judged; binding in the record track."""
+    report = fail if is_record(folder) else warn
+    for seed, summary in folder.summaries.items():
+        for name, limit in (nested(summary, "limits") or {}).items():
+            if isinstance(limit, Mapping) and limit.get("ok") is False:
+                yield report(
+                    LIMIT_CHECKS.get(name, "C2"),
+                    f"seed {seed} broke its own limit: {name} {limit.get('value')} > {limit.get('limit')}",
+                    SUMMARY_NAME.format(seed=seed),
+                    "run again inside the limit",
+                )
+
+
+CHECKS = (check_limits, check_files, check_code, check_seeds, check_summaries, check_derived)
