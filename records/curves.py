@@ -11,7 +11,8 @@ from records.runs import Run
 
 NOT_A_STEP = "DIAGNOSTIC"  # label of validations of averaged weights, off the curve of training
 AXES = ("steps", "tokens", "seconds")
-SLOW_FACTOR = 1.25  # a step this much longer than the median is slow
+SLOW_DEVIATIONS = 6.0  # median absolute deviations above the median from which an interval is slow ...
+SLOW_SHARE = 0.03  # ... and at least this part above the median
 COMPILE_STEPS = 10  # slow steps up to here are compilation and autotuning, whatever else happens in them
 PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
 DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its cause
@@ -105,9 +106,11 @@ def step_times(run: Run) -> list[StepTime]:
     if not times:
         return []
     median = statistics.median(ms for _, _, ms in times)
+    spread = statistics.median(abs(ms - median) for _, _, ms in times)
+    limit = median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median)
     marked = []
     for start, stop, ms in times:
-        slow = ms > SLOW_FACTOR * median
+        slow = ms > limit
         marked.append(
             StepTime(stop, ms, _cause(start, stop, (ms - median) * (stop - start), run) if slow else None)
         )
@@ -128,9 +131,9 @@ def _cause(start: int, stop: int, excess_ms: float, run: Run) -> str:
     waited = [e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train" and e.step == stop]
     if sum(waited) >= DATA_SHARE * excess_ms:
         return "shard"
-    if any(start <= point.step < stop for point in run.log.validation):
-        return "validation"
-    return "shard" if not waited and _crosses_shard(start, stop, run) else "other"
+    if not waited and _crosses_shard(start, stop, run):
+        return "shard"
+    return "validation" if any(start <= point.step < stop for point in run.log.validation) else "other"
 
 
 def _crosses_shard(start: int, stop: int, run: Run) -> bool:

@@ -1,4 +1,4 @@
-"""`plot RUN…`: loss and bits per byte against steps, tokens and seconds; step times, the slow ones by cause."""
+"""`plot RUN…`: loss and bits per byte by steps, tokens and seconds; step times, the slow ones by cause."""
 
 from __future__ import annotations
 
@@ -111,12 +111,16 @@ def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str) -> None:
 
 def _limit(axes: Axes) -> None:
     """Set the limits of y by what follows the steep beginning."""
-    lines = [line.get_xydata() for line in axes.get_lines()]
-    ends = [float(xy[-1][0]) for xy in lines if len(xy)]
-    values = [float(y) for xy in lines for x, y in xy if x >= SETTLED * max(ends)]
+    points = [(float(x), float(y)) for line in axes.get_lines() for x, y in _coordinates(line)]
+    end = max((x for x, _ in points), default=0.0)
+    values = [y for x, y in points if x >= SETTLED * end]
     if len(values) > 1 and min(values) < max(values):
         pad = 0.05 * (max(values) - min(values))
         axes.set_ylim(min(values) - pad, max(values) + pad)
+
+
+def _coordinates(line: Any) -> list[tuple[float, float]]:
+    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
 
 
 def _draw_legend(axes: Axes, runs: Sequence[Run]) -> None:
