@@ -1,0 +1,1033 @@
+"""The data loader: an order of the tokens that threads, ranks, faults and resumes neither change nor stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+
+CPU = torch.device("cpu")
+SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
+DEADLINE_SECONDS = 20
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+
+
+def make_config(**changes: Any) -> Any:
+    """A small loader configuration; field names in lower case."""
+    values: dict[str, Any] = {
+        "vocab_size": 8192,
+        "seed": 1337,
+        "shuffle": True,
+        "train_seq_len": 16,
+        "train_batch_tokens": 256,
+        "micro_batch_tokens": 64,
+        "doc_mask": True,
+        "train_prefetch": True,
+        "train_prefetch_queue": 2,
+        "train_copy_stream": True,
+        "val_tokens_limit": 0,
+        "loader_timeout_seconds": DEADLINE_SECONDS,
+    }
+    values |= changes
+    return dataclasses.replace(train_gpt.Config.from_env({}), **values)
+
+
+def write_shard(path: Path, ids: np.ndarray, magic: int = 20240520, version: int = 1) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids)
+    path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())
+
+
+def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> list[Any]:
+    """Counting shards: every token is its own position in the joined shards, so each one can be checked."""
+    folder.mkdir(exist_ok=True)
+    start = 0
+    for number, size in enumerate(sizes):
+        write_shard(folder / f"fineweb_train_{number:06d}.bin", np.arange(start, start + size))
+        start += size
+    return train_gpt.open_shards(str(folder / "fineweb_train_*.bin"))
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return write_shards(tmp_path_factory.mktemp("counting"))
+
+
+def open_loader(
+    shards: list[Any],
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device = CPU,
+    trace: Any = None,
+    **changes: Any,
+) -> Any:
+    trace = trace or train_gpt.Trace(None)
+    config = make_config(**changes)
+    return train_gpt.make_loader(config, shards, rank=rank, world_size=world_size, device=device, trace=trace)
+
+
+def sequences_of(batch: Any) -> np.ndarray:
+    """(B, T + 1) ids of a batch; checks that targets are the inputs one token later."""
+    assert batch.inputs_BT.dtype == batch.targets_BT.dtype == torch.int64
+    assert torch.equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
+    return torch.cat((batch.inputs_BT, batch.targets_BT[:, -1:]), dim=1).cpu().numpy()
+
+
+def take(loader: Any, count: int) -> np.ndarray:
+    return np.concatenate([sequences_of(loader.next_batch()) for _ in range(count)])
+
+
+def stream(
+    shards: list[Any], steps: int, world_size: int = 1, first_step: int = 0, **changes: Any
+) -> tuple[np.ndarray, int]:
+    """All ranks' sequences in stream order, and the sum of their hashes."""
+    parts, total = [], 0
+    for rank in range(world_size):
+        with open_loader(shards, rank, world_size, **changes) as loader:
+            loader.seek(first_step)
+            parts.append([take(loader, loader.micro_steps) for _ in range(steps)])
+            total += loader.stream_hash
+    return np.concatenate([part[step] for step in range(steps) for part in parts]), total % 2**64
+
+
+def loader_threads() -> list[str]:
+    return [
+        thread.name for thread in threading.enumerate() if " loader " in thread.name or "pipe" in thread.name
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Whatever a test does, its loader's threads are gone soon after."""
+    yield
+    end = time.monotonic() + 5
+    while loader_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not loader_threads()
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# -- order: a pure function ----------------------------------------------------------------------------------
+
+
+def splitmix64(state: int) -> int:
+    """The published generator, in Python integers."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+    return state ^ (state >> 31)
+
+
+def test_random_words_are_the_published_generator() -> None:
+    """First outputs of splitmix64 seeded with 0 (state += gamma before each output)."""
+    words = train_gpt.random_words(0, 3)
+    assert [f"{int(word):016x}" for word in words] == [
+        "e220a8397b1dcdaf",
+        "6e789e6aa1b965f4",
+        "06c45d188009454f",
+    ]
+    assert np.array_equal(train_gpt.random_words(2, 5, 7, -1), train_gpt.random_words(0, 7, 7, -1)[2:])
+
+
+def plain_words(count: int, *key: int) -> list[int]:
+    """`random_words` in Python integers."""
+    gamma, state = 0x9E3779B97F4A7C15, 0
+    for part in key:
+        state = splitmix64((state + part + gamma) % 2**64)
+    return [splitmix64((state + (i + 1) * gamma) % 2**64) for i in range(count)]
+
+
+def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> None:
+    """Shards, then the sequences of each, sorted by random words; golden values keep published runs valid."""
+    rows, stream_hash = stream(shards, 12)
+    usable = [number for number in range(4) if SIZES[number] > 16]
+    expected: list[int] = []
+    for epoch in (0, 1):
+        for turn in np.argsort(np.array(plain_words(3, 1337, epoch), np.uint64)):
+            words = plain_words((SIZES[usable[turn]] - 1) // 16, 1337, epoch, int(turn))
+            starts = sum(SIZES[: usable[turn]]) + 16 * np.argsort(np.array(words, np.uint64))
+            expected += starts.tolist()
+    assert rows[:, 0].tolist() == expected[: len(rows)]
+    assert rows[:8, 0].tolist() == [1210, 1514, 1658, 1322, 1866, 1098, 1946, 954]
+    assert f"{stream_hash:016x}" == "3060d53d4588b3b6"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    seq_len=st.integers(1, 20),
+    seed=st.integers(-(2**40), 2**70),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_an_epoch_is_every_sequence_once(
+    sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int
+) -> None:
+    all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
+    if max(sizes) <= seq_len:
+        with pytest.raises(train_gpt.DataError, match=f"{max(sizes)} tokens"):
+            train_gpt.TokenOrder(all_shards, seq_len, seed, shuffle)
+        return
+    order = train_gpt.TokenOrder(all_shards, seq_len, seed, shuffle)
+    expected = [(number, i) for number, size in enumerate(sizes) for i in range((size - 1) // seq_len)]
+    first, seen = epoch * order.epoch_sequences, []
+    for visit, start, length in order.segments(first, order.epoch_sequences):
+        shard, key = order.visit(visit)
+        seen += [(int(shard.path.name), int(i)) for i in order.permutation(*key)[start : start + length]]
+    assert len(expected) == order.epoch_sequences
+    assert sorted(seen) == expected
+    assert shuffle or seen == expected
+    again = train_gpt.TokenOrder(all_shards, seq_len, seed, shuffle)  # reached without replaying
+    pieces = [piece for at in range(order.epoch_sequences) for piece in again.segments(first + at, 1)]
+    assert [p[:2] for p in pieces] == [
+        (v, s + i) for v, s, n in order.segments(first, order.epoch_sequences) for i in range(n)
+    ]
+
+
+def test_shuffle_depends_on_seed_epoch_and_shard(shards: list[Any]) -> None:
+    orders = [train_gpt.TokenOrder(shards, 16, seed, True) for seed in (1, 2)]
+    permutations = [orders[0].permutation(40, epoch, shard) for epoch in (0, 1) for shard in (0, 1)]
+    permutations.append(orders[1].permutation(40, 0, 0))
+    assert len({tuple(p) for p in permutations}) == len(permutations)
+    assert all(sorted(p) == list(range(40)) for p in permutations)
+
+
+def test_sequences_are_file_contents(shards: list[Any]) -> None:
+    """Counting shards: a sequence counts up from a multiple of T in its shard; an epoch holds each once."""
+    order = train_gpt.TokenOrder(shards, 16, 1337, True)
+    steps = -(-order.epoch_sequences // 16)
+    rows, _ = stream(shards, steps)
+    starts = np.cumsum([0, *SIZES])[:-1]
+    legal = {int(s) + 16 * i for s, n in zip(starts, SIZES, strict=True) for i in range((n - 1) // 16)}
+    assert np.array_equal(rows, rows[:, :1] + np.arange(17))
+    epoch = rows[: order.epoch_sequences, 0].tolist()
+    assert set(epoch) == legal and len(epoch) == len(legal)
+
+
+def test_without_shuffle_it_is_file_order(shards: list[Any]) -> None:
+    rows, _ = stream(shards, 3, shuffle=False)
+    starts = [16 * i for i in range((SIZES[0] - 1) // 16)] + [
+        SIZES[0] + 16 * i for i in range((SIZES[1] - 1) // 16)
+    ]
+    assert rows[:48, 0].tolist() == starts[:48]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("prefetch,copy_stream,depth", [(False, False, 2), (True, True, 1), (True, False, 3)])
+def test_every_geometry_sees_the_same_steps(
+    shards: list[Any], world_size: int, prefetch: bool, copy_stream: bool, depth: int
+) -> None:
+    """Same bytes and hash for any ranks, micro-batches and threads, over shard edges and several epochs."""
+    expected, expected_hash = stream(shards, 20, train_prefetch=False)
+    for micro_batch_tokens in (16, 32, 512):
+        rows, stream_hash = stream(
+            shards,
+            20,
+            world_size,
+            micro_batch_tokens=micro_batch_tokens,
+            train_prefetch=prefetch,
+            train_copy_stream=copy_stream,
+            train_prefetch_queue=depth,
+        )
+        assert np.array_equal(rows, expected)
+        assert stream_hash == expected_hash
+
+
+def test_real_text_is_the_same_with_and_without_threads(shared_data: Path) -> None:
+    files = train_gpt.open_shards(str(shared_data / "datasets/fineweb_sample_sp1024/fineweb_train_*.bin"))
+    geometry = {
+        "train_seq_len": 1024,
+        "train_batch_tokens": 65536,
+        "micro_batch_tokens": 16384,
+        "vocab_size": 1024,
+    }
+    expected = stream(files, 3, train_prefetch=False, **geometry)
+    rows, stream_hash = stream(files, 3, world_size=2, **geometry)
+    assert np.array_equal(rows, expected[0]) and stream_hash == expected[1]
+
+
+def test_a_step_larger_than_the_data_repeats_it(tmp_path: Path) -> None:
+    """One tiny shard of 2 sequences, 16 in a step: eight epochs in every step."""
+    files = write_shards(tmp_path / "tiny", (40,))
+    rows, _ = stream(files, 2, world_size=4)
+    assert all(sorted(rows[at : at + 2, 0]) == [0, 16] for at in range(0, len(rows), 2))
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"train_batch_tokens": 240}, "WORLD_SIZE=2"),
+        ({"micro_batch_tokens": 48}, "MICRO_BATCH_TOKENS"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused(
+    shards: list[Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(train_gpt.ConfigError, match=message):
+        open_loader(shards, world_size=2, **changes)
+
+
+# -- stream hash ---------------------------------------------------------------------------------------------
+
+
+def plain_hash(position: int, sequence: list[int]) -> int:
+    """The documented hash in Python integers: words times keys, mixed with the position."""
+    inputs, last = sequence[:-1] + [0] * (len(sequence[:-1]) % 2), sequence[-1]
+    words = [low + (high << 16) for low, high in zip(inputs[::2], inputs[1::2], strict=True)]
+    keys = plain_words(len(words) + 1, 1)
+    total = last * keys[0] + sum(word * key for word, key in zip(words, keys[1:], strict=True))
+    state = splitmix64((2 + 0x9E3779B97F4A7C15) % 2**64)
+    place = splitmix64((state + (position + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    return splitmix64((total % 2**64) ^ place)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 4), seq_len=st.integers(1, 9), first=st.integers(0, 2**40))
+def test_hash_is_the_documented_one(data: st.DataObject, rows: int, seq_len: int, first: int) -> None:
+    ids = st.lists(st.integers(0, 65535), min_size=seq_len + 1, max_size=seq_len + 1)
+    block = np.array(data.draw(st.lists(ids, min_size=rows, max_size=rows)), np.uint16)
+    got = train_gpt.hash_sequences(first, np.ascontiguousarray(block[:, :-1]), block[:, -1])
+    assert got == sum(plain_hash(first + i, row) for i, row in enumerate(block.tolist())) % 2**64
+    at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
+    block[at] ^= 1 << data.draw(st.integers(0, 15))
+    assert got != train_gpt.hash_sequences(first, np.ascontiguousarray(block[:, :-1]), block[:, -1])
+
+
+def test_hash_sees_a_swap_of_two_sequences() -> None:
+    rows = np.arange(34, dtype=np.uint16).reshape(2, 17)
+    hashes = [
+        train_gpt.hash_sequences(5, np.ascontiguousarray(r[:, :-1]), r[:, -1]) for r in (rows, rows[::-1])
+    ]
+    assert hashes[0] != hashes[1]
+
+
+# -- seek, state, resume -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_resume_at_every_position_and_twice(shards: list[Any], prefetch: bool) -> None:
+    """At any micro-step, shard edge and epoch wrap: the rest of the stream, and then the rest of that."""
+    total, every = 46, 3
+    with open_loader(shards, 1, 2, micro_batch_tokens=32, train_prefetch=False) as loader:
+        expected = [sequences_of(loader.next_batch()) for _ in range(total)]
+        expected_hash = loader.stream_hash
+    with open_loader(shards, 1, 2, micro_batch_tokens=32, train_prefetch=prefetch) as walker:
+        for position in range(0, total, every):
+            state = json.loads(json.dumps(walker.state_dict()))
+            with open_loader(shards, 1, 2, micro_batch_tokens=32, train_prefetch=prefetch) as second:
+                second.load_state_dict(state)
+                again = second.state_dict()
+                assert again == state
+                assert np.array_equal(sequences_of(second.next_batch()), expected[position])
+                walker.load_state_dict(json.loads(json.dumps(second.state_dict())))
+            for _ in range(every - 1):
+                if walker.index < total:
+                    assert np.array_equal(sequences_of(walker.next_batch()), expected[walker.index - 1])
+        while walker.index < total:
+            walker.next_batch()
+        assert walker.stream_hash == expected_hash
+
+
+def test_state_is_of_the_batch_delivered_not_of_the_one_prefetched(shards: list[Any]) -> None:
+    with open_loader(shards, train_prefetch_queue=8) as loader:
+        loader.next_batch()
+        wait_until(lambda: len(loader.pipeline.stages[-2].ready) >= 8)
+        assert (loader.state_dict()["step"], loader.state_dict()["rows"]) == (0, 4)
+
+
+def test_a_state_of_all_ranks_serves_another_world_size(shards: list[Any]) -> None:
+    """Two ranks save, four go on; in the middle of a step, and for one rank's own state, that is refused."""
+    expected, expected_hash = stream(shards, 9, train_prefetch=False)
+    loaders = [open_loader(shards, rank, 2) for rank in range(2)]
+    parts = [[take(loader, loader.micro_steps) for _ in range(4)] for loader in loaders]
+    state = json.loads(
+        json.dumps(loaders[0].state_dict(sum(loader.stream_hash for loader in loaders) % 2**64))
+    )
+    first = np.concatenate([part[step] for step in range(4) for part in parts])
+    others = [open_loader(shards, rank, 4) for rank in range(4)]
+    for other in others:
+        other.load_state_dict(state)
+    parts = [[take(other, other.micro_steps) for _ in range(5)] for other in others]
+    rest = np.concatenate([part[step] for step in range(5) for part in parts])
+    assert np.array_equal(np.concatenate((first, rest)), expected)
+    assert sum(other.stream_hash for other in others) % 2**64 == expected_hash
+    with pytest.raises(train_gpt.LoaderError, match="world_size is 2, expected 4"):
+        others[0].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(train_gpt.LoaderError, match="rank is 0, expected 1"):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+    loaders[0].next_batch()
+    with pytest.raises(train_gpt.LoaderError, match="world_size is 2, expected 4"):
+        others[0].load_state_dict(loaders[0].state_dict(0))
+    for loader in (*loaders, *others):
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    "field,changes",
+    [
+        ("seed", {"seed": 7}),
+        ("shuffle", {"shuffle": False}),
+        ("train_batch_tokens", {"train_batch_tokens": 512}),
+    ],
+)
+def test_a_state_of_other_settings_names_the_field(
+    shards: list[Any], field: str, changes: dict[str, Any]
+) -> None:
+    with open_loader(shards, **changes) as other, open_loader(shards) as loader:
+        with pytest.raises(train_gpt.LoaderError, match=rf"{field} is .*expected"):
+            loader.load_state_dict(other.state_dict())
+        loader.next_batch()  # and the loader is as it was
+
+
+def test_a_state_of_other_data_names_the_field(shards: list[Any], tmp_path: Path) -> None:
+    renamed = write_shards(tmp_path / "other", (*SIZES[:3], SIZES[3] - 1))
+    with open_loader(shards) as other:
+        state = other.state_dict()
+    refused = pytest.raises(train_gpt.LoaderError, match="shard_tokens is 2042, expected 2041")
+    with open_loader(renamed) as loader, refused:
+        loader.load_state_dict(state)
+
+
+def test_warm_up_leaves_no_trace(shards: list[Any]) -> None:
+    expected, expected_hash = stream(shards, 4, train_prefetch=False)
+    with open_loader(shards) as loader:
+        take(loader, 11)
+        loader.seek(0)
+        assert loader.stream_hash == 0
+        assert np.array_equal(take(loader, 4 * loader.micro_steps), expected)
+        assert loader.stream_hash == expected_hash
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_seek_reads_nothing_but_the_shard_it_needs(
+    shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs away, no sooner and no later than at once: nothing is read but the shard and those after it."""
+    expected, _ = stream(shards, 2, first_step=10_000, train_prefetch=False)
+    reads: list[str] = []
+    count_reads(monkeypatch, reads)
+    with open_loader(shards, train_prefetch=prefetch) as loader:
+        loader.next_batch()
+        reads.clear()
+        loader.seek(10_000)
+        rows = take(loader, 1)
+        assert len(reads) <= 3 and np.array_equal(rows, expected[: len(rows)])
+
+
+# -- documents -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 20), seq_len=st.integers(1, 20))
+def test_cu_seqlens_are_the_starts_of_documents_and_rows(
+    data: st.DataObject, rows: int, seq_len: int
+) -> None:
+    flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
+    got = train_gpt.document_starts(np.array(flat, np.uint16).reshape(rows, seq_len)).tolist()
+    expected = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i % seq_len == 0]
+    assert got[: len(expected)] == expected
+    assert len(got) % 64 == 0 and len(got) - len(expected) in range(1, 65)
+    assert set(got[len(expected) :]) == {rows * seq_len}
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> None:
+    ids = np.random.default_rng(0).integers(1, 5, 2000)
+    write_shard(tmp_path / "fineweb_train_000000.bin", ids)
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    with open_loader(files, train_prefetch=prefetch) as loader:
+        for _ in range(60):
+            batch = loader.next_batch()
+            assert batch.cu_seqlens.dtype == torch.int32
+            expected = train_gpt.document_starts(batch.inputs_BT.numpy().astype(np.uint16))
+            assert batch.cu_seqlens.tolist() == expected.tolist()
+    with open_loader(files, train_prefetch=prefetch, doc_mask=False) as loader:
+        assert loader.next_batch().cu_seqlens is None
+
+
+# -- timing of the stages ------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "deadline"
+        time.sleep(0.002)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
+    """Note the file of every read."""
+    real = train_gpt.read_into
+
+    def reading(file: Any, buffer: np.ndarray) -> int:
+        reads.append(Path(file.name).name)
+        return real(file, buffer)
+
+    monkeypatch.setattr(train_gpt, "read_into", reading)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("slow", ["disk", "stage", "step", "random"])
+def test_no_stage_can_change_the_stream_by_its_speed(
+    shards: list[Any], slow: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = stream(shards, 10, train_prefetch=False)
+    delays = np.random.default_rng(1)
+
+    def pause(stage: str) -> None:
+        if slow in (stage, "random"):
+            time.sleep(0.004 if slow == stage else delays.uniform(0, 0.004))
+
+    real_read, real_gather = train_gpt.read_into, train_gpt.ShardFeed.gather
+
+    def read_into(file: Any, buffer: np.ndarray) -> int:
+        pause("disk")
+        return real_read(file, buffer)
+
+    def gather(self: Any, *args: Any) -> None:
+        pause("stage")
+        real_gather(self, *args)
+
+    monkeypatch.setattr(train_gpt, "read_into", read_into)
+    monkeypatch.setattr(train_gpt.ShardFeed, "gather", gather)
+    with open_loader(shards, train_prefetch_queue=depth) as loader:
+        rows = []
+        for _ in range(10 * loader.micro_steps):
+            rows.append(sequences_of(loader.next_batch()))
+            pause("step")
+    assert np.array_equal(np.concatenate(rows), expected)
+
+
+def test_the_next_shard_is_read_ahead_and_no_more_than_that(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first shard is in use the second is read; the third only when the first is done with."""
+    reads: list[str] = []
+    count_reads(monkeypatch, reads)
+    with open_loader(shards, train_prefetch_queue=1) as loader:
+        loader.next_batch()
+        wait_until(lambda: len(reads) >= 2)
+        time.sleep(0.05)
+        assert len(reads) == 2
+        turns = [loader.order.visit(visit)[0].path.name for visit in range(2)]
+        assert reads == turns
+
+
+def test_a_shard_that_takes_long_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second shard's read is held until the last batch of the first is delivered: none waits for it."""
+    files = write_shards(tmp_path / "two", (16 * 40 + 1, 16 * 40 + 1))
+    gate, real = threading.Event(), train_gpt.read_into
+    seen: list[str] = []
+
+    def held(file: Any, buffer: np.ndarray) -> int:
+        seen.append(file.name)
+        if len(seen) == 2:
+            assert gate.wait(DEADLINE_SECONDS)
+        return real(file, buffer)
+
+    monkeypatch.setattr(train_gpt, "read_into", held)
+    with open_loader(files, train_prefetch_queue=2) as loader:
+        for _ in range(10):
+            loader.next_batch()
+        gate.set()
+        loader.next_batch()
+
+
+def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
+    """Kept for as long as one likes, a batch is never written again."""
+    with open_loader(shards) as loader:
+        kept = [loader.next_batch() for _ in range(40)]
+        copies = [(b.inputs_BT.clone(), b.targets_BT.clone(), b.cu_seqlens.clone()) for b in kept]
+        take(loader, 40)
+        for batch, (inputs_BT, targets_BT, cu_seqlens) in zip(kept, copies, strict=True):
+            assert torch.equal(batch.inputs_BT, inputs_BT) and torch.equal(batch.targets_BT, targets_BT)
+            assert torch.equal(batch.cu_seqlens, cu_seqlens)
+
+
+def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
+    with open_loader(shards) as loader:
+        take(loader, 5)
+        waits = loader.take_waits_ms()
+        assert len(waits) == 5 and min(waits) >= 0
+        assert loader.take_waits_ms() == []
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Run in a thread, so that a hang is a failure and not the end of the suite."""
+    result: list[Any] = []
+
+    def call() -> None:
+        try:
+            result.append((function(), None))
+        except BaseException as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert result, f"hung for {seconds} s"
+    if result[0][1] is not None:
+        raise result[0][1]
+    return result[0][0]
+
+
+def drain(loader: Any) -> tuple[list[np.ndarray], BaseException]:
+    """Batches until the error, and the error, which must come again when asked again."""
+    rows: list[np.ndarray] = []
+    try:
+        while len(rows) < 10_000:
+            rows.append(sequences_of(loader.next_batch()))
+    except train_gpt.LoaderError as error:
+        with pytest.raises(train_gpt.LoaderError):
+            loader.next_batch()
+        return rows, error
+    raise AssertionError("no error in 10,000 batches")
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("fault", [OSError("disk on fire"), SystemExit(3), KeyError("k"), MemoryError()])
+def test_an_error_in_the_disk_stage_arrives_in_order(
+    shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All good batches first, then a LoaderError with rank, shard, byte and the traceback of the origin."""
+    expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
+    real, order = train_gpt.read_into, train_gpt.TokenOrder(shards, 16, 1337, True)
+    bad = order.visit(1)[0].path
+
+    def read_into(file: Any, buffer: np.ndarray) -> int:
+        if Path(file.name) == bad:
+            raise fault
+        return real(file, buffer)
+
+    monkeypatch.setattr(train_gpt, "read_into", read_into)
+    with open_loader(shards, train_prefetch=prefetch) as loader:
+        rows, error = within(5, lambda: drain(loader))
+    good = order.visit(0)[1][0] // 4  # whole micro-batches of four out of the first shard
+    assert len(rows) == good and np.array_equal(np.concatenate(rows), expected[: 4 * good])
+    for part in (str(bad), "byte 1024", "rank 0", type(fault).__name__, "in read_into"):
+        assert part in str(error), part
+
+
+@pytest.mark.parametrize("fault", [ValueError("bug"), SystemExit(1), GeneratorExit(), KeyboardInterrupt()])
+def test_an_error_in_the_stage_thread_arrives(
+    shards: list[Any], fault: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = train_gpt.ShardFeed.gather
+
+    def gather(self: Any, first: int, *args: Any) -> None:
+        if first >= 24:
+            raise fault
+        real(self, first, *args)
+
+    monkeypatch.setattr(train_gpt.ShardFeed, "gather", gather)
+    with open_loader(shards) as loader:
+        rows, error = within(5, lambda: drain(loader))
+    assert len(rows) == 6
+    assert type(fault).__name__ in str(error) and "rank 0" in str(error) and "in gather" in str(error)
+    if isinstance(fault, (Exception, SystemExit)):
+        assert "fineweb_train_" in str(error) and "byte" in str(error) and "step 1" in str(error)
+
+
+@pytest.mark.parametrize("lane", ["disk", "stage", "transfer"])
+def test_a_worker_that_dies_without_a_word(
+    shards: list[Any], lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = train_gpt.Stage._run
+
+    def run(self: Any) -> None:
+        if not self.name.endswith(lane):
+            real(self)
+
+    monkeypatch.setattr(train_gpt.Stage, "_run", run)
+    with open_loader(shards) as loader:
+        _, error = within(5, lambda: drain(loader))
+    assert f"{lane}: the worker thread ended without a word" in str(error)
+
+
+def test_a_stall_ends_in_an_error_with_all_stacks(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate, real = threading.Event(), train_gpt.read_into
+
+    def read_into(file: Any, buffer: np.ndarray) -> int:
+        gate.wait(DEADLINE_SECONDS)
+        return real(file, buffer)
+
+    monkeypatch.setattr(train_gpt, "read_into", read_into)
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    with open_loader(shards, loader_timeout_seconds=1) as loader:
+        with pytest.raises(train_gpt.LoaderError, match=r"LOADER_TIMEOUT_SECONDS=1.*disk 0"):
+            within(5, loader.next_batch)
+        gate.set()
+    assert "in read_into" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["truncated", "grown", "vanished", "magic", "count"])
+def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
+    files = write_shards(tmp_path / "data", (16 * 400 + 1, 16 * 8 + 1))
+    with open_loader(files, shuffle=False, train_prefetch=False) as loader:
+        take(loader, 1)
+        path, content = files[1].path, files[1].path.read_bytes()
+        changed = {
+            "truncated": content[:-2],
+            "grown": content + b"\0\0",
+            "magic": b"\0" + content[1:],
+            "count": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 128],
+        }
+        path.unlink() if fault == "vanished" else path.write_bytes(changed[fault])
+        rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
+    assert len(rows) == 99 and str(path) in str(error) and "DataError" in str(error)
+
+
+def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) -> None:
+    ids = np.full(500, 7)
+    ids[321] = 900
+    write_shard(tmp_path / "fineweb_train_000000.bin", ids)
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    with open_loader(files, vocab_size=512) as loader, pytest.raises(
+        train_gpt.LoaderError, match=r"token 321, byte 1666: id 900, expected below VOCAB_SIZE=512"
+    ):
+        within(5, loader.next_batch)
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (b"", "magic is 0, expected 20240520"),
+        (b"\1" * 1000, "expected 20240520"),
+        (np.array([20240520, 2, 8] + [0] * 253, "<i4").tobytes() + b"\0" * 16, "version is 2, expected 1"),
+        (
+            np.array([20240520, 1, 8] + [0] * 253, "<i4").tobytes() + b"\0" * 15,
+            "size in bytes is 1039, expected 1040",
+        ),
+        (np.array([20240520, 1, 0] + [0] * 253, "<i4").tobytes(), "size in bytes is 1024, expected 1026"),
+        (np.array([20240520, 1, -5] + [0] * 253, "<i4").tobytes(), "size in bytes is 1024, expected 1026"),
+    ],
+)
+def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "fineweb_train_000000.bin").write_bytes(content)
+    with pytest.raises(train_gpt.DataError, match=message) as error:
+        train_gpt.open_shards(str(tmp_path / "*.bin"))
+    assert "fineweb_train_000000.bin" in str(error.value)
+
+
+def test_no_shards_is_an_error_that_names_the_pattern(tmp_path: Path) -> None:
+    with pytest.raises(train_gpt.DataError, match="absent"):
+        train_gpt.open_shards(str(tmp_path / "absent*.bin"))
+
+
+# -- close ---------------------------------------------------------------------------------------------------
+
+
+def close_in_state(shards: list[Any], state: str) -> float:
+    """Open a loader, bring it into a state, close it (twice); returns the seconds of close()."""
+    loader = open_loader(
+        shards, train_prefetch_queue=1 + len(state) % 3, train_prefetch=state != "synchronous"
+    )
+    if state in ("used", "full", "synchronous"):
+        loader.next_batch()
+    if state == "full":
+        wait_until(lambda: len(loader.pipeline.stages[-1].ready) == 2)
+    if state == "moved":
+        loader.seek(5)
+    begin = time.monotonic()
+    loader.close()
+    loader.close()
+    seconds = time.monotonic() - begin
+    with pytest.raises(train_gpt.LoaderError, match=r"closed|close"):
+        loader.next_batch()
+    return seconds
+
+
+STATES = ("fresh", "used", "full", "moved", "synchronous")
+
+
+def test_200_cycles_leave_nothing(shards: list[Any]) -> None:
+    slowest = max(close_in_state(shards, STATES[cycle % len(STATES)]) for cycle in range(200))
+    assert slowest < 2 and not loader_threads()
+
+
+def test_close_with_a_reader_that_hangs_is_bounded(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = threading.Event(), train_gpt.read_into
+    monkeypatch.setattr(train_gpt, "read_into", lambda *args: gate.wait(DEADLINE_SECONDS) and real(*args))
+    loader = open_loader(shards)
+    begin = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin < 2
+    gate.set()
+
+
+def test_a_consumer_that_waits_is_woken_by_close(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, real = threading.Event(), train_gpt.read_into
+    monkeypatch.setattr(train_gpt, "read_into", lambda *args: gate.wait(DEADLINE_SECONDS) and real(*args))
+    loader = open_loader(shards)
+    threading.Timer(0.1, loader.close).start()
+    with pytest.raises(train_gpt.LoaderError, match="closed"):
+        within(5, loader.next_batch)
+    gate.set()
+
+
+def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
+    with pytest.raises(ZeroDivisionError), open_loader(shards) as loader:
+        loader.next_batch()
+        raise ZeroDivisionError
+    assert loader.pipeline.closed
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch, train_gpt
+sys.path.insert(0, {tests!r})
+from test_loader import make_config, write_shards
+shards = write_shards(Path({folder!r}))
+place = dict(rank=0, world_size=1, device=torch.device("cpu"), trace=train_gpt.Trace(None))
+loader = train_gpt.make_loader(make_config(), shards, **place)
+loader.next_batch()
+print("ready", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end,sent,code",
+    [
+        ("", None, 0),
+        ("raise RuntimeError('step')", None, 1),
+        ("sys.exit(3)", None, 3),
+        ("while True: time.sleep(1)", signal.SIGINT, -signal.SIGINT),
+        ("while True: loader.next_batch()", signal.SIGINT, -signal.SIGINT),
+        ("while True: loader.next_batch()", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_process_that_never_closes_ends(tmp_path: Path, end: str, sent: Any, code: int) -> None:
+    """Normal end, error, exit, Ctrl-C and SIGTERM, without close(): the process is gone within 5 s."""
+    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "data"), end=end)
+    path = os.pathsep.join([str(Path(train_gpt.__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stdout.readline() == b"ready\n", process.stderr.read().decode()
+        if sent is not None:
+            process.send_signal(sent)
+        process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert process.returncode == code
+
+
+# -- long runs -----------------------------------------------------------------------------------------------
+
+
+def run_long(shards: list[Any], batches: int) -> None:
+    """Threads and resident memory after the first tenth are those at the end; the bytes are the oracle's."""
+    with open_loader(shards) as loader, open_loader(shards, train_prefetch=False) as oracle:
+        for index in range(batches):
+            if index == batches // 10:
+                threads, memory = threading.active_count(), rss_bytes()
+            got, expected = loader.next_batch(), oracle.next_batch()
+            assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
+                got.targets_BT, expected.targets_BT
+            )
+            loader.take_waits_ms(), oracle.take_waits_ms()
+        assert loader.stream_hash == oracle.stream_hash
+        assert threading.active_count() == threads
+        assert rss_bytes() - memory < 4 << 20
+
+
+def test_300_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> None:
+    run_long(shards, 300)
+
+
+@pytest.mark.slow
+def test_10_000_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> None:
+    run_long(shards, 10_000)
+
+
+# -- the pipeline by itself ----------------------------------------------------------------------------------
+
+
+def open_pipeline(
+    fill: Any, count: int | None, shape: tuple[int, ...], device: torch.device = CPU, **changes: Any
+) -> Any:
+    settings: dict[str, Any] = {
+        "prefetch": True,
+        "depth": 2,
+        "copy_stream": True,
+        "timeout_seconds": DEADLINE_SECONDS,
+    }
+    settings |= {"name": "pipe", "trace": train_gpt.Trace(None)} | changes
+    return train_gpt.Pipeline(fill, count, shape, device, **settings)
+
+
+def count_up(index: int, slot: np.ndarray) -> str:
+    slot[...] = index
+    return f"batch {index}"
+
+
+@pytest.mark.parametrize("prefetch,copy_stream", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("count,first", [(0, 0), (1, 0), (7, 3)])
+def test_a_finite_pipeline_ends_after_its_batches(
+    prefetch: bool, copy_stream: bool, count: int, first: int
+) -> None:
+    with open_pipeline(
+        count_up, count, (2, 3), first=first, prefetch=prefetch, copy_stream=copy_stream
+    ) as pipeline:
+        batches = list(pipeline)
+        with pytest.raises(StopIteration):
+            pipeline.next()
+    assert [meta for _, meta in batches] == [f"batch {first + i}" for i in range(count)]
+    assert all(ids.dtype == torch.int64 and ids.shape == (2, 3) for ids, _ in batches)
+    assert (
+        [int(ids.min()) for ids, _ in batches]
+        == [int(ids.max()) for ids, _ in batches]
+        == [*range(first, first + count)]
+    )
+
+
+def test_ids_of_all_16_bits_survive() -> None:
+    def fill(index: int, slot: np.ndarray) -> None:
+        slot[...] = np.arange(65536)
+
+    with open_pipeline(fill, 1, (65536,)) as pipeline:
+        assert torch.equal(pipeline.next()[0], torch.arange(65536))
+
+
+def test_validation_tokens_are_the_shards_joined(shards: list[Any]) -> None:
+    total = sum(SIZES)
+    assert np.array_equal(train_gpt.validation_tokens(make_config(), shards), np.arange(total))
+    for limit in (1, SIZES[0] - 1, SIZES[0], 900, total - 1):
+        got = train_gpt.validation_tokens(make_config(val_tokens_limit=limit), shards)
+        assert got.dtype == np.uint16 and np.array_equal(got, np.arange(limit + 1))
+    assert np.array_equal(train_gpt.read_tokens(shards[0], 5, 9), [5, 6, 7, 8])
+
+
+# -- on the GPU ----------------------------------------------------------------------------------------------
+
+
+class NoEvent:
+    """An event that nobody waits for."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def poisoned_values(batches: int = 24, copy_stream: bool = True) -> int:
+    """Wrong values that reach the step when every slot is poisoned as soon as it may be written.
+
+    A long kernel goes ahead of each batch on the compute stream, so that the host runs far ahead of the GPU.
+    """
+
+    def fill(index: int, slot: np.ndarray) -> None:
+        slot[...] = 65535
+        slot[...] = index
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    with open_pipeline(fill, batches, (1 << 16,), device, copy_stream=copy_stream) as pipeline:
+        for index in range(batches):
+            torch.cuda._sleep(20_000_000)
+            ids, _ = pipeline.next()
+            wrong += (ids != index).sum()
+    return int(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy_stream", [True, False])
+def test_not_one_poisoned_value_reaches_the_step(copy_stream: bool) -> None:
+    assert poisoned_values(copy_stream=copy_stream) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_the_poison_test_fails_without_the_events(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The naive ring, in host or in device memory, is caught: so the test above means something."""
+
+    class NaiveSlot(train_gpt.Slot):
+        def __init__(self, shape: tuple[int, ...], device: torch.device, cuda: bool) -> None:
+            super().__init__(shape, device, cuda)
+            if device.type == where:
+                self.free = NoEvent()
+
+    monkeypatch.setattr(train_gpt, "Slot", NaiveSlot)
+    assert poisoned_values() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy_stream", [True, False])
+def test_the_gpu_gets_the_oracles_bytes(shards: list[Any], copy_stream: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    loader = open_loader(shards, device=device, train_copy_stream=copy_stream)
+    with loader, open_loader(shards, train_prefetch=False) as oracle:
+        for _ in range(200):
+            torch.cuda._sleep(1_000_000)
+            got, expected = loader.next_batch(), oracle.next_batch()
+            assert np.array_equal(sequences_of(got), sequences_of(expected))
+            assert torch.equal(got.cu_seqlens.cpu(), expected.cu_seqlens)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_gpu_memory_is_flat_over_10_000_steps(shards: list[Any]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with open_loader(shards, device=device) as loader:
+        for index in range(10_000):
+            if index == 100:
+                before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), rss_bytes()
+            batch = loader.next_batch()
+            del batch
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before[:2]
+        assert rss_bytes() - before[2] < 16 << 20
+
+
+@pytest.mark.gpu
+def test_copies_overlap_the_step() -> None:
+    """In the profiler's timeline, host-to-device copies run while a kernel of the step runs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with (
+        open_pipeline(count_up, 20, (1 << 20,), device) as pipeline,
+        torch.profiler.profile(activities=activities) as seen,
+    ):
+        for _ in range(20):
+            pipeline.next()
+            torch.cuda._sleep(20_000_000)
+        torch.cuda.synchronize()
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in seen.events()]
+    copies = [span[1:] for span in spans if "HtoD" in span[0]]
+    kernels = [span[1:] for span in spans if "spin" in span[0] or "sleep" in span[0].lower()]
+    overlapped = [any(a < end and start < b for a, b in kernels) for start, end in copies]
+    assert copies and kernels and sum(overlapped) > len(copies) // 2

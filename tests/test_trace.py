@@ -1,0 +1,278 @@
+"""The trace: a file that is valid whatever happens, says what happened, and costs nothing when off."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_loader import open_loader, wait_until, write_shards
+
+import train_gpt
+
+CPU = torch.device("cpu")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, each checked for what the viewers need."""
+    events = json.loads(path.read_text())["traceEvents"]
+    for event in events:
+        assert event["ph"] in ("X", "C", "M", "s", "f") and isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["ts"] >= 0
+    return events
+
+
+def spans(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["name"] == name]
+
+
+def lanes(events: list[dict[str, Any]]) -> dict[str, int]:
+    return {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+
+
+def test_off_writes_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, every span is one shared object and no event is ever built."""
+    monkeypatch.setattr(train_gpt.Trace, "_add", lambda *args, **event: pytest.fail("an event was built"))
+    trace = train_gpt.Trace(None)
+    assert trace.span("a", "main") is trace.span("b", "main", x=1)
+    with trace.span("a", "main"):
+        trace.counter("depth", ready=1)
+        trace.flow_start("1", "main")
+        trace.flow_end("1", "main")
+        trace.complete("x", "main", 0, 1)
+        trace.step(1)
+        trace.flush()
+    with open_loader(write_shards(tmp_path / "data")) as loader:
+        loader.next_batch()
+    trace.close()
+
+
+def test_valid_after_every_flush(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = train_gpt.Trace(path, rank=3)
+    assert [event["name"] for event in read(path)][:2] == ["thread_name", "process_name"]
+    for number in range(5):
+        with trace.span("work", "main", number=number):
+            trace.counter("depth", ready=number)
+        trace.flush()
+        trace.flush()
+        events = read(path)
+        assert [span["args"]["number"] for span in spans(events, "work")] == [*range(number + 1)]
+    trace.close()
+    trace.close()
+    assert {event["pid"] for event in read(path)} == {3}
+
+
+def test_a_span_is_written_when_its_block_raises(tmp_path: Path) -> None:
+    trace = train_gpt.Trace(tmp_path / "trace.json")
+    with pytest.raises(KeyError), trace.span("work", "main"):
+        raise KeyError
+    trace.close()
+    assert len(spans(read(tmp_path / "trace.json"), "work")) == 1
+
+
+def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for name in ("first", "second"):
+        trace = train_gpt.Trace(path)
+        with trace.span(name, "main"):
+            pass
+        trace.close()
+    assert len(spans(read(path), "first")) == len(spans(read(path), "second")) == 1
+
+
+def test_the_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = train_gpt.Trace(path, steps=(2, 4))
+    begin = train_gpt.time.perf_counter_ns()
+    for step in range(6):
+        trace.step(step)
+        with trace.span("train", "main", step=step):
+            trace.counter("depth", step=step)
+    trace.complete("epoch", "epochs", begin, train_gpt.time.perf_counter_ns())  # from before it to after it
+    trace.close()
+    events = read(path)
+    assert [span["args"]["step"] for span in spans(events, "train")] == [2, 3]
+    assert [event["args"]["step"] for event in events if event["ph"] == "C"] == [2, 3]
+    assert len(spans(events, "epoch")) == 1
+
+
+def test_many_threads_write_whole_events(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = train_gpt.Trace(path)
+
+    def work(lane: str) -> None:
+        for number in range(200):
+            with trace.span("work", lane, number=number):
+                pass
+            if number % 20 == 0:
+                trace.flush()
+
+    threads = [threading.Thread(target=work, args=(f"lane {i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trace.close()
+    events = read(path)
+    assert len(spans(events, "work")) == 1200
+    assert len(lanes(events)) == 7 and len(set(lanes(events).values())) == 7
+
+
+def traced_run(folder: Path, steps: int = 12) -> list[dict[str, Any]]:
+    """A training loop's use of loader, timer and trace, on one rank."""
+    path = folder / "trace.json"
+    trace = train_gpt.Trace(path)
+    config = dataclasses.replace(
+        train_gpt.Config.from_env({}), training_timing_breakdown=True, training_timing_every=5
+    )
+    timer = train_gpt.StepTimer(config, CPU, trace)
+    with open_loader(write_shards(folder / "data"), trace=trace) as loader:
+        for step in range(steps):
+            trace.step(step)
+            timer.begin(step)
+            for _ in range(loader.micro_steps):
+                loader.next_batch()
+                for lap in ("batch", "forward", "backward"):
+                    timer.lap(lap)
+            timer.lap("optimizer")
+            timer.end()
+    trace.close()
+    return read(path)
+
+
+def test_a_run_has_every_lane_span_and_flow(tmp_path: Path) -> None:
+    """An arrow leads from the staging of each batch to the step that used it; spans nest on the main lane."""
+    events = traced_run(tmp_path)
+    for name in (
+        "epoch",
+        "disk_load",
+        "stage",
+        "gpu_transfer",
+        "gpu_queue_wait",
+        "train",
+        "forward",
+        "backward",
+        "optimizer",
+    ):
+        assert spans(events, name), name
+    wanted = {"main", "epochs", *(f"rank 0 loader {stage}" for stage in ("disk", "stage", "transfer"))}
+    assert wanted <= set(lanes(events))
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(ends) == 12 * 4 and set(ends) <= set(starts)
+    for flow, end in ends.items():
+        assert starts[flow]["ts"] <= end["ts"]
+        for event in (starts[flow], end):
+            assert any(
+                span["tid"] == event["tid"] and span["ts"] <= event["ts"] <= span["ts"] + span["dur"]
+                for span in events
+                if span["ph"] == "X"
+            )
+    assert {"rank 0 loader disk", "rank 0 loader stage"} <= {
+        name for event in events if event["ph"] == "C" for name in event["args"]
+    }
+    trains = spans(events, "train")
+    for inner in spans(events, "forward"):
+        assert any(
+            t["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= t["ts"] + t["dur"] + 1e-3 for t in trains
+        )
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import train_gpt
+trace = train_gpt.Trace(Path({path!r}))
+number = 0
+while True:
+    with trace.span("work", "main", number=number):
+        pass
+    number += 1
+    if number % 10 == 0:
+        trace.flush()
+"""
+
+
+def test_valid_after_sigkill(tmp_path: Path) -> None:
+    """Killed in the middle of its work, a process leaves everything up to its last flush."""
+    path = tmp_path / "trace.json"
+    script = KILLED.format(tests=str(Path(train_gpt.__file__).parent), path=str(path))
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        wait_until(lambda: path.exists() and path.stat().st_size > 100_000)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(5)
+    numbers = [span["args"]["number"] for span in spans(read(path), "work")]
+    assert numbers == [*range(len(numbers))] and len(numbers) > 100
+
+
+# -- timing lines --------------------------------------------------------------------------------------------
+
+
+def make_timer(every: int, trace: Any = None) -> Any:
+    config = dataclasses.replace(
+        train_gpt.Config.from_env({}),
+        training_timing_breakdown=every > 0,
+        training_timing_every=max(every, 1),
+    )
+    return train_gpt.StepTimer(config, CPU, trace or train_gpt.Trace(None))
+
+
+def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means per micro-step of batch, forward and backward; the optimizer and validation as they are."""
+    clock = iter([ms * 1_000_000 for ms in (0, 1, 5, 11, 14, 18, 28, 40)])
+    timer = make_timer(2)
+    timer.val_ms = 7.0
+    monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: next(clock))
+    timer.begin(4)
+    for lap in ("batch", "forward", "backward", "batch", "forward", "backward", "optimizer"):
+        timer.lap(lap)
+    assert timer.end() == (
+        "timing_breakdown step:4 micro_steps:2 batch_cpu_ms:2.00 batch_h2d_ms:0.00 forward_ms:4.00 "
+        "backward_ms:8.00 optimizer_ms:12.00 val_ms:7.00"
+    )
+
+
+def test_other_steps_are_not_timed_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: pytest.fail("the clock was read"))
+    for timer, step in ((make_timer(2), 3), (make_timer(0), 2)):
+        timer.begin(step)
+        timer.lap("batch")
+        assert timer.end() is None and timer.pending == []
+
+
+@pytest.mark.gpu
+def test_gpu_time_is_read_late_and_is_right() -> None:
+    """A kernel of known length is found in `forward`; the step that is timed does not wait for it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = dataclasses.replace(
+        train_gpt.Config.from_env({}), training_timing_breakdown=True, training_timing_every=1
+    )
+    timer = train_gpt.StepTimer(config, device, train_gpt.Trace(None))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    timer.begin(1)
+    timer.lap("batch")
+    start.record()
+    torch.cuda._sleep(200_000_000)
+    end.record()
+    timer.lap("forward")
+    assert timer.end() is None
+    torch.cuda.synchronize()
+    timer.begin(2)
+    line = timer.end()
+    forward_ms = float(line.split("forward_ms:")[1].split()[0])
+    assert forward_ms == pytest.approx(start.elapsed_time(end), rel=0.05)
