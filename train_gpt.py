@@ -566,20 +566,19 @@ NO_SPAN = contextlib.nullcontext()
 class Trace:
     """Perfetto trace of one rank, one lane per stage and stream; safe from any thread. `path=None` is off.
 
-    steps=(a, b) keeps what overlaps the steps a <= step < b. A file that exists (a resumed run's) is continued.
+    steps=(a, b) keeps what overlaps the steps a <= step < b. An existing file (a resumed run) is continued.
     """
 
     def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
         self.rank, self.steps, self.recording = rank, steps, path is not None and steps is None
         self.window_ns = [0.0 if self.recording else math.inf, math.inf]
         self.lock, self.lanes, self.events = threading.Lock(), dict[str, int](), list[str]()
-        self.cuda_spans: list[tuple[str, str, Any, Any]] = []  # until their events complete
-        self.cuda_anchor: tuple[Any, int] | None = None  # an event, and the host time at which it completed
+        self.anchor: tuple[torch.cuda.Event, int] | None = None  # and the host time at which it completed
         self.file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if self.file is not None:
             self.end = max(0, os.fstat(self.file).st_size - len(TRACE_TAIL))
-            now_ns, clocks = time.perf_counter_ns(), {"unix_ns": time.time_ns()}  # lines up several machines
-            self._add("main", now_ns, ph="M", name="process_name", args={"name": f"rank {rank}"} | clocks)
+            clocks = {"unix_ns": time.time_ns(), "host_ns": time.perf_counter_ns()}  # lines up the ranks
+            self._add("main", 0, ph="M", name="process_name", args={"name": f"rank {rank}"} | clocks)
             self.flush()
 
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
@@ -599,29 +598,15 @@ class Trace:
         if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
             self._add(lane, start_ns, ph="X", name=name, dur=(end_ns - start_ns) / 1e3, args=args)
 
-    @contextlib.contextmanager
-    def _torch_span(self, name: str, lane: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        yield
-        end.record(stream)
-        self.cuda_complete(name, lane, start, end)
-
-    def torch_span(self, name: str, lane: str, stream: Any, **args: Any) -> contextlib.AbstractContextManager[None]:
-        """What the `with` block puts on a CUDA stream; with stream=None what the thread does, as `span`."""
-        return self._torch_span(name, lane, stream) if self.recording and stream else self.span(name, lane, **args)
-
-    def cuda_complete(self, name: str, lane: str, start_event: Any, end_event: Any) -> None:
-        """A span between two timing CUDA events, read once they are done; only the first call ever waits."""
-        if self.window_ns[0] == math.inf:
-            return
-        if self.cuda_anchor is None:
-            anchor = torch.cuda.Event(enable_timing=True)
-            anchor.record()
-            anchor.synchronize()
-            self.cuda_anchor = (anchor, time.perf_counter_ns())
-        with self.lock:
-            self.cuda_spans.append((name, lane, start_event, end_event))
+    def cuda_complete(self, name: str, lane: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """A span between two CUDA events with timing that have completed."""
+        if self.anchor is None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.Stream(end.device))  # an idle stream: nothing to wait for
+            event.synchronize()
+            self.anchor = (event, time.perf_counter_ns())
+        event, host_ns = self.anchor
+        self.complete(name, lane, *(host_ns + 1e6 * event.elapsed_time(other) for other in (start, end)))
 
     def counter(self, name: str, **values: float) -> None:
         """One point of each of the curves `values`."""
@@ -639,7 +624,7 @@ class Trace:
         self.flow_start(flow_id, lane, phase="f")
 
     def step(self, step: int) -> None:
-        """Tell the current step: it opens and closes the window, and flushes what has gathered."""
+        """Tell the current step: it opens and closes the window, and flushes now and then."""
         inside = self.file is not None and (self.steps is None or self.steps[0] <= step < self.steps[1])
         if inside != self.recording:
             self.window_ns[0 if inside else 1] = time.perf_counter_ns()
@@ -649,26 +634,19 @@ class Trace:
 
     def _add(self, lane: str, time_ns: float, **event: Any) -> None:
         with self.lock:
-            if lane not in self.lanes:
-                self.lanes[lane] = len(self.lanes)
-                name = {"ph": "M", "name": "thread_name", "args": {"name": lane}}
-                self.events.append(json.dumps(name | {"pid": self.rank, "tid": self.lanes[lane]}))
-            event |= {"pid": self.rank, "tid": self.lanes[lane], "ts": time_ns / 1e3}
-            self.events.append(json.dumps(event))
+            named = {"ph": "M", "name": "thread_name", "args": {"name": lane}}
+            events = [event] if lane in self.lanes else [named, event]
+            lane_id = self.lanes.setdefault(lane, len(self.lanes))
+            place = {"pid": self.rank, "tid": lane_id, "ts": time_ns / 1e3}
+            self.events += [json.dumps(event | place) for event in events]
 
     def flush(self) -> None:
         """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
         with self.lock:
-            done = [span for span in self.cuda_spans if span[3].query()]
-            self.cuda_spans = [span for span in self.cuda_spans if span not in done]
-        for name, lane, *events in done:
-            anchor, anchor_ns = self.cuda_anchor or (events[0], 0)
-            self.complete(name, lane, *(anchor_ns + 1e6 * anchor.elapsed_time(event) for event in events))
-        with self.lock:
             if self.file is not None and self.events:
-                data = ((",\n" if self.end else '{"traceEvents": [\n') + ",\n".join(self.events)).encode()
-                os.pwrite(self.file, data + TRACE_TAIL, self.end)
-                self.end, self.events = self.end + len(data), []
+                text = (",\n" if self.end else '{"traceEvents": [\n') + ",\n".join(self.events)
+                self.events.clear()
+                self.end += os.pwrite(self.file, text.encode() + TRACE_TAIL, self.end) - len(TRACE_TAIL)
 
     def close(self) -> None:
         """Flush and close the file; what comes later is dropped."""
@@ -680,29 +658,29 @@ class Trace:
 
 
 class StepTimer:
-    """`timing_breakdown` lines and `train` spans, from the host clock and from CUDA events read once they are done.
+    """`timing_breakdown` lines and `train` spans, from the host clock and CUDA events read once complete.
 
-    A step that is neither reported (TRAINING_TIMING_EVERY) nor traced costs one comparison a lap, and no step waits
-    for the GPU. `batch_cpu` is host time; `batch_h2d` what the compute stream waited for its batch; the rest GPU time.
+    A step neither reported (TRAINING_TIMING_EVERY) nor traced costs next to nothing; none waits for the GPU.
+    batch_cpu is host time, batch_h2d what the compute stream waited for the batch (not what is hidden).
+    Batch, forward and backward are means per micro-step; val is the validation before the step (`val_ms`).
     """
 
     def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
         self.every = config.training_timing_every if config.training_timing_breakdown else 0
         self.cuda, self.trace, self.active, self.val_ms = device.type == "cuda", trace, False, 0.0
         self.pending: list[tuple[int, bool, float, list[tuple[str, int, Any]]]] = []
-        self.total_ms, self.reported_steps = dict[str, float](), 0  # of the reported steps, for the table at the end
 
     def begin(self, step: int) -> None:
-        """Start of a step; `val_ms` set before it puts the validation between two steps into the line."""
+        """Start of a step."""
         reported = self.every > 0 and step % self.every == 0
         self.active = reported or self.trace.recording
         if self.active:
             self.pending.append((step, reported, self.val_ms, []))
-            self.val_ms = 0.0 if reported else self.val_ms
             self.lap("begin")
+        self.val_ms = 0.0
 
     def lap(self, name: str) -> None:
-        """`name` (batch, h2d, forward, backward, optimizer or val) ends here; laps of one name add up."""
+        """Here ends a batch, h2d, forward, backward, optimizer or val."""
         if self.active:
             event = torch.cuda.Event(enable_timing=True) if self.cuda else None
             if event is not None:
@@ -710,34 +688,33 @@ class StepTimer:
             self.pending[-1][3].append((name, time.perf_counter_ns(), event))
 
     def end(self) -> str | None:
-        """End of a step. Returns the line of an earlier reported step (on CPU: of this one) once its GPU work is over."""
-        self.active = False
-        line = None
-        while self.pending and line is None and not (self.cuda and not self.pending[0][3][-1][2].query()):
+        """End of a step. Returns the line of the oldest reported step whose GPU work is over, if any."""
+        self.active, line = False, None
+        while line is None and self.pending and not (self.cuda and not self.pending[0][3][-1][2].query()):
             line = self._read(*self.pending.pop(0))
         return line
 
-    def _read(self, step: int, reported: bool, val_ms: float, marks: list[tuple[str, int, Any]]) -> str | None:
-        ms = dict.fromkeys(("batch_cpu", "batch_h2d", "forward", "backward", "optimizer"), 0.0) | {"val": val_ms}
-        self.trace.complete("train", "main", marks[0][1], marks[-1][1], step=step)
-        for (_, start_ns, start), (name, end_ns, end) in zip(marks, marks[1:]):
+    def _read(self, step: int, reported: bool, val_ms: float, laps: list[tuple[str, int, Any]]) -> str | None:
+        ms = dict.fromkeys(("batch_cpu", "batch_h2d", "forward", "backward", "optimizer"), 0.0)
+        ms["val"] = val_ms
+        self.trace.complete("train", "main", laps[0][1], laps[-1][1], step=step)
+        _, start_ns, start = laps[0]
+        for name, end_ns, end in laps[1:]:
+            host_ms = (end_ns - start_ns) / 1e6
             self.trace.complete(name, "main", start_ns, end_ns, step=step)
-            if name == "batch":
-                ms["batch_cpu"] += (end_ns - start_ns) / 1e6
-            if self.cuda:
+            if self.cuda and self.trace.file is not None:
                 self.trace.cuda_complete(name, "compute stream", start, end)
-                ms["batch_h2d" if name in ("batch", "h2d") else name] += start.elapsed_time(end)
-            elif name != "batch":
-                ms["batch_h2d" if name == "h2d" else name] += (end_ns - start_ns) / 1e6
-        if not reported:
-            return None
-        self.reported_steps += 1
-        self.total_ms = {name: self.total_ms.get(name, 0.0) + value for name, value in ms.items()}
-        micro_steps = max(1, sum(name == "forward" for name, _, _ in marks))
-        per_micro = ("batch_cpu", "batch_h2d", "forward", "backward")
-        ms = {name: value / micro_steps if name in per_micro else value for name, value in ms.items()}
+            ms["batch_cpu"] += host_ms if name == "batch" else 0.0
+            if self.cuda or name != "batch":
+                key = "batch_h2d" if name in ("batch", "h2d") else name
+                ms[key] += start.elapsed_time(end) if self.cuda else host_ms
+            start_ns, start = end_ns, end
+        micro_steps = max(1, sum(name == "forward" for name, _, _ in laps))
+        for name in ("batch_cpu", "batch_h2d", "forward", "backward"):
+            ms[name] /= micro_steps
         fields = " ".join(f"{name}_ms:{value:.2f}" for name, value in ms.items())
-        return f"timing_breakdown step:{step} micro_steps:{micro_steps} {fields}"
+        return f"timing_breakdown step:{step} micro_steps:{micro_steps} {fields}" if reported else None
+
 
 # ============================================================================================================
 # DATA — the tokens in an order that is a pure function of shards, seed and geometry, delivered ahead of need.
@@ -745,187 +722,163 @@ class StepTimer:
 
 BOS_ID = 1
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-READ_TOKENS = 1 << 22  # per system call: small enough to stop promptly and to check ids while they are in cache
-CU_SEQLENS_MULTIPLE = 64  # document boundaries come in few sizes, so that compiled kernels see few shapes
+READ_TOKENS = 1 << 22  # per read: a stop is noticed soon, and ids are checked while they are in cache
+CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
 LIVENESS_SECONDS, CLOSE_SECONDS = 0.2, 1.5
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 token ids."""
+    """A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids."""
 
     path: Path
     tokens: int
 
 
 def open_shards(pattern: str) -> list[Shard]:
-    """All shards that match `pattern`, in name order. Raises DataError unless every header fits its file."""
-    paths = sorted(Path(name) for name in glob.glob(pattern))
-    if not paths:
-        raise DataError(f"{pattern}: no such file, expected token shards; set DATA_PATH or fetch them (data/README.md)")
-    return [_open_shard(path) for path in paths]
+    """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
+    if not (names := sorted(glob.glob(pattern))):
+        raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH or see data/README.md")
+    return [_open_shard(Path(name)) for name in names]
 
 
 def _open_shard(path: Path) -> Shard:
     try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+        size, header = path.stat().st_size, np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4).tolist()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); check the path and its permissions") from error
-    magic, version, tokens = (int(word) for word in header[:3]) if size >= SHARD_HEADER_BYTES else (0, 0, 0)
-    checks = (
-        ("magic number", magic, SHARD_MAGIC),
-        ("version", version, SHARD_VERSION),
-        ("size in bytes", size, SHARD_HEADER_BYTES + 2 * max(tokens, 1)),
-    )
-    for what, got, expected in checks:
+        raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
+    magic, version, tokens = (*header, 0, 0, 0)[:3]
+    sizes = ("size in bytes", size, SHARD_HEADER_BYTES + 2 * max(tokens, 1))
+    for what, got, expected in (("magic", magic, SHARD_MAGIC), ("version", version, SHARD_VERSION), sizes):
         if got != expected:
-            raise DataError(f"{path}: {what} is {got}, expected {expected}; fetch this shard again (data/README.md)")
+            raise DataError(f"{path}: {what} is {got}, expected {expected}; fetch or export this shard again")
     return Shard(path, tokens)
 
 
 def read_into(file: Any, buffer: np.ndarray) -> int:
-    """Read the next `buffer.nbytes` bytes of `file`; returns how many there were."""
-    return file.readinto(memoryview(buffer).cast("B"))
+    """Fill `buffer` from `file`; returns how many bytes there were. All tokens of a run come through here."""
+    return file.readinto(buffer)
 
 
 def read_steps(shard: Shard, out: np.ndarray, start: int = 0, vocab_size: int = 1 << 16) -> Iterator[None]:
-    """Read `len(out)` tokens of `shard` from token `start` on, with a pause after every `READ_TOKENS`.
-
-    Raises DataError, with file and byte, when the file is no longer what it was or an id is not below `vocab_size`.
-    """
-    now = _open_shard(shard.path)
-    if now != shard:
-        raise DataError(f"{shard.path}: holds {now.tokens} tokens, expected {shard.tokens} as at the start of the run")
+    """Read tokens `start`… of a shard into `out`, READ_TOKENS a step. DataError names file and byte."""
+    if (now := _open_shard(shard.path)) != shard:
+        raise DataError(f"{shard.path}: has {now.tokens} tokens, expected {shard.tokens} as at the start")
     with open(shard.path, "rb") as file:
-        file.seek(SHARD_HEADER_BYTES + 2 * start)
         for first in range(0, len(out), READ_TOKENS):
-            _read_checked(shard, file, out[first : first + READ_TOKENS], start + first, vocab_size)
+            part, byte = out[first : first + READ_TOKENS], SHARD_HEADER_BYTES + 2 * (start + first)
+            try:
+                file.seek(byte)
+                got = read_into(file, part)
+            except (Exception, SystemExit) as error:
+                raise DataError(f"{shard.path}, byte {byte}: {error!r}; check disk and file") from error
+            if got != part.nbytes:
+                raise DataError(f"{shard.path}, byte {byte}: {got} bytes, expected {part.nbytes}; cut?")
+            if part.max() >= vocab_size:
+                at = int(np.argmax(part >= vocab_size))
+                where = f"{shard.path}, token {start + first + at}, byte {byte + 2 * at}"
+                raise DataError(f"{where}: id {part[at]}, expected below VOCAB_SIZE={vocab_size}")
             yield
 
 
-def _read_checked(shard: Shard, file: Any, out: np.ndarray, start: int, vocab_size: int) -> None:
-    where = f"{shard.path}, byte {SHARD_HEADER_BYTES + 2 * start}"
-    try:
-        got = read_into(file, out)
-    except (Exception, SystemExit) as error:
-        raise DataError(f"{where}: {type(error).__name__}: {error}, expected {out.nbytes} bytes") from error
-    if got != out.nbytes:
-        raise DataError(f"{where}: got {got} bytes, expected {out.nbytes}; the file was cut short during the run")
-    if out.max() >= vocab_size:
-        position = int(np.argmax(out >= vocab_size))
-        raise DataError(
-            f"{shard.path}, token {start + position}: id {out[position]}, expected ids below VOCAB_SIZE={vocab_size}; "
-            "take the shards that were made with this tokenizer"
-        )
-
-
-def read_tokens(shard: Shard, start: int = 0, stop: int | None = None, vocab_size: int = 1 << 16) -> np.ndarray:
+def read_tokens(shard: Shard, start: int = 0, stop: int | None = None, vocab_size: int = 65536) -> np.ndarray:
     """Tokens [start, stop) of a shard, uint16. Raises DataError."""
-    out = np.empty((shard.tokens if stop is None else min(stop, shard.tokens)) - start, dtype="<u2")
+    out = np.empty(min(shard.tokens if stop is None else stop, shard.tokens) - start, np.uint16)
     for _ in read_steps(shard, out, start, vocab_size):
         pass
     return out
 
 
 def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
-    """All validation tokens, uint16; with VAL_TOKENS_LIMIT=n the first n + 1, which are n targets."""
+    """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
     wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else sum(shard.tokens for shard in shards)
-    parts, have = [], 0
-    for shard in shards:
-        if have < wanted:
-            parts.append(read_tokens(shard, 0, wanted - have, config.vocab_size))
-            have += len(parts[-1])
-    return np.concatenate(parts)
+    before = np.cumsum([0, *(shard.tokens for shard in shards)])
+    kept = [(shard, int(wanted - skip)) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
+    return np.concatenate([read_tokens(shard, 0, stop, config.vocab_size) for shard, stop in kept])
 
 
 def mix64(words: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which every input bit reaches every output bit (splitmix64's finalizer)."""
+    """A bijection of uint64 in which every bit depends on every other (the finalizer of splitmix64)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def random_words(start: int, count: int, *key: int) -> np.ndarray:
-    """Words `start`… of the random stream `key`, uint64: the same for ever, on any machine and numpy version."""
-    state = np.zeros(1, np.uint64)
+    """Words `start`… of the random stream `key`, uint64; ours, as numpy may change its streams."""
+    state, gamma = np.zeros(1, np.uint64), 0x9E3779B97F4A7C15
     for part in key:
-        state = mix64(state + np.uint64((part + 0x9E3779B97F4A7C15) % 2**64))
-    return mix64(state + np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        state = mix64(state + np.uint64((part + gamma) % 2**64))
+    return mix64(state + np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(gamma))
 
 
 class TokenOrder:
-    """The endless sequence of sequences: each epoch permutes the shards and, in each shard, its sequences.
+    """The stream: each epoch permutes the shards and, within each shard, its sequences.
 
-    Sequence i of a shard is its tokens [i T, (i + 1) T]; the partial one at its end is left out. A *visit* is one
-    reading of one shard, numbered from 0 on. Any position is found in O(shards); nothing is replayed.
+    Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped. A
+    visit is one reading of one shard, numbered on through the epochs; any position is found in O(shards).
+    Raises DataError when there is no sequence.
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, seed: int, shuffle: bool) -> None:
         self.shards = [shard for shard in shards if shard.tokens > seq_len]
         self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
-        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards], np.int64)
-        self.epoch_sequences = int(self.sizes.sum())
         if not self.shards:
             longest = max((shard.tokens for shard in shards), default=0)
-            raise DataError(
-                f"no training shard holds one sequence: the longest has {longest} tokens, expected at least "
-                f"TRAIN_SEQ_LEN + 1 = {seq_len + 1}; fetch more data or lower TRAIN_SEQ_LEN"
-            )
-        self.plan = (-1, self.sizes, self.sizes)
+            needed = f"expected TRAIN_SEQ_LEN + 1 = {seq_len + 1}; fetch more or lower it"
+            raise DataError(f"the longest training shard has {longest} tokens, {needed}")
+        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards], np.int64)
+        self.epoch_sequences, self.plan = int(self.sizes.sum()), (-1, self.sizes, self.sizes)
 
     def permutation(self, count: int, *key: int) -> np.ndarray:
-        """The numbers below `count`, sorted by random words of the stream (seed, *key); in order without SHUFFLE."""
+        """The numbers below `count` in the order of random words (seed, *key); SHUFFLE=0: in their own."""
         if not self.shuffle:
             return np.arange(count)
         return np.argsort(random_words(0, count, self.seed, *key), kind="stable")
 
-    def epoch_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards in the order of this epoch, and how many sequences there are up to the end of each."""
-        plan = self.plan  # replaced as a whole: two threads may be in different epochs
+    def _turns(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        plan = self.plan  # read and replaced as a whole: two threads may be in two epochs
         if plan[0] != epoch:
-            shards = self.permutation(len(self.shards), epoch)
-            plan = self.plan = (epoch, shards, np.cumsum(self.sizes[shards]))
+            turns = self.permutation(len(self.shards), epoch)
+            plan = self.plan = (epoch, turns, np.cumsum(self.sizes[turns]))
         return plan[1], plan[2]
 
-    def visit(self, visit: int) -> tuple[Shard, Callable[[], np.ndarray]]:
-        """The shard that a visit reads, and a function that makes the order of its sequences."""
+    def visit(self, visit: int) -> tuple[Shard, tuple[int, int, int]]:
+        """The shard that a visit reads, and the arguments of `permutation` that order its sequences."""
         epoch, turn = divmod(visit, len(self.shards))
-        shard = int(self.epoch_plan(epoch)[0][turn])
-        return self.shards[shard], lambda: self.permutation(int(self.sizes[shard]), epoch, shard)
+        number = int(self._turns(epoch)[0][turn])
+        return self.shards[number], (int(self.sizes[number]), epoch, number)
 
     def segments(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """The stretches (visit, start within it, length) of `count` sequences from position `first` of the stream."""
+        """The parts (visit, start within it, length) of `count` sequences from position `first` of it."""
         while count:
             epoch, place = divmod(first, self.epoch_sequences)
-            shards, ends = self.epoch_plan(epoch)
+            turns, ends = self._turns(epoch)
             turn = int(np.searchsorted(ends, place, side="right"))
             length = min(count, int(ends[turn]) - place)
-            yield epoch * len(shards) + turn, place - int(ends[turn] - self.sizes[shards[turn]]), length
+            yield epoch * len(turns) + turn, place - int(ends[turn] - self.sizes[turns[turn]]), length
             first, count = first + length, count - length
 
 
 def loader_error(where: str, error: BaseException) -> LoaderError:
-    """`error` as `next` raises it: where it arose, then its own traceback."""
+    """`error`, of any kind, as `next()` raises it: with its place and the traceback of its origin."""
     if isinstance(error, LoaderError):
         return error
-    described = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return LoaderError(f"{where}: {type(error).__name__}: {error}\n{described}")
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return LoaderError(f"{where}: {type(error).__name__}: {error}\n{text}")
 
 
-class Stage:
-    """A worker thread that runs an iterator up to `ahead` items ahead of its one reader. An item None is a pause.
+class Stage(Iterator[Any]):
+    """A thread that runs `items` at most `ahead` items ahead of its one reader. An item None is only a pause.
 
-    Items, the end and errors of any kind arrive in order; every `get` ends in one of them. While the reader holds
-    an item, `ahead` more wait at most, so an iterator that reuses `ahead + 1` slots in turn never meets its reader.
+    Items, the end and errors of any kind arrive in order; every `get` ends in one of them. With the item that
+    the reader holds, `ahead + 1` exist: items that go round so many slots are never overwritten too soon.
     """
 
     def __init__(self, name: str, items: Iterator[Any], ahead: int, device: torch.device) -> None:
         self.name, self.items, self.ahead, self.device = name, items, ahead, device
-        self.ready: list[Any] = []
+        self.ready, self.stopped, self.changed = list[Any](), False, threading.Condition()
         self.end: Exception | None = None
-        self.stopped = False
-        self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -933,224 +886,186 @@ class Stage:
         end: Exception = StopIteration()
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # the current device is a property of the thread
+                torch.cuda.set_device(self.device)  # a new thread is on device 0
             for item in self.items:
-                if not self._put(item):
-                    break
+                self._put(item)
         except BaseException as error:
             end = loader_error(self.name, error)
         with self.changed:
             self.end = end
             self.changed.notify_all()
 
-    def _put(self, item: Any) -> bool:
+    def _put(self, item: Any) -> None:
         with self.changed:
-            if item is not None:
-                self.ready.append(item)
-                self.changed.notify_all()
+            self.ready += [] if item is None else [item]
+            self.changed.notify_all()
             self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.ahead)
-            return not self.stopped
+            if self.stopped:
+                raise LoaderError(f"{self.name}: closed")
 
     def get(self, timeout_seconds: float = math.inf) -> Any:
         """The next item. Raises LoaderError, StopIteration after the last item, TimeoutError."""
         deadline = time.monotonic() + timeout_seconds
         with self.changed:
             while not self.ready:
-                if self.stopped:
-                    raise LoaderError(f"{self.name}: closed")
-                if self.end is not None:
-                    raise self.end
+                if self.stopped or self.end is not None:
+                    raise self.end or LoaderError(f"{self.name}: closed")
                 if not self.thread.is_alive():
                     raise LoaderError(f"{self.name}: the worker thread ended without a word")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(self.name)
+                    raise TimeoutError
                 self.changed.wait(LIVENESS_SECONDS)
             self.changed.notify_all()
             return self.ready.pop(0)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     __next__ = get
 
     def stop(self) -> None:
-        """Wake both sides and let the thread end at its next step; returns at once."""
+        """Wake both sides; the thread ends at its next item or pause."""
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
 
 
 class Slot:
-    """Memory of one batch, on the host (pinned for a GPU) or on the device: uint16 ids, int32 values beside them.
+    """Room for one batch of uint16 ids, on the host (pinned for a GPU) or on the device.
 
-    `filled` and `free` are the CUDA events of its last write and its last read: the one completes before the slot
-    is read, the other before it is written again.
+    `filled` and `free` are CUDA events around what reads it: the first lets the reader begin, the second the
+    writer of the next batch.
     """
 
-    def __init__(self, shape: tuple[int, ...], extra: int, device: torch.device, cuda: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device, cuda: bool) -> None:
         pin = cuda and device.type == "cpu"
         self.ids = torch.zeros(shape, dtype=torch.uint16, device=device, pin_memory=pin)
-        self.extra = torch.zeros(extra, dtype=torch.int32, device=device, pin_memory=pin)
-        self.index, self.used, self.meta = 0, 0, ()
-        self.filled, self.free = (torch.cuda.Event(), torch.cuda.Event()) if cuda else (None, None)
-
-    def load(self, index: int, meta: tuple[Any, ...]) -> None:
-        """Take the description of the batch whose ids are here; its int32 arrays move into `extra`."""
-        self.index, self.used, self.meta = index, 0, ()
-        for item in meta:
-            if isinstance(item, np.ndarray):
-                place = slice(self.used, self.used + item.size)
-                self.extra.numpy()[place] = item
-                self.used, item = place.stop, place
-            self.meta += (item,)
-
-    def copy_from(self, other: Slot) -> None:
-        """Take over another slot's batch; between host and device on the current stream, without waiting."""
-        self.index, self.used, self.meta = other.index, other.used, other.meta
-        if self.ids.is_cuda:
-            self.ids.copy_(other.ids, non_blocking=True)
-            self.extra[: self.used].copy_(other.extra[: self.used], non_blocking=True)
-        else:  # numpy: torch's CPU operators would start a pool of threads here
-            np.copyto(self.ids.numpy(), other.ids.numpy())
-            np.copyto(self.extra.numpy(), other.extra.numpy())
+        self.index, self.meta = -1, None
+        self.filled: Any = torch.cuda.Event(enable_timing=True) if cuda else None
+        self.free: Any = torch.cuda.Event(enable_timing=True) if cuda else None
 
 
-class Pipeline:
+class Pipeline(Iterator[tuple[Tensor, Any]], contextlib.AbstractContextManager[Any]):
     """Batches `first`, `first` + 1, … (`count` of them, None: no end) on the device, prepared ahead of use.
 
-    fill(i, slot) writes the ids of batch i into `slot` (uint16, `shape`) and returns a tuple. `next()` returns the ids
-    widened to int64 on the device, and the tuple, its int32 arrays (at most `extra` values) now device tensors; both are the caller's
-    to keep. prefetch=False does it all in the caller's thread. Otherwise up to `depth` batches wait in
-    pinned memory and, with `copy_stream`, two more on the device. Raises LoaderError; nothing waits for ever.
+    fill(i, slot) writes batch i into a uint16 array of `shape` and returns anything; `next()` gives the ids
+    as int64 on the device, the caller's to keep, and what fill returned. Up to `depth` batches wait in pinned
+    memory and, with `copy_stream`, two on the device. prefetch=False does it all in the caller's thread.
     """
 
     def __init__(
-        self,
-        fill: Callable[[int, np.ndarray], Any],
-        count: int | None,
-        shape: tuple[int, ...],
-        device: torch.device,
-        *,
-        prefetch: bool,
-        depth: int,
-        copy_stream: bool,
-        timeout_seconds: float,
-        name: str,
-        trace: Trace,
-        first: int = 0,
-        extra: int = 0,
-        sources: tuple[Stage, ...] = (),
+        self, fill: Callable[[int, np.ndarray], Any], count: int | None, shape: tuple[int, ...],
+        device: torch.device, *, prefetch: bool, depth: int, copy_stream: bool, timeout_seconds: float,
+        name: str, trace: Trace, first: int = 0, sources: Iterable[Stage] = (),
     ) -> None:
         self.fill, self.device, self.name, self.trace = fill, device, name, trace
-        self.timeout_seconds, self.index = timeout_seconds, first
-        self.stop_index = math.inf if count is None else first + count
-        self.closed, self.prefetch, self.waits_ms = False, prefetch, list[float]()
+        self.index, self.after = first, math.inf if count is None else first + count
+        self.timeout_seconds, self.prefetch = timeout_seconds, prefetch
         self.cuda = prefetch and device.type == "cuda"
-        self.host = [Slot(shape, extra, torch.device("cpu"), self.cuda) for _ in range(depth + 1 if prefetch else 1)]
-        self.target = [Slot(shape, extra, device, self.cuda) for _ in range(3 if prefetch and copy_stream else 0)]
+        self.closed, self.stages, self.waits_ms = False, list(sources), list[float]()
+        cpu = torch.device("cpu")
+        self.host = [Slot(shape, cpu, self.cuda) for _ in range(depth + 1 if prefetch else 1)]
+        self.ahead = [Slot(shape, device, self.cuda) for _ in range(3 if prefetch and copy_stream else 0)]
         self.stream = torch.cuda.Stream(device) if self.cuda and copy_stream else None
-        if self.stream is not None:  # the new slots may be memory that the current stream still works on
+        if self.stream is not None:  # memory of the new slots may still be in use by earlier work
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        self.stages = list(sources)
         if prefetch:
             atexit.register(self.close)
             self.stages.append(Stage(f"{name} stage", self._stage(first), depth, device))
-        if self.target:
-            self.stages.append(Stage(f"{name} transfer", self._transfer(self.stages[-1]), len(self.target) - 1, device))
+        if self.ahead:
+            transferred = self._transfer(self.stages[-1])
+            self.stages.append(Stage(f"{name} transfer", transferred, len(self.ahead) - 1, device))
 
     def _stage(self, index: int) -> Iterator[Slot]:
-        while index < self.stop_index:
+        lane = f"{self.name} stage"
+        while index < self.after:
             slot = self.host[index % len(self.host)]
-            if slot.free is not None:
+            if self.cuda:
                 slot.free.synchronize()
-            with self.trace.span("stage", f"{self.name} stage", batch=index):
+            if self.stream is not None and slot.index >= 0:
+                self.trace.cuda_complete("gpu_transfer", f"{self.name} copy stream", slot.filled, slot.free)
+            with self.trace.span("stage", lane, batch=index):
                 self._fill(index, slot)
-                self.trace.flow_start(f"{self.name} {id(self)} {index}", f"{self.name} stage")
+                self.trace.flow_start(f"{self.name} {index}", lane)
             yield slot
             index += 1
 
     def _fill(self, index: int, slot: Slot) -> Slot:
         try:
-            slot.load(index, self.fill(index, slot.ids.numpy()))
+            slot.index, slot.meta = index, self.fill(index, slot.ids.numpy())
         except (Exception, SystemExit) as error:
-            raise loader_error(f"{self.name} batch {index}", error) from error
+            raise loader_error(f"{self.name}, batch {index}", error) from error
         return slot
 
     def _transfer(self, staged: Stage) -> Iterator[Slot]:
-        lane = f"{self.name} transfer"
         for host in staged:
-            slot = self.target[host.index % len(self.target)]
-            with torch.cuda.stream(self.stream) if self.stream is not None else NO_SPAN:
-                if self.stream is not None:
-                    self.stream.wait_event(slot.free)
-                with self.trace.torch_span("gpu_transfer", lane, self.stream, batch=host.index):
-                    slot.copy_from(host)
-                if self.stream is not None:
-                    slot.filled.record(self.stream)
-                    host.free.record(self.stream)
+            slot = self.ahead[host.index % len(self.ahead)]
+            with self.trace.span("gpu_transfer", f"{self.name} transfer", batch=host.index):
+                self._copy(host, slot)
             yield slot
 
+    def _copy(self, host: Slot, slot: Slot) -> None:
+        slot.index, slot.meta = host.index, host.meta
+        if self.stream is None:  # numpy: torch's CPU operators stall in the threads of a busy machine
+            np.copyto(slot.ids.numpy(), host.ids.numpy())
+            return
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(slot.free)
+            host.filled.record(self.stream)
+            slot.ids.copy_(host.ids, non_blocking=True)
+            host.free.record(self.stream)
+            slot.filled.record(self.stream)
+
     def next(self) -> tuple[Tensor, Any]:
-        """The next batch. Raises StopIteration after the last one, LoaderError."""
+        """The next batch. Raises LoaderError, StopIteration after the last batch."""
         if self.closed:
             raise LoaderError(f"{self.name}: next() after close()")
-        if self.index >= self.stop_index:
+        if self.index >= self.after:
             raise StopIteration
         start_ns = time.perf_counter_ns()
         slot = self._wait() if self.prefetch else self._fill(self.index, self.host[0])
         end_ns = time.perf_counter_ns()
         self.waits_ms.append((end_ns - start_ns) / 1e6)
         self.trace.complete("gpu_queue_wait", "main", start_ns, end_ns, batch=self.index)
-        self.trace.flow_end(f"{self.name} {id(self)} {self.index}", "main")
-        self.trace.counter(f"{self.name} queues", **{stage.name: len(stage.ready) for stage in self.stages})
+        self.trace.flow_end(f"{self.name} {self.index}", "main")
+        self.trace.counter(f"{self.name} ready", **{stage.name: len(stage.ready) for stage in self.stages})
         self.index += 1
-        return self._deliver(slot)
+        return self._widen(slot), slot.meta
 
     def _wait(self) -> Slot:
         try:
             return self.stages[-1].get(self.timeout_seconds)
         except TimeoutError as error:
-            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-            waiting = ", ".join(f"{stage.name} {len(stage.ready)}" for stage in self.stages)
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+            ready = ", ".join(f"{stage.name} {len(stage.ready)}" for stage in self.stages)
             raise LoaderError(
-                f"{self.name} batch {self.index}: none for LOADER_TIMEOUT_SECONDS={self.timeout_seconds:g} (items ready: "
-                f"{waiting}); the stacks of all threads are on stderr: look at the first stage with 0"
+                f"{self.name}, batch {self.index}: none for LOADER_TIMEOUT_SECONDS={self.timeout_seconds:g}; "
+                f"ready: {ready}. All stacks are on stderr: see what the first stage without items waits for"
             ) from error
 
-    def _deliver(self, slot: Slot) -> tuple[Tensor, Any]:
-        current = torch.cuda.current_stream(self.device) if self.cuda else None
-        if current is not None and slot.filled is not None:
-            current.wait_event(slot.filled)
-        ids = slot.ids.to(self.device, non_blocking=self.cuda).to(torch.int64)
-        extra = torch.empty(slot.used, dtype=torch.int32, device=self.device)
-        extra.copy_(slot.extra[: slot.used], non_blocking=self.cuda)
-        if current is not None and slot.free is not None:
-            slot.free.record(current)
-        return ids, tuple(extra[item] if isinstance(item, slice) else item for item in slot.meta)
+    def _widen(self, slot: Slot) -> Tensor:
+        """int64 ids in new memory of the current stream; 2 bytes per token cross the bus."""
+        if not self.cuda:
+            return slot.ids.to(self.device).to(torch.int64)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(slot.filled)
+        ids = slot.ids.to(self.device, non_blocking=True).to(torch.int64)
+        slot.free.record(current)
+        return ids
 
     def close(self) -> None:
-        """Stop the workers and wait for them, at most `CLOSE_SECONDS`; safe at any time and any number of times."""
+        """Stop the workers, waiting CLOSE_SECONDS at most; at any time and any number of times."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, deadline = True, time.monotonic() + CLOSE_SECONDS
         atexit.unregister(self.close)
         for stage in self.stages:
             stage.stop()
-        deadline = time.monotonic() + CLOSE_SECONDS
         for stage in self.stages:
             stage.thread.join(max(0.0, deadline - time.monotonic()))
             if stage.thread.is_alive():
-                print(f"{stage.name}: still busy {CLOSE_SECONDS} s after close(), left behind", file=sys.stderr)
-        if self.stream is not None:  # the slots go back to the allocator: not before their copies are done
+                print(f"{stage.name}: busy {CLOSE_SECONDS} s after close(), left behind", file=sys.stderr)
+        if self.stream is not None:  # who gets the memory of the slots next comes after their last copy
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
-        return self
-
     __next__ = next
-
-    def __enter__(self) -> Pipeline:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -1158,239 +1073,203 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of one rank on the device; B sequences of T tokens.
+    """A micro-batch on the device: B sequences of T tokens.
 
-    cu_seqlens (int32): where documents and rows begin among the B T inputs, then B T up to a multiple of
-    CU_SEQLENS_MULTIPLE entries; None without DOC_MASK.
+    cu_seqlens: where documents and rows begin among the B T inputs, filled up with B T to a multiple of
+    CU_SEQLENS_MULTIPLE entries, one at least; None without DOC_MASK.
     """
 
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64, the inputs one token later
-    cu_seqlens: Tensor | None
+    cu_seqlens: Tensor | None  # int32
     step: int
     micro_step: int
 
 
 def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
-    """`Batch.cu_seqlens` of uint16 inputs, int32."""
+    """`Batch.cu_seqlens` of ids on the host, int32."""
     starts_BT = inputs_BT == BOS_ID
     starts_BT[:, 0] = True
-    starts = np.flatnonzero(starts_BT)
-    cu_seqlens = np.full(-(-(len(starts) + 1) // CU_SEQLENS_MULTIPLE) * CU_SEQLENS_MULTIPLE, inputs_BT.size, np.int32)
-    cu_seqlens[: len(starts)] = starts
-    return cu_seqlens
+    starts = np.flatnonzero(starts_BT).astype(np.int32)
+    padding = CU_SEQLENS_MULTIPLE - len(starts) % CU_SEQLENS_MULTIPLE
+    return np.pad(starts, (0, padding), constant_values=inputs_BT.size)
 
 
-class StreamHash:
-    """64-bit hash of a stream as the sum over its sequences, so that ranks and batches add up modulo 2**64.
+def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
+    """64-bit hash of the sequences at position `first`… of the stream; hashes of parts add up modulo 2**64.
 
-    One sequence: a multilinear form of its 32-bit words with random coefficients (two different sequences agree with
-    probability 2**-33 at most), mixed with its position in the stream.
+    A sequence counts as the sum of its 32-bit words times random words (two different ones agree with
+    a chance of 2**-33 at most), mixed with its position.
     """
-
-    def __init__(self, seq_len: int) -> None:
-        self.odd = seq_len % 2
-        self.coefficients = random_words(0, (seq_len + 1) // 2 + 1, 0x68617368)
-
-    def __call__(self, first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
-        """Sum for the sequences at positions `first`… whose tokens are inputs_BT and then last_B."""
-        words = np.ascontiguousarray(np.pad(inputs_BT, ((0, 0), (0, 1))) if self.odd else inputs_BT).view("<u4")
-        sums = np.einsum("bw,w->b", words, self.coefficients[:-1]) + last_B * self.coefficients[-1:]
-        return int(mix64(sums ^ random_words(first, len(last_B), 0x706F73)).sum(dtype=np.uint64))
+    words = np.pad(inputs_BT, ((0, 0), (0, inputs_BT.shape[1] % 2))).view(np.uint32)
+    keys = random_words(0, words.shape[1] + 1, 1)
+    sums = np.einsum("bw,w->b", words, keys[1:]) + last_B * keys[:1]
+    return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
 
 
 class ShardFeed:
-    """Sequences of the stream, in stream order, out of shards that the `disk` stage reads one ahead of need.
-
-    Two shards are in memory: the one in use and the next. Raises LoaderError (DataError without prefetch).
-    """
+    """The stream in order, out of shards that the `disk` stage reads one ahead of need: two are in memory."""
 
     def __init__(
-        self, order: TokenOrder, first: int, vocab_size: int, *, prefetch: bool, name: str, device: torch.device, trace: Trace
+        self, order: TokenOrder, first: int, vocab_size: int,
+        *, prefetch: bool, name: str, device: torch.device, trace: Trace,
     ) -> None:
         self.order, self.vocab_size, self.lane, self.trace = order, vocab_size, f"{name} disk", trace
-        self.shards: Iterator[Any] = self._read(next(order.segments(first, 1))[0])
-        self.stages: tuple[Stage, ...] = ()
-        if prefetch:
-            self.stages = (Stage(self.lane, self.shards, 1, device),)
-            self.shards = self.stages[0]
         self.visit, self.tokens, self.sequences = -1, np.empty(0, np.uint16), np.empty(0, np.int64)
+        self.shards: Iterator[Any] = self._read(next(order.segments(first, 1))[0])
+        self.stages = [Stage(self.lane, self.shards, 1, device)] if prefetch else []
+        self.shards = self.stages[0] if prefetch else self.shards
 
     def _read(self, visit: int) -> Iterator[tuple[int, np.ndarray, np.ndarray] | None]:
-        longest = max(shard.tokens for shard in self.order.shards)
-        buffers = [np.empty(longest, np.uint16) for _ in range(2)]
+        buffers = [np.empty(max(shard.tokens for shard in self.order.shards), np.uint16) for _ in range(2)]
         while True:
-            shard, permutation = self.order.visit(visit)
+            shard, key = self.order.visit(visit)
             tokens = buffers[visit % 2][: shard.tokens]
-            with self.trace.span("disk_load", self.lane, shard=shard.path.name, bytes=tokens.nbytes):
+            with self.trace.span("disk_load", self.lane, shard=shard.path.name, visit=visit):
                 for _ in read_steps(shard, tokens, 0, self.vocab_size):
                     yield None
-                sequences = permutation()
+                sequences = self.order.permutation(*key)
             yield visit, tokens, sequences
             visit += 1
 
     def gather(self, first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> None:
-        """Write the sequences at positions `first`… of the stream: T inputs and the one token after them."""
+        """Write the sequences at position `first`… of the stream: T inputs and the token behind them."""
         done, seq_len = 0, self.order.seq_len
         for visit, start, length in self.order.segments(first, len(last_B)):
             while self.visit != visit:
                 self.visit, self.tokens, self.sequences = next(filter(None, self.shards))
             picked, rows = self.sequences[start : start + length], slice(done, done + length)
             whole = self.tokens[: len(self.sequences) * seq_len].reshape(-1, seq_len)
-            np.take(whole, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" would go through a buffer
+            np.take(whole, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
             last_B[rows] = self.tokens[(picked + 1) * seq_len]
             done += length
 
 
-class Loader:
-    """Micro-batches of one rank, for ever. Step k is the sequences [k S, (k + 1) S) of `TokenOrder`, whatever the ranks.
+class Loader(contextlib.AbstractContextManager[Any]):
+    """Micro-batches of one rank, without end.
 
-    A rank takes a contiguous S / WORLD_SIZE of them, in micro-batches of MICRO_BATCH_TOKENS.
+    Step k is the sequences [k S, (k + 1) S) of `TokenOrder` for any number of ranks; rank r takes the r-th
+    equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    VERSION = 1
-
     def __init__(
-        self, config: Any, shards: list[Shard], rank: int, world_size: int, device: torch.device, trace: Trace
+        self, config: Any, shards: list[Shard],
+        *, rank: int, world_size: int, device: torch.device, trace: Trace,
     ) -> None:
-        self.config, self.rank, self.world_size, self.device, self.trace = config, rank, world_size, device, trace
+        self.config, self.device, self.trace = config, device, trace
+        self.rank, self.world_size = rank, world_size
         self.seq_len, self.step_rows = config.train_seq_len, config.train_batch_tokens // config.train_seq_len
         self.rank_rows = self.step_rows // world_size
         self.rows = min(config.micro_batch_tokens // self.seq_len, self.rank_rows)
         if self.rows < 1 or self.step_rows % world_size or self.rank_rows % self.rows:
             raise ConfigError(
-                f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is {self.step_rows} sequences of TRAIN_SEQ_LEN="
-                f"{self.seq_len}, expected a multiple of WORLD_SIZE={world_size} times the {self.rows} sequences of "
-                f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}; change one of them"
+                f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is {self.step_rows} sequences, expected a "
+                f"multiple of WORLD_SIZE={world_size} times the {self.rows} of MICRO_BATCH_TOKENS"
             )
-        self.micro_steps = self.rank_rows // self.rows
+        self.micro_steps, names = self.rank_rows // self.rows, [f"{s.path.name} {s.tokens}" for s in shards]
         self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
-        self.sequence_hash = StreamHash(self.seq_len)
-        names = "".join(f"{shard.path.name} {shard.tokens}\n" for shard in shards)
         self.fingerprint = {
-            "version": self.VERSION,
-            "shards": len(shards),
-            "shard_tokens": sum(shard.tokens for shard in shards),
-            "shard_list_sha256": hashlib.sha256(names.encode()).hexdigest(),
-            "seed": config.seed,
-            "shuffle": bool(config.shuffle),
-            "train_seq_len": self.seq_len,
+            "version": 1, "shards": len(shards), "shard_tokens": sum(shard.tokens for shard in shards),
+            "shards_sha256": hashlib.sha256("\n".join(names).encode()).hexdigest(), "seed": config.seed,
+            "shuffle": config.shuffle, "train_seq_len": self.seq_len,
             "train_batch_tokens": config.train_batch_tokens,
         }
-        self.pipeline = self._open(0, 0)
+        self.pipeline = self._open(0)
 
-    def _open(self, index: int, stream_hash: int) -> Pipeline:
-        config, name, first = self.config, f"rank {self.rank} loader", self._first_sequence(index)
-        self.index, self.stream_hash = index, stream_hash
+    def _open(self, index: int) -> Pipeline:
+        config, first, self.index, self.stream_hash = self.config, self._position(index), index, 0
         self.epoch, self.epoch_start_ns = first // self.order.epoch_sequences, time.perf_counter_ns()
-        prefetch, common = config.train_prefetch, {"name": name, "device": self.device, "trace": self.trace}
-        feed = ShardFeed(self.order, first, config.vocab_size, prefetch=prefetch, **common)
+        common: dict[str, Any] = {"device": self.device, "trace": self.trace}
+        common |= {"name": f"rank {self.rank} loader", "prefetch": config.train_prefetch}
+        feed = ShardFeed(self.order, first, config.vocab_size, **common)
         return Pipeline(
-            lambda index, slot: self._fill(feed, index, slot),
-            count=None,
-            shape=(self.rows * self.seq_len + self.rows,),
-            prefetch=prefetch,
-            depth=config.train_prefetch_queue,
-            copy_stream=config.train_copy_stream,
-            timeout_seconds=config.loader_timeout_seconds,
-            first=index,
-            extra=self.rows * self.seq_len + CU_SEQLENS_MULTIPLE if config.doc_mask else 0,
-            sources=feed.stages,
-            **common,
+            lambda index, slot: self._fill(feed, index, slot), None, (self.rows * (self.seq_len + 1),),
+            depth=config.train_prefetch_queue, copy_stream=config.train_copy_stream, first=index,
+            timeout_seconds=config.loader_timeout_seconds, sources=feed.stages, **common,
         )
 
-    def _first_sequence(self, index: int) -> int:
+    def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
         return step * self.step_rows + self.rank * self.rank_rows + micro_step * self.rows
 
-    def _fill(self, feed: ShardFeed, index: int, slot: np.ndarray) -> tuple[Any, ...]:
-        first = self._first_sequence(index)
-        inputs_BT, last_B = slot[: -self.rows].reshape(self.rows, -1), slot[-self.rows :]
+    def _fill(self, feed: ShardFeed, index: int, slot: np.ndarray) -> tuple[int, Tensor | None]:
+        first, last_B = self._position(index), slot[-self.rows :]
+        inputs_BT = slot[: -self.rows].reshape(self.rows, self.seq_len)
         try:
             feed.gather(first, inputs_BT, last_B)
-            cu_seqlens = document_starts(inputs_BT) if self.config.doc_mask else None
-            return self.sequence_hash(first, inputs_BT, last_B), cu_seqlens
+            cu_seqlens = torch.from_numpy(document_starts(inputs_BT)) if self.config.doc_mask else None
+            if cu_seqlens is not None and self.device.type == "cuda":
+                cu_seqlens = cu_seqlens.pin_memory()
+            return hash_sequences(first, inputs_BT, last_B), cu_seqlens
         except (Exception, SystemExit) as error:
             visit, start, _ = next(self.order.segments(first, 1))
-            shard, permutation = self.order.visit(visit)
-            byte = SHARD_HEADER_BYTES + 2 * self.seq_len * int(permutation()[start])
+            shard, key = self.order.visit(visit)
+            byte = SHARD_HEADER_BYTES + 2 * self.seq_len * int(self.order.permutation(*key)[start])
             where = f"rank {self.rank}, step {index // self.micro_steps}, from {shard.path}, byte {byte}"
             raise loader_error(where, error) from error
 
     def next_batch(self) -> Batch:
-        """The next micro-batch of this rank. Raises LoaderError."""
+        """The next micro-batch. Raises LoaderError."""
         ids, (sequence_hash, cu_seqlens) = self.pipeline.next()
         inputs_BT = ids[: -self.rows].view(self.rows, self.seq_len)
         targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None]), dim=1)
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(self.device, non_blocking=True)
         step, micro_step = divmod(self.index, self.micro_steps)
-        self.index += 1
-        self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
-        if self._first_sequence(self.index) // self.order.epoch_sequences != self.epoch:
+        self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
+        if self._position(self.index) // self.order.epoch_sequences != self.epoch:
             self._end_epoch()
         return Batch(inputs_BT, targets_BT, cu_seqlens, step, micro_step)
 
     def _end_epoch(self) -> None:
         start_ns, self.epoch_start_ns = self.epoch_start_ns, time.perf_counter_ns()
         self.trace.complete("epoch", "epochs", start_ns, self.epoch_start_ns, epoch=self.epoch)
-        self.epoch = self._first_sequence(self.index) // self.order.epoch_sequences
+        self.epoch = self._position(self.index) // self.order.epoch_sequences
 
     def take_waits_ms(self) -> list[float]:
-        """How long each batch since the last call was waited for, in ms (`data_wait`)."""
+        """Milliseconds that each batch since the last call was waited for (`data_wait`)."""
         waits_ms, self.pipeline.waits_ms = self.pipeline.waits_ms, []
         return waits_ms
 
-    def seek(self, step: int) -> None:
-        """Go to the start of a step, in O(1); the stream hash is zero again."""
-        self._move(step * self.micro_steps, 0)
-
-    def _move(self, index: int, stream_hash: int) -> None:
+    def seek(self, step: int, rows: int = 0) -> None:
+        """Go to a step, behind the first `rows` sequences of this rank in it. The hash starts at zero."""
         self.close()
-        self.pipeline = self._open(index, stream_hash)
+        self.pipeline = self._open(step * self.micro_steps + rows // self.rows)
 
     def state_dict(self, total_hash: int | None = None) -> dict[str, Any]:
-        """Position behind the last batch delivered, as JSON. With the hash summed over ranks it serves any rank."""
+        """Where the last batch delivered ended, as JSON; with the sum of all hashes a state for all ranks."""
         step, micro_step = divmod(self.index, self.micro_steps)
-        rank = self.rank if total_hash is None else None
-        position = {"step": step, "rows": micro_step * self.rows, "rank": rank, "world_size": self.world_size}
-        return {**self.fingerprint, **position, "stream_hash": self.stream_hash if rank is not None else total_hash}
+        state = {"step": step, "rows": micro_step * self.rows, "world_size": self.world_size}
+        whose = {"rank": self.rank, "stream_hash": self.stream_hash}
+        return self.fingerprint | state | (whose if total_hash is None else {"stream_hash": total_hash})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue behind a state. Raises LoaderError, naming the field, if this loader would go on differently."""
-        expected = dict(self.fingerprint)
-        if state.get("rank") is not None:
-            expected["rank"] = self.rank
-        if state.get("rank") is not None or state.get("rows"):
-            expected["world_size"] = self.world_size
-        for field, value in expected.items():
-            if state.get(field) != value:
+        """Go on where a state ends. LoaderError names the field that would make the data differ."""
+        rows, own = state.get("rows", 0), "rank" in state
+        expected = self.fingerprint | {"rows": rows // self.rows * self.rows}
+        expected |= {"world_size": self.world_size} if own or rows else {}
+        expected |= {"rank": self.rank} if own else {}
+        for name, value in expected.items():
+            if state.get(name) != value:
                 raise LoaderError(
-                    f"state of the loader: {field} is {state.get(field)!r}, expected {value!r}; resume with the data "
-                    "and settings of the checkpoint, or start a new run"
+                    f"state of the loader: {name} is {state.get(name)!r}, expected {value!r}; resume with "
+                    "the data and settings it was saved with, or start a new run"
                 )
-        micro_step, part = divmod(state["rows"], self.rows)
-        if part:
-            raise LoaderError(f"state of the loader: rows is {state['rows']}, expected a multiple of {self.rows}")
-        own_hash = state["stream_hash"] if state["rank"] is not None or self.rank == 0 else 0
-        self._move(state["step"] * self.micro_steps + micro_step, own_hash)
+        self.seek(state["step"], rows)
+        self.stream_hash = state["stream_hash"] if own or self.rank == 0 else 0
 
     def close(self) -> None:
-        """Stop the workers, within `CLOSE_SECONDS`; safe at any time and any number of times."""
+        """Stop the workers, waiting CLOSE_SECONDS at most; at any time and any number of times."""
         if not self.pipeline.closed:
             self._end_epoch()
         self.pipeline.close()
-
-    def __enter__(self) -> Loader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def make_loader(
-    config: Any, shards: list[Shard], *, rank: int, world_size: int, device: torch.device, trace: Trace
-) -> Loader:
-    """The training loader of one rank. Raises ConfigError if the batch does not divide, DataError if it has no data."""
-    return Loader(config, shards, rank, world_size, device, trace)
+make_loader = Loader
+
 
 # ============================================================================================================
 # KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition, the kernel must equal it.
