@@ -19,7 +19,8 @@ MARKS = (TITLE, CAPS, NEXT, ESCAPE)
 
 NEEDS_CODE = re.compile("(?<![A-Za-z])[a-z]*[A-Z][A-Za-z]*|[\ue001-\ue004]")
 CAPITAL = re.compile("[A-Z]")
-CODED = re.compile("\ue004(?P<literal>[\ue001-\ue004])|(?P<run>[A-Za-z\ue001-\ue003]+)|(?P<stray>\ue004)")
+CODED = re.compile("\ue004(?P<literal>[\ue001-\ue004])|\ue004|"
+                   "(?P<run>(?<![A-Za-z])[a-z]*[A-Z\ue001-\ue003][A-Za-z\ue001-\ue003]*)")
 
 
 class CaseOpsError(ValueError):

@@ -29,8 +29,8 @@ import sentencepiece as spm
 if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data import caseops, shards
-from data.documents import CHUNK_BYTES, Chunk, DocumentSource
+from data import caseops, documents, shards
+from data.documents import Chunk, DocumentSource
 from data.encoding import EncodedChunk, Encoder, EncodingSettings, available_cores, encoded_chunks
 from data.progress import Progress, size
 from data.shards import DataError
@@ -113,6 +113,10 @@ def train_tokenizer(recipe: TokenizerRecipe) -> tuple[bytes, collections.Counter
                         "--train-tokenizer; are there documents behind the validation ones?") from error
     if failures:
         raise failures[0]
+    found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
+    if found != recipe.vocab_size:
+        raise DataError(f"{', '.join(recipe.source.paths)}: {counts['documents']} documents yield {found} "
+                        f"pieces, not {recipe.vocab_size}; give more text, or --train-tokenizer {found}")
     return model.getvalue(), counts
 
 
@@ -155,8 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def source_identity(source: DocumentSource) -> dict[str, Any]:
     """What tells a source from another without reading it: names, sizes, and how documents are found."""
     files = [{"name": Path(path).name, "bytes": os.stat(path).st_size} for path in source.paths]
-    return {"files": files, "text_key": source.text_key, "separator": source.separator,
-            "chunk_bytes": CHUNK_BYTES}
+    return {"files": files, "text_key": source.text_key, "separator": source.separator}
 
 
 # ======================================================================================================
@@ -300,6 +303,7 @@ class ExportPlan:
         """What must agree for an export to be resumed, as plain JSON values."""
         return {
             "documents": source_identity(self.encoding.source),
+            "chunk_bytes": documents.CHUNK_BYTES,
             "tokenizer_sha256": shards.sha256_file(Path(self.encoding.tokenizer_path)),
             "variant": "caseops" if self.encoding.caseops else "plain",
             "val_documents": self.encoding.val_documents,

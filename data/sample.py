@@ -133,12 +133,16 @@ def train_tokenizer(documents: list[str]) -> bytes:
     """Serialized SentencePiece BPE model of `documents`; one thread, so that no machine changes its bytes."""
     model = io.BytesIO()
     longest_bytes = max(len(document.encode()) for document in documents)
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(documents), model_writer=model, model_type="bpe", vocab_size=VOCAB_SIZE,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-        byte_fallback=True, split_digits=True, character_coverage=0.999, user_defined_symbols=["\n"],
-        max_sentence_length=longest_bytes + 1, num_threads=1, minloglevel=2,
-        pad_id=shards.PAD_ID, bos_id=shards.BOS_ID, eos_id=shards.EOS_ID, unk_id=shards.UNK_ID)
+    try:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter(documents), model_writer=model, num_threads=1, minloglevel=2,
+            model_type="bpe", vocab_size=VOCAB_SIZE, character_coverage=0.999, byte_fallback=True,
+            split_digits=True, user_defined_symbols=["\n"], max_sentence_length=longest_bytes + 1,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+            pad_id=shards.PAD_ID, bos_id=shards.BOS_ID, eos_id=shards.EOS_ID, unk_id=shards.UNK_ID)
+    except RuntimeError as error:
+        raise DataError(f"{sysconfig.get_path('stdlib')}: {text_bytes(documents)} bytes of text, too few "
+                        f"for {VOCAB_SIZE} pieces ({error}); use a complete Python") from error
     return model.getvalue()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 import urllib.parse
 from collections import Counter
 from dataclasses import dataclass, field
@@ -167,7 +168,6 @@ class HubHandler(BaseHTTPRequestHandler):
         with self.hub.faults.lock:
             cuts = self.hub.faults.cut_after_bytes.get(name) or []
             limit = cuts.pop(0) if cuts else len(body)
-        import time
         try:
             for begin in range(0, min(limit, len(body)), 8192):
                 block = body[begin:min(begin + 8192, limit)]

@@ -1,0 +1,485 @@
+"""Export: official ids, the same bytes however it was run or interrupted, and an audit that finds faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece as spm
+
+from data import caseops, documents, encoding, export, shards
+
+VAL_DOCUMENTS = 20
+WORDS = ["the", "Model", "reads", "TOKENS", "and", "writes", "weights", "McGraw", "iPhone", "NASA's", "",
+         "42", "x²", "été", "日本", "\n", "\t", "ﬁne", "a\u0301", "🙂", "\ue001", "\ue004", "line"]
+
+
+def random_text(generator: random.Random) -> str:
+    return " ".join(generator.choices(WORDS, k=generator.randrange(1, 120)))
+
+
+@pytest.fixture(scope="module")
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JSON lines with awkward documents: empty, blank at the ends, controls; no line break at the end."""
+    generator = random.Random(1)
+    texts = [random_text(generator) for _ in range(400)]
+    texts[3], texts[5], texts[7] = "", "  ends in blanks \n", "zero\0width\u200b\ufeff"
+    path = tmp_path_factory.mktemp("docs") / "docs.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=index % 2 == 0) for index, text in enumerate(texts)]
+    path.write_text("\n".join([*lines[:100], "", *lines[100:]]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tokenizer for each variant, trained by the command."""
+    out = tmp_path_factory.mktemp("models")
+    made = {}
+    for variant in ("plain", "caseops"):
+        arguments = ["--docs", str(docs), "--name", variant, "--out", str(out), "--train-tokenizer", "330",
+                     "--val-docs", str(VAL_DOCUMENTS), "--variant", variant, "--tokenizer-only"]
+        assert export.main(arguments) == 0
+        made[variant] = out / "tokenizers" / f"{variant}.model"
+    return made
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks in little text; a journal after each second one."""
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(export, "CHUNKS_PER_JOURNAL", 2)
+
+
+def arguments(docs: Path, model: Path, out: Path, *more: str) -> list[str]:
+    return ["--docs", str(docs), "--name", "set", "--out", str(out), "--tokenizer", str(model),
+            "--workers", "1", "--val-docs", str(VAL_DOCUMENTS), "--shard-tokens", "5000", *more]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in out.rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+def read_stream(out: Path, kind: str) -> np.ndarray:
+    paths = sorted((out / "datasets" / "set").glob(f"fineweb_{kind}_0*.bin"))
+    return np.concatenate([shards.read_shard(path) for path in paths])
+
+
+def expected_stream(docs: Path, model: Path, variant: str) -> list[list[int]]:
+    """Tokens per document straight from SentencePiece."""
+    tokenizer = spm.SentencePieceProcessor(model_file=str(model))
+    texts = [json.loads(line)["text"] for line in docs.read_text(encoding="utf-8").split("\n") if line]
+    if variant == "caseops":
+        texts = [caseops.encode(text) for text in texts]
+    return [[shards.BOS_ID, *tokenizer.encode(text)] for text in texts]
+
+
+def joined(rows: list[list[int]]) -> list[int]:
+    return [token for row in rows for token in row]
+
+
+# --- what is written -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["plain", "caseops"])
+def test_tokens_splits_and_manifest(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                    variant: str) -> None:
+    assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
+    rows = expected_stream(docs, models[variant], variant)
+    assert read_stream(tmp_path, "val").tolist() == joined(rows[:VAL_DOCUMENTS])
+    assert read_stream(tmp_path, "train").tolist() == joined(rows[VAL_DOCUMENTS:])
+    directory = tmp_path / "datasets" / "set"
+    manifest = shards.read_manifest(directory)
+    assert shards.verify_dataset(directory) == []
+    assert manifest["splits"]["val"]["documents"] == [0, VAL_DOCUMENTS]
+    assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, len(rows)]
+    assert manifest["tokenizer"]["sha256"] == shards.sha256_file(models[variant])
+    assert manifest["revision"] == f"sha256:{shards.sha256_file(docs)}"
+    check_document_ranges(directory, manifest, rows)
+
+
+def check_document_ranges(directory: Path, manifest: dict[str, Any], rows: list[list[int]]) -> None:
+    """Each file's document range against a count of tokens."""
+    owners = {"val": [], "train": []}  # type: dict[str, list[int]]
+    for index, row in enumerate(rows):
+        owners["val" if index < VAL_DOCUMENTS else "train"] += [index] * len(row)
+    for kind in ("val", "train"):
+        position = 0
+        for path in sorted(directory.glob(f"fineweb_{kind}_0*.bin")):
+            entry = manifest["files"][path.name]
+            touched = owners[kind][position:position + entry["tokens"]]
+            assert entry["documents"] == [touched[0], touched[-1] + 1]
+            position += entry["tokens"]
+        assert position == len(owners[kind])
+
+
+def test_sidecar_counts_every_byte_of_the_original(docs: Path, models: dict[str, Path],
+                                                   tmp_path: Path) -> None:
+    assert export.main(arguments(docs, models["caseops"], tmp_path, "--variant", "caseops")) == 0
+    counts, tokens = read_stream(tmp_path, "val_bytes"), read_stream(tmp_path, "val")
+    assert len(counts) == len(tokens)
+    assert (counts[tokens == shards.BOS_ID] == 0).all()
+    texts = [json.loads(line)["text"] for line in docs.read_text(encoding="utf-8").split("\n") if line]
+    per_document = [int(part.sum()) for part in np.split(counts, np.flatnonzero(tokens == shards.BOS_ID))[1:]]
+    # SentencePiece drops white space, and what it normalises to it, at the two ends of a document
+    edges = " \t\n\0\ufeff\u200b"
+    assert per_document == [len(text.strip(edges).encode()) for text in texts[:VAL_DOCUMENTS]]
+    audit = shards.read_manifest(tmp_path / "datasets" / "set")["splits"]["val"]["audit"]
+    assert audit["sidecar_bytes"] + audit["dropped_bytes"] == audit["text_bytes"]
+    assert audit["text_bytes"] == sum(len(text.encode()) for text in texts[:VAL_DOCUMENTS])
+
+
+def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, Path]) -> None:
+    encoder = encoding.Encoder(str(models["caseops"]), True)
+    coded = caseops.encode("NASA 🚀\ue001")
+    tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
+    counts = encoder.token_bytes(coded, tokens)
+    pieces = [encoder.tokenizer.id_to_piece(int(token)) for token in tokens]
+    assert counts[pieces.index(caseops.CAPS)] == counts[pieces.index(caseops.ESCAPE)] == 0
+    first = pieces.index("<0xF0>")
+    assert counts[first:first + 4].tolist() == [0, 0, 0, 4]
+    assert counts[-1] == 3 and counts.sum() == len("NASA 🚀\ue001".encode())
+
+
+def test_max_train_shards_stops_early(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    assert export.main(arguments(docs, models["plain"], tmp_path, "--max-train-shards", "2")) == 0
+    rows = expected_stream(docs, models["plain"], "plain")
+    train = read_stream(tmp_path, "train")
+    assert train.tolist() == joined(rows[VAL_DOCUMENTS:])[:10_000]
+    manifest = shards.read_manifest(tmp_path / "datasets" / "set")
+    touched = VAL_DOCUMENTS + int((train == shards.BOS_ID).sum())
+    assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]
+
+
+def test_plain_text_is_cut_at_separator_lines(models: dict[str, Path], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_bytes(b"\xef\xbb\xbfone\ntwo\n<|endoftext|>\r\n"
+                      b"say <|endoftext|> here\n<|endoftext|>\n\n<|endoftext|>")
+    second.write_text("last\n")
+    source = documents.DocumentSource((str(first), str(second)))
+    assert [text for chunk in source.chunks() for text in source.read(chunk)] == [
+        "one\ntwo", "say <|endoftext|> here", "last"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_chunks_agree_wherever_reading_resumes(tmp_path: Path, suffix: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(2)
+    texts = ["x" * generator.randrange(1, 300) + str(index) for index in range(200)]
+    path = tmp_path / f"docs.{suffix}"
+    lines = [json.dumps({"text": text}) if suffix == "jsonl" else f"{text}\n<|endoftext|>" for text in texts]
+    path.write_text("\n".join(lines) + "\n")
+    source = documents.DocumentSource((str(path),))
+    for chunk_bytes in (7, 64, 1000, 10**6):
+        monkeypatch.setattr(documents, "CHUNK_BYTES", chunk_bytes)
+        chunks = list(source.chunks())
+        assert [text for chunk in chunks for text in source.read(chunk)] == texts
+        for index, chunk in enumerate(chunks):
+            assert chunk.document == sum(before.document_count for before in chunks[:index])
+        middle = chunks[len(chunks) // 2]
+        assert list(source.chunks(0, middle.offset, middle.document)) == chunks[len(chunks) // 2:]
+
+
+# --- the same bytes, however it was run -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["plain", "caseops"])
+def test_two_workers_give_the_bytes_of_one(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                           variant: str) -> None:
+    for workers in ("1", "2"):
+        more = ("--variant", variant, "--workers", workers)
+        assert export.main(arguments(docs, models[variant], tmp_path / workers, *more)) == 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("variant", ["plain", "caseops"])
+def test_resumed_from_a_kill_at_any_operation_gives_the_same_bytes(
+        docs: Path, models: dict[str, Path], tmp_path: Path, variant: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write, rename and journal in turn is the last thing that happens before a kill."""
+    more = ("--variant", variant)
+    assert export.main(arguments(docs, models[variant], tmp_path / "whole", *more)) == 0
+    operations = 0
+    allowed = [10**9]
+
+    def counted(function: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal operations
+            operations += 1
+            if operations > allowed[0]:
+                raise Killed
+            return function(*args, **kwargs)
+        return wrapper
+
+    monkeypatch.setattr(os, "replace", counted(os.replace))
+    monkeypatch.setattr(os, "fsync", counted(os.fsync))
+    monkeypatch.setattr(export.ShardStream, "write", counted(export.ShardStream.write))
+    assert export.main(arguments(docs, models[variant], tmp_path / "count", *more)) == 0
+    total = operations
+    assert total > 50
+    generator = random.Random(3)
+    for stop in sorted(generator.sample(range(2, total), 12)):
+        out = tmp_path / f"killed{stop}"
+        operations, allowed[0] = 0, stop
+        with pytest.raises(Killed):
+            export.main(arguments(docs, models[variant], out, *more))
+        operations, allowed[0] = 0, generator.randrange(2, total)
+        try:  # killed perhaps once more while resuming
+            export.main(arguments(docs, models[variant], out, *more))
+        except Killed:
+            allowed[0] = 10**9
+            assert export.main(arguments(docs, models[variant], out, *more)) == 0
+        allowed[0] = 10**9
+        assert contents(out) == contents(tmp_path / "whole"), f"killed at operation {stop} of {total}"
+
+
+def run_command(repo: Path, command: list[str], kill_after_s: float | None = None) -> int:
+    """Exit status of the command in a process of its own, killed with SIGKILL after a while."""
+    process = subprocess.Popen([sys.executable, str(repo / "data" / "export.py"), *command],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        process.wait(kill_after_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return process.returncode
+
+
+@pytest.mark.slow
+def test_real_kills_at_20_random_moments(repo: Path, shared_data: Path, tmp_path: Path) -> None:
+    model = shared_data / "tokenizers" / "fineweb_1024_bpe.model"
+    common = ["--docs", str(shared_data / "docs_selected.jsonl"), "--name", "set", "--tokenizer", str(model),
+              "--val-docs", "901", "--shard-tokens", "700000", "--workers", "2"]
+    begin = time.monotonic()
+    assert run_command(repo, [*common, "--out", str(tmp_path / "whole")]) == 0
+    whole_s = time.monotonic() - begin
+    generator = random.Random(4)
+    for attempt in range(20):
+        out = tmp_path / f"killed{attempt}"
+        run_command(repo, [*common, "--out", str(out)], generator.uniform(0.2, whole_s))
+        assert run_command(repo, [*common, "--out", str(out)]) == 0
+        assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_workers_do_not_outlive_a_killed_parent(repo: Path, models: dict[str, Path], docs: Path,
+                                                tmp_path: Path) -> None:
+    big = tmp_path / "big.jsonl"
+    lines = [line for line in docs.read_text(encoding="utf-8").split("\n") if line]
+    big.write_text("\n".join(lines * 300), encoding="utf-8")
+    command = arguments(big, models["plain"], tmp_path / "out", "--workers", "2")
+    process = subprocess.Popen([sys.executable, str(repo / "data" / "export.py"), *command],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        process.wait()
+        pytest.skip("the system does not list child processes")
+    deadline_s = time.monotonic() + 60
+    pids: list[str] = []
+    while len(pids) < 3 and time.monotonic() < deadline_s:  # two workers and the resource tracker
+        pids = children.read_text().split()
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert len(pids) >= 3
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# --- what exists is kept, what is wrong is said ----------------------------------------------------------
+
+
+def test_a_finished_export_is_confirmed_and_other_settings_are_refused(
+        docs: Path, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = arguments(docs, models["plain"], tmp_path)
+    assert export.main(command) == 0
+    before = contents(tmp_path)
+    assert export.main(command) == 0
+    assert export.main([*command, "--val-docs", "21"]) == 1
+    assert "val_documents: 20 there, 21 now" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    shard = tmp_path / "datasets" / "set" / "fineweb_train_000000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert export.main(command) == 1
+    assert str(shard) in capsys.readouterr().err
+
+
+def test_foreign_shards_and_tokenizers_are_not_overwritten(
+        docs: Path, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "datasets" / "set" / "fineweb_train_000000.bin"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert export.main(arguments(docs, models["plain"], tmp_path)) == 1
+    assert mine.read_text() == "mine" and mine.name in capsys.readouterr().err
+    model = tmp_path / "other" / "tokenizers" / models["plain"].name
+    model.parent.mkdir(parents=True)
+    model.write_text("mine")
+    assert export.main(arguments(docs, models["plain"], tmp_path / "other")) == 1
+    assert model.read_text() == "mine" and str(model) in capsys.readouterr().err
+
+
+def test_two_exports_of_one_dataset_do_not_run_at_once(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "datasets" / "set"
+    directory.mkdir(parents=True)
+    with shards.exclusive(directory / export.LOCK_NAME):
+        assert export.main(arguments(docs, models["plain"], tmp_path)) == 1
+    assert "another command is writing" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_and_survived(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    assert export.main(arguments(docs, models["plain"], tmp_path / "whole")) == 0
+    left = [40]
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert export.main(arguments(docs, models["plain"], tmp_path / "full")) == 1
+    assert "the disk is full" in capsys.readouterr().err
+    left[0] = 10**9
+    assert export.main(arguments(docs, models["plain"], tmp_path / "full")) == 0
+    assert contents(tmp_path / "full") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    (b'{"text": "cut', "expected a JSON object"), (b'{"body": "x"}', "--text-key"),
+    (b"[1]", "expected a JSON object"), (b"7", "expected a JSON object"),
+    (b'{"text": 5}', "holds int, expected a string"), (b'{"text": "\xff"}', "not UTF-8"),
+])
+def test_bad_documents_are_named(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                 line: bytes, expected: str) -> None:
+    path = tmp_path / "docs.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' * 30 + line + b"\n")
+    workers = "2" if line == b"7" else "1"  # one of them across processes
+    assert export.main(arguments(path, models["plain"], tmp_path, "--workers", workers)) == 1
+    error = capsys.readouterr().err
+    assert f"{path}: document 30" in error and expected in error
+
+
+def test_lone_surrogates_become_replacement_characters() -> None:
+    assert documents.replace_lone_surrogates("a\ud800b\U0001f600") == "a\ufffdb\U0001f600"
+
+
+def test_too_few_documents_are_an_error(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main([*arguments(docs, models["plain"], tmp_path), "--val-docs", "50000"]) == 1
+    assert "400 documents" in capsys.readouterr().err
+    assert not (tmp_path / "datasets" / "set" / shards.MANIFEST_NAME).exists()
+
+
+def test_unfit_tokenizers_are_refused(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    def train(name: str, **overrides: Any) -> Path:
+        settings: dict[str, Any] = {"vocab_size": 330, "model_type": "bpe", "byte_fallback": True,
+                                    "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
+        settings |= overrides
+        texts = ["plain words of the alphabet without anything else"] * 20  # so that others are unknown
+        if settings["byte_fallback"]:
+            texts = [random_text(random.Random(index)) for index in range(100)]
+        spm.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(tmp_path / name),
+                                       hard_vocab_limit=False, **settings)
+        return tmp_path / f"{name}.model"
+
+    cases = [(train("ids", bos_id=2, eos_id=1), "BOS id 2"),
+             (train("nofallback", byte_fallback=False, vocab_size=60), "pieces count"),
+             (tmp_path / "ids.vocab", "not a SentencePiece model"), (tmp_path / "none.model", "not found")]
+    for model, expected in cases:
+        assert export.main(arguments(docs, model, tmp_path / "out")) == 1
+        assert expected in capsys.readouterr().err
+    assert export.main(arguments(docs, models["plain"], tmp_path / "out", "--variant", "caseops")) == 1
+    assert "CaseOps marks" in capsys.readouterr().err
+
+
+# --- tokenizer training ---------------------------------------------------------------------------------
+
+
+def test_tokenizer_training_reads_behind_validation_and_keeps_long_documents(tmp_path: Path) -> None:
+    path = tmp_path / "docs.jsonl"
+    generator = random.Random(5)
+    rows = [{"text": "validation zzz " * 3}] * 4 + [{"text": random_text(generator)} for _ in range(50)]
+    rows += [{"text": "longest " * 2000}, {"text": "\0"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = documents.DocumentSource((str(path),))
+
+    def trained_on(official: bool, first: int, count: int) -> tuple[list[str], dict[str, int]]:
+        counts: Any = export.collections.Counter()
+        recipe = export.TokenizerRecipe(source, 300, False, official, first, count)
+        return list(recipe.texts(counts)), dict(counts)
+
+    texts, counts = trained_on(False, 4, 10**6)
+    assert len(texts) == 51 and not any("zzz" in text for text in texts)
+    assert counts == {"documents": 51, "too_long": 0}
+    texts, counts = trained_on(True, 0, 10**6)
+    assert len(texts) == 55 and counts == {"documents": 55, "too_long": 1}
+    assert len(trained_on(False, 4, 7)[0]) == 7
+
+
+def test_trained_tokenizers_are_kept_and_sound(models: dict[str, Path], docs: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = spm.SentencePieceProcessor(model_file=str(models["caseops"]))
+    assert [tokenizer.id_to_piece(index) for index in range(4, 8)] == list(caseops.MARKS)
+    pieces = [tokenizer.id_to_piece(index) for index in range(264, tokenizer.vocab_size())]
+    assert not any("A" <= character <= "Z" for piece in pieces for character in piece)
+    out = models["plain"].parents[1]
+    before = contents(out)
+    command = ["--docs", str(docs), "--name", "plain", "--out", str(out), "--val-docs", str(VAL_DOCUMENTS),
+               "--tokenizer-only", "--train-tokenizer"]
+    assert export.main([*command, "330"]) == 0
+    assert export.main([*command, "331"]) == 1
+    assert "was not made by this command" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def test_a_vocabulary_too_large_is_an_error_in_words(docs: Path, tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--docs", str(docs), "--name", "x", "--out", str(tmp_path), "--train-tokenizer", "60000"]
+    assert export.main([*command, "--val-docs", "20"]) == 1
+    assert "pieces, not 60000" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+# --- real text -------------------------------------------------------------------------------------------
+
+
+def test_official_validation_ids(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1 << 19)
+    command = ["--docs", str(shared_data / "docs_selected.jsonl"), "--name", "set", "--out", str(tmp_path),
+               "--tokenizer", str(shared_data / "tokenizers" / "fineweb_1024_bpe.model"), "--workers", "2",
+               "--val-docs", "901", "--max-train-shards", "0"]
+    assert export.main(command) == 0
+    val = read_stream(tmp_path, "val")
+    folder = shared_data / "datasets" / "fineweb_sample_sp1024"
+    official = shards.read_shard(folder / "fineweb_val_000000.bin")
+    assert official[len(val)] == shards.BOS_ID and (val == shards.BOS_ID).sum() == 901
+    assert np.array_equal(val, official[:len(val)])
+    audit = shards.read_manifest(tmp_path / "datasets" / "set")["splits"]["val"]["audit"]
+    assert audit["text_bytes"] == audit["decoded_bytes"] == 2_504_310

@@ -1,0 +1,171 @@
+"""The offline sample: complete, exact to the byte, reproducible, and nothing of validation in training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import sample, shards
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sample made by the command."""
+    root = tmp_path_factory.mktemp("sample")
+    assert sample.main(["--out", str(root)]) == 0
+    return root
+
+
+def dataset(root: Path) -> Path:
+    return root / "datasets" / sample.NAME
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def stream(root: Path, split: str) -> np.ndarray:
+    paths = sorted(dataset(root).glob(f"fineweb_{split}_*.bin"))
+    return np.concatenate([shards.read_shard(path) for path in paths])
+
+
+def decoded_documents(root: Path, split: str) -> list[str]:
+    tokenizer = shards.load_tokenizer(root / "tokenizers" / sample.TOKENIZER_FILE)
+    tokens = stream(root, split)
+    parts = np.split(tokens, np.flatnonzero(tokens == shards.BOS_ID))[1:]
+    return [tokenizer.decode(part.tolist()) for part in parts]
+
+
+def test_byte_table_totals_the_decoded_text(built: Path) -> None:
+    tokenizer = shards.load_tokenizer(built / "tokenizers" / sample.TOKENIZER_FILE)
+    table = shards.ByteTable.from_sentencepiece(tokenizer)
+    text = "".join(decoded_documents(built, "val"))
+    manifest = shards.read_manifest(dataset(built))
+    assert table.total(stream(built, "val")) == len(text.encode()) == manifest["splits"]["val"]["bytes"]
+
+
+def test_manifest_describes_the_files(built: Path) -> None:
+    manifest = shards.read_manifest(dataset(built))
+    assert shards.verify_dataset(dataset(built)) == []
+    assert manifest["tokenizer"]["vocab_size"] == 1024
+    val_stop = manifest["splits"]["val"]["documents"][1]
+    assert manifest["splits"]["train"]["documents"][0] == val_stop
+    assert (stream(built, "val") == shards.BOS_ID).sum() == val_stop
+    document = val_stop
+    train_names = sorted(name for name, entry in manifest["files"].items() if entry["split"] == "train")
+    assert len(train_names) > 1
+    for name in train_names:
+        tokens = shards.read_shard(dataset(built) / name)
+        start = document - (tokens[0] != shards.BOS_ID)
+        document += int((tokens == shards.BOS_ID).sum())
+        assert manifest["files"][name]["documents"] == [start, document]
+    assert manifest["splits"]["train"]["documents"][1] == document
+
+
+def test_no_paragraph_of_validation_is_in_training(built: Path) -> None:
+    def paragraphs(split: str) -> set[str]:
+        texts = decoded_documents(built, split)
+        keys = {" ".join(paragraph.split()) for text in texts for paragraph in text.split("\n\n")}
+        return {key for key in keys if len(key) >= sample.MIN_SHARED_CHARACTERS}
+
+    assert paragraphs("val")
+    assert not paragraphs("val") & paragraphs("train")
+
+
+def test_drop_repeats_keeps_the_first_of_each_paragraph() -> None:
+    long = "the same words, said more than once in a row"
+    wrapped = "  the same words, said\n   more than once in a row"
+    documents = [f"{long}\n\nmore", f"{wrapped}\n\n{long}!", long, "more"]
+    assert sample.drop_repeats(documents) == [f"{long}\n\nmore", f"{long}!", "more"]
+
+
+def test_a_finished_sample_is_left_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "build", lambda root: pytest.fail("rebuilt a sound sample"))
+    assert sample.main(["--out", str(built)]) == 0
+    assert sample.main(["--out", str(built), "--check"]) == 0
+
+
+def test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes(
+        built: Path, tmp_path: Path, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(built)
+    shard = next(dataset(built).glob("fineweb_train_*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert sample.main(["--out", str(built), "--check"]) == 1
+    error = capsys.readouterr().err
+    assert str(shard) in error and "sha256" in error and "sample.py" in error
+    command = [sys.executable, str(repo / "data" / "sample.py"), "--out", str(built)]
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert contents(built) == before
+
+
+def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less text and fewer pieces, for tests in which the text does not matter."""
+    documents = [f"{'words and more ' * 40}{index}" for index in range(60)]
+    monkeypatch.setattr(sample, "stdlib_documents", lambda: documents)
+    monkeypatch.setattr(sample, "VOCAB_SIZE", 290)
+
+
+def test_too_little_text_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    small_sample(monkeypatch)
+    monkeypatch.setattr(sample, "VOCAB_SIZE", 1024)
+    assert sample.main(["--out", str(tmp_path)]) == 1
+    assert "too few for 1024 pieces" in capsys.readouterr().err
+
+
+def test_an_interrupted_build_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    def full_disk(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    small_sample(monkeypatch)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert sample.main(["--out", str(tmp_path)]) == 1
+    assert "disk is full" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    small_sample(monkeypatch)
+    (tmp_path / "tokenizers").write_text("mine")
+    assert sample.main(["--out", str(tmp_path)]) == 1
+    assert str(tmp_path / "tokenizers") in capsys.readouterr().err
+    assert (tmp_path / "tokenizers").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("damage", "expected"), [
+    (lambda content: content[:-2], "truncated"), (lambda content: content[:100], "too short"),
+    (lambda content: b"\0" * 4 + content[4:], "magic"), (lambda content: b"", "too short"),
+])
+def test_bad_shards_are_refused_by_name(tmp_path: Path, damage: object, expected: str) -> None:
+    path = tmp_path / "fineweb_val_000000.bin"
+    shards.write_shard(path, np.arange(1, 10, dtype=np.uint16))
+    assert shards.read_shard(path).tolist() == list(range(1, 10))
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(shards.DataError, match=expected) as caught:
+        shards.read_shard(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"version": 2}), json.dumps({"version": 1})])
+def test_bad_manifests_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / shards.MANIFEST_NAME).write_text(content)
+    with pytest.raises(shards.DataError, match="manifest"):
+        shards.read_manifest(tmp_path)
+
+
+def test_document_ranges_touch_every_shard() -> None:
+    starts = np.array([0, 5, 10, 11])
+    assert shards.document_ranges(starts, [0, 5, 6, 10, 12], 3) == [(3, 4), (4, 5), (4, 5), (5, 7)]
