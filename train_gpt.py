@@ -1,21 +1,21 @@
-"""Train, quantize and score a GPT under a hard budget: one file, from shards to a number in bits per byte.
+"""Train, quantize and score a GPT under a hard budget: one file, from token shards to bits per byte.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py             # the 8-GPU run; the defaults are its settings
-    CONFIG=records/configs/cpu_demo.env python train_gpt.py           # the whole job on a laptop's CPU
-    EVAL_ONLY=runs/x/model.bin python train_gpt.py                    # score an artifact in a fresh process
-    python train_gpt.py --help                                        # every variable: default, range, meaning
+    torchrun --standalone --nproc_per_node=8 train_gpt.py           # the 8-GPU run: the defaults
+    CONFIG=records/configs/cpu_demo.env python train_gpt.py         # the whole job on a laptop
+    EVAL_ONLY=runs/x/model.bin python train_gpt.py                  # score an artifact in a fresh process
+    python train_gpt.py --help                                      # every variable
 
-A run has six phases. setup: everything a user can get wrong is checked before the first step. warm-up: compiles on
-real shapes, then restores weights, optimizer and data position. train: timed, and over, Hessians included, within
-MAX_WALLCLOCK_SECONDS. quantize: writes the artifact, which with the code ends just under ARTIFACT_BYTES_MAX. reload:
-the weights are read back from that file; nothing else is ever scored. evaluate: timed; every validation target is
-scored exactly once, before anything learns from it.
+setup: what a user can get wrong is checked before the first step. warm-up: compiles on real shapes, then
+restores weights, optimizer and data position. train: timed; over, Hessians included, within
+MAX_WALLCLOCK_SECONDS. quantize: artifact and code end just under ARTIFACT_BYTES_MAX. reload: nothing but the
+weights in that file is ever scored. evaluate: timed; each target scored once, before any learning from it.
 
-It writes runs/<RUN_ID>/: log.txt, config.env, metrics.jsonl, summary.json, model.bin (the artifact), train_gpt.py
-(the source that ran), train_gpt.shipped.py (the form that is counted), and checkpoint.pt or trace_rank0.json on demand.
+runs/<RUN_ID>/ then holds log.txt, metrics.jsonl, config.env, summary.json, model.bin (the artifact),
+train_gpt.py (the source that ran), train_gpt.shipped.py (the form that is counted), and on demand checkpoint.pt
+and traces.
 
-Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, V vocabulary, L layers,
-N anything flattened or batched, R matrix rows, C matrix columns.
+Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
+head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C matrix columns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twin
     triton = None
 
 # ============================================================================================================
-# CONFIG — every setting in one frozen dataclass; what is wrong is refused here, by name, before anything starts.
+# CONFIG — every setting in one frozen dataclass; what is wrong is refused by name, before anything starts.
 # ============================================================================================================
 
 
@@ -89,19 +89,19 @@ class ScoringError(RuntimeError):
 
 def knob(default: Any, meaning: str, low: float = -math.inf, high: float = math.inf, among: str = "") -> Any:
     """One setting: its default, what it means with its unit, and its range or its space-separated choices."""
-    return field(default=default, metadata={"meaning": meaning, "low": low, "high": high, "among": among.split()})
+    return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=among.split()))
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. The environment name of a field is its name in upper case; the defaults are the 8-GPU run."""
+    """All settings. A field's environment name is its name in upper case; the defaults are the 8-GPU run."""
 
     # --- data ---
     data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
-    tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "SentencePiece model of these shards")
+    tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
-    micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; lower it when memory runs out", 1)
+    micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
     doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
@@ -117,7 +117,7 @@ class Config:
     runs_dir: str = knob("runs", "folder that holds the run directories")
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
     iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
-    max_wallclock_seconds: float = knob(600.0, "seconds of training, Hessians included; 0: ITERATIONS steps", 0)
+    max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
     max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
     train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
@@ -130,8 +130,8 @@ class Config:
     trace_steps: str = knob("", "a:b; trace only these steps; empty: all")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
-    compute_dtype: str = knob("auto", "activations; auto: bfloat16 where it is fast", among="auto float32 bfloat16")
-    attention: str = knob("auto", "attention kernel; auto: the first that passes", among="auto fa3 varlen sdpa plain")
+    compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
+    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa plain")
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
     fused_ce: str = knob("auto", "Triton cross-entropy; auto: where exact and faster", among="auto 0 1")
     deterministic: bool = knob(False, "refuse kernels whose result depends on timing")
@@ -193,7 +193,7 @@ class Config:
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
     grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
-    ema_decay: float = knob(0.9965, "per-step decay of the averaged weights that are shipped; 0: the last ones", 0, 1)
+    ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: the last", 0, 1)
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
@@ -209,7 +209,7 @@ class Config:
     gptq: bool = knob(True, "round with second-order information; 0: to nearest")
     gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
-    gptq_reserve_seconds: float = knob(0.0, "seconds of the clock kept for Hessians; 0: measured in warm-up", 0)
+    gptq_reserve_seconds: float = knob(0.0, "seconds of the clock for Hessians; 0: as measured", 0)
     # --- evaluation ---
     eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
     eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
@@ -224,9 +224,9 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """Settings from a mapping of names to strings: `environ` over the file named by its CONFIG over defaults.
+        """Settings from names and strings: `environ` over the file that its CONFIG names over the defaults.
 
-        Raises ConfigError for a misspelt name, a value of the wrong type or range, or settings that contradict.
+        Raises ConfigError for a misspelt name, a wrong type or range, or settings that contradict each other.
         """
         fields = {f.name.upper(): f for f in dataclasses.fields(cls)}
         given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
@@ -247,7 +247,7 @@ class Config:
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
     def model_env(self) -> dict[str, str]:
-        """The settings that decide what the weights mean: those from VOCAB_SIZE to LOGIT_SOFTCAP, and geometry."""
+        """The settings that decide what the weights mean."""
         names = [f.name.upper() for f in dataclasses.fields(self)]
         model = names[names.index("VOCAB_SIZE") : names.index("LOGIT_SOFTCAP") + 1]
         everything = self.as_env()
@@ -269,24 +269,24 @@ class Config:
         return int(self.mlp_mult * self.model_dim)
 
 
-OUR_PREFIXES = (
-    "TTT_ MUON_ TRAIN_ TRAINING_ VAL_ EVAL_ GPTQ_ WARMDOWN_ WARMUP_ EMA_ QK_ ROPE_ XSA_ SMEAR_ SPARSE_ATTN_ GATE_ "
-    "LOOP_ PARALLEL_ ARTIFACT_ LOADER_ GENERATE_ LOGIT_ TIE_ TIED_ EMBED_ MATRIX_ SCALAR_ FUSED_ "
-    "LEAKY_ MLP_ CHECKPOINT_ PREFLIGHT_ PHASE_"
-).split()
-FOREIGN_PREFIXES = (
-    "RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ ROLE_ TORCH PYTORCH NCCL_ GLOO_ OMP_ MKL_ KMP_ GOMP_ CUDA NVIDIA_ CUBLAS_ "
-    "TRITON_ HF_ PYTHON PYTEST_ VIRTUAL_ CONFIG"
-).split()
+OUR_PREFIXES = tuple(
+    "TTT_ MUON_ TRAIN_ TRAINING_ VAL_ EVAL_ GPTQ_ WARMDOWN_ WARMUP_ EMA_ QK_ ROPE_ XSA_ SMEAR_ SPARSE_ATTN_ "
+    "GATE_ LOOP_ PARALLEL_ ARTIFACT_ LOADER_ GENERATE_ LOGIT_ TIE_ TIED_ EMBED_ MATRIX_ SCALAR_ FUSED_ "
+    "LEAKY_ MLP_ CHECKPOINT_ PREFLIGHT_ PHASE_".split()
+)
+FOREIGN_PREFIXES = tuple(
+    "RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ ROLE_ TORCH PYTORCH NCCL_ GLOO_ OMP_ MKL_ KMP_ GOMP_ CUDA NVIDIA_ "
+    "CUBLAS_ TRITON_ HF_ PYTHON PYTEST_ VIRTUAL_ CONFIG".split()
+)
 
 
 def _refuse_near_miss(name: str, known: list[str]) -> None:
-    """Raise ConfigError when an unknown variable looks like one of ours; leave the rest of the environment alone."""
-    if name in known or name.startswith(tuple(FOREIGN_PREFIXES)):
+    """Raise ConfigError when an unknown variable looks like one of ours; leave the others alone."""
+    if name in known or name.startswith(FOREIGN_PREFIXES):
         return
     distance, nearest = min((_edit_distance(name, other), other) for other in known)
-    if len(name) >= 6 and distance <= 2 or name.startswith(tuple(OUR_PREFIXES)):
-        raise ConfigError(f"unknown variable {name}: did you mean {nearest}? (python train_gpt.py --help lists all)")
+    if (len(name) >= 6 and distance <= 2) or name.startswith(OUR_PREFIXES):
+        raise ConfigError(f"unknown variable {name}: did you mean {nearest}? --help lists them all")
 
 
 def _edit_distance(a: str, b: str) -> int:
@@ -309,7 +309,7 @@ def _read_config_file(path: str) -> dict[str, str]:
     try:
         text = find_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"CONFIG={path}: cannot be read ({error}); name a file of KEY=VALUE lines") from error
+        raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
     known = {f.name.upper() for f in dataclasses.fields(Config)}
     values: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -317,7 +317,7 @@ def _read_config_file(path: str) -> dict[str, str]:
         if not key:
             continue
         if not separator or key.strip() not in known:
-            raise ConfigError(f"CONFIG={path} line {number}: {line.strip()!r} is no KEY=VALUE of a known variable")
+            raise ConfigError(f"CONFIG={path} line {number}: {line.strip()!r} sets no known variable")
         values[key.strip()] = value.strip()
     return values
 
@@ -340,64 +340,61 @@ def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
             bounds = f"between {rules['low']:g} and {rules['high']:g}"
             raise ConfigError(f"{name}={text!r}: expected a value {bounds} ({rules['meaning']})")
     elif rules["among"] and text not in rules["among"]:
-        raise ConfigError(f"{name}={text!r}: expected one of {', '.join(rules['among'])} ({rules['meaning']})")
+        raise ConfigError(f"{name}={text!r}: expected {' or '.join(rules['among'])} ({rules['meaning']})")
     return value
 
 
 def _cross_check(c: Config) -> None:
     """Raise ConfigError for settings that are fine alone and wrong together."""
-    rope_dims = c.rope_dims or c.model_dim // c.num_heads
-    last_parallel = c.num_layers - 1
     rules = [
-        (c.train_batch_tokens % c.train_seq_len == 0, "TRAIN_BATCH_TOKENS must be a multiple of TRAIN_SEQ_LEN"),
-        (c.micro_batch_tokens % c.train_seq_len == 0, "MICRO_BATCH_TOKENS must be a multiple of TRAIN_SEQ_LEN"),
+        (c.train_batch_tokens % c.train_seq_len == 0, "TRAIN_BATCH_TOKENS must hold whole TRAIN_SEQ_LEN"),
+        (c.micro_batch_tokens % c.train_seq_len == 0, "MICRO_BATCH_TOKENS must hold whole TRAIN_SEQ_LEN"),
         (c.model_dim % c.num_heads == 0, "MODEL_DIM must be a multiple of NUM_HEADS"),
         (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS must be a multiple of NUM_KV_HEADS"),
-        (rope_dims % 2 == 0 and rope_dims <= c.model_dim // c.num_heads, "ROPE_DIMS must be even and fit a head"),
+        (c.rope_dims % 2 == 0, "ROPE_DIMS must be even"),
+        (c.rope_dims <= c.head_dim, "ROPE_DIMS must not exceed MODEL_DIM / NUM_HEADS"),
         (c.xsa_last_n <= c.num_layers, "XSA_LAST_N must not exceed NUM_LAYERS"),
         (c.gate_window <= c.model_dim, "GATE_WINDOW must not exceed MODEL_DIM"),
         (not c.num_loops or c.loop_start <= c.loop_end, "LOOP_START must not exceed LOOP_END"),
         (not c.num_loops or c.loop_end < c.num_layers, "LOOP_END must be below NUM_LAYERS"),
-        (c.parallel_start_layer <= last_parallel, "PARALLEL_START_LAYER must be below NUM_LAYERS (-1: none)"),
-        (c.eval_stride <= c.eval_length, "EVAL_STRIDE must not exceed EVAL_SEQ_LEN"),
-        (not c.ttt_enabled or c.eval_stride > 0, "TTT_ENABLED=1 needs an EVAL_STRIDE above 0"),
+        (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER must be below NUM_LAYERS (-1 is none)"),
+        (c.eval_stride <= c.eval_length, "EVAL_STRIDE must not exceed EVAL_SEQ_LEN (0 is TRAIN_SEQ_LEN )"),
+        (not c.ttt_enabled or c.eval_stride, "EVAL_STRIDE must be above 0 for TTT_ENABLED"),
         (not c.ttt_enabled or c.ttt_chunk_tokens % max(c.eval_stride, 1) == 0,
          "TTT_CHUNK_TOKENS must be a multiple of EVAL_STRIDE"),
-        (not c.ttt_enabled or c.eval_length % max(c.eval_stride, 1) == 0,
-         "EVAL_SEQ_LEN must be a multiple of EVAL_STRIDE when TTT_ENABLED=1"),
-        (not c.ttt_enabled or c.ttt_chunk_tokens >= c.eval_length, "TTT_CHUNK_TOKENS must hold EVAL_SEQ_LEN tokens"),
+        (not c.ttt_enabled or c.ttt_chunk_tokens >= c.eval_length,
+         "TTT_CHUNK_TOKENS must hold EVAL_SEQ_LEN (0 is TRAIN_SEQ_LEN )"),
         (c.ttt_freeze_blocks <= c.num_layers, "TTT_FREEZE_BLOCKS must not exceed NUM_LAYERS"),
-        (bool(c.max_wallclock_seconds) or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS must not exceed ITERATIONS"),
-        (c.ema_decay < 1, "EMA_DECAY must be below 1: at 1 the average never leaves the initial weights"),
+        (c.max_wallclock_seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS must fit ITERATIONS"),
+        (c.ema_decay < 1, "EMA_DECAY must be below 1"),
         (not c.max_wallclock_seconds or c.gptq_reserve_seconds < c.max_wallclock_seconds,
          "GPTQ_RESERVE_SECONDS must be below MAX_WALLCLOCK_SECONDS"),
-        (os.sep not in c.run_id and c.run_id not in (".", ".."), "RUN_ID must be a plain name, not a path"),
-    ]
+        (c.trace_steps.count(":") <= 1 and c.trace_steps.replace(":", "0").isdigit() or not c.trace_steps,
+         "TRACE_STEPS must be a:b, two steps"),
+        (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID must be a plain name"),
+    ]  # fmt: skip
     for holds, rule in rules:
         if not holds:
-            names = [word for word in rule.replace("=", " ").replace(":", " ").split() if word.lower() in _FIELD_NAMES]
-            found = ", ".join(f"{name}={c.as_env()[name]}" for name in dict.fromkeys(names))
-            raise ConfigError(f"{rule}; got {found}")
+            found = {name: c.as_env()[name] for name in rule.replace("=", " ").split() if name in c.as_env()}
+            raise ConfigError(f"{rule}; got {', '.join(f'{name}={value}' for name, value in found.items())}")
 
 
-_FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Config))
-
-
-def micro_batch_rows(config: Config, world_size: int) -> int:
-    """Sequences of one micro-batch of one rank; ConfigError when the batch does not split evenly."""
-    sequences, wanted = (t // config.train_seq_len for t in (config.train_batch_tokens, config.micro_batch_tokens))
+def micro_steps_per_step(config: Config, world_size: int) -> int:
+    """Micro-batches of one rank per optimizer step; ConfigError when the batch does not split evenly."""
+    sequences = config.train_batch_tokens // config.train_seq_len
+    wanted = config.micro_batch_tokens // config.train_seq_len
     rows = min(wanted, sequences // world_size)
     if rows < 1 or sequences % (world_size * rows):
         raise ConfigError(
             f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is {sequences} sequences of TRAIN_SEQ_LEN="
-            f"{config.train_seq_len}, expected a multiple of {world_size} ranks times the {wanted} sequences of "
-            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}; change one of them"
+            f"{config.train_seq_len}, expected a multiple of {world_size} ranks times the {wanted} sequences "
+            f"of MICRO_BATCH_TOKENS={config.micro_batch_tokens}; change one of them"
         )
-    return rows
+    return sequences // world_size // rows
 
 
 def help_text() -> str:
-    """Every variable with its default and meaning, as `--help` prints it and the README's table is made from."""
+    """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
     for spec in dataclasses.fields(Config):
         choices = f" [{' | '.join(spec.metadata['among'])}]" if spec.metadata["among"] else ""
@@ -429,13 +426,13 @@ class Run:
         self.phases: dict[str, float] = {}
         self.phase_name, self.stop_signal, self._unwritten = "setup", 0, list[str]()
         if self.world_size > 1:
-            cuda = self.device.type == "cuda"
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=self.device if cuda else None)
+            on_gpu = {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
+            dist.init_process_group(**(on_gpu if self.device.type == "cuda" else {"backend": "gloo"}))
         self._last_sign_of_life = time.monotonic()
         threading.Thread(target=self._watch, args=(config.phase_timeout_seconds,), daemon=True).start()
 
     def open_directory(self, config: Config) -> None:
-        """Create runs/<RUN_ID>, which must not exist, or reopen the one that is resumed. All ranks call it together."""
+        """Create runs/<RUN_ID>, which must not exist, or reopen a resumed one. All ranks call it together."""
         names = [config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"]
         if self.world_size > 1:
             dist.broadcast_object_list(names, src=0)
@@ -443,11 +440,14 @@ class Run:
         if self.rank == 0 and not config.resume:
             try:
                 directory.mkdir(parents=True)
-            except FileExistsError as error:
-                advice = "choose another RUN_ID, or continue that run with RESUME"
-                raise ConfigError(f"RUN_ID={names[0]}: {directory} exists and is never overwritten; {advice}") from error
+                weights = sum(map(math.prod, parameter_shapes(config).values()))
+                needed = config.artifact_bytes_max + 32 * weights  # and two checkpoints
+                if (free := shutil.disk_usage(directory).free) < needed:
+                    directory.rmdir()
+                    raise OSError(f"{free >> 20} MiB free, a run may need {needed >> 20} MiB")
             except OSError as error:
-                raise ConfigError(f"RUNS_DIR={config.runs_dir}: cannot create {directory} ({error})") from error
+                advice = "nothing is ever overwritten: set another RUN_ID or RUNS_DIR, or RESUME"
+                raise ConfigError(f"RUN_ID={names[0]}: cannot create {directory} ({error}); {advice}") from error
         self.directory = directory
         for line in self._unwritten:
             self._append("log.txt", line)
@@ -458,7 +458,7 @@ class Run:
         return self.directory / name
 
     def log(self, line: str, console: bool = True) -> None:
-        """One line to the console and, flushed, to log.txt; rank 0 only. A closed console never ends a run."""
+        """One line to console and log.txt, flushed; rank 0 only. A closed console never ends a run."""
         self.alive()
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
@@ -509,13 +509,13 @@ class Run:
     def _watch(self, limit_seconds: float) -> None:
         while time.monotonic() - self._last_sign_of_life < limit_seconds:
             time.sleep(min(1.0, limit_seconds / 4))
-        print(f"rank {self.rank}: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS={limit_seconds:g}; "
-              "all stacks follow, then this rank ends", file=sys.stderr, flush=True)
+        print(f"rank {self.rank}: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
+              f"{limit_seconds:g}; all stacks follow, then this rank ends", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
 
     def note_signal(self, number: int, _frame: Any) -> None:
-        """Handler of SIGTERM and SIGINT: ask for a checkpoint and an orderly end; the second one ends at once."""
+        """On SIGTERM and SIGINT: ask for a checkpoint and an orderly end; a second one ends at once."""
         if self.stop_signal:
             os._exit(128 + number)
         self.stop_signal = number
@@ -526,8 +526,9 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {torch.cuda.device_count()} GPUs; "
-                          "start as many processes per node as it has GPUs, or set DEVICE=cpu")
+        found = torch.cuda.device_count()
+        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {found} GPUs; start"
+                          " as many processes per node as it has GPUs, or set DEVICE=cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -1101,7 +1102,8 @@ def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int
     A sequence counts as the sum of its 32-bit words times random words (two different ones agree with
     a chance of 2**-33 at most), mixed with its position.
     """
-    words = np.pad(inputs_BT, ((0, 0), (0, inputs_BT.shape[1] % 2))).view(np.uint32)
+    words = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
+    words = np.ascontiguousarray(words).view(np.uint32)
     keys = random_words(0, words.shape[1] + 1, 1)
     sums = np.einsum("bw,w->b", words, keys[1:]) + last_B * keys[:1]
     return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
@@ -1272,10 +1274,10 @@ make_loader = Loader
 
 
 # ============================================================================================================
-# KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition, the kernel must equal it.
+# KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition it must equal.
 # ============================================================================================================
 if triton is not None:
-    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on the CPU, nothing to tune
+    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, nothing to tune
     TILES = [
         triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
         for m, n, k, warps, stages in (
@@ -1286,23 +1288,23 @@ if triton is not None:
         TILES[:1] if INTERPRETED else TILES,
         key=["M", "N", "K", "BACKWARD"],
         # Without tensor cores (fp32) large tiles spill and take minutes to compile.
-        prune_configs_by={"early_config_prune": lambda t, args, **_: t[: 1 if args["a"].itemsize == 4 else None]},
+        prune_configs_by={"early_config_prune": lambda t, at, **_: t[:1] if at["a"].itemsize == 4 else t},
         cache_results=True,
     )
     @triton.jit
-    def linear_leaky_square_kernel(
+    def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
         a, b, pre, out, M, N, K, slope,
         BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
-        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the shared memory
+        HALF_N: tl.constexpr = BLOCK_N // 2  # epilogue by halves: its stores need half the shared memory
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
         pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, HALF_N])
         out_tiles = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
-        across = tl.cdiv(N, BLOCK_N)
+        across, tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
-        for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0), flatten=True):
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             row, column = tile // across * BLOCK_M, tile % across * BLOCK_N
             product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(0, K, BLOCK_K):
@@ -1322,7 +1324,7 @@ if triton is not None:
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
     @triton.jit
-    def softcapped(x, SOFTCAP: tl.constexpr):
+    def softcapped(x, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
         if SOFTCAP != 0:  # tanh by a minimax polynomial below 0.75, by exp above it: neither cancels
             u = x * (1.0 / SOFTCAP)
             s = u * u
@@ -1334,10 +1336,11 @@ if triton is not None:
         return x
 
     @triton.jit
-    def cross_entropy_kernel(
-        logits, targets, stats, out, N, V, SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_V: tl.constexpr
-    ):
-        # stats: the loss (backward: its gradient), then log-sum-exp as peak and rest, whose sum would lose digits.
+    def cross_entropy_kernel(  # type: ignore[no-untyped-def]
+        logits, targets, stats, out, N, V,
+        SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_V: tl.constexpr,
+    ):  # fmt: skip
+        # stats: loss (backward: its gradient), log-sum-exp as peak and rest: their sum would lose digits.
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
         peak, total = -3.0e38, 0.0  # finite: a block of -inf logits must not give -inf minus -inf
@@ -1365,15 +1368,15 @@ if triton is not None:
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """The matrix as TMA reads it: contiguous, 16-byte start, sides zero-padded to multiples of 8."""
-    rows, columns = (-side % 8 for side in matrix.shape)
+    """The matrix as TMA reads it: contiguous, 16-byte start, sides zero-padded to multiples of 16."""
+    rows, columns = (-side % 16 for side in matrix.shape)
     matrix = F.pad(matrix, (0, columns, 0, rows)) if rows or columns else matrix.contiguous()
     return matrix.clone() if matrix.data_ptr() % 16 else matrix
 
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
-    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)², as (2, M, N); given P, (A Bᵀ) phi'(P) alone as (1, M, N)."""
+    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N)."""
     a, b = aligned(a_MK), aligned(b_NK)
     planes = a.new_empty(2 if pre_MN is None else 1, len(a), len(b))
     pre = planes[0] if pre_MN is None else aligned(pre_MN)
@@ -1386,7 +1389,7 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     return planes[:, : len(a_MK), : len(b_NK)].contiguous()
 
 
-linear_leaky_square.register_fake(lambda a, b, pre, slope: a.new_empty(2 if pre is None else 1, len(a), len(b)))
+linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
 
 
 class FusedMlp(torch.autograd.Function):
@@ -1412,13 +1415,13 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Ten
 
 
 def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain` with the activation and its derivative in GEMM epilogues (modded-nanogpt PR #197, PR #1530)."""
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
     return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
 
 
 @torch.library.custom_op("train_gpt::cross_entropy", mutates_args=())
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, given_3N: Tensor | None, softcap: float) -> Tensor:
-    """(loss, peak, log-sum-exp - peak), (3, N) fp32; given these, the loss's gradient first: the logits' gradient."""
+    """(loss, peak, log-sum-exp - peak), (3, N) fp32. Given these, loss gradient first: that of the logits."""
     logits_NV, (N, V) = logits_NV.contiguous(), logits_NV.shape
     stats_3N = logits_NV.new_empty(3, N, dtype=torch.float32) if given_3N is None else given_3N.contiguous()
     out = stats_3N if given_3N is None else torch.empty_like(logits_NV)
@@ -1439,27 +1442,25 @@ def cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
 
 
 cross_entropy.register_autograd(cross_entropy_gradients, setup_context=cross_entropy_context)
-cross_entropy.register_fake(
-    lambda logits, _, given, softcap: torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if given is not None
-    else logits.new_empty(3, len(logits), dtype=torch.float32)
-)
+cross_entropy.register_fake(lambda logits, targets, given, softcap: (
+    logits.new_empty(3, len(logits), dtype=torch.float32) if given is None else logits.new_empty(logits.shape)
+))  # fmt: skip
 
 
 def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """Nats per token (N,), at least fp32: cross-entropy of softcap·tanh(logits/softcap); softcap 0 means none."""
+    """Nats per token (N,), at least fp32: cross-entropy of softcap·tanh(logits/softcap); softcap 0: none."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
     return F.cross_entropy(capped_NV, targets_N, reduction="none")
 
 
 def softcapped_cross_entropy_fused(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """`softcapped_cross_entropy_plain` in one kernel a pass, fp32 inside, gradient in the logits' dtype (PR #1787)."""
+    """`softcapped_cross_entropy_plain`, one kernel a pass, gradient in the logits' dtype (PR #1787)."""
     return cross_entropy(logits_NV, targets_N, None, softcap)[0]
 
 
-def compare_with_twin(plain: Callable[..., Tensor], fused: Callable[..., Tensor], *inputs: Any) -> tuple[bool, str]:
-    """Whether `fused` equals `plain` to 4 units of rounding and is faster, and the figures: compiled, both passes."""
+def compare_with_twin(plain: Callable[..., Any], fused: Callable[..., Any], *inputs: Any) -> tuple[bool, str]:
+    """Whether `fused` is `plain` to 4 units of rounding and faster; the figures. Compiled, both passes."""
     leaves = [x.requires_grad_() for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
     d_out = torch.randn_like(fused(*inputs))
 
@@ -1469,8 +1470,8 @@ def compare_with_twin(plain: Callable[..., Tensor], fused: Callable[..., Tensor]
 
     forms = [torch.compile(function, dynamic=False, fullgraph=True) for function in (plain, fused)]
     pairs = zip(*map(step, forms), strict=True)
-    gaps = [((ours - twin).abs().max() / twin.abs().max()).float() / torch.finfo(twin.dtype).eps for twin, ours in pairs]
-    gap = torch.stack(gaps).max()  # NaN if any is
+    ulps = [(b - a).abs().max().float() / a.abs().max() / torch.finfo(a.dtype).eps for a, b in pairs]
+    gap = torch.stack(ulps).max()  # NaN if any is
     plain_ms, fused_ms = (triton.testing.do_bench(lambda f=f: step(f), return_mode="median") for f in forms)
     use = (gap <= 4) & (fused_ms < plain_ms)
     if dist.is_initialized():
@@ -1481,9 +1482,10 @@ def compare_with_twin(plain: Callable[..., Tensor], fused: Callable[..., Tensor]
 def choose_kernels(
     config: Config, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
 ) -> tuple[bool, bool]:
-    """Whether FUSED_MLP and FUSED_CE run, logged. Every rank calls it and all get the same answer.
+    """Whether FUSED_MLP and FUSED_CE run, logged; every rank calls it and all get the same answer.
 
-    "auto": where the kernel equals its twin and is faster at the run's shapes. ConfigError: "1" but it cannot run.
+    "auto": where the kernel equals its twin and is faster at the run's shapes.
+    Raises ConfigError for an impossible "1".
     """
     rows, dim, hidden = config.micro_batch_tokens, config.model_dim, int(config.mlp_mult * config.model_dim)
     vocab, cuda = config.vocab_size, triton is not None and device.type == "cuda"
@@ -1504,12 +1506,14 @@ def choose_kernels(
     for name, compare in (("fused_mlp", compare_mlp), ("fused_ce", compare_cross_entropy)):
         asked = getattr(config, name)
         if asked == "1" and not cuda and (triton is None or not INTERPRETED):
-            raise ConfigError(f"{name.upper()}=1 needs Triton and a CUDA device, got {device.type}: set it to auto")
-        use, why = compare() if asked == "auto" and cuda else (asked == "1", f"asked:{asked} device:{device.type}")
+            raise ConfigError(f"{name.upper()}=1 needs Triton and CUDA, got {device.type}; set it to auto")
+        asked_for = asked == "1", f"asked:{asked} device:{device.type}"
+        use, why = compare() if asked == "auto" and cuda else asked_for
         choices.append(use)
         lines.append(f"{name}:{'kernel' if use else 'plain'} {why}")
     log(" | ".join(lines))
     return choices[0], choices[1]
+
 
 # ============================================================================================================
 # MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring and calibration.
@@ -2731,10 +2735,10 @@ class SizeModel:
         chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
         self.entries = dict.fromkeys((role for role, _ in chosen.values()), 0)
         samples: dict[str, list[Tensor]] = {role: [] for role in self.entries}
-        self.correction, self.fixed_bytes = 1.0, 512 + 2 * sum(p.numel() for p in parameters.values())
+        self.correction, self.fixed_bytes = 1.0, 512 + sum(p.numel() for p in parameters.values())
         for role, shape in chosen.values():
             self.entries[role] += math.prod(shape)
-            self.fixed_bytes += int(shape[0] * shape[1] * (0.7 - 2 * shape[2]))  # row scales take about 0.7 bytes
+            self.fixed_bytes += int(shape[0] * shape[1] * (0.6 - shape[2]))  # a control value takes a byte, a row scale less
         for name, (role, shape) in chosen.items():
             rows_NRC = parameters[name].detach().view(shape)[:, :: (self.entries[role] >> 20) + 1]
             if gaussian:
@@ -2872,7 +2876,8 @@ def write_artifact(
     size = SizeModel(parameters, config)
     chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
     factors = {name: bank_factor(name, shape[0], hessians, config) for name, (_, shape) in chosen.items()}
-    control = b"".join(p.half().cpu().numpy().tobytes() for name, p in parameters.items() if name not in chosen)
+    small = [parameter.flatten() for name, parameter in parameters.items() if name not in chosen]
+    control = pack_control(torch.cat([torch.zeros(0), *(values.cpu() for values in small)]).numpy())
 
     def quantize(multiplier: float) -> Codes:
         codes = {}
@@ -2964,6 +2969,23 @@ def read_container(path: Path) -> dict[str, bytes]:
     return sections
 
 
+def pack_control(values_N: np.ndarray) -> bytes:
+    """Section `control`: fp16 with 5 mantissa bits, the upper 7 and the lower 4 bits of each as rows of 64 codes."""
+    patterns_N = np.clip(values_N, -6e4, 6e4).astype(np.float16).view(np.uint16).astype(np.int64) + 16
+    patterns = np.pad(patterns_N, (0, -len(patterns_N) % 64)).reshape(-1, 64)
+    return encode([(patterns >> 9) - 30, (patterns >> 5) % 16 - 8])
+
+
+def unpack_control(data: bytes, count: int) -> Tensor:
+    """Inverse of `pack_control` (count,) fp32."""
+    high, low = (plane.astype(np.int64) for plane in decode(data, [(-(-count // 64), 64)] * 2))
+    patterns = ((high + 30 << 9) + (low + 8 << 5)).ravel()[:count]
+    values_N = patterns.astype(np.uint16).view(np.float16).astype(np.float32)
+    if (patterns >> 16).any() or not np.isfinite(values_N).all():
+        raise ArtifactError("a value is not finite")
+    return torch.from_numpy(values_N)
+
+
 def pack_codes(codes: Codes) -> tuple[bytes, bytes]:
     """Sections `scales` and `codes`."""
     centers = [scale_center(index_NR) for _, index_NR in codes.values()]
@@ -3024,12 +3046,10 @@ def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tupl
             raise ArtifactError(f"{entries} weights and angles are more than such a file can hold")
         chosen, section = matrix_shapes(shapes), "control"
         sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in chosen}
-        control = np.frombuffer(sections["control"], "<f2").astype(np.float32)
-        if len(control) != sum(sizes.values()) or not np.isfinite(control).all():
-            raise ArtifactError(f"expected {sum(sizes.values())} finite values, found {len(control)}")
+        control = unpack_control(sections["control"], sum(sizes.values()))
         section = "codes"
         weights = unpack_codes(sections["scales"], sections["codes"], [shape for _, shape in chosen.values()])
-        tensors = dict(zip(sizes, torch.from_numpy(control).split(list(sizes.values())), strict=True))
+        tensors = dict(zip(sizes, control.split(list(sizes.values())), strict=True))
         tensors.update(zip(chosen, weights, strict=True))
         model = build_model(config)
         with torch.no_grad():
@@ -3061,11 +3081,11 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 
 
 # ============================================================================================================
-# CHECKPOINT — a resumed run goes on as if nothing had happened; half a checkpoint never replaces a whole one.
+# CHECKPOINT — a resumed run goes on as if nothing had happened; half a file never replaces a whole one.
 # ============================================================================================================
 
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
-CHECKPOINT_FIXES = "SEED TRAIN_SEQ_LEN TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()  # with the model
+CHECKPOINT_FIXES = "SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()  # besides the model
 
 
 def save_checkpoint(training: Training, wait: bool = False) -> None:
@@ -3105,7 +3125,7 @@ def save_checkpoint(training: Training, wait: bool = False) -> None:
 
 
 def find_checkpoint(config: Config) -> Path:
-    """The run directory that RESUME names; with `auto` that of the newest checkpoint in RUNS_DIR. Raises ConfigError."""
+    """The run directory that RESUME names; `auto`: of the newest checkpoint in RUNS_DIR. ConfigError."""
     found = [p for p in Path(config.runs_dir).glob("*/checkpoint*.pt") if p.name in CHECKPOINT_NAMES]
     newest = max(found, key=lambda p: p.stat().st_mtime, default=None) if config.resume == "auto" else None
     directory = newest.parent if newest else Path(config.resume)
@@ -3116,7 +3136,7 @@ def find_checkpoint(config: Config) -> Path:
 
 
 def load_checkpoint(training: Training) -> None:
-    """Take up a saved state, on any world size. The file is read as data, never as code. Raises ConfigError."""
+    """Take up a saved state, on any world size. It is read as data, never as code. Raises ConfigError."""
     run, state = training.run, None
     for path in (run.path(name) for name in CHECKPOINT_NAMES):
         try:
@@ -3125,13 +3145,14 @@ def load_checkpoint(training: Training) -> None:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
     if state is None:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
+    ours, theirs = training.config.as_env(), state["config"]
     for name in (*training.config.model_env(), *CHECKPOINT_FIXES):
-        if state["config"].get(name) != training.config.as_env()[name]:
-            raise ConfigError(f"{name}={training.config.as_env()[name]}, but the checkpoint in {run.directory} was made with "
-                              f"{name}={state['config'].get(name)}; resume with its settings: CONFIG={run.path('config.env')}")
+        if theirs.get(name) != ours[name]:
+            raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs.get(name)}; "
+                              f"resume with its settings: CONFIG={run.path('config.env')}")
     with torch.no_grad():
-        ours = [*training.model.parameters(), *training.average.average]
-        torch._foreach_copy_(ours, state["weights"] + state["average"])
+        tensors = [*training.model.parameters(), *training.average.average]
+        torch._foreach_copy_(tensors, state["weights"] + state["average"])
     training.optimizer.load_state(state["optimizer"])
     training.loader.load_state_dict(json.loads(state["loader"]))
     training.step, training.clock.elapsed_before = state["step"], state["elapsed_seconds"]
@@ -3140,18 +3161,8 @@ def load_checkpoint(training: Training) -> None:
 
 
 # ============================================================================================================
-# TRAIN — steps under a clock that rank 0 reads for all; what was decided at step k is obeyed by all at step k+1.
+# TRAIN — steps under a clock that rank 0 reads for all; what it says at step k all ranks obey at step k+1.
 # ============================================================================================================
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What rank 0 said one step ago; `signal` is one that any rank caught."""
-
-    progress: float  # share of the run that is over
-    stop: bool = False
-    save: bool = False
-    signal: int = 0
 
 
 class Clock:
@@ -3160,80 +3171,75 @@ class Clock:
     def __init__(self, config: Config, run: Run) -> None:
         self.config, self.run = config, run
         self.reserve_seconds = self.elapsed_before = 0.0
-        self._started: float | None = None
+        self.started: float | None = None
         self._last_call = self._last_save = self._step_seconds = 0.0
         self._sent: tuple[Tensor, Any] | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether seconds are being counted."""
-        return self._started is not None
 
     def start(self) -> None:
         """Start, or go on after a pause."""
         self.run.sync()
-        self._started = self._last_call = time.perf_counter()
+        self.started = self._last_call = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop counting, once the device has finished what it was given."""
+        """Stop counting, once the device and the message under way have finished."""
         self.run.sync()
-        self.elapsed_before, self._started = self.elapsed_seconds(), None
+        self.elapsed_before, self.started = self.elapsed_seconds(), None
+        if self._sent is not None and self._sent[1] is not None:
+            self._sent[1].wait()
 
     def elapsed_seconds(self) -> float:
         """Seconds counted so far."""
-        return self.elapsed_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
+        return self.elapsed_before + (time.perf_counter() - self.started if self.started else 0.0)
 
-    def decide(self, step: int) -> Decision:
-        """The decision sent one call ago; sends the next over the host-side group, without waiting for it."""
+    def decide(self, step: int) -> tuple[float, bool, bool, int]:
+        """What rank 0 said one call ago: progress, whether to stop, whether to save; and any rank's signal.
+
+        Sends what holds for the next call over the host-side group, without waiting for it.
+        """
         now, elapsed, c = time.perf_counter(), self.elapsed_seconds(), self.config
         self._step_seconds, self._last_call = max(0.9 * self._step_seconds, now - self._last_call), now
-        over = elapsed + 2 * self._step_seconds >= c.max_wallclock_seconds - self.reserve_seconds
+        limit = c.max_wallclock_seconds - self.reserve_seconds if c.max_wallclock_seconds else math.inf
         save = 0 < c.checkpoint_every_seconds <= elapsed - self._last_save
         self._last_save = elapsed if save else self._last_save
-        mine = [run_progress(elapsed, step, self.reserve_seconds, c), over and c.max_wallclock_seconds > 0, save]
-        message = torch.tensor([*(mine if self.run.rank == 0 else [0, 0, 0]), self.run.stop_signal], dtype=torch.float64)
+        stop = elapsed + 2 * self._step_seconds >= limit
+        progress = run_progress(elapsed, step, self.reserve_seconds, c)
+        message = torch.tensor([progress, stop, save, self.run.stop_signal], dtype=torch.float64)
+        if self.run.rank:
+            message[:3] = 0.0
         work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True) if self.run.world_size > 1 else None
         received, self._sent = self._sent, (message, work)
         if received is None:  # the first step starts where the run stands
-            return Decision(run_progress(self.elapsed_before, step, self.reserve_seconds, c))
-        return self._read(received, step)
-
-    def _read(self, received: tuple[Tensor, Any], step: int) -> Decision:
-        message, work = received
-        if work is not None:
-            work.wait()
-        progress, stop, save, caught = message.tolist()
-        return Decision(max(progress, step / self.config.iterations), bool(stop), bool(save), int(caught))
-
-    def settle(self) -> None:
-        """Receive what is still under way, so that no message outlives the loop."""
-        if self._sent is not None:
-            self._read(self._sent, 0)
-        self._sent = None
+            return run_progress(self.elapsed_before, step, self.reserve_seconds, c), False, False, 0
+        if received[1] is not None:
+            received[1].wait()
+        progress, stop, save, caught = received[0].tolist()
+        return max(progress, step / c.iterations), bool(stop), bool(save), int(caught)
 
 
-@dataclass
 class Training:
-    """Everything a step touches."""
+    """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
-    config: Config
-    run: Run
-    model: GPT
-    loss: Callable[..., Tensor]
-    optimizer: Optimizer
-    average: WeightAverage
-    loader: Loader
-    clock: Clock
-    timer: StepTimer
-    trace: Trace
-    validation: Validation
-    step: int = 0
-    calibration_batches: int = 0  # of each rank
-    writer: threading.Thread | None = None  # of the checkpoint under way
+    def __init__(self, config: Config, run: Run, inputs: Inputs) -> None:
+        torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
+        torch.use_deterministic_algorithms(config.deterministic)
+        self.config, self.run, self.validation = config, run, inputs.validation
+        self.clock = Clock(config, run)
+        self.model = ready_model(build_model(config), config, run)
+        window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
+        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
+        self.timer = StepTimer(config, run.device, self.trace)
+        place = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
+        self.loader = make_loader(config, inputs.train_shards, **place, trace=self.trace)
+        compiled = compiling(config, run.device)
+        self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
+        self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
+        self.average = WeightAverage(self.model, config.ema_decay)
+        self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
+        self.step, self.writer = 0, threading.Thread()  # of the checkpoint under way
 
     def join_writer(self) -> None:
         """Wait until no checkpoint is being written."""
-        if self.writer is not None:
+        if self.writer.ident is not None:
             self.writer.join()
 
     def close(self) -> None:
@@ -3241,37 +3247,6 @@ class Training:
         self.loader.close()
         self.trace.close()
         self.join_writer()
-
-
-def prepare(config: Config, run: Run, inputs: Inputs) -> Training:
-    """Model, optimizer, loader and clock of a run, and the lines of the log that describe them."""
-    torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
-    torch.use_deterministic_algorithms(config.deterministic)
-    model = ready_model(build_model(config), config, run)
-    window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
-    trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
-    loader = make_loader(
-        config, inputs.train_shards, rank=run.rank, world_size=run.world_size, device=run.device, trace=trace
-    )
-    compiled = compiling(config, run.device)
-    fewest, most = estimate_artifact_bytes(model, config)
-    for line in (
-        f"model_params:{sum(p.numel() for p in model.parameters())}",
-        f"world_size:{run.world_size} grad_accum_steps:{loader.micro_steps}",
-        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
-        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
-        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"seed:{config.seed}",
-        f"compute:{run.device} dtype:{run.dtype} compile:{compiled:d} threads:{torch.get_num_threads()}",
-        f"artifact:estimate {fewest}..{most} bytes before code, limit with code {config.artifact_bytes_max}",
-    ):
-        run.log(line)
-    return Training(
-        config, run, model, torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss,
-        Optimizer(model, config, run.rank, run.world_size, compiled), WeightAverage(model, config.ema_decay), loader,
-        Clock(config, run), StepTimer(config, run.device, trace), trace, inputs.validation,
-        calibration_batches=-(-config.gptq_calibration_batches // run.world_size),
-    )
 
 
 def ready_model(model: GPT, config: Config, run: Run) -> GPT:
@@ -3285,8 +3260,8 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     return model
 
 
-def train_step(training: Training, progress: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step. Returns this rank's mean loss and the global gradient norm, both still on the device."""
+def train_step(training: Training, progress: float) -> Tensor:
+    """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
     config, timer, loader = training.config, training.timer, training.loader
     training.model.looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.device)
@@ -3294,7 +3269,8 @@ def train_step(training: Training, progress: float) -> tuple[Tensor, Tensor]:
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch")
-        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
+        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
+        loss = loss / loader.micro_steps
         timer.lap("forward")
         loss.backward()
         timer.lap("backward")
@@ -3305,11 +3281,11 @@ def train_step(training: Training, progress: float) -> tuple[Tensor, Tensor]:
     timer.lap("optimizer")
     if (line := timer.end()) is not None:
         training.run.log(line)
-    return total, norm
+    return torch.stack([total, norm])
 
 
 def warm_up(training: Training) -> None:
-    """Run WARMUP_STEPS real steps of each graph so that all is compiled, measure the Hessians, then undo it exactly."""
+    """Run WARMUP_STEPS real steps of each graph, to compile, and measure Hessians; then undo it exactly."""
     config, run = training.config, training.run
     weights = [p.detach().clone() for p in training.model.parameters()]
     state = training.optimizer.state()
@@ -3328,113 +3304,104 @@ def warm_up(training: Training) -> None:
 
 
 def reserve_for_hessians(training: Training) -> None:
-    """Keep the part of the clock that Hessians need, by GPTQ_RESERVE_SECONDS or as measured; at most a tenth of it.
+    """Keep what Hessians need of the clock: GPTQ_RESERVE_SECONDS, or as measured and at most a tenth of it.
 
-    Where the calibration would take longer, it uses fewer batches, and the log says how many.
+    Where the calibration would take longer it uses fewer batches, and the log says how many.
     """
     config, run, seconds = training.config, training.run, 0.0
     for _ in range(2):  # the first call also pays for allocations
-        run.sync()
         start = time.perf_counter()
         collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
         run.sync()
         seconds = 1.25 * max(run.gather(time.perf_counter() - start))
     limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
-    training.calibration_batches = max(1, min(training.calibration_batches, int(limit / seconds)))
-    training.clock.reserve_seconds = config.gptq_reserve_seconds or seconds * training.calibration_batches
-    run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s of {config.max_wallclock_seconds:g}s for "
-            f"{training.calibration_batches} calibration batches per rank")
+    batches = training.calibration_batches = max(1, min(training.calibration_batches, int(limit / seconds)))
+    training.clock.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
+    run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s for {batches} batches per rank")
 
 
-def train(training: Training) -> str:
-    """Step until the clock, ITERATIONS or a signal says stop. Returns which: `wallclock`, `iterations`, `signal`."""
-    config, run, clock, guard = training.config, training.run, training.clock, RunAhead(training.run.device)
+def train(training: Training) -> bool:
+    """Step until the clock or ITERATIONS is over; False when a signal came first and all is saved."""
+    config, run, clock = training.config, training.run, training.clock
+    unread: list[tuple[int, Tensor, Any]] = []
     clock.start()
     while True:
-        decision = clock.decide(training.step)
-        if training.step >= config.iterations or decision.stop or decision.signal:
+        progress, stop, save, caught = clock.decide(training.step)
+        if training.step >= config.iterations or stop or caught:
             break
-        if decision.save:
+        if save:
             save_checkpoint(training)
         if config.val_loss_every and training.step and training.step % config.val_loss_every == 0:
             validate(training, f"step:{training.step}/{config.iterations}")
         training.trace.step(training.step)
-        loss, norm = train_step(training, decision.progress)
+        results = train_step(training, progress)
         training.step += 1
-        guard.watch(training.step, loss, norm)
+        unread.append((training.step, *read_later(results)))
+        check_finite(unread, leave=2 if results.is_cuda else 0)
         if training.step <= 10 or training.step % config.train_log_every == 0:
-            log_step(training, loss, norm, decision.progress)
-    clock.settle()
-    guard.watch(training.step, *([torch.zeros(())] * 2), everything=True)
+            log_step(training, *results.tolist(), progress)
+    check_finite(unread, leave=0)
     clock.pause()
-    if decision.signal:
+    if caught:
         save_checkpoint(training, wait=True)
-        run.log(f"stopped by signal {decision.signal}; continue with RESUME={run.directory}")
-        return "signal"
-    if training.step >= config.iterations:
-        return "iterations"
-    run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
-            f"step:{training.step}/{config.iterations}")
-    return "wallclock"
+        run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
+    elif training.step < config.iterations:
+        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
+                f"step:{training.step}/{config.iterations}")
+    return not caught
 
 
-class RunAhead:
-    """Lets the host run two steps ahead of the device, no further, and reads each loss then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda, self._pending = device.type == "cuda", list[tuple[int, Tensor, Any]]()
-
-    def watch(self, step: int, loss: Tensor, norm: Tensor, everything: bool = False) -> None:
-        """Remember a step's results and check older ones. Raises FloatingPointError where one is not finite."""
-        values, event = torch.stack([loss.detach().float(), norm.float()]), None
-        if self.cuda:
-            values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((step, values, event))
-        while len(self._pending) > (0 if everything or not self.cuda else 2):
-            step, values, event = self._pending.pop(0)
-            if event is not None:
-                event.synchronize()
-            if not bool(values.isfinite().all()):
-                raise FloatingPointError(
-                    "step {}: train_loss {}, gradient norm {}; lower MATRIX_LR, TIED_EMBED_LR or SCALAR_LR, or set "
-                    "GRAD_CLIP_NORM; the last checkpoint, if there is one, is from before".format(step, *values.tolist())
-                )
+def read_later(results: Tensor) -> tuple[Tensor, Any]:
+    """A copy in host memory, and the event after which it may be read: no step waits for its own loss."""
+    if not results.is_cuda:
+        return results, None
+    copy, event = torch.empty(2, pin_memory=True).copy_(results, non_blocking=True), torch.cuda.Event()
+    event.record()
+    return copy, event
 
 
-def log_step(training: Training, loss: Tensor, norm: Tensor, progress: float) -> None:
-    """The train line (upstream's, new fields at its end) and its event; the loss is the mean over all ranks."""
+def check_finite(unread: list[tuple[int, Tensor, Any]], leave: int) -> None:
+    """Read all but the last `leave` results, which bounds how far the host runs ahead. FloatingPointError."""
+    while len(unread) > leave:
+        step, results, event = unread.pop(0)
+        if event is not None:
+            event.synchronize()
+        loss, norm = results.tolist()
+        if not math.isfinite(loss + norm):
+            advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or set GRAD_CLIP_NORM"
+            raise FloatingPointError(f"step {step}: train_loss {loss}, gradient norm {norm}; {advice}")
+
+
+def log_step(training: Training, loss: float, norm: float, progress: float) -> None:
+    """The train line (upstream's, new fields at its end) and its event; the loss is the mean over ranks."""
     run, config, step = training.run, training.config, training.step
-    mean = sum(run.gather(float(loss))) / run.world_size
     seconds = training.clock.elapsed_seconds()
-    waits = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100])
+    loss = sum(run.gather(loss)) / run.world_size
+    p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
+    scale, tokens = learning_rate_scale(progress, step - 1, config), step * config.train_batch_tokens
     left = (config.iterations - step) * seconds / step
     if config.max_wallclock_seconds:
         left = min(left, config.max_wallclock_seconds - seconds)
-    scale = learning_rate_scale(progress, step - 1, config)
-    run.log(f"step:{step}/{config.iterations} train_loss:{mean:.4f} train_time:{1e3 * seconds:.0f}ms "
-            f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{step * config.train_batch_tokens / max(seconds, 1e-9):.0f} "
-            f"data_wait_ms:{'/'.join(f'{wait:.2f}' for wait in waits)} lr_scale:{scale:.4f} grad_norm:{norm:.3f} "
-            f"eta:{max(left, 0):.0f}s")
-    run.event("train", step=step, train_loss=mean, train_time_ms=1e3 * seconds, tokens=step * config.train_batch_tokens,
-              progress=progress, grad_norm=float(norm),
-              **dict(zip(("data_wait_p50_ms", "data_wait_p99_ms", "data_wait_max_ms"), waits.tolist(), strict=True)))
+    run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
+            f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / max(seconds, 1e-9):.0f} "
+            f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} "
+            f"eta:{left:.0f}s")
+    run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
+              progress=progress, data_wait_p50_ms=p50, data_wait_p99_ms=p99, data_wait_max_ms=most)
 
 
 def validate(training: Training, label: str) -> None:
     """Score the current weights without overlap, off the clock: a diagnostic, never the result."""
-    run, clock, running = training.run, training.clock, training.clock.running
+    run, clock, data, was_running = training.run, training.clock, training.validation, training.clock.started
     clock.pause()
     start = time.perf_counter()
-    score = training.validation.score(score_roundtrip(training.model, training.validation.tokens, training.config))
-    milliseconds, seconds = 1e3 * clock.elapsed_seconds(), time.perf_counter() - start
-    training.timer.val_ms = 1e3 * seconds
-    run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{milliseconds:.0f}ms "
-            f"step_avg:{milliseconds / max(training.step, 1):.2f}ms{training.validation.mark}")
+    score = data.score(score_roundtrip(training.model, data.tokens, training.config))
+    trained_ms, training.timer.val_ms = 1e3 * clock.elapsed_seconds(), 1e3 * (time.perf_counter() - start)
+    run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
+            f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=milliseconds, seconds=seconds)
-    if running:
+              train_time_ms=trained_ms, val_ms=training.timer.val_ms)
+    if was_running:
         clock.start()
 
 
@@ -3448,7 +3415,8 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
         hessians = collect_hessians(training.model, batches, run.world_size)
     training.clock.pause()
-    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {training.clock.elapsed_seconds():.2f}s")
+    seconds = training.clock.elapsed_seconds()
+    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {seconds:.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
     run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
     return hessians
@@ -3501,7 +3469,7 @@ def whole_run(config: Config, run: Run) -> int:
             run.log("preflight:ok")
             return 0
         open_run(config, run, inputs)
-        training = prepare(config, run, inputs)
+        training = Training(config, run, inputs)
     with contextlib.closing(training):
         with run.phase("warmup"):
             warm_up(training)
@@ -3510,7 +3478,7 @@ def whole_run(config: Config, run: Run) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.note_signal)
         with run.phase("train"):
-            if train(training) == "signal":
+            if not train(training):
                 return 128 + run.stop_signal
         with run.phase("hessians"):
             hessians = finish_training(training)
@@ -3550,40 +3518,44 @@ class Inputs:
     validation: Validation
     hashes: dict[str, str]
     source: bytes  # of this file
+    micro_steps: int  # forward passes of a rank per step
+    artifact_bytes: tuple[int, int]  # estimate, fewest and most
 
 
 def preflight(config: Config, run: Run) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
     folder = find_path(config.data_path)
     if not folder.is_dir():
-        raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in sample; "
-                        "data/README.md tells how to get the challenge's shards; --help lists every variable")
+        raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in "
+                        "sample, data/README.md tells how to get shards, --help lists every variable")
     train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
     val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
-    for shard in (val_shards[0], *train_shards[:1]):  # the disk stage checks the other shards when it reads them
+    for shard in (val_shards[0], *train_shards[:1]):  # the others are checked when they are read
         first = int(read_tokens(shard, vocab_size=config.vocab_size)[0])
         if first != BOS_ID:
-            raise DataError(f"{shard.path}: begins with token {first}, expected BOS={BOS_ID}; export it again")
+            raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
     tokens = validation_tokens(config, val_shards)
     validation = Validation(tokens, int(token_bytes(tokens, config).sum()), bool(config.val_tokens_limit))
     if not validation.bytes_total:
-        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text; there is nothing to score")
-    if not config.eval_only:
-        micro_batch_rows(config, run.world_size)
-    check_disk(config)
+        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
+    micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
+    source = Path(__file__).read_bytes()
+    with torch.device("meta"):
+        shapes = GPT(config)
+    estimate = estimate_artifact_bytes(shapes, config, len(shipped_code(source, config.code_bytes)))
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    files = {"tokenizer": find_path(config.tokenizer_path).read_bytes(), "shards": listing.encode(),
-             "manifest": check_manifest(folder / "manifest.json"), "code": Path(__file__).read_bytes()}
-    inputs = Inputs(train_shards, validation, {k: hashlib.sha256(v).hexdigest() for k, v in files.items()}, files["code"])
-    mine = {**config.as_env(), **inputs.hashes, "torch": torch.__version__}
+    read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
+            "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
+    mine = {**config.as_env(), **hashes, "torch": torch.__version__}
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
-            raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {mine[name]} on rank {run.rank}; make them equal")
-    return inputs
+            raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
+    return Inputs(train_shards, validation, hashes, source, micro_steps, estimate)
 
 
 def check_manifest(path: Path) -> bytes:
-    """The manifest's bytes, empty if there is none. DataError where training and validation overlap (issue #2127)."""
+    """The manifest's bytes, if there is one. DataError where training overlaps validation (issue #2127)."""
     if not path.is_file():
         return b""
     try:
@@ -3593,22 +3565,11 @@ def check_manifest(path: Path) -> bytes:
             start, stop = entry["documents"]
             overlap = any(start < val_stop and val_start < stop for val_start, val_stop in val.values())
             if entry["split"] == "train" and (entry["sha256"] in val or overlap):
-                raise DataError(f"{path}: training file {name} holds documents {start}..{stop}, some of them validation; "
-                                "training on validation text is not allowed: export the shards again")
+                raise DataError(f"{path}: training file {name} holds documents {start}..{stop}, some of "
+                                "which are validation: not allowed; export the shards again")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a manifest ({type(error).__name__}: {error}); export the shards again") from error
+        raise DataError(f"{path}: not a manifest ({error!r}); export the shards again") from error
     return path.read_bytes()
-
-
-def check_disk(config: Config) -> None:
-    """Raise ConfigError where RUNS_DIR cannot be written or cannot hold two checkpoints and an artifact."""
-    wanted = Path(config.runs_dir).absolute()
-    folder = next(above for above in (wanted, *wanted.parents) if above.exists())
-    needed = config.artifact_bytes_max + 32 * sum(math.prod(shape) for shape in parameter_shapes(config).values())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {folder} cannot be written; name a folder that can")
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {free >> 20} MiB free in {folder}, a run needs {needed >> 20} MiB")
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
@@ -3621,22 +3582,32 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         write_atomically(run.path("config.env"), "\n".join([*settings, ""]).encode())
     for setting in settings:
         run.log(f"  {setting}{'  # changed' if setting.split('=')[0] in overrides else ''}", console=False)
+    fewest, most = inputs.artifact_bytes
     for line in (
         f"run:{run.directory}",
-        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {device_name(run.device)}",
+        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {device_name(run)} "
+        f"dtype:{run.dtype} compile:{compiling(config, run.device):d} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
         f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={find_path(config.tokenizer_path)}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(inputs.validation.tokens) - 1} "
         f"bytes:{inputs.validation.bytes_total}{inputs.validation.mark}",
         *(f"sha256:{name} {digest}" for name, digest in inputs.hashes.items()),
+        f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
+        f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
+        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
+        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
+        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
+        f"seed:{config.seed}",
+        f"artifact:estimate {fewest}..{most} bytes before code, limit with code {config.artifact_bytes_max}",
     ):
         run.log(line)
 
 
-def device_name(device: torch.device) -> str:
-    """What computes, by name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+def device_name(run: Run) -> str:
+    """What this rank computes on."""
+    cpu = f"{platform.machine()} CPU"
+    return torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else cpu
 
 
 def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> ArtifactReport:
@@ -3653,50 +3624,55 @@ def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: In
 def summarize(
     config: Config, run: Run, inputs: Inputs, scores: dict[str, Score],
     training: Training | None = None, report: ArtifactReport | None = None,
-) -> None:
-    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it together."""
-    hashes, gpus = run.gather(training.loader.stream_hash if training else 0), run.gather(device_name(run.device))
+) -> None:  # fmt: skip
+    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
+    stream_hash = sum(run.gather(training.loader.stream_hash if training else 0)) % 2**64
+    devices = run.gather(device_name(run))
     if run.rank:
         return
-    file = (run.path("model.bin") if report else Path(config.eval_only)).read_bytes()
-    sizes = {mode: len(shipped_code(inputs.source, mode)) for mode in ("raw", "wrapped")}
-    used = {
-        "train_seconds": (training.clock.elapsed_seconds() if training else 0.0, config.max_wallclock_seconds),
-        "eval_seconds": (sum(s for name, s in run.phases.items() if name.startswith("eval_")), config.max_eval_seconds),
-        "artifact_bytes": (sizes[config.code_bytes] + len(file), config.artifact_bytes_max),
-    }
-    limits = {name: {"value": value, "limit": limit, "ok": not limit or value <= limit} for name, (value, limit) in used.items()}
+    artifact = (run.path("model.bin") if report else Path(config.eval_only)).read_bytes()
+    code = {form: len(shipped_code(inputs.source, form)) for form in ("raw", "wrapped")}
+    steps, train_seconds = (training.step, training.clock.elapsed_seconds()) if training else (0, 0.0)
+    eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
+    limits = {}
+    for name, used, limit in (
+        ("train_seconds", train_seconds, config.max_wallclock_seconds),
+        ("eval_seconds", eval_seconds, config.max_eval_seconds),
+        ("artifact_bytes", code[config.code_bytes] + len(artifact), config.artifact_bytes_max),
+    ):
+        limits[name] = {"value": used, "limit": limit, "ok": not limit or used <= limit}
+        run.log(f"limit:{name} {used:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
     label = f"{report.label}+rans" if report else "artifact"
-    run.log(f"Code size: {sizes[config.code_bytes]} bytes ({config.code_bytes})")
-    run.log(f"Serialized model {label}: {len(file)} bytes")
-    run.log(f"Total submission size {label}: {used['artifact_bytes'][0]} bytes")
-    for name, verdict in limits.items():
-        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:.10g} {'ok' if verdict['ok'] else 'EXCEEDED'}")
-    tokens = training.step * config.train_batch_tokens if training else 0
+    run.log(f"Code size: {code[config.code_bytes]} bytes ({config.code_bytes})")
+    run.log(f"Serialized model {label}: {len(artifact)} bytes")
+    run.log(f"Total submission size {label}: {code[config.code_bytes] + len(artifact)} bytes")
+    shards, validation = inputs.train_shards, inputs.validation
     summary = {
-        "run_id": Path(run.path("")).name, "seed": config.seed, "config": config.as_env(), "overrides": config.overrides(),
-        "code": {"sha256": inputs.hashes["code"], "bytes": sizes["raw"], "bytes_wrapped": sizes["wrapped"]},
-        "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(inputs.train_shards),
-                 "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
-                 "val_tokens": len(inputs.validation.tokens) - 1, "val_bytes": inputs.validation.bytes_total},
-        "stream_hash": f"{sum(hashes) % 2**64:016x}",
+        "run_id": run.path("summary.json").parent.name, "seed": config.seed,
+        "config": config.as_env(), "overrides": config.overrides(),
+        "code": {"sha256": inputs.hashes["code"], "bytes": code["raw"], "bytes_wrapped": code["wrapped"]},
+        "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(shards),
+                 "train_tokens": sum(shard.tokens for shard in shards),
+                 "val_tokens": len(validation.tokens) - 1, "val_bytes": validation.bytes_total},
+        "stream_hash": f"{stream_hash:016x}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                      "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
-        "hardware": {"gpus": gpus if run.device.type == "cuda" else [], "cpu": platform.processor() or platform.machine(),
-                     "cores": os.cpu_count(), "world_size": run.world_size, "peak_memory_mib": peak_memory_mib(run.device)[0]},
-        "phases": run.phases, "steps": training.step if training else 0, "tokens": tokens,
+        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "cpu": platform.machine(),
+                     "cores": os.cpu_count(), "world_size": run.world_size,
+                     "peak_memory_mib": peak_memory_mib(run.device)[0]},
+        "phases": run.phases, "steps": steps, "tokens": steps * config.train_batch_tokens,
         "losses": {name: dataclasses.asdict(score) for name, score in scores.items()},
-        "artifact": {"bytes": len(file), "sha256": hashlib.sha256(file).hexdigest(),
+        "artifact": {"bytes": len(artifact), "sha256": hashlib.sha256(artifact).hexdigest(),
                      **(dataclasses.asdict(report) if report else {})},
-        "limits": limits, "comparable": not inputs.validation.limited, "exit": "finished",
-    }
+        "limits": limits, "comparable": not validation.limited, "exit": "finished",
+    }  # fmt: skip
     write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-    run.log(" ".join(["done:", *(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items()),
-                      f"bits per byte; stream_hash:{summary['stream_hash']}; all files in {run.directory}"]))
+    results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
+    run.log(f"done: bits per byte {results}; stream_hash:{summary['stream_hash']}; files in {run.directory}")
 
 
 if __name__ == "__main__":
     status = main()
     if status and "RANK" in os.environ:
-        os._exit(status)  # peers may wait in a collective that this rank will never join; the launcher ends them
+        os._exit(status)  # peers may wait in a collective that this rank never joins; the launcher ends them
     sys.exit(status)
