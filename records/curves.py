@@ -131,15 +131,11 @@ def _cause(start: int, stop: int, excess_ms: float, run: Run) -> str:
     waited = [e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train" and e.step == stop]
     if sum(waited) >= DATA_SHARE * excess_ms:
         return "shard"
-    if not waited and _crosses_shard(start, stop, run):
+    if not waited and shard_crossings(start, stop, batch_tokens(run) or 0):
         return "shard"
     return "validation" if any(start <= point.step < stop for point in run.log.validation) else "other"
 
 
-def _crosses_shard(start: int, stop: int, run: Run) -> bool:
-    """Whether the steps after `start` reach into another shard of the published exports."""
-    batch = batch_tokens(run)
-    return (
-        bool(batch)
-        and start * (batch or 0) // PUBLISHED_SHARD_TOKENS != stop * (batch or 0) // PUBLISHED_SHARD_TOKENS
-    )
+def shard_crossings(start: int, stop: int, batch: int) -> int:
+    """How many shards of the published exports end in the steps after `start` up to `stop`."""
+    return stop * batch // PUBLISHED_SHARD_TOKENS - start * batch // PUBLISHED_SHARD_TOKENS

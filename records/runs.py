@@ -74,8 +74,7 @@ class RunDirectory:
         path = self.path / CONFIG
         if not path.is_file():
             raise RecordError(f"{path} is missing: the run directory is not complete")
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [line.strip() for line in lines if "=" in line and not line.lstrip().startswith("#")]
+        return settings_lines(path)
 
     @cached_property
     def config(self) -> dict[str, str]:
@@ -91,6 +90,12 @@ class RunDirectory:
     @cached_property
     def events(self) -> list[Event]:
         return read_events(self.path / METRICS)
+
+
+def settings_lines(path: Path) -> list[str]:
+    """KEY=VALUE lines of a config.env, comments and blank lines left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if "=" in line and not line.lstrip().startswith("#")]
 
 
 def read_events(path: Path) -> list[Event]:
@@ -151,7 +156,9 @@ def load_group(path: Path) -> Group:
     others = {
         name: [_seed_of_folder(folder, seed) for seed in found] for name, found in folder.other_sets().items()
     }
-    return Group(folder.name, runs, _folder_config(folder), _readable(folder), others)
+    return Group(
+        folder.name, runs, _settings(folder.file(CONFIG), folder.seed_runs[0].log), _readable(folder), others
+    )
 
 
 def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
@@ -167,7 +174,7 @@ def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
 def _group_of_run(directory: RunDirectory) -> Group:
     summary = read_object(directory.path / SUMMARY) or {}
     run = Run(directory.path.name, directory.log, directory.log.headline, directory.events, summary)
-    config = directory.config if (directory.path / CONFIG).is_file() else _printed_config(directory.log)
+    config = _settings(directory.path / CONFIG, directory.log)
     script = directory.script if (directory.path / SCRIPT).is_file() else None
     return Group(directory.path.name, [run], config, script, {})
 
@@ -177,18 +184,14 @@ def _readable(folder: Folder) -> Script | None:
     return read_script(readable) if readable.is_file() else folder.script
 
 
-def _folder_config(folder: Folder) -> dict[str, str]:
-    path = folder.file(CONFIG)
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-    return _printed_config(folder.seed_runs[0].log) if folder.seed_runs else {}
+def _settings(path: Path, log: RunLog) -> dict[str, str]:
+    """Settings of config.env, or those that the log prints, without what differs between seeds."""
+    found = (
+        dict(line.split("=", 1) for line in settings_lines(path)) if path.is_file() else _printed_config(log)
+    )
+    return {name: value for name, value in found.items() if name not in PER_RUN_SETTINGS}
 
 
 def _printed_config(log: RunLog) -> dict[str, str]:
     """The settings that a log prints, under the names that the environment gives them."""
-    return {
-        key.upper(): located.value
-        for key, located in log.settings.items()
-        if key.upper() not in PER_RUN_SETTINGS
-    }
+    return {key.upper(): located.value for key, located in log.settings.items()}

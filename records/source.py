@@ -17,11 +17,8 @@ from functools import cached_property
 from pathlib import Path
 
 UNWRAPPED_BYTES_MAX = 64 * 2**20  # more than any script; a longer payload is refused, not expanded
-PAYLOAD_CHARACTERS_MIN = 200  # a shorter literal is no wrapped script
+PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
 WRAPPER_CODE_BYTES_MAX = 4_000  # what is left of a wrapper without its payload
-LONG_LITERAL = re.compile(
-    r"[^\s]{100}"
-)  # no readable source has such a word; spares parsing every plain script
 RAW_LZMA2 = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 NETWORK_MODULES = {
     "urllib",
@@ -96,7 +93,7 @@ def unwrap(text: str) -> str | None:
     A shell is a short program that decodes one long literal: base 85, base 64 or Ascii 85 around lzma (any
     container, or a bare LZMA2 stream), zlib, gzip or brotli. Raises UnwrapError on too large a payload.
     """
-    if not LONG_LITERAL.search(text):
+    if "exec" not in text:
         return None
     payload = _longest_literal(text)
     if payload is None or len(text) - len(payload) > WRAPPER_CODE_BYTES_MAX + len(payload) // 10:

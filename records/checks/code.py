@@ -21,6 +21,7 @@ OPTIONAL_MODULES = {
 }
 HARMLESS_PROGRAMS = {"nvidia-smi", "git", "rocm-smi", "hostname"}
 INSTALLERS = {"pip", "apt", "apt-get", "conda", "uv", "curl", "wget"}
+PACKED_LINE_CHARACTERS = 4_000  # no readable line is that long
 FIRST_PYTHON_WITH_NESTED_QUOTES = (3, 12)
 
 
@@ -149,7 +150,7 @@ def check_readable(folder: Folder) -> Iterator[Finding]:
     if script is None or script.wrapped or isinstance(script.tree, SyntaxError):
         return
     longest = max((len(line) for line in script.text.splitlines()), default=0)
-    if script.text.count("exec(") and longest > 20 * source.PAYLOAD_CHARACTERS_MIN:
+    if script.text.count("exec(") and longest > PACKED_LINE_CHARACTERS:
         hint = "; brotli is not installed here" if brotli_missing() else ""
         yield warn(
             "A7",

@@ -159,12 +159,18 @@ def check_seed_results(folder: Folder) -> Iterator[Finding]:
                     f"{name}, {run.log.where(score.line if score else 1)}",
                     "copy it from the log",
                 )
-        yield from _check_seed_counts(run, declared, name)
+        yield from _check_seed_counts(run, declared, name, folder.script.bytes if folder.script else 0)
 
 
-def _check_seed_counts(run: SeedRun, declared: dict[str, Any], name: str) -> Iterator[Finding]:
+def _check_seed_counts(
+    run: SeedRun, declared: dict[str, Any], name: str, code_bytes: int
+) -> Iterator[Finding]:
     log = run.log
     sizes = {count.bytes for count in (log.model_bytes, log.total_bytes) if count}
+    if log.model_bytes:
+        sizes.add(
+            log.model_bytes.bytes + code_bytes
+        )  # the total as shipped, where the log counts another form
     claimed = number(declared.get("artifact_bytes"))
     if claimed is not None and sizes and claimed not in sizes:
         place = log.total_bytes or log.model_bytes
