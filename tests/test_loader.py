@@ -704,11 +704,11 @@ def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
 
 def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) -> None:
     ids = np.full(500, 7)
-    ids[321] = 900
+    ids[321] = 512
     write_shard(tmp_path / "fineweb_train_000000.bin", ids)
     files = train_gpt.open_shards(str(tmp_path / "*.bin"))
     with open_loader(files, vocab_size=512) as loader, pytest.raises(
-        train_gpt.LoaderError, match=r"token 321, byte 1666: id 900, expected below VOCAB_SIZE=512"
+        train_gpt.LoaderError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
     ):
         within(5, loader.next_batch)
 

@@ -1,0 +1,334 @@
+"""What the loader costs, and what a step loses to it: one table from one run, on the host's CPU.
+
+    python benchmarks/loader.py                    # about 3 minutes and 0.6 GB of temporary disk
+    python benchmarks/loader.py --out              # the same, appended to benchmarks/RESULTS.md
+
+Beside ours stand plain re-implementations, from their descriptions, of what public loaders do per batch: the
+baseline (contiguous span to int64, next shard read in the step), PR #591 (the same in a thread, two batches
+ahead) and PR #1532 (a shard drawn by weight for every sequence, rows to int64, a thread 100 batches ahead).
+Pinning and the bus are left out: they need a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+import train_gpt  # noqa: E402
+
+SEQ_LEN, STEP_TOKENS, RANKS = 2048, 786_432, 8
+SHARD_STEPS = 127  # a shard of 100 M tokens lasts so long
+STEP_SECONDS = 0.083
+START_STEPS = 20  # start-up, not counted
+APART_SECONDS = 2.0  # so that no two designs read a shard at once
+LATENCIES_SECONDS = (0.0, 0.1, 4.0)
+DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
+CPU = torch.device("cpu")
+RESULTS = REPO / "benchmarks" / "RESULTS.md"
+
+
+# -- the others, written from their descriptions -------------------------------------------------------------
+
+
+def load_shard(shard: Any, latency_seconds: float) -> np.ndarray:
+    """A whole shard into memory, as the baseline does it."""
+    time.sleep(latency_seconds)
+    return np.fromfile(shard.path, "<u2", offset=train_gpt.SHARD_HEADER_BYTES)
+
+
+class Contiguous:
+    """Baseline: a rank takes its one of the next `ranks` spans; a shard is read when the last is used up."""
+
+    def __init__(self, shards: list[Any], tokens: int, ranks: int, latency_seconds: float = 0.0) -> None:
+        self.shards, self.tokens, self.ranks, self.latency_seconds = shards, tokens, ranks, latency_seconds
+        self.number, self.position = 0, 0
+        self.data = load_shard(shards[0], 0.0)
+
+    def span(self) -> np.ndarray:
+        need = self.ranks * (self.tokens + 1)
+        if self.position + need > len(self.data):
+            self.number, self.position = (self.number + 1) % len(self.shards), 0
+            self.data = load_shard(self.shards[self.number], self.latency_seconds)
+        span = self.data[self.position : self.position + self.tokens + 1]
+        self.position += need
+        return span
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        wide = self.span().astype(np.int64)
+        return wide[:-1].reshape(-1, SEQ_LEN), wide[1:].reshape(-1, SEQ_LEN)
+
+
+class ContiguousPairs(Contiguous):
+    """PR #591's producer: inputs and targets as two int64 arrays of their own."""
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        span = self.span()
+        return span[:-1].astype(np.int64).reshape(-1, SEQ_LEN), span[1:].astype(np.int64).reshape(-1, SEQ_LEN)
+
+
+class WeightedDraw:
+    """PR #1532's producer: for every sequence a shard, drawn by what it has left, and its next start."""
+
+    def __init__(self, shards: list[Any], tokens: int) -> None:
+        self.rng, self.rows = np.random.default_rng(0), tokens // SEQ_LEN
+        offset = train_gpt.SHARD_HEADER_BYTES
+        self.maps = [np.memmap(shard.path, "<u2", "r", offset) for shard in shards]
+        self.starts = [SEQ_LEN * self.rng.permutation((len(m) - 1) // SEQ_LEN) for m in self.maps]
+        self.left = [list(starts) for starts in self.starts]
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        inputs, targets = (np.empty((self.rows, SEQ_LEN), np.int64) for _ in range(2))
+        for row in range(self.rows):
+            weights = np.array([len(left) for left in self.left], np.float64)
+            if not weights.any():
+                self.left = [list(starts) for starts in self.starts]
+                weights = np.array([len(left) for left in self.left], np.float64)
+            shard = int(self.rng.choice(len(self.left), p=weights / weights.sum()))
+            start = int(self.left[shard].pop())
+            window = self.maps[shard][start : start + SEQ_LEN + 1]
+            inputs[row], targets[row] = window[:-1], window[1:]
+        return inputs, targets
+
+
+class Ahead:
+    """A producer in a daemon thread behind a bounded queue."""
+
+    def __init__(self, producer: Any, depth: int) -> None:
+        self.queue: queue.Queue[Any] = queue.Queue(depth)
+        self.producer = producer
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        while True:
+            self.queue.put(self.producer.next())
+
+    def next(self) -> Any:
+        return self.queue.get()
+
+
+# -- the measurements ----------------------------------------------------------------------------------------
+
+
+def make_config(**changes: Any) -> Any:
+    values = {"train_seq_len": SEQ_LEN, "train_batch_tokens": STEP_TOKENS, "micro_batch_tokens": STEP_TOKENS}
+    return dataclasses.replace(train_gpt.Config.from_env({}), **(values | changes))
+
+
+def median_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median CPU time of this thread in ms, over interleaved rounds, so that all meet the same machine."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 3):
+        for name, function in functions.items():
+            start = time.thread_time()
+            function()
+            times[name].append(1e3 * (time.thread_time() - start))
+    return {name: float(np.median(values[3:])) for name, values in times.items()}
+
+
+def staging_table(shards: list[Any], rounds: int) -> list[str]:
+    """CPU of the thread that builds one step of 786,432 tokens."""
+    rows, at = STEP_TOKENS // SEQ_LEN, {"memcpy": 0, "gather": 0}
+    order = train_gpt.TokenOrder(shards, SEQ_LEN, 1337, True)
+    trace = train_gpt.Trace(None)
+    feed = train_gpt.ShardFeed(order, 0, 1 << 16, prefetch=False, name="bench", device=CPU, trace=trace)
+    slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
+    inputs_BT, last_B = slot[:-rows].reshape(rows, SEQ_LEN), slot[-rows:]
+    data = load_shard(shards[0], 0.0)
+
+    def memcpy() -> None:
+        at["memcpy"] = (at["memcpy"] + len(slot)) % (len(data) - len(slot))
+        np.copyto(slot, data[at["memcpy"] : at["memcpy"] + len(slot)])
+
+    def gather() -> None:
+        feed.gather(at["gather"], inputs_BT, last_B)
+        at["gather"] += rows
+
+    gather()
+    functions: dict[str, Callable[[], Any]] = {
+        "memcpy of the same bytes": memcpy,
+        "ours: staging": gather,
+        "ours: stream hash": lambda: train_gpt.hash_sequences(0, inputs_BT, last_B),
+        "ours: document starts": lambda: train_gpt.document_starts(inputs_BT),
+        "baseline: contiguous, one int64 array": Contiguous(shards, STEP_TOKENS, 1).next,
+        "#591: contiguous, two int64 arrays": ContiguousPairs(shards, STEP_TOKENS, 1).next,
+        "#1532: weighted draws, int64 rows": WeightedDraw(shards, STEP_TOKENS).next,
+    }
+    measured = median_ms(functions, rounds)
+    unit = measured["memcpy of the same bytes"]
+    lines = ["| per step of 786,432 tokens | CPU ms | Mtok/s | × memcpy |", "|---|---|---|---|"]
+    for name, ms in measured.items():
+        lines.append(f"| {name} | {ms:.3f} | {STEP_TOKENS / ms / 1e3:.0f} | {ms / unit:.1f} |")
+    for label, prefetch in (("synchronous", False), ("prefetching", True)):
+        lines.append(f"| {label} `next_batch()` on the CPU | {whole_ms(shards, prefetch, rounds):.3f} | | |")
+    ratio = measured["#1532: weighted draws, int64 rows"] / measured["ours: staging"]
+    lines.append(f"\nStaging is {ratio:.0f}× less than #1532's; handing a batch over costs the main thread ")
+    lines[-1] += (
+        f"{1e3 * handover_ms():.0f} µs. The `next_batch()` rows are wall time in the caller's thread "
+    )
+    lines[-1] += "and include the widening to int64, which a GPU does itself."
+    return lines
+
+
+def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> float:
+    """Median wall time of `next_batch()` in ms, the consumer idle between the calls."""
+    config = make_config(train_prefetch=prefetch)
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
+    times = []
+    with train_gpt.make_loader(config, shards, **place) as loader:
+        for _ in range(rounds + 3):
+            start = time.perf_counter()
+            loader.next_batch()
+            times.append(1e3 * (time.perf_counter() - start))
+            time.sleep(0.01)
+    return float(np.median(times[3:]))
+
+
+def handover_ms(batches: int = 2000) -> float:
+    """Median time of `Pipeline.next()` for batches of one token: queue, bookkeeping and nothing else."""
+    settings: dict[str, Any] = {"prefetch": True, "depth": 2, "copy_stream": True, "timeout_seconds": 60.0}
+    trace, times = train_gpt.Trace(None), []
+    with train_gpt.Pipeline(
+        lambda i, slot: None, None, (1,), CPU, name="one", trace=trace, **settings
+    ) as pipeline:
+        for _ in range(batches):
+            time.sleep(0.0003)
+            start = time.perf_counter()
+            pipeline.next()
+            times.append(1e3 * (time.perf_counter() - start))
+    return float(np.median(times))
+
+
+def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> dict[str, float]:
+    """Rank 0 of 8 with steps of 83 ms: how long it waits for batches, the read of every shard delayed."""
+    shards, tokens = train_gpt.open_shards(f"{folder}/*.bin"), STEP_TOKENS // RANKS
+    real = train_gpt.read_into
+
+    def slow(file: Any, buffer: np.ndarray) -> int:
+        if file.tell() == train_gpt.SHARD_HEADER_BYTES:
+            time.sleep(latency_seconds)
+        return real(file, buffer)
+
+    train_gpt.read_into = slow
+    if design.startswith("ours"):
+        config = make_config(train_prefetch=design == "ours")
+        place: dict[str, Any] = {
+            "rank": 0,
+            "world_size": RANKS,
+            "device": CPU,
+            "trace": train_gpt.Trace(None),
+        }
+        loader = train_gpt.make_loader(config, shards, **place)
+
+        def wait() -> float:
+            loader.next_batch()
+            return loader.take_waits_ms()[0] / 1e3  # without the widening, which is the GPU's work
+
+    else:
+        following = {
+            "baseline": lambda: Contiguous(shards, tokens, RANKS, latency_seconds).next,
+            "#591": lambda: Ahead(ContiguousPairs(shards, tokens, RANKS, latency_seconds), 2).next,
+            "#1532": lambda: Ahead(WeightedDraw(shards, tokens), 100).next,
+        }[design]()
+
+        def wait() -> float:
+            start = time.perf_counter()
+            following()
+            return time.perf_counter() - start
+
+    waits = []
+    for _ in range(steps):
+        waits.append(wait())
+        time.sleep(STEP_SECONDS)
+    counted = np.array(waits[START_STEPS:])
+    longest, p99 = 1e3 * float(counted.max()), 1e3 * float(np.percentile(counted, 99))
+    return {"lost": 100 * float(counted.mean()), "p99_ms": p99, "longest_ms": longest}
+
+
+def end_to_end_table(folder: Path, steps: int) -> list[str]:
+    """Every design at every latency, in processes of their own; at one latency they start apart."""
+    results: dict[tuple[str, float], dict[str, float]] = {}
+    for latency in LATENCIES_SECONDS:
+        processes = {}
+        for design in DESIGNS:
+            command = [sys.executable, __file__, "--simulate", design, str(folder), str(latency), str(steps)]
+            processes[design] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            time.sleep(APART_SECONDS)
+        for design, process in processes.items():
+            output = process.communicate()[0]
+            assert process.returncode == 0, f"{design} failed"
+            results[design, latency] = json.loads(output)
+    head = " | ".join(f"{latency:g} s: lost s/100 steps, p99 ms, longest ms" for latency in LATENCIES_SECONDS)
+    lines = [f"| injected per shard | {head} |", "|---|" + "---|" * len(LATENCIES_SECONDS)]
+    for design in DESIGNS:
+        cells = [results[design, latency] for latency in LATENCIES_SECONDS]
+        texts = [f"{c['lost']:.3f}, {c['p99_ms']:.1f}, {c['longest_ms']:.1f}" for c in cells]
+        lines.append(f"| {design} | {' | '.join(texts)} |")
+    lines.append(
+        f"\nRank 0 of {RANKS}, {steps} steps of {1e3 * STEP_SECONDS:.0f} ms, a new shard every {SHARD_STEPS}, "
+        f"the first {START_STEPS} not counted. #1532 maps all shards at the start and meets no boundary later."
+    )
+    return lines
+
+
+def machine() -> str:
+    """Processor, versions, commit and date, in one line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip()
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
+    load = f"load average {os.getloadavg()[0]:.0f} before the run"
+    return f"{datetime.date.today()}, {model[0]} × {len(model)}, {load}, {versions}, commit {commit}"
+
+
+def main() -> None:
+    """Print the tables; with --out append them to RESULTS.md."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=31, help="interleaved rounds per staging measurement")
+    parser.add_argument("--steps", type=int, default=2 * SHARD_STEPS + 30, help="steps per end-to-end run")
+    parser.add_argument("--out", nargs="?", const=RESULTS, type=Path, help="append here; default RESULTS.md")
+    parser.add_argument("--simulate", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.simulate:
+        design, place, latency, steps = arguments.simulate
+        print(json.dumps(simulate(design, place, float(latency), int(steps))))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder, header = Path(name), np.zeros(256, "<i4")
+        header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, SHARD_STEPS * (STEP_TOKENS + RANKS)
+        for number in range(3):
+            ids = np.random.default_rng(number).integers(2, 1024, header[2], np.uint16)
+            (folder / f"shard_{number}.bin").write_bytes(header.tobytes() + ids.tobytes())
+        shards = train_gpt.open_shards(str(folder / "*.bin"))
+        lines = [f"## Loader\n\n{machine()}\n", *staging_table(shards, arguments.rounds), ""]
+        lines += end_to_end_table(folder, arguments.steps)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.out:
+        with arguments.out.open("a") as results:
+            results.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
