@@ -601,6 +601,8 @@ class Trace:
 
     def cuda_complete(self, name: str, lane: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """A span between two CUDA events with timing that have completed."""
+        if self.window_ns[0] == math.inf:
+            return
         if self.anchor is None:
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.Stream(end.device))  # an idle stream: nothing to wait for
@@ -703,7 +705,7 @@ class StepTimer:
         for name, end_ns, end in laps[1:]:
             host_ms = (end_ns - start_ns) / 1e6
             self.trace.complete(name, "main", start_ns, end_ns, step=step)
-            if self.cuda and self.trace.file is not None:
+            if self.cuda:
                 self.trace.cuda_complete(name, "compute stream", start, end)
             ms["batch_cpu"] += host_ms if name == "batch" else 0.0
             if self.cuda or name != "batch":
@@ -891,9 +893,9 @@ class Stage(Iterator[Any]):
             for item in self.items:
                 self._put(item)
         except BaseException as error:
-            end = loader_error(self.name, error)
+            end = loader_error(self.name, error).with_traceback(None)
         with self.changed:
-            self.end = end
+            self.end, self.items = end, iter(())  # neither keeps slots or files any longer
             self.changed.notify_all()
 
     def _put(self, item: Any) -> None:
@@ -937,10 +939,10 @@ class Slot:
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, cuda: bool) -> None:
         pin = cuda and device.type == "cpu"
-        self.ids = torch.zeros(shape, dtype=torch.uint16, device=device, pin_memory=pin)
+        self.ids = torch.empty(shape, dtype=torch.uint16, device=device, pin_memory=pin)
         self.index, self.meta = -1, None
         self.filled: Any = torch.cuda.Event(enable_timing=True) if cuda else None
-        self.free: Any = torch.cuda.Event(enable_timing=True) if cuda else None
+        self.free: Any = torch.cuda.Event(enable_timing=True, blocking=True) if cuda else None
 
 
 class Pipeline(Iterator[tuple[Tensor, Any]], contextlib.AbstractContextManager[Any]):
@@ -980,11 +982,11 @@ class Pipeline(Iterator[tuple[Tensor, Any]], contextlib.AbstractContextManager[A
             slot = self.host[index % len(self.host)]
             if self.cuda:
                 slot.free.synchronize()
-            if self.stream is not None and slot.index >= 0:
+            if self.stream is not None and slot.index >= 0:  # the copy before this one is over now
                 self.trace.cuda_complete("gpu_transfer", f"{self.name} copy stream", slot.filled, slot.free)
             with self.trace.span("stage", lane, batch=index):
                 self._fill(index, slot)
-                self.trace.flow_start(f"{self.name} {index}", lane)
+                self.trace.flow_start(f"{id(self)} {index}", lane)
             yield slot
             index += 1
 
@@ -1024,9 +1026,10 @@ class Pipeline(Iterator[tuple[Tensor, Any]], contextlib.AbstractContextManager[A
         slot = self._wait() if self.prefetch else self._fill(self.index, self.host[0])
         end_ns = time.perf_counter_ns()
         self.waits_ms.append((end_ns - start_ns) / 1e6)
-        self.trace.complete("gpu_queue_wait", "main", start_ns, end_ns, batch=self.index)
-        self.trace.flow_end(f"{self.name} {self.index}", "main")
-        self.trace.counter(f"{self.name} ready", **{stage.name: len(stage.ready) for stage in self.stages})
+        if self.trace.recording:
+            self.trace.complete("gpu_queue_wait", "main", start_ns, end_ns, batch=self.index)
+            self.trace.flow_end(f"{id(self)} {self.index}", "main")
+            self.trace.counter(f"{self.name} ready", **{stage.name: len(stage.ready) for stage in self.stages})
         self.index += 1
         return self._widen(slot), slot.meta
 
