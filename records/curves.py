@@ -43,7 +43,7 @@ class StepTime:
 def batch_tokens(run: Run) -> int | None:
     """Tokens of one optimizer step, as the log prints it."""
     located = run.log.settings.get("train_batch_tokens")
-    return int(located.value) if located and located.value.isdigit() else None
+    return int(located.value) if located and located.value.isdecimal() else None
 
 
 def train_loss(run: Run) -> list[Sample]:

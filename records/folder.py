@@ -93,8 +93,8 @@ class Folder:
 
     @property
     def ours(self) -> bool:
-        """Whether `pack` wrote this folder."""
-        return self.submission.get("format") == FORMAT
+        """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
+        return self.submission.get("format") == FORMAT or bool(self.summaries)
 
     @cached_property
     def script_path(self) -> Path | None:
@@ -115,11 +115,8 @@ class Folder:
     @property
     def training_scripts(self) -> list[Script]:
         """Every script beside submission.json that may be what ran: studies ship more than one."""
-        return [
-            s
-            for path, s in self.scripts.items()
-            if path.parent == self.path and path.name.startswith("train")
-        ]
+        top = {path: script for path, script in self.scripts.items() if path.parent == self.path}
+        return [script for path, script in top.items() if path.name.startswith("train")]
 
     @cached_property
     def closure(self) -> list[Path]:
@@ -225,7 +222,7 @@ class Folder:
         for key in ("seed_results", "seeds"):
             value = self.submission.get(key)
             if isinstance(value, dict):
-                return {int(s): r for s, r in value.items() if str(s).isdigit() and isinstance(r, dict)}
+                return {int(s): r for s, r in value.items() if str(s).isdecimal() and isinstance(r, dict)}
         return {}
 
 

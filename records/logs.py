@@ -134,7 +134,7 @@ class RunLog:
     @property
     def seed(self) -> int | None:
         located = self.settings.get("seed")
-        return int(located.value) if located and located.value.isdigit() else None
+        return int(located.value) if located and located.value.isdecimal() else None
 
     @property
     def headline(self) -> Final | None:
@@ -238,8 +238,8 @@ def _skip_source(lines: list[str], log: RunLog) -> int:
     if fence is None:
         return 0
     first = next((i for i, line in enumerate(lines[:fence]) if _opens_source(line)), None)
-    if first is None:
-        return 0
+    if first is None or any(STEP_LINE.match(line) for line in lines[first:fence]):
+        return 0  # no source, or one that log lines were written into
     log.source = "\n".join(lines[first:fence])
     return fence
 
@@ -307,7 +307,7 @@ def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
 def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
     """The clock as printed; dialect B prints tenths of minutes, its tokens per second say more."""
     batch, rate = log.settings.get("train_batch_tokens"), pairs.get("tok/s")
-    if batch and batch.value.isdigit() and rate and _is_number(rate) and float(rate) > 0:
+    if batch and batch.value.isdecimal() and rate and _is_number(rate) and float(rate) > 0:
         return step * int(batch.value) / float(rate) * 1e3
     return _duration_ms(pairs.get("train_time"))
 
@@ -336,4 +336,4 @@ def _is_number(text: str | None) -> bool:
 
 
 def _integer(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+    return int(text) if text and text.isdecimal() else None

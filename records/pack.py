@@ -224,7 +224,7 @@ def requirements(summary: dict[str, Any]) -> str:
 def over_cap(packed: dict[str, Any], runs: Sequence[RunDirectory], track: str) -> str | None:
     """The refusal when shipped code plus the largest model exceeds the run's cap, or the challenge's."""
     configured = runs[0].config.get("ARTIFACT_BYTES_MAX", "")
-    cap = int(configured) if configured.isdigit() and track != RECORD_TRACK else ARTIFACT_BYTES_MAX
+    cap = int(configured) if configured.isdecimal() and track != RECORD_TRACK else ARTIFACT_BYTES_MAX
     total = packed["bytes_total"]
     if total <= cap:
         return None

@@ -48,12 +48,16 @@ class Call:
 
 @dataclass
 class Script:
-    """A script as shipped: `raw` bytes, the readable `text` inside, and whether that text was wrapped."""
+    """A script as shipped: `raw` bytes, the readable `text` inside, and whether that text was wrapped.
+
+    `problem` says why a shell was left packed; None otherwise.
+    """
 
     path: Path
     raw: bytes
     text: str
     wrapped: bool
+    problem: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -83,7 +87,10 @@ def read_script(path: Path) -> Script:
     """Read and, where it is a compressed shell, unwrap; an unreadable payload leaves the shell itself."""
     raw = path.read_bytes()
     text = raw.decode("utf-8", errors="replace")
-    inner = unwrap(text)
+    try:
+        inner = unwrap(text)
+    except UnwrapError as error:
+        return Script(path=path, raw=raw, text=text, wrapped=False, problem=str(error))
     return Script(path=path, raw=raw, text=text if inner is None else inner, wrapped=inner is not None)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import lzma
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_records_logs import DIALECT_A, DIALECT_B
 from test_records_pack import pack
 from test_records_support import SOURCE, make_runs
@@ -18,12 +22,19 @@ from records.checks import audit
 from records.execute import network_can_be_cut
 from records.findings import Finding, Level, Mode
 from records.folder import Folder
-from records.source import wrap
+from records.source import UNWRAPPED_BYTES_MAX, wrap
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
+    return pack(folder / "records", make_runs(folder / "runs", 42, 1337, 2025))
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
-    return pack(tmp_path / "records", make_runs(tmp_path / "runs", 42, 1337, 2025))
+def packed(pristine: Path, tmp_path: Path) -> Path:
+    """A packed folder of three seeds that the test may alter."""
+    return Path(shutil.copytree(pristine, tmp_path / "records" / "track_demo" / pristine.name))
 
 
 def fails(folder: Path, mode: Mode = Mode.AGREED) -> list[Finding]:
@@ -221,6 +232,68 @@ def test_unreadable_contents_are_findings_not_crashes(tmp_path: Path) -> None:
     assert {("A2", "FAIL"), ("A3", "FAIL")} <= _codes(folder)
     shutil.rmtree(folder)
     assert main(["check", str(folder)]) == 2
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers())
+)
+KEYS = (
+    "val_bpb",
+    "val_loss",
+    "val_bpb_std",
+    "seeds",
+    "seed_results",
+    "bytes_total",
+    "date",
+    "track",
+    "format",
+    "files",
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES | st.dictionaries(st.sampled_from(["1337", "x"]), VALUES))
+)
+def test_any_submission_is_judged_without_a_crash(tmp_path: Path, submission: dict[str, Any]) -> None:
+    shutil.rmtree(tmp_path / "track_10min_16mb", ignore_errors=True)
+    folder = public(tmp_path, {"train_seed1337.log": PLAIN_A}, CODE)
+    (folder / "submission.json").write_text(json.dumps(submission))
+    audit(Folder(folder))
+
+
+DERIVED = (
+    "val_bpb",
+    "val_loss_std",
+    "seeds",
+    "seed_results",
+    "bytes_total",
+    "bytes_code",
+    "hardware",
+    "compliance",
+)
+
+
+@pytest.mark.parametrize("key", [*DERIVED, "all_runs", "files", "metric", "pytorch_version"])
+@pytest.mark.parametrize("value", [None, 3, "text", [1, None], {"a": {}}], ids=str)
+def test_any_change_of_a_derived_value_is_caught(packed: Path, key: str, value: object) -> None:
+    submission = json.loads((packed / "submission.json").read_text())
+    submission[key] = value
+    (packed / "submission.json").write_text(json.dumps(submission))
+    assert fails(packed)
+
+
+def test_packed_folder_without_its_mark_is_still_audited_as_packed(packed: Path) -> None:
+    _edit(packed, "submission.json", '"format"', '"form"')
+    _byte_of_code(packed)
+    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
+
+
+def test_payload_too_large_to_unwrap_is_a_finding(tmp_path: Path) -> None:
+    bomb = base64.b85encode(lzma.compress(b" " * (UNWRAPPED_BYTES_MAX + 1))).decode()
+    script = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({bomb!r})))"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    assert any("packed code was not unwrapped" in finding.text for finding in audit(Folder(folder)))
 
 
 def test_json_report_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

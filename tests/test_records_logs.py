@@ -100,3 +100,11 @@ def test_any_text_parses(text: str) -> None:
 
 def test_decimals() -> None:
     assert [decimals(text) for text in ("1.0810", "2", "1e-08", "0.5")] == [4, 0, 8, 1]
+
+
+def test_source_with_log_lines_in_it_is_no_source() -> None:
+    mangled = DIALECT_A.replace(
+        "import torch\n", "import torch\nstep:3/20000 train_loss:6.1 train_time:9ms\n"
+    )
+    log = parse_log(mangled, Path("train.log"))
+    assert log.source is None and [point.step for point in log.train] == [3, 1]

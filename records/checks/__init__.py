@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from records.checks import budget, code, evidence, layout, packed, score
+from records.checks import budget, claims, code, layout, packed, score, seeds
 from records.findings import Finding
 from records.folder import Folder
 
@@ -12,7 +12,8 @@ Check = Callable[[Folder], Iterator[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     *layout.CHECKS,
-    *evidence.CHECKS,
+    *claims.CHECKS,
+    *seeds.CHECKS,
     *code.CHECKS,
     *budget.CHECKS,
     *score.CHECKS,

@@ -149,7 +149,7 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
         return
     for run in folder.seed_runs:
         world = run.log.settings.get("world_size")
-        if world and world.value.isdigit() and int(world.value) != RECORD_WORLD_SIZE:
+        if world and world.value.isdecimal() and int(world.value) != RECORD_WORLD_SIZE:
             yield fail(
                 "C4",
                 f"world_size {world.value}, the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
@@ -173,7 +173,7 @@ def check_stop(folder: Folder) -> Iterator[Finding]:
     for run in folder.seed_runs:
         log = run.log
         limit = log.settings.get("iterations")
-        if log.stop is None and limit and limit.value.isdigit() and log.steps == int(limit.value):
+        if log.stop is None and limit and limit.value.isdecimal() and log.steps == int(limit.value):
             yield info("C5", f"stopped by the step limit {limit.value}, not by the clock", log.path.name)
 
 

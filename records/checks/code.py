@@ -128,7 +128,7 @@ def check_split(folder: Folder) -> Iterator[Finding]:
     """A13: data preparation that cuts another validation split than the first 50,000 documents."""
     for script in folder.scripts.values():
         for call in source.argument_defaults(script, "--val-docs"):
-            if call.detail.isdigit() and int(call.detail) != VALIDATION_DOCUMENTS:
+            if call.detail.isdecimal() and int(call.detail) != VALIDATION_DOCUMENTS:
                 yield warn(
                     "A13",
                     f"--val-docs defaults to {int(call.detail):,}, validation is the first"
@@ -145,19 +145,17 @@ def brotli_missing() -> bool:
 
 
 def check_readable(folder: Folder) -> Iterator[Finding]:
-    """A7: code that hides in a form that this tool cannot read."""
+    """A7: code in a form that this tool cannot read."""
     script = folder.script
     if script is None or script.wrapped or isinstance(script.tree, SyntaxError):
         return
     longest = max((len(line) for line in script.text.splitlines()), default=0)
-    if script.text.count("exec(") and longest > PACKED_LINE_CHARACTERS:
-        hint = "; brotli is not installed here" if brotli_missing() else ""
-        yield warn(
-            "A7",
-            f"a packed payload could not be unwrapped{hint}",
-            script.path.name,
-            "ship the source beside it",
-        )
+    if script.problem is None and not ("exec(" in script.text and longest > PACKED_LINE_CHARACTERS):
+        return
+    reason = script.problem or ("brotli is not installed here" if brotli_missing() else "unknown form")
+    yield warn(
+        "A7", f"packed code was not unwrapped: {reason}", script.path.name, "ship the source beside it"
+    )
 
 
 CHECKS = (

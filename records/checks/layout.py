@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -73,6 +74,9 @@ def _check_score(folder: Folder, name: str) -> Iterator[Finding]:
         yield fail(
             "A3", f"`val_bpb` is absent or no number{found}", name, "add `val_bpb`, the mean over the seeds"
         )
+        return
+    if bpb <= 0 or not math.isfinite(bpb):
+        yield fail("A3", f"`val_bpb` {bpb} is no bits per byte", name, "write the mean over the seeds")
         return
     if not isinstance(loss, int | float) or isinstance(loss, bool):
         return

@@ -60,9 +60,14 @@ def check_code(folder: Folder) -> Iterator[Finding]:
             )
 
 
+def _declared_seeds(folder: Folder) -> list[int]:
+    seeds = folder.submission.get("seeds")
+    return [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
+
+
 def _evidence(folder: Folder) -> list[Evidence]:
     found = []
-    for seed in folder.submission.get("seeds", []):
+    for seed in _declared_seeds(folder):
         path, summary = folder.file(LOG_NAME.format(seed=seed)), folder.summaries.get(seed)
         if path.is_file() and summary is not None:
             found.append(Evidence(seed, read_log(path), summary))
@@ -74,7 +79,7 @@ def check_seeds(folder: Folder) -> Iterator[Finding]:
     if not folder.ours:
         return
     found = {evidence.seed: evidence for evidence in _evidence(folder)}
-    for seed in folder.submission.get("seeds", []):
+    for seed in _declared_seeds(folder):
         if seed not in found:
             yield fail("A5", f"seed {seed} is declared, its log or summary is missing", SUBMISSION, REMEDY)
             continue
@@ -134,11 +139,13 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     if not folder.ours or folder.script is None:
         return
     evidences = _evidence(folder)
-    if len(evidences) != len(folder.submission.get("seeds", [])) or not evidences:
-        return  # already a finding
+    if not evidences:
+        yield fail("A5", "`seeds` names no seed that has a log and a summary", SUBMISSION, REMEDY)
+        return
+    files = folder.submission.get("files")
     try:
         expected = submission(
-            folder.submission, evidences, folder.script.bytes, folder.submission.get("files", {}), None
+            folder.submission, evidences, folder.script.bytes, files if isinstance(files, dict) else {}, None
         )
     except RecordError as error:
         yield fail("C10", str(error), folder.name, REMEDY)
@@ -153,10 +160,17 @@ def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any])
     comparison = claimed.get("comparison")
     if not isinstance(comparison, dict):
         return None
-    bpbs, losses = comparison.get("baseline_val_bpb"), comparison.get("baseline_val_loss")
-    if not (isinstance(bpbs, list) and isinstance(losses, list) and bpbs):
+    bpbs, losses = (_numbers(comparison.get(f"baseline_{key}")) for key in ("val_bpb", "val_loss"))
+    if not (bpbs and losses):
         return None
     return compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+
+
+def _numbers(value: Any) -> list[float]:
+    """`value` where it is a list of numbers, else nothing."""
+    if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+        return []
+    return value
 
 
 def _differences(got: Any, expected: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -82,14 +82,14 @@ def _check_implied(folder: Folder, run: SeedRun, score: Final) -> Iterator[Findi
 
 def _integer(run: SeedRun) -> int | None:
     located = run.log.validation_tokens
-    return int(located.value) if located and located.value.isdigit() else None
+    return int(located.value) if located and located.value.isdecimal() else None
 
 
 def check_provenance(folder: Folder) -> Iterator[Finding]:
     """C6: signs of training shards that hold validation documents."""
     for run in folder.seed_runs:
         shards = run.log.settings.get("train_shards")
-        if shards and shards.value.isdigit() and int(shards.value) >= OVERLAP_SHARDS:
+        if shards and shards.value.isdecimal() and int(shards.value) >= OVERLAP_SHARDS:
             yield warn(
                 "C6",
                 f"train_shards {shards.value}: the count of the export that overlaps validation (#2127)",
