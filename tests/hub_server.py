@@ -45,6 +45,7 @@ class HubServer:
         self.faults = Faults()
         self.sent: Counter[str] = Counter()  # body bytes per path
         self.completed: Counter[str] = Counter()  # bodies sent to their end, per path
+        self.requested: Counter[str] = Counter()  # bodies asked for, per path
         handler = type("Handler", (HubHandler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -150,6 +151,7 @@ class HubHandler(BaseHTTPRequestHandler):
                 self.send_header(key, value)
             self.end_headers()
             return
+        self.hub.requested[name] += 1
         if faults.take(faults.truncated, name):
             content = content[:len(content) // 2]
         if faults.take(faults.wrong_content, name):
@@ -170,10 +172,10 @@ class HubHandler(BaseHTTPRequestHandler):
             limit = cuts.pop(0) if cuts else len(body)
         try:
             for begin in range(0, min(limit, len(body)), 8192):
+                time.sleep(self.hub.faults.delay_s)
                 block = body[begin:min(begin + 8192, limit)]
                 self.wfile.write(block)
                 self.hub.sent[name] += len(block)
-                time.sleep(self.hub.faults.delay_s)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
             return
