@@ -282,8 +282,8 @@ def end_to_end_table(folder: Path, steps: int) -> list[str]:
         texts = [f"{c['lost']:.3f}, {c['p99_ms']:.1f}, {c['longest_ms']:.1f}" for c in cells]
         lines.append(f"| {design} | {' | '.join(texts)} |")
     lines.append(
-        f"\nRank 0 of {RANKS}, {steps} steps of {1e3 * STEP_SECONDS:.0f} ms, a new shard every {SHARD_STEPS}, "
-        f"the first {START_STEPS} not counted. #1532 maps all shards at the start and meets no boundary later."
+        f"\nRank 0 of {RANKS}, {steps} steps of {1e3 * STEP_SECONDS:.0f} ms, a shard every {SHARD_STEPS}, "
+        f"the first {START_STEPS} not counted. #1532 maps all shards at the start: no boundary comes later."
     )
     return lines
 
