@@ -1,12 +1,13 @@
 # demo: the whole job on this machine · test: the fast suite · bench: the measured tables · lint: style and types
 .DEFAULT_GOAL := help
-.PHONY: help demo seeds test test-slow bench lint clean
+.PHONY: help docs demo seeds test test-slow bench lint clean
 PYTHON ?= python3
 TORCH_DEFAULT := 2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 TEST_WORKERS ?= 2
+export GOMP_SPINCOUNT ?= 0
 SEEDS ?= 1337 42 2025
 CONFIG ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 \
 	&& echo records/configs/gpu_demo.env || echo records/configs/cpu_demo.env)
@@ -31,12 +32,12 @@ demo: $(STAMP)
 	@$(RUN) data/sample.py
 	@CONFIG=$(CONFIG) RUN_ID=$(NAME) GENERATE="The function returns" $(RUN) train_gpt.py
 	@$(RUN) -m records plot runs/$(NAME) --out runs/$(NAME)/loss.png
-	@$(RUN) -m records show runs/$(NAME)
+	@echo "loss curve: runs/$(NAME)/loss.png"
 
 seeds: $(STAMP)
 	@$(RUN) data/sample.py
 	@for seed in $(SEEDS); do CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; done
-	@echo "pack them: $(RUN) -m records pack runs/$(NAME)-seed*"
+	@echo "pack them: $(RUN) -m records pack runs/$(NAME)-seed* --name NAME --track TRACK"
 
 test: $(STAMP)
 	@$(RUN) -m ruff check .
@@ -51,6 +52,9 @@ bench: $(STAMP)
 lint: $(STAMP)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy train_gpt.py data records
+
+docs: $(STAMP)
+	@$(RUN) -m records.settings_table
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,32 @@
+"""The README says what is so: its table is generated, its links and commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from records import settings_table
+
+
+@pytest.fixture(scope="module")
+def readme(repo: Path) -> str:
+    return (repo / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_settings_is_fresh(readme: str) -> None:
+    assert settings_table.with_table(readme) == readme, "run `make docs`"
+
+
+def test_every_linked_file_exists(readme: str, repo: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#][^)]*)\)", readme) if "://" not in link]
+    assert links and [link for link in links if not (repo / link.split("#")[0]).exists()] == []
+
+
+def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
+    makefile = (repo / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`?make ([a-z-]+)", readme):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for config in re.findall(r"`(\w+\.env)`", readme):
+        assert (repo / "records" / "configs" / config).is_file() or config == "config.env", config
