@@ -4,7 +4,7 @@
 
 Every line is a process of its own over the same documents, and rounds are interleaved, so that a busy machine
 is unfair to none; the best round counts. Ours reads, parses, encodes, audits validation and writes shards;
-SentencePiece is given texts already in memory, in the challenge exporter's batches of 1,024, and writes nothing.
+SentencePiece is given texts in memory, in batches of 1,024 as the challenge does, and writes nothing.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, required=True, help="documents, one JSON object per line")
     parser.add_argument("--tokenizer", required=True, help="SentencePiece model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="times the documents are repeated")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="copies of --docs per corpus")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sentencepiece-threads", type=int, help="time SentencePiece alone, in this process")
     options = parser.parse_args()

@@ -613,6 +613,8 @@ def main(arguments: list[str] | None = None) -> int:
     directory = options.out / "datasets" / options.name
     try:
         source.total_bytes()
+        if len({path.resolve() for path in options.docs}) < len(options.docs):
+            raise DataError("--docs: a file is given twice; its validation documents would be trained on")
         tokenizer_path = place_tokenizer(options, source)
         if options.tokenizer_only:
             return 0
@@ -622,7 +624,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan = ExportPlan(encoding, directory, options.name, options.shard_tokens, options.max_train_shards,
                           options.source, options.revision)
         print(report(directory, export(plan, options.workers)))
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

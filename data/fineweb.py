@@ -22,9 +22,10 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -45,6 +46,7 @@ ATTEMPTS = 4
 FIRST_WAIT_S = 1.0
 POLL_S = 0.5
 DISK_RESERVE_BYTES = 200_000_000  # left free, for the tokenizer, the manifest and everybody else
+Result = TypeVar("Result")
 ABANDONED = re.compile(r".*\.[0-9a-f]{8}\.incomplete")
 
 
@@ -116,9 +118,9 @@ class Request:
         """Place of the tokenizer."""
         return self.out / "tokenizers" / self.variant.tokenizer
 
-    def staging(self) -> Path:
-        """Where files arrive before they are checked; on the same disk, so that moving them costs nothing."""
-        return self.out / "downloads" / self.variant.dataset
+    def staging(self, file: RemoteFile) -> Path:
+        """Where a file arrives before it is checked: beside its place, hence on the same disk."""
+        return file.local.parent / f".staging-{self.variant.dataset}"
 
 
 # ======================================================================================================
@@ -140,9 +142,9 @@ class Hub:
         self.library = huggingface_hub
         self.api = huggingface_hub.HfApi(endpoint=self.endpoint)
         self.revision = self.attempt(
-            lambda: self.api.dataset_info(repo, revision=revision).sha, f"revision {revision or 'main'}")
+            lambda: str(self.api.dataset_info(repo, revision=revision).sha), f"revision {revision or 'main'}")
 
-    def attempt(self, call: Any, what: str) -> Any:
+    def attempt(self, call: Callable[[], Result], what: str) -> Result:
         """Result of `call`, tried again when the failure may pass."""
         for attempt in range(ATTEMPTS):
             try:
@@ -206,7 +208,6 @@ class Hub:
                 file.remote))
             problem = file.check(staged)
             if problem is None:
-                file.local.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(staged, file.local)
                 return
             staged.unlink()
@@ -351,7 +352,8 @@ def split_finished(files: list[RemoteFile],
 
 def require_space(files: list[RemoteFile], request: Request) -> None:
     """Raise DataError where the disk cannot take the files; it names the training shards that would fit."""
-    place = next(folder for folder in (request.out, *request.out.resolve().parents) if folder.is_dir())
+    directory = request.directory().absolute()
+    place = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     free_bytes = shutil.disk_usage(place).free - DISK_RESERVE_BYTES
     needed_bytes = sum(file.size_bytes for file in files)
     if needed_bytes <= free_bytes:
@@ -385,12 +387,13 @@ def set_aside(files: list[RemoteFile], request: Request, receipts: Receipts) -> 
 
 def fetch_all(hub: Hub, files: list[RemoteFile], request: Request, receipts: Receipts) -> None:
     """Fetch files in parallel. Raises the first DataError when the transfers under way have ended."""
-    staging = request.staging()
-    remove_abandoned(staging)
+    stagings = {request.staging(file) for file in files}
+    for staging in stagings:
+        remove_abandoned(staging)
     progress = Progress("download", sum(file.size_bytes for file in files))
 
     def job(file: RemoteFile) -> int:
-        hub.fetch(file, staging)
+        hub.fetch(file, request.staging(file))
         receipts.add(file)
         return file.size_bytes
 
@@ -403,12 +406,11 @@ def fetch_all(hub: Hub, files: list[RemoteFile], request: Request, receipts: Rec
                                                     return_when=concurrent.futures.FIRST_COMPLETED)
             done_bytes += sum(future.result() for future in done)
             done_files += len(done)
-            arrived_bytes = min(done_bytes + folder_bytes(staging), progress.total_bytes)
-            progress.update(arrived_bytes, f"{done_files} of {len(files)} files")
+            arrived_bytes = done_bytes + sum(map(folder_bytes, stagings))
+            progress.update(min(arrived_bytes, progress.total_bytes), f"{done_files} of {len(files)} files")
         progress.close(f"{done_files} of {len(files)} files")
     finally:
         pool.shutdown(wait=sys.exc_info()[0] is not KeyboardInterrupt, cancel_futures=True)
-    shutil.rmtree(staging, ignore_errors=True)
 
 
 def remove_abandoned(staging: Path) -> None:
@@ -461,6 +463,8 @@ def download(request: Request, dry_run: bool) -> None:
         if missing:
             set_aside(missing, request, receipts)
             fetch_all(hub, missing, request, receipts)
+        for staging in {request.staging(file) for file in files}:
+            shutil.rmtree(staging, ignore_errors=True)
         shards.write_manifest(directory, manifest(request, receipts))
     print(f"{directory}: complete, {size(sum(file.size_bytes for file in files))}, every hash checked")
 
@@ -607,7 +611,7 @@ def main(arguments: list[str] | None = None) -> int:
             verify(request)
         else:
             download(request, options.dry_run)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -35,6 +35,7 @@ SPACE_PIECE = "\u2581"
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
+FILE_FIELDS = {"split", "tokens", "bytes", "sha256", "documents"}
 SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<kind>train|val|val_bytes)_(?P<index>\d{6})\.bin")
 HASH_BLOCK_BYTES = 1 << 20
 
@@ -238,11 +239,32 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not JSON ({error}); delete it and make the data again") from error
     version = manifest.get("version") if isinstance(manifest, dict) else None
     if version != MANIFEST_VERSION:
-        raise DataError(f"{path}: manifest version {version!r}, expected {MANIFEST_VERSION}")
-    missing = [key for key in ("tokenizer", "splits", "files") if not isinstance(manifest.get(key), dict)]
+        raise DataError(f"{path}: manifest version {version!r}, expected {MANIFEST_VERSION}; "
+                        "make the data again")
+    missing = missing_fields(manifest)
     if missing:
         raise DataError(f"{path}: no {', '.join(missing)} in it; delete it and make the data again")
     return manifest
+
+
+def missing_fields(manifest: dict[str, Any]) -> list[str]:
+    """Fields that every manifest needs and this one lacks, as paths like `files.NAME.sha256`."""
+    needed: dict[str, dict[str, Any]] = {"tokenizer": dict.fromkeys(("file", "sha256", "vocab_size"))}
+    needed["splits"] = {split: {"documents"} for split in ("train", "val")}
+    files = manifest.get("files")
+    needed["files"] = {name: FILE_FIELDS for name in files} if isinstance(files, dict) else {}
+    missing = []
+    for section, fields in needed.items():
+        found = manifest.get(section)
+        if not isinstance(found, dict):
+            missing.append(section)
+            continue
+        for name, subfields in fields.items():
+            if name not in found:
+                missing.append(f"{section}.{name}")
+            elif subfields and not (isinstance(found[name], dict) and subfields <= found[name].keys()):
+                missing.append(f"{section}.{name}.({', '.join(sorted(subfields))})")
+    return missing
 
 
 def verify_file(path: Path, entry: dict[str, Any],

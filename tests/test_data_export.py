@@ -389,6 +389,14 @@ def test_lone_surrogates_become_replacement_characters() -> None:
     assert documents.replace_lone_surrogates("a\ud800b\U0001f600") == "a\ufffdb\U0001f600"
 
 
+def test_a_file_given_twice_is_refused(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    again = docs.parent / "." / "sub" / ".." / docs.name
+    (docs.parent / "sub").mkdir()
+    assert export.main([*arguments(docs, models["plain"], tmp_path), "--docs", str(docs), str(again)]) == 1
+    assert "given twice" in capsys.readouterr().err
+
+
 def test_too_few_documents_are_an_error(docs: Path, models: dict[str, Path], tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
     assert export.main([*arguments(docs, models["plain"], tmp_path), "--val-docs", "50000"]) == 1

@@ -82,7 +82,7 @@ def assert_complete(out: Path, files: dict[str, bytes], train_shards: int) -> No
     for name in names:
         assert (directory(out) / name).read_bytes() == files[remote(name)]
     assert shards.verify_dataset(directory(out)) == []
-    assert not list((out / "downloads").rglob("*.incomplete"))
+    assert not list(out.rglob("*.incomplete")) and not list(out.rglob(".staging*"))
 
 
 # --- what is fetched ------------------------------------------------------------------------------------

@@ -159,11 +159,22 @@ def test_bad_shards_are_refused_by_name(tmp_path: Path, damage: object, expected
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"version": 2}), json.dumps({"version": 1})])
+SOUND_MANIFEST = {"version": 1, "tokenizer": {"file": "x", "sha256": "", "vocab_size": 1},
+                  "splits": {"train": {"documents": [1, 2]}, "val": {"documents": [0, 1]}}, "files": {}}
+
+
+@pytest.mark.parametrize("content", [
+    "", "[]", "{}", json.dumps({"version": 2}), json.dumps({"version": 1}),
+    json.dumps({**SOUND_MANIFEST, "tokenizer": {"file": "x"}}),
+    json.dumps({**SOUND_MANIFEST, "splits": {"train": {}, "val": {"documents": [0, 1]}}}),
+    json.dumps({**SOUND_MANIFEST, "files": {"fineweb_val_000000.bin": {"tokens": 5}}}),
+])
 def test_bad_manifests_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / shards.MANIFEST_NAME).write_text(content)
-    with pytest.raises(shards.DataError, match="manifest"):
+    with pytest.raises(shards.DataError, match=r"manifest\.json"):
         shards.read_manifest(tmp_path)
+    (tmp_path / shards.MANIFEST_NAME).write_text(json.dumps(SOUND_MANIFEST))
+    assert shards.read_manifest(tmp_path) == SOUND_MANIFEST
 
 
 def test_document_ranges_touch_every_shard() -> None:
