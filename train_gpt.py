@@ -11,7 +11,7 @@ MAX_WALLCLOCK_SECONDS. quantize: artifact and code end just under ARTIFACT_BYTES
 weights in that file is ever scored. evaluate: timed; each target scored once, before any learning from it.
 
 runs/<RUN_ID>/ then holds log.txt, metrics.jsonl, config.env, summary.json, model.bin (the artifact),
-train_gpt.py (the source that ran), train_gpt.shipped.py (the form that is counted), and on demand checkpoint.pt
+train_gpt.py (the source that ran), train_gpt.shipped.py (the form that is counted); on demand, checkpoint.pt
 and traces.
 
 Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
@@ -23,10 +23,14 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import copy
 import dataclasses
 import faulthandler
+import functools
 import glob
 import hashlib
+import importlib
+import inspect
 import io
 import json
 import lzma
@@ -47,8 +51,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # before torch starts its threads: idle ones that spin make a busy machine crawl
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+if __name__ == "__main__":  # what torch reads when it loads
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle threads that spin make a busy machine crawl
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for DETERMINISTIC=1
 
 import numpy as np
 import torch
@@ -107,8 +112,8 @@ class Config:
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
     train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
-    val_prefetch: bool = knob(True, "gather scoring windows in a thread")
-    val_copy_stream: bool = knob(True, "copy scoring windows to the GPU on a stream of their own")
+    val_prefetch: bool = knob(True, "copy validation to the device before scoring; 0: batch by batch")
+    val_copy_stream: bool = knob(True, "accepted; validation is copied once, by VAL_PREFETCH")
     val_bytecount_device: str = knob("cpu", "accepted; bytes are summed once, on the host", among="cpu cuda")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
     loader_timeout_seconds: float = knob(60.0, "seconds without data before the loader gives up", 0.1)
@@ -122,8 +127,8 @@ class Config:
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
     train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
     val_loss_every: int = knob(0, "steps between validations outside the clock; 0: only after training", 0)
-    val_batch_size: int = knob(524_288, "tokens; one scoring pass, all ranks together", 1)
-    val_progress_log_every: int = knob(0, "batches between scoring progress lines; 0: by time", 0)
+    val_batch_size: int = knob(65_536, "tokens; one scoring pass of one rank", 1)
+    val_progress_log_every: int = knob(0, "chunks between scoring progress lines; 0: twenty lines", 0)
     training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
     training_timing_every: int = knob(200, "steps between those lines; the first ten are always printed", 1)
     trace: bool = knob(False, "write trace_rank<r>.json for ui.perfetto.dev")
@@ -284,7 +289,9 @@ def _refuse_near_miss(name: str, known: list[str]) -> None:
     """Raise ConfigError when an unknown variable looks like one of ours; leave the others alone."""
     if name in known or name.startswith(FOREIGN_PREFIXES):
         return
-    distance, nearest = min((_edit_distance(name, other), other) for other in known)
+    stem = name.split("_")[0]
+    distances = ((min(_edit_distance(name, other), 3), not other.startswith(stem), other) for other in known)
+    distance, _, nearest = min(distances)
     if (len(name) >= 6 and distance <= 2) or name.startswith(OUR_PREFIXES):
         raise ConfigError(f"unknown variable {name}: did you mean {nearest}? --help lists them all")
 
@@ -312,8 +319,8 @@ def _read_config_file(path: str) -> dict[str, str]:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
     known = {f.name.upper() for f in dataclasses.fields(Config)}
     values: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        key, separator, value = line.split("#")[0].strip().partition("=")
+    for number, line in enumerate(text.split("\n"), 1):  # `#` inside a word is part of it
+        key, separator, value = f" {line}".split(" #")[0].strip().partition("=")
         if not key:
             continue
         if not separator or key.strip() not in known:
@@ -336,11 +343,13 @@ def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
         except ValueError as error:
             number = "a whole number" if kind is int else "a number"
             raise ConfigError(f"{name}={text!r}: expected {number} ({rules['meaning']})") from error
-        if not (math.isfinite(value) and rules["low"] <= value <= rules["high"]):
+        if not (rules["low"] <= value <= rules["high"] and abs(value) < math.inf):
             bounds = f"between {rules['low']:g} and {rules['high']:g}"
             raise ConfigError(f"{name}={text!r}: expected a value {bounds} ({rules['meaning']})")
     elif rules["among"] and text not in rules["among"]:
         raise ConfigError(f"{name}={text!r}: expected {' or '.join(rules['among'])} ({rules['meaning']})")
+    elif not text.isprintable():  # no line of log or settings could hold it
+        raise ConfigError(f"{name}={text!r}: expected printable text ({rules['meaning']})")
     return value
 
 
@@ -351,9 +360,10 @@ def _cross_check(c: Config) -> None:
         (c.micro_batch_tokens % c.train_seq_len == 0, "MICRO_BATCH_TOKENS must hold whole TRAIN_SEQ_LEN"),
         (c.model_dim % c.num_heads == 0, "MODEL_DIM must be a multiple of NUM_HEADS"),
         (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS must be a multiple of NUM_KV_HEADS"),
-        (c.rope_dims % 2 == 0, "ROPE_DIMS must be even"),
+        ((c.rope_dims or c.head_dim) % 2 == 0, "ROPE_DIMS (0 is MODEL_DIM / NUM_HEADS ) must be even"),
         (c.rope_dims <= c.head_dim, "ROPE_DIMS must not exceed MODEL_DIM / NUM_HEADS"),
         (c.xsa_last_n <= c.num_layers, "XSA_LAST_N must not exceed NUM_LAYERS"),
+        (c.mlp_dim >= 1, "MLP_MULT * MODEL_DIM must be 1 or more"),
         (c.gate_window <= c.model_dim, "GATE_WINDOW must not exceed MODEL_DIM"),
         (not c.num_loops or c.loop_start <= c.loop_end, "LOOP_START must not exceed LOOP_END"),
         (not c.num_loops or c.loop_end < c.num_layers, "LOOP_END must be below NUM_LAYERS"),
@@ -369,7 +379,7 @@ def _cross_check(c: Config) -> None:
         (c.ema_decay < 1, "EMA_DECAY must be below 1"),
         (not c.max_wallclock_seconds or c.gptq_reserve_seconds < c.max_wallclock_seconds,
          "GPTQ_RESERVE_SECONDS must be below MAX_WALLCLOCK_SECONDS"),
-        (c.trace_steps.count(":") <= 1 and c.trace_steps.replace(":", "0").isdigit() or not c.trace_steps,
+        (not c.trace_steps or [part.isdecimal() for part in c.trace_steps.split(":")] == [True, True],
          "TRACE_STEPS must be a:b, two steps"),
         (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID must be a plain name"),
     ]  # fmt: skip
@@ -447,7 +457,7 @@ class Run:
                     raise OSError(f"{free >> 20} MiB free, a run may need {needed >> 20} MiB")
             except OSError as error:
                 advice = "nothing is ever overwritten: set another RUN_ID or RUNS_DIR, or RESUME"
-                raise ConfigError(f"RUN_ID={names[0]}: cannot create {directory} ({error}); {advice}") from error
+                raise ConfigError(f"RUN_ID={names[0]}: no {directory} ({error}); {advice}") from error
         self.directory = directory
         for line in self._unwritten:
             self._append("log.txt", line)
@@ -1522,35 +1532,73 @@ def choose_kernels(
 # MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring and calibration.
 # ============================================================================================================
 
-MATRIX_ROLES = {
-    "qo_bank": "attn",
-    "kv_bank": "attn",
-    "mlp_up_bank": "mlp",
-    "mlp_down_bank": "mlp",
-    "token_embedding_VD": "embed",
-    "lm_head_VD": "embed",
-}
+BANKS = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
+MATRIX_ROLES = dict(zip((*BANKS, "token_embedding_VD", "lm_head_VD"), "attn attn mlp mlp embed embed".split()))
+Documents = tuple[Tensor | None, Tensor | None]  # (B, T, T) mask; starts in the flat batch: kernels read one of them
+Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Documents]  # rows of each parameter, rotary table, documents
 
 
 def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
     """Layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
     layers = list(range(config.num_layers))
-    if looping and config.num_loops:
-        segment = layers[config.loop_start : config.loop_end + 1]
-        layers[config.loop_start : config.loop_end + 1] = segment * (config.num_loops + 1)
+    if looping:
+        layers[config.loop_start : config.loop_end + 1] *= config.num_loops + 1
     half = len(layers) // 2
     return layers[:half], layers[half:]
 
 
-def rotary_tables(length: int, config: Config) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, rotated/2); beyond the trained length the base is rescaled (NTK, as in PR #549)."""
+def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter; a feature that is off owns none."""
+    layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
+    lanes = layers - c.parallel_start_layer if c.parallel_start_layer >= 0 and c.parallel_mode == "lanes" else 0
+    shapes = {
+        "token_embedding_VD": (c.vocab_size, width),
+        "lm_head_VD": (0 if c.tie_embeddings else c.vocab_size, width),
+        "qo_bank": (2 * layers, width, width),
+        "kv_bank": (2 * layers, c.num_kv_heads * c.head_dim, width),
+        "mlp_up_bank": (layers, c.mlp_dim, width),
+        "mlp_down_bank": (layers, width, c.mlp_dim),
+        "attn_scale_LD": (layers, width),
+        "mlp_scale_LD": (layers, width),
+        "resid_keep_LD": (layers, width),
+        "resid_inject_LD": (layers, width),
+        "qk_gain_LH": (layers, c.num_heads),
+        "skip_weight_KD": (skips, width),
+        "skip_gate_KD": (skips if c.skip_gates_enabled else 0, width),
+        "attn_gate_LHW": (layers if c.sparse_attn_gate_enabled else 0, c.num_heads, c.gate_window),
+        "smear_gate_1W": (1 if c.smear_gate_enabled else 0, c.gate_window),
+        "smear_scale_1": (1 if c.smear_gate_enabled else 0,),
+        "lane_mix_P23": (lanes, 2, 3),
+    }
+    return {name: shape for name, shape in shapes.items() if 0 not in shape}
+
+
+def build_model(config: Config) -> GPT:
+    """A model on the CPU, its initial weights drawn from (SEED, name): switching a feature leaves the others'."""
+    model = GPT(config)
+    constants = dict.fromkeys("attn_scale_LD mlp_scale_LD resid_keep_LD skip_weight_KD".split(), torch.ones(1))
+    constants |= {"qk_gain_LH": torch.tensor(config.qk_gain_init), "lane_mix_P23": torch.tensor([1.1, 1.0, 1.0])}
+    orthogonal, uniform = nn.init.orthogonal_, functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+        weights = parameter.detach().copy_(constants.get(name, torch.zeros(1)))
+        if name == "token_embedding_VD":
+            weights.normal_(0.0, config.tied_embed_init_std if config.tie_embeddings else 1.0, generator=generator)
+        elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # those that write to the residual stream stay zero
+            for matrix in weights[: config.num_layers] if name == "qo_bank" else weights:
+                (orthogonal if config.matrix_init == "orthogonal" else uniform)(matrix, generator=generator)
+    return model
+
+
+def rotary_table(length: int, config: Config) -> Tensor:
+    """Cosines and sines (2, T, 1, rotated/2); beyond the trained length the base is rescaled (NTK, PR #549)."""
     rotated, base = config.rope_dims or config.head_dim, config.rope_base
     trained = config.rope_train_seq_len or config.train_seq_len
     if length > trained and rotated > 2:
         base *= (length / trained) ** (rotated / (rotated - 2))
     frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
-    return angles.cos()[:, None].float(), angles.sin()[:, None].float()
+    angles = torch.arange(length, dtype=torch.float64)[:, None, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()]).float()
 
 
 def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1561,32 +1609,8 @@ def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square along the last axis; fp32 inside, no weight, one epsilon for every torch version."""
+    """x over its root mean square along the last axis; no weight, and one epsilon for every torch version."""
     return F.rms_norm(x, (x.size(-1),), eps=2.0**-23)
-
-
-def previous_in_document(x_BTD: Tensor, inputs_BT: Tensor, config: Config) -> Tensor:
-    """x shifted by one position; zeros at the start of a row and, with DOC_MASK, at every BOS (PR #1851)."""
-    shifted = F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
-    return shifted * (inputs_BT != BOS_ID)[..., None] if config.doc_mask else shifted
-
-
-def drop_own_value(y_BTHE: Tensor, v_BTKE: Tensor) -> Tensor:
-    """XSA: each head's output without its component along the value at its own position (PR #287)."""
-    direction = F.normalize(v_BTKE, dim=-1, eps=1e-12).unsqueeze(3)
-    grouped = y_BTHE.view(*v_BTKE.shape[:3], -1, y_BTHE.size(-1))
-    return (grouped - (grouped * direction).sum(-1, keepdim=True) * direction).view_as(y_BTHE)
-
-
-@dataclass
-class Context:
-    """What one forward pass shares among its layers."""
-
-    weights: dict[str, tuple[Tensor, ...]]  # matrices of each bank in the compute dtype
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None  # (T, T) or (B, 1, T, T), True where attention may look; None: plain causal kernel
-    cu_seqlens: Tensor | None  # int32; starts of documents in the flattened batch
 
 
 class GPT(nn.Module):
@@ -1594,265 +1618,174 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config = config
-        self.compute_dtype = torch.float32
-        self.looping = config.num_loops > 0
-        self.attend: Callable[..., Tensor] = attention_plain
+        self.config, self.compute_dtype, self.looping = config, torch.float32, config.num_loops > 0
+        self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
         self.cross_entropy: Callable[..., Tensor] = softcapped_cross_entropy_plain
         self.observer: Callable[[str, int, Tensor], None] | None = None
         for name, shape in parameter_shapes(config).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-        for length in {config.train_seq_len, config.eval_length}:
-            cos, sin = rotary_tables(length, config)
-            self.register_buffer(f"cos_{length}", cos, persistent=False)
-            self.register_buffer(f"sin_{length}", sin, persistent=False)
+        self.register_buffer("rotary_train", rotary_table(config.train_seq_len, config), persistent=False)
+        self.register_buffer("rotary_eval", rotary_table(config.eval_length, config), persistent=False)
 
     def forward(self, inputs_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Final hidden states (B, T, D) after the last norm. `cu_seqlens`: document starts, for varlen attention."""
-        c = self.config
-        x = F.embedding(inputs_BT, self.token_embedding_VD).to(self.compute_dtype)
-        if c.smear_gate_enabled:
-            gate = torch.sigmoid(F.linear(x[..., : c.gate_window], self.smear_gate_1W.to(x.dtype)))
-            x = x + self.smear_scale.to(x.dtype) * gate * previous_in_document(x, inputs_BT, c)
-        x = rms_norm(x)
-        hidden = rms_norm(self._blocks(x, self._context(inputs_BT, cu_seqlens)))
+        """Hidden states (B, T, D) after the last norm. `cu_seqlens`: as in `Batch`; only varlen kernels read it."""
+        c, dtype, length = self.config, self.compute_dtype, inputs_BT.size(1)
+        rows = {name: p.to(dtype).unbind(0) for name, p in self._parameters.items() if not name.endswith("_VD")}
+        rotary = (self.rotary_train if length <= c.train_seq_len else self.rotary_eval)[:, :length].to(dtype)
+        documents = find_documents(inputs_BT, cu_seqlens, self.attend, c.doc_mask)
+        x = F.embedding(inputs_BT, self.token_embedding_VD).to(dtype)
+        if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, of a document (PR #1851)
+            gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0]) * rows["smear_scale_1"][0]
+            gate_BT = gate_BT * (inputs_BT != BOS_ID) if c.doc_mask else gate_BT
+            x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
+        x0, stack, (encoder, decoder) = rms_norm(x), list[Tensor](), visit_order(c, self.looping)
+        lanes = [x0]  # the first one takes and gives the skips
+        for visit, layer in enumerate(encoder + decoder, -len(encoder)):
+            two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
+            if two != (len(lanes) == 2):
+                lanes = lanes * 2 if two else [sum(lanes) / 2]
+            if visit >= 0 and stack:
+                skip, gates = rows["skip_weight_KD"][visit] * stack.pop(), rows.get("skip_gate_KD")
+                lanes[0] = torch.lerp(skip, lanes[0], torch.sigmoid(gates[visit])) if gates else lanes[0] + skip
+            lanes = self._block(layer, lanes, x0, (rows, rotary, documents))
+            stack += lanes[:1] if visit < 0 else []
+        hidden = rms_norm(lanes[0] if len(lanes) == 1 else sum(lanes) / 2)
         self._observe("head_in", 0, hidden)
         return hidden
-
-    def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """Negative log-likelihood (N,) in nats, fp32, of each target under the full softcapped softmax."""
-        return self.cross_entropy(self.logits(hidden_ND), targets_N, self.config.logit_softcap)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
         head = self.token_embedding_VD if self.config.tie_embeddings else self.lm_head_VD
         return F.linear(hidden_ND, head.to(hidden_ND.dtype))
 
+    def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """Negative log-likelihood (N,) in nats, fp32, of each target under the full softcapped softmax."""
+        return self.cross_entropy(self.logits(hidden_ND), targets_N, self.config.logit_softcap)
+
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mean loss of a batch in nats per token: what training minimises."""
         return self.loss_per_token(self(inputs_BT, cu_seqlens).flatten(0, 1), targets_BT.flatten()).mean()
 
-    def _context(self, inputs_BT: Tensor, cu_seqlens: Tensor | None) -> Context:
-        c, length = self.config, inputs_BT.size(1)
-        table = length if hasattr(self, f"cos_{length}") else max(c.train_seq_len, c.eval_length)
-        weights = {name: getattr(self, name).to(self.compute_dtype).unbind(0) for name in BANKS}
-        mask = None
-        if self.attend is attention_varlen and cu_seqlens is None:
-            cu_seqlens = starts_on_device(inputs_BT, c.doc_mask)
-        elif self.attend is not attention_varlen and (c.doc_mask or self.attend is attention_plain):
-            mask = causal_mask(inputs_BT, c.doc_mask)
-        cos, sin = getattr(self, f"cos_{table}")[:length], getattr(self, f"sin_{table}")[:length]
-        return Context(weights, cos.to(self.compute_dtype), sin.to(self.compute_dtype), mask, cu_seqlens)
-
-    def _blocks(self, x: Tensor, context: Context) -> Tensor:
-        """All layer visits with U-Net skips; with two lanes, their mean."""
-        c, x0, lane_b, stack = self.config, x, None, []
-        encoder, decoder = visit_order(c, self.looping)
-        for layer in encoder:
-            x, lane_b = self._block(layer, x, lane_b, x0, context)
-            stack.append(x if lane_b is None else (x + lane_b) / 2)
-        for visit, layer in enumerate(decoder):
-            if stack and visit < len(self.skip_weight_KD):
-                x = self._skip(visit, x, stack.pop())
-            x, lane_b = self._block(layer, x, lane_b, x0, context)
-        return x if lane_b is None else (x + lane_b) / 2
-
-    def _skip(self, visit: int, x: Tensor, encoded: Tensor) -> Tensor:
-        skip = self.skip_weight_KD[visit].to(x.dtype) * encoded
-        if not self.config.skip_gates_enabled:
-            return x + skip
-        return torch.lerp(skip, x, torch.sigmoid(self.skip_gate_KD[visit]).to(x.dtype))
-
-    def _block(
-        self, layer: int, x: Tensor, lane_b: Tensor | None, x0: Tensor, context: Context
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer visit. Sequential: attention, then MLP. Parallel: both read first (PR #1493), on two lanes with
-        learned routing if PARALLEL_MODE=lanes (PR #1529): lane A takes the skips and feeds attention, B feeds MLP."""
-        c, scale = self.config, (layer + 1) ** -0.5 if self.config.ln_scale else 1.0
-        keep, inject = self.resid_mix_L2D[layer].to(x.dtype).unbind(0)
-        mixed = keep * x + inject * x0
-        normed = rms_norm(mixed) * scale
-        attended = self.attn_scale_LD[layer].to(x.dtype) * self._attention(layer, normed, context)
-        mlp_scale = self.mlp_scale_LD[layer].to(x.dtype)
+    def _block(self, layer: int, lanes: list[Tensor], x0: Tensor, context: Context) -> list[Tensor]:
+        """One layer visit. Sequential: the MLP reads what attention wrote. Parallel: both read first, from one lane
+        (GPT-J, PR #1493) or from one each (PR #1529), which learned weights then mix what was written into."""
+        c, rows, scale = self.config, context[0], (layer + 1) ** -0.5 if self.config.ln_scale else 1.0
         parallel = 0 <= c.parallel_start_layer <= layer
-        if not parallel:
-            x = mixed + attended
-            return x + mlp_scale * self._mlp(layer, rms_norm(x) * scale, context), None
-        if c.parallel_mode == "gptj":
-            return mixed + attended + mlp_scale * self._mlp(layer, normed, context), None
-        lane_b = x if lane_b is None else lane_b
-        hidden = mlp_scale * self._mlp(layer, rms_norm(lane_b) * scale, context)
-        row = layer - c.parallel_start_layer
-        keep_a, keep_b = self.lane_keep_P2[row].to(x.dtype).unbind(0)
-        (attn_a, mlp_a), (attn_b, mlp_b) = self.lane_write_P22[row].to(x.dtype).unbind(0)
-        return keep_a * x + attn_a * attended + mlp_a * hidden, keep_b * lane_b + attn_b * attended + mlp_b * hidden
+        mixed = torch.addcmul(rows["resid_keep_LD"][layer] * lanes[0], rows["resid_inject_LD"][layer], x0)
+        attended = rows["attn_scale_LD"][layer] * self._attention(layer, rms_norm(mixed) * scale, context)
+        x = mixed if parallel else mixed + attended
+        mlp_in = rms_norm(lanes[1] if len(lanes) == 2 else x) * scale
+        up, down = rows["mlp_up_bank"][layer], rows["mlp_down_bank"][layer]
+        self._observe("mlp_in", layer, mlp_in)
+        if self.observer is not None:
+            self.observer("mlp_hidden", layer, F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square())
+        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x) * rows["mlp_scale_LD"][layer]
+        if len(lanes) == 1:
+            return [x + attended + written if parallel else x + written]
+        mixes = rows["lane_mix_P23"][layer - c.parallel_start_layer]
+        return [mix[0] * lane + mix[1] * attended + mix[2] * written for mix, lane in zip(mixes, lanes)]
 
     def _attention(self, layer: int, x_BTD: Tensor, context: Context) -> Tensor:
-        c, w, total = self.config, context.weights, self.config.num_layers
+        c, total, (rows, rotary, documents) = self.config, self.config.num_layers, context
         self._observe("attn_in", layer, x_BTD)
-        q = F.linear(x_BTD, w["qo_bank"][layer]).unflatten(-1, (c.num_heads, c.head_dim))
-        k = F.linear(x_BTD, w["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        v = F.linear(x_BTD, w["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, c.head_dim))
-        q, k = rotate(rms_norm(q), context.cos, context.sin), rotate(rms_norm(k), context.cos, context.sin)
-        q = q * self.qk_gain_LH[layer].to(q.dtype)[:, None]
-        y = self.attend(q, k, v, context)
-        if layer >= total - c.xsa_last_n:
-            y = drop_own_value(y, v)
+        q = F.linear(x_BTD, rows["qo_bank"][layer]).unflatten(-1, (c.num_heads, -1))
+        k = F.linear(x_BTD, rows["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, -1))
+        v = F.linear(x_BTD, rows["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, -1))
+        q = rotate(rms_norm(q), *rotary) * rows["qk_gain_LH"][layer][:, None]
+        y = self.attend(q, rotate(rms_norm(k), *rotary), v, *documents)
+        if layer >= total - c.xsa_last_n:  # XSA: drop what lies along the value at the own position (PR #287)
+            y, own = y.unflatten(2, (c.num_kv_heads, -1)), F.normalize(v, dim=-1, eps=1e-12).unsqueeze(3)
+            y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if c.sparse_attn_gate_enabled:
-            gate = F.linear(x_BTD[..., : c.gate_window], self.attn_gate_LHW[layer].to(x_BTD.dtype))
+            gate = F.linear(x_BTD[..., : c.gate_window], rows["attn_gate_LHW"][layer])
             y = y * torch.sigmoid(c.sparse_attn_gate_scale * gate)[..., None]
-        y = y.flatten(2)
-        self._observe("attn_out", layer, y)
-        return F.linear(y, w["qo_bank"][total + layer])
-
-    def _mlp(self, layer: int, x_BTD: Tensor, context: Context) -> Tensor:
-        up, down = context.weights["mlp_up_bank"][layer], context.weights["mlp_down_bank"][layer]
-        if self.observer is not None:
-            self._observe("mlp_in", layer, x_BTD)
-            self._observe("mlp_hidden", layer, F.leaky_relu(F.linear(x_BTD, up), self.config.leaky_slope).square())
-        return self.mlp(x_BTD.flatten(0, 1), up, down, self.config.leaky_slope).view_as(x_BTD)
+        self._observe("attn_out", layer, y.flatten(2))
+        return F.linear(y.flatten(2), rows["qo_bank"][total + layer])
 
     def _observe(self, site: str, layer: int, x: Tensor) -> None:
         if self.observer is not None:
             self.observer(site, layer, x)
 
 
-BANKS = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
+def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, doc_mask: bool) -> Documents:
+    """Who sees whom, as `attend` reads it: no mask for whole rows; starts that are not given wait for the device."""
+    is_start_BT = (ids_BT == BOS_ID) & doc_mask
+    if attend in (attention_sdpa, attention_plain):
+        document_BT = is_start_BT.cumsum(1)
+        return (document_BT[:, :, None] == document_BT[:, None]).tril() if doc_mask else None, None
+    if starts is None:
+        is_start_BT[:, 0] = True
+        starts = F.pad(is_start_BT.flatten().nonzero()[:, 0], (0, 1), value=ids_BT.numel()).int()
+    return None, starts
 
 
-def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter; a feature that is off owns none."""
-    layers, width, kv_width = c.num_layers, c.model_dim, c.num_kv_heads * c.head_dim
-    skips = min(len(half) for half in visit_order(c, True))
-    lanes = c.num_layers - c.parallel_start_layer if c.parallel_start_layer >= 0 and c.parallel_mode == "lanes" else 0
-    table: list[tuple[bool, str, tuple[int, ...]]] = [
-        (True, "token_embedding_VD", (c.vocab_size, width)),
-        (not c.tie_embeddings, "lm_head_VD", (c.vocab_size, width)),
-        (True, "qo_bank", (2 * layers, width, width)),
-        (True, "kv_bank", (2 * layers, kv_width, width)),
-        (True, "mlp_up_bank", (layers, c.mlp_dim, width)),
-        (True, "mlp_down_bank", (layers, width, c.mlp_dim)),
-        (True, "attn_scale_LD", (layers, width)),
-        (True, "mlp_scale_LD", (layers, width)),
-        (True, "resid_mix_L2D", (layers, 2, width)),
-        (True, "qk_gain_LH", (layers, c.num_heads)),
-        (True, "skip_weight_KD", (skips, width)),
-        (c.skip_gates_enabled, "skip_gate_KD", (skips, width)),
-        (c.sparse_attn_gate_enabled, "attn_gate_LHW", (layers, c.num_heads, c.gate_window)),
-        (c.smear_gate_enabled, "smear_gate_1W", (1, c.gate_window)),
-        (c.smear_gate_enabled, "smear_scale", (1,)),
-        (lanes > 0, "lane_keep_P2", (lanes, 2)),
-        (lanes > 0, "lane_write_P22", (lanes, 2, 2)),
-    ]
-    return {name: shape for wanted, name, shape in table if wanted}
-
-
-def build_model(config: Config) -> GPT:
-    """A model on the CPU with initial weights. Each is drawn from (SEED, name): switching a feature leaves the rest."""
-    model = GPT(config)
-    constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "qk_gain_LH": config.qk_gain_init, "skip_weight_KD": 1.0,
-                 "lane_keep_P2": 1.1, "lane_write_P22": 1.0}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name == "resid_mix_L2D":
-                parameter.copy_(torch.tensor([1.0, 0.0])[:, None].expand_as(parameter))
-            elif name == "token_embedding_VD":
-                deviation = config.tied_embed_init_std if config.tie_embeddings else 1.0
-                parameter.normal_(0.0, deviation, generator=_generator(config.seed, name))
-            elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):
-                _init_bank(name, parameter, config)
-            else:
-                parameter.fill_(constants.get(name, 0.0))
-    return model
-
-
-def _init_bank(name: str, bank_NRC: Tensor, config: Config) -> None:
-    """Orthogonal or uniform ±1/sqrt(inputs) matrices; output projections (the second half of qo_bank) are zero."""
-    for index, matrix in enumerate(bank_NRC):
-        generator = _generator(config.seed, f"{name}.{index}")
-        if name == "qo_bank" and index >= config.num_layers:
-            matrix.zero_()
-        elif config.matrix_init == "orthogonal":
-            nn.init.orthogonal_(matrix, generator=generator)
-        else:
-            matrix.uniform_(-(matrix.size(1) ** -0.5), matrix.size(1) ** -0.5, generator=generator)
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-# --- attention ladder: every kernel maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E) ------------------
-
-
-def causal_mask(inputs_BT: Tensor, doc_mask: bool) -> Tensor:
-    """True where position i may look at j <= i: (T, T), or (B, 1, T, T) inside the same document only."""
-    length = inputs_BT.size(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=inputs_BT.device).tril()
-    if not doc_mask:
-        return causal
-    document = (inputs_BT == BOS_ID).cumsum(1)
-    return (causal & (document[:, :, None] == document[:, None, :])).unsqueeze(1)
-
-
-def starts_on_device(inputs_BT: Tensor, doc_mask: bool) -> Tensor:
-    """int32 starts of rows and documents in the flattened batch, padded with its length; no host sync."""
-    starts = torch.zeros_like(inputs_BT, dtype=torch.bool)
-    starts[:, 0] = True
-    if doc_mask:
-        starts |= inputs_BT == BOS_ID
-    total = inputs_BT.numel()
-    slots = inputs_BT.size(0) + (total // 64 if doc_mask else 0)
-    found = torch.nonzero_static(starts.flatten(), size=slots, fill_value=total).flatten()
-    return F.pad(found, (0, 1), value=total).int()
-
-
-def attention_plain(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """Softmax attention written out: the definition the other kernels are compared with, and fastest on CPU."""
-    rows, length, heads, size = q.shape
-    groups = heads // k.size(2)
-    q = q.reshape(rows, length, -1, groups, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    k, v = k.permute(0, 2, 3, 1), v.transpose(1, 2)
-    scores = (q @ k * size**-0.5).unflatten(2, (groups, length))
-    mask = context.mask if context.mask is None or context.mask.dim() == 2 else context.mask.unsqueeze(2)
-    assert mask is not None
-    weights = scores.float().masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
-    y = (weights.flatten(2, 3) @ v).unflatten(2, (groups, length))
-    return y.permute(0, 3, 1, 2, 4).reshape(rows, length, heads, size)
-
-
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """torch's fused attention (flash or cuDNN); a document mask, when there is one, costs it the flash kernel."""
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, starts: None) -> Tensor:
+    """torch's own attention: q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E); the fastest on CPU."""
+    if mask is not None and q.is_cuda:  # there the fast kernels that take a mask know no grouped heads
+        k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    causal = context.mask is None
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=True)
-    return y.transpose(1, 2)
+    given, causal = (None, True) if mask is None else (mask[:, None], False)
+    return F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-    """torch's variable-length attention over the flattened batch (PR #1530); its signature moved between versions."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts, length = context.cu_seqlens, q.size(1)
-    assert starts is not None
-    flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
-    if VARLEN_HAS_GQA:
-        y = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, window_size=(-1, 0), enable_gqa=True)
-    else:
-        groups = q.size(2) // k.size(2)
-        flat_k, flat_v = (t.repeat_interleave(groups, dim=1) for t in (flat_k, flat_v))
-        y = varlen_attn(flat_q, flat_k, flat_v, starts, starts, length, length, is_causal=True)
-    return y.view_as(q)
+def attention_plain(*inputs: Any) -> Tensor:
+    """The same in separate operations: what the other kernels are compared with."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return attention_sdpa(*inputs)
 
 
-VARLEN_HAS_GQA = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 12)
+def load_attention(name: str) -> Callable[..., Tensor]:
+    """The kernel that ATTENTION calls `name`. Packages and versions spell causal and grouped heads differently."""
+    if name in ("sdpa", "plain"):
+        return attention_sdpa if name == "sdpa" else attention_plain
+    module = importlib.import_module("flash_attn_interface" if name == "fa3" else "torch.nn.attention.varlen")
+    kernel = getattr(module, "flash_attn_varlen_func" if name == "fa3" else "varlen_attn")
+    spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
+    options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
+
+    def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: None, starts: Tensor) -> Tensor:
+        if not {"causal", "enable_gqa"} & options.keys():  # torch 2.10: equal numbers of heads only
+            k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
+        flat, length = [t.flatten(0, 1) for t in (q, k, v)], q.size(1)
+        y = kernel(*flat, starts, starts, length, length, **options)
+        return (y[0] if isinstance(y, tuple) else y).view_as(q)
+
+    return attention_varlen
+
+
+def attention_error(attend: Callable[..., Tensor], config: Config, run: Run) -> float:
+    """Largest error of output and gradients in the first rows, as a share of their peak; at the run's shape."""
+    c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
+    ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
+    sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+    qkv = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
+
+    def both_passes(attend: Callable[..., Tensor], rows: int, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t[:rows].to(dtype, copy=True).requires_grad_() for t in qkv]
+        y = attend(*leaves, *find_documents(ids_BT[:rows], None, attend, c.doc_mask))
+        return [t[:2].double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))]
+
+    pairs = zip(both_passes(attend, shape[0], run.dtype), both_passes(attention_plain, 2, torch.float64))
+    return torch.stack([(found - exact).abs().max() / exact.abs().max() for found, exact in pairs]).max().item()
 
 
 def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
-    """The attention kernel of this run: the first of the ladder that exists and agrees with the plain one."""
-    return attention_plain
+    """The first kernel that agrees with the plain one to 3 %, NaN included; logged, and the same on all ranks."""
+    ladder, tried = ["sdpa"] if run.device.type == "cpu" else ["fa3", "varlen", "sdpa", "plain"], list[str]()
+    for name in ladder if config.attention == "auto" else [config.attention]:
+        error = math.inf
+        try:
+            attend = load_attention(name)
+            error = attention_error(attend, config, run)
+            tried.append(f"{name} error:{error:.1e}")
+        except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as failure:
+            tried.append(f"{name} {type(failure).__name__}: {failure}".splitlines()[0])
+        if all(error <= 0.03 for error in run.gather(error)):
+            run.log(f"attention:{' | '.join(tried)}")
+            return attend
+    raise ConfigError(f"ATTENTION={config.attention}: nothing passed ({' | '.join(tried)}); set it to auto")
+
 
 # ============================================================================================================
 # OPTIMIZER — Parallel Muon for the banks, AdamW for the rest; every parameter is in exactly one group, checked.
@@ -1868,337 +1801,250 @@ POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
 FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
 
-def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C): singular values come near 1, not exactly to it. Contiguous."""
-    x = update_NRC.to(dtype)
-    tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor:
+    """Near-orthogonal factor of each matrix (N, R, C), singular values near 1; in bf16 on GPU and fp32 on CPU."""
+    tall = update_NRC.size(1) > update_NRC.size(2)
+    x = (update_NRC.mT if tall else update_NRC).to(torch.bfloat16 if update_NRC.is_cuda else torch.float32)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for step in range(steps):
         a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] if polar_express else FIXED_QUINTIC
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).contiguous()
 
 
 def optimizer_groups(config: Config, names: Iterable[str]) -> dict[str, list[str]]:
     """Which optimizer owns which parameter: `muon`, or AdamW's `embed`, `head` and `scalar`. Each name exactly once."""
+    owner = dict.fromkeys(BANKS, "muon") | {"token_embedding_VD": "embed", "lm_head_VD": "head"}
     groups: dict[str, list[str]] = {"muon": [], "embed": [], "head": [], "scalar": []}
     for name in names:
-        if name in BANKS:
-            groups["muon"].append(name)
-        else:
-            groups[{"token_embedding_VD": "embed", "lm_head_VD": "head"}.get(name, "scalar")].append(name)
-    owned = sorted(name for members in groups.values() for name in members)
-    assert owned == sorted(parameter_shapes(config)), "a parameter is in no optimizer group, or in two"
+        groups[owner.get(name, "scalar")].append(name)
+    assert sorted(sum(groups.values(), [])) == sorted(parameter_shapes(config)), "an owner for each, once"
     return groups
 
 
 class Optimizer:
-    """One step over all parameters, the same on any number of ranks to rounding.
-
-    Every rank must call `step` together. Of each bank a rank holds the momentum of its slice only: gradients are
-    reduce-scattered, orthogonalised on the slice, and the updates all-gathered while the next bank computes (PR #399).
-    """
+    """One step over all parameters, which all ranks take together: the same on any number of them, to rounding."""
 
     def __init__(self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
-        parameters = dict(model.named_parameters())
-        groups = optimizer_groups(config, parameters)
-        self.banks = sorted((parameters[name] for name in groups["muon"]), key=lambda bank: -bank.numel())
-        self.small = [parameters[name] for group in ("embed", "head", "scalar") for name in groups[group]]
+        groups = optimizer_groups(config, [name for name, _ in model.named_parameters()])
+        owned = {group: [getattr(model, name) for name in names] for group, names in groups.items()}
         embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
-        rates = {"embed": (embed_lr, config.embed_wd), "head": (config.head_lr, 0.0),
-                 "scalar": (config.scalar_lr, config.adam_wd)}
-        self.adam = torch.optim.AdamW(
-            [{"params": [parameters[name] for name in groups[group]], "base_lr": lr, "weight_decay": decay}
-             for group, (lr, decay) in rates.items() if groups[group]],
-            betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=self.banks[0].is_cuda,
-        )
+        rates = (embed_lr, config.embed_wd), (config.head_lr, 0.0), (config.scalar_lr, config.adam_wd)
+        adam = [{"params": owned[group], "base_lr": lr, "weight_decay": decay}
+                for group, (lr, decay) in zip(("embed", "head", "scalar"), rates) if owned[group]]
+        self.adam = torch.optim.AdamW(adam, betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=True)
+        self.small = [parameter for group in adam for parameter in group["params"]]
+        self.banks = sorted(owned["muon"], key=Tensor.numel, reverse=True)
         self.momenta = [torch.zeros_like(self._slice(bank)) for bank in self.banks]
 
     def _slice(self, bank: Tensor) -> Tensor:
-        """This rank's matrices of a bank, padded with zero matrices so that all ranks hold equally many."""
-        per_rank = -(-bank.size(0) // self.world_size)
-        mine = bank[self.rank * per_rank : (self.rank + 1) * per_rank].detach()
-        return F.pad(mine, (0, 0, 0, 0, 0, per_rank - mine.size(0)))
+        """This rank's matrices of a bank, which zero matrices fill up so that all ranks hold equally many."""
+        return F.pad(bank.detach(), (0, 0, 0, 0, 0, -len(bank) % self.world_size)).chunk(self.world_size)[self.rank]
 
     @torch.no_grad()
     def step(self, scale: float, momentum: float) -> Tensor:
-        """Update all parameters from their gradients (means over this rank's tokens), which are consumed.
-
-        scale: factor on every learning rate. Returns the global gradient norm before clipping, on the device.
-        """
-        slices = self._reduce_gradients()
-        squared = sum((g.square().sum() for g in slices), torch.zeros((), device=slices[0].device))
+        """Update all from their gradients (means over this rank's tokens), which are consumed, at `scale` times
+        each learning rate. Returns the global gradient norm before clipping, on the device."""
+        c, slices, small = self.config, *self._mean_gradients()
+        squared = torch.stack([gradient.square().sum() for gradient in slices]).sum()
         if self.world_size > 1:
             dist.all_reduce(squared)
-        norm = (squared + sum(p.grad.square().sum() for p in self.small)).sqrt()
-        if self.config.grad_clip_norm:
-            factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([*slices, *(p.grad for p in self.small)], factor)
-        self._muon(slices, scale * self.config.matrix_lr, momentum)
+        norm = (squared + torch.stack([gradient.square().sum() for gradient in small]).sum()).sqrt()
+        if c.grad_clip_norm:
+            torch._foreach_mul_([*slices, *small], (c.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0))
         for group in self.adam.param_groups:
             group["lr"] = scale * group["base_lr"]
         self.adam.step()
+        updates = [self._gather(self._muon_update(*pair, momentum)) for pair in zip(slices, self.momenta)]
+        for bank, update in zip(self.banks, updates):  # the first banks travelled while the last were computed
+            lr = scale * c.matrix_lr * max(1.0, bank.size(1) / bank.size(2)) ** 0.5
+            bank.mul_(1.0 - scale * c.matrix_lr * c.muon_wd).add_(update()[: len(bank)], alpha=-lr)
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
         return norm
 
-    def _reduce_gradients(self) -> list[Tensor]:
-        """Mean gradients over ranks: this rank's slice of each bank; small tensors whole, in one flat all-reduce."""
-        for parameter in (*self.banks, *self.small):
-            if parameter.grad is None:  # a layer or skip that this step did not use
-                parameter.grad = torch.zeros_like(parameter)
+    def _mean_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Means over ranks: this rank's slice of each bank, all under way at once; small ones in one message."""
+        small, size = [parameter.grad for parameter in self.small], self.world_size
+        if size == 1:
+            return [bank.grad for bank in self.banks], small
+        slices = [torch.empty_like(buffer) for buffer in self.momenta]
+        whole = [F.pad(bank.grad, (0, 0, 0, 0, 0, -len(bank) % size)) for bank in self.banks]
+        work = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in zip(slices, whole)]
+        flat = nn.utils.parameters_to_vector(small)
+        for handle in [*work, dist.all_reduce(flat, async_op=True)]:
+            handle.wait()
+        torch._foreach_div_([*slices, flat], size)
+        nn.utils.vector_to_parameters(flat, small)
+        return slices, small
+
+    def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation."""
+        update = gradient.add_(buffer.mul_(momentum).add_(gradient), alpha=momentum)
+        if self.config.muon_row_normalize:
+            update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+        return self.orthogonalize(update, self.config.muon_backend_steps, self.config.muon_polar_express)
+
+    def _gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        """Send this rank's slice of a bank to all; what is returned waits for the whole bank (PR #399)."""
         if self.world_size == 1:
-            return [bank.grad for bank in self.banks]
-        slices, pending = [], []
-        for bank in self.banks:
-            out = torch.empty_like(self._slice(bank))
-            padding = len(out) * self.world_size - len(bank)
-            padded = F.pad(bank.grad / self.world_size, (0, 0, 0, 0, 0, padding))
-            pending.append((dist.reduce_scatter_tensor(out, padded, async_op=True), padded))
-            slices.append(out)
-        flat = torch.cat([p.grad.flatten() for p in self.small]) / self.world_size
-        work = dist.all_reduce(flat, async_op=True)
-        work.wait()
-        for parameter, mean in zip(self.small, flat.split([p.numel() for p in self.small]), strict=True):
-            parameter.grad.copy_(mean.view_as(parameter))
-        for handle, _ in pending:
-            handle.wait()
-        return slices
-
-    def _muon(self, slices: list[Tensor], lr: float, momentum: float) -> None:
-        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation; bank i−1 is applied while i travels."""
-        c, in_flight = self.config, None
-        dtype = torch.bfloat16 if self.banks[0].is_cuda else torch.float32
-        for bank, grad, buffer in zip(self.banks, slices, self.momenta, strict=True):
-            buffer.mul_(momentum).add_(grad)
-            update = grad.add(buffer, alpha=momentum)
-            if c.muon_row_normalize:
-                update = update / update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-            update = self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, dtype)
-            gathered, handle = update, None
-            if self.world_size > 1:
-                gathered = update.new_empty(len(update) * self.world_size, *update.shape[1:])
-                handle = dist.all_gather_into_tensor(gathered, update, async_op=True)
-            if in_flight is not None:
-                self._apply(*in_flight, lr)
-            in_flight = (bank, gathered, handle)
-        if in_flight is not None:
-            self._apply(*in_flight, lr)
-
-    def _apply(self, bank: Tensor, update: Tensor, handle: Any, lr: float) -> None:
-        if handle is not None:
-            handle.wait()
-        shape_factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
-        bank.mul_(1.0 - lr * self.config.muon_wd)
-        bank.add_(update[: len(bank)], alpha=-lr * shape_factor)
+            return lambda: mine
+        whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
+        handle = dist.all_gather_into_tensor(whole, mine, async_op=True)
+        return lambda: whole if handle.wait() else whole
 
     def state(self) -> dict[str, Any]:
-        """The whole state on the CPU, whatever the world size; every rank must call it together."""
-        momenta = []
-        for bank, buffer in zip(self.banks, self.momenta, strict=True):
-            whole = buffer
-            if self.world_size > 1:
-                whole = buffer.new_empty(len(buffer) * self.world_size, *buffer.shape[1:])
-                dist.all_gather_into_tensor(whole, buffer)
-            momenta.append(whole[: len(bank)].cpu().clone())
-        adam = [{key: torch.as_tensor(value).cpu().clone() for key, value in self.adam.state[p].items()}
-                for p in self.small if p in self.adam.state]
-        return {"momenta": momenta, "adam": adam}
+        """A copy of the whole state, the same whatever the world size; all ranks call it together."""
+        momenta = [self._gather(buffer)()[: len(bank)] for bank, buffer in zip(self.banks, self.momenta)]
+        return copy.deepcopy({"momenta": momenta, "adam": self.adam.state_dict()})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned, on any world size."""
-        for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
-            buffer.copy_(self._slice(whole))
-        self.adam.state.clear()
-        for parameter, saved in zip(self.small, state["adam"], strict=False):
-            self.adam.state[parameter] = {key: value.clone().to(parameter.device) for key, value in saved.items()}
+        torch._foreach_copy_(self.momenta, [self._slice(whole) for whole in state["momenta"]])
+        self.adam.load_state_dict(state["adam"])
 
 
 class WeightAverage:
     """Exponential moving average of all weights in fp32 (PR #287); with EMA_DECAY=0 it is the last weights."""
 
     def __init__(self, model: GPT, decay: float) -> None:
-        self.decay = decay
-        self.live = [p.detach() for p in model.parameters()]
-        self.average = [p.clone() for p in self.live] if decay else []
+        self.live = [parameter.detach() for parameter in model.parameters()]
+        self.average = [parameter.clone() for parameter in self.live] if decay else self.live
+        self.update = functools.partial(torch._foreach_lerp_, self.average, self.live, 1.0 - decay)
+        self.reset = functools.partial(torch._foreach_copy_, self.average, self.live)  # start again
+        self.apply = functools.partial(torch._foreach_copy_, self.live, self.average)  # to the model
 
-    def update(self) -> None:
-        """Fold the current weights in."""
-        if self.decay:
-            torch._foreach_lerp_(self.average, self.live, 1.0 - self.decay)
-
-    def reset(self) -> None:
-        """Start again from the current weights."""
-        if self.decay:
-            torch._foreach_copy_(self.average, self.live)
-
-    def apply(self) -> None:
-        """Replace the model's weights by their average."""
-        if self.decay:
-            torch._foreach_copy_(self.live, self.average)
 
 # ============================================================================================================
 # SCHEDULE — pure functions of progress (0 at the first step, 1 at the last), so every machine follows one curve.
 # ============================================================================================================
 
 
-def learning_rate_scale(progress: float, step: int, config: Config) -> float:
+def learning_rate_scale(progress: float, step: int, c: Config) -> float:
     """Factor on every learning rate: 1, then linear to MIN_LR over the warm-down (PR #1493).
 
-    WARMDOWN_ITERS, when set, is turned into a fraction by the mean progress per step so far (upstream baseline).
+    WARMDOWN_ITERS is turned into a share of the run by the mean progress of a step so far (upstream baseline).
     """
-    fraction = config.warmdown_frac
-    if config.warmdown_iters:
-        fraction = config.warmdown_iters * progress / max(step, 1)
-    if progress <= 1.0 - fraction or fraction == 0.0:
-        return 1.0
-    return max((1.0 - progress) / fraction, config.min_lr, 0.0)
+    share = c.warmdown_iters * progress / max(step, 1) if c.warmdown_iters else c.warmdown_frac
+    return max(c.min_lr, min(1.0, (1.0 - progress) / share)) if share else 1.0
 
 
-def muon_momentum(progress: float, step: int, config: Config) -> float:
-    """Momentum of Muon: linear from its first to its final value, in steps when given so, else in progress."""
-    if config.muon_momentum_warmup_steps:
-        rise = min(step / config.muon_momentum_warmup_steps, 1.0)
-    else:
-        rise = min(progress / config.muon_momentum_warmup_frac, 1.0) if config.muon_momentum_warmup_frac else 1.0
-    return config.muon_momentum_warmup_start + rise * (config.muon_momentum - config.muon_momentum_warmup_start)
+def muon_momentum(progress: float, step: int, c: Config) -> float:
+    """Momentum of Muon: linear from its first to its final value, in steps if these are given, else in progress."""
+    over, done = (c.muon_momentum_warmup_steps, step) if c.muon_momentum_warmup_steps else (c.muon_momentum_warmup_frac, progress)
+    rise = min(done / over, 1.0) if over else 1.0
+    return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
 
 
-def loop_is_on(progress: float, config: Config) -> bool:
+def loop_is_on(progress: float, c: Config) -> bool:
     """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
-    return config.num_loops > 0 and progress >= config.enable_looping_at
+    return c.num_loops > 0 and progress >= c.enable_looping_at
 
 
-def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, config: Config) -> float:
-    """Share of the run that is over: of the clock less the reserve for Hessians, or of the steps if that is more."""
-    by_steps = step / config.iterations
-    if not config.max_wallclock_seconds:
-        return by_steps
-    return max(elapsed_seconds / max(config.max_wallclock_seconds - reserve_seconds, 1e-9), by_steps)
+def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: Config) -> float:
+    """Share of the run that is over: of the steps, or of the clock less the reserve for Hessians if that is more."""
+    limit = c.max_wallclock_seconds - reserve_seconds
+    return max(step / c.iterations, elapsed_seconds / max(limit, 1e-9) if c.max_wallclock_seconds else 0.0)
+
 
 # ============================================================================================================
-# EVALUATION — every target is scored once, in stream order, before anything learns from it; a ledger enforces it.
+# EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
+
+HEAD_ROWS = 4096  # scored positions that pass the output head at once
+Progress = Callable[["Ledger", int], None] | None  # is given the ledger and how many targets are scored
 
 
 class Ledger:
-    """Nats of every target of a token stream (target i is token i+1), each written once, in float64."""
+    """Nats of every target of a token stream (target i is token i + 1), each written once, in float64."""
 
     def __init__(self, tokens: np.ndarray | Tensor) -> None:
-        self._tokens = np.asarray(tokens)
-        self.nats = np.full(len(self._tokens) - 1, np.nan)
+        self._tokens, self._nats = np.array(tokens), np.full(len(tokens) - 1, np.nan)
+        self.nats = self._nats.view()
+        self.nats.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.nats)
 
     def record(self, start: int, nats: np.ndarray) -> None:
-        """Write targets start .. start+len(nats); ScoringError if one has a score already or the new one is no number."""
-        place = self.nats[start : start + len(nats)]
-        if len(place) != len(nats):
-            raise ScoringError(f"targets {start}..{start + len(nats)} reach beyond the stream of {len(self)} targets")
-        if not np.isnan(place).all():
-            raise ScoringError(f"target {start + int(np.argmin(np.isnan(place)))} already has a score")
-        if not np.isfinite(nats).all():
-            raise ScoringError(f"target {start + int(np.argmin(np.isfinite(nats)))} was scored {nats.min()} nats")
+        """Write the targets from `start` on. ScoringError for a second score or one that is not finite."""
+        place = self._nats[start : start + len(nats)]
+        good = np.isnan(place) & np.isfinite(nats)
+        if not good.all():
+            raise ScoringError(f"target {start + int(good.argmin())} has a score, or got no finite one")
         place[:] = nats
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop, the only ones an update may learn from; ScoringError if one is not scored yet."""
-        unscored = np.isnan(self.nats[max(start - 1, 0) : max(stop - 1, 0)])
-        if unscored.any() or stop > len(self._tokens):
+        """Tokens start .. stop: all that an update may learn from. ScoringError if one is not scored yet."""
+        if stop > len(self._tokens) or np.isnan(self.nats[max(start - 1, 0) : max(stop - 1, 0)]).any():
             raise ScoringError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
         return self._tokens[start:stop].copy()
 
     def total_nats(self) -> float:
-        """Sum over all targets; ScoringError when one was never scored."""
+        """Sum over all targets. ScoringError when one was never scored."""
         gaps = np.flatnonzero(np.isnan(self.nats))
         if len(gaps):
             raise ScoringError(f"{len(gaps)} targets were never scored, the first is {gaps[0]}")
-        return math.fsum(self.nats)
+        return float(self.nats.sum())
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Overlapping windows over a stream: window 0 scores all its targets, each later one only its last `stride`."""
+def window_rows(
+    targets: int, context: int, stride: int, document_begin: np.ndarray, chunk_tokens: int
+) -> Iterator[tuple[int, int, int]]:
+    """Rows of sliding windows: first token, first target to score, one after its last; all inside a chunk.
 
-    targets: int
-    context: int
-    stride: int
-
-    def __len__(self) -> int:
-        return 1 + max(0, -(-(self.targets - self.context) // self.stride))
-
-    def scored(self, window: int) -> tuple[int, int]:
-        """First target that a window scores, and the one after its last."""
-        stop = min(self.context + window * self.stride, self.targets)
-        return (self.context + (window - 1) * self.stride if window else 0), stop
-
-    def spans(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Windows (first, after last) of each chunk of `tokens` targets; a window is where its first target is."""
-        first = 0
-        while first < len(self):
-            boundary = (self.scored(first)[0] // tokens + 1) * tokens
-            after = max(1, -(-(boundary - self.context) // self.stride) + 1)
-            yield first, min(after, len(self))
-            first = after
+    Window 0 scores all its targets, others their last `stride`. The last window that holds the document of the
+    first unscored target stands for those between: attention stays inside documents, they agree to rounding.
+    `document_begin` is that of each target's input (zeros: a row per window); only the past decides the rows.
+    """
+    stop = 0
+    while stop < targets:
+        start, chunk_end = stop, min((stop // chunk_tokens + 1) * chunk_tokens, targets)
+        own, last = (max(0, (target - context) // stride + 1) for target in (start, chunk_end - 1))
+        window = max(own, min(int(document_begin[start]) // stride, last))
+        stop = min(window * stride + context, targets)
+        yield window * stride, start, stop
 
 
 def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
-    """Bytes of text that each target of a stream stands for: from the byte sidecar of the shards, else the pieces.
+    """Bytes of text that each target stands for: from the byte sidecar of the shards, else from the pieces.
 
-    Raises DataError when the tokenizer does not fit the vocabulary or has no piece for a lone space (issue #897).
-    """
-    sidecar = str(find_path(config.data_path) / "fineweb_val_bytes_*.bin")
-    if glob.glob(sidecar):
-        counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])
-        if len(counts) < len(tokens):
-            raise DataError(f"{sidecar}: {len(counts)} byte counts for {len(tokens)} validation tokens; export again")
-        return counts[1 : len(tokens)].astype(np.int64)
-    size, leading_space, boundary = piece_tables(config.tokenizer_path, config.vocab_size)
-    previous, target = tokens[:-1], tokens[1:]
-    return size[target] + (leading_space[target] & ~boundary[previous])
-
-
-def piece_tables(tokenizer_path: str, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per id: bytes without a leading space, whether one leads, and whether it ends a text (control, unknown, unused).
-
-    A leading space counts one byte, except right after a boundary, where decoding drops it.
+    A leading space counts one byte, but none after a control, unknown or unused id, where decoding drops it.
+    Raises DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897).
     """
     import sentencepiece
 
-    path = find_path(tokenizer_path)
-    if not path.is_file():
-        raise DataError(f"TOKENIZER_PATH={tokenizer_path}: no such file; get it with data/fineweb.py or data/sample.py")
+    sidecar = str(find_path(config.data_path) / "fineweb_val_bytes_*.bin")
+    if glob.glob(sidecar):
+        counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
+        if len(counts) < len(tokens) - 1:
+            raise DataError(f"{sidecar}: {len(counts)} counts for {len(tokens) - 1} targets; export it again")
+        return counts.astype(np.int64)
+    path = find_path(config.tokenizer_path)
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: not a SentencePiece model ({error})") from error
-    if pieces.vocab_size() != vocab_size:
-        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, but VOCAB_SIZE={vocab_size}")
-    if pieces.piece_to_id("▁") == pieces.unk_id():
-        raise DataError(f"TOKENIZER_PATH={path}: no piece for a lone space, so bytes would be over-counted")
-    size, leads = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, bool)
-    boundary = np.zeros(vocab_size, bool)
-    for i in range(vocab_size):
-        boundary[i] = pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_unused(i)
-        if pieces.is_byte(i):
-            size[i] = 1
-        elif not boundary[i]:
-            piece = pieces.id_to_piece(i)
-            leads[i] = piece.startswith("▁")
-            size[i] = len(piece.removeprefix("▁").encode())
-    return size, leads, boundary
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
+    size, spaces = pieces.vocab_size(), int(pieces.piece_to_id("▁") != pieces.unk_id())
+    if size != config.vocab_size or not spaces:
+        raise DataError(f"TOKENIZER_PATH={path}: {size} pieces, {spaces} of them a lone space; "
+                        f"expected VOCAB_SIZE={config.vocab_size} with one lone space")
+    kinds = (pieces.is_control, pieces.is_unknown, pieces.is_unused)
+    silent = np.array([any(is_kind(i) for is_kind in kinds) for i in range(size)])
+    texts = ["" if silent[i] else "?" if pieces.is_byte(i) else pieces.id_to_piece(i) for i in range(size)]
+    leads = np.array([text.startswith("▁") for text in texts])
+    lengths = np.array([len(text.removeprefix("▁").encode()) for text in texts])
+    return lengths[tokens[1:]] + (leads[tokens[1:]] & ~silent[tokens[:-1]])
 
 
 @dataclass(frozen=True)
 class Score:
-    """A result: mean nats per token and bits per byte, and what they were taken over."""
+    """Mean nats per token and bits per byte, and what they were taken over."""
 
-    nats: float  # mean per token
+    nats: float
     bits_per_byte: float
     scored_tokens: int
     bytes: int
@@ -2206,7 +2052,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Validation:
-    """The validation stream and the bytes of text its targets stand for."""
+    """The validation stream and the bytes of text its targets stand for; `limited`: not all of it."""
 
     tokens: np.ndarray
     bytes_total: int
@@ -2223,198 +2069,90 @@ class Validation:
         return Score(nats / len(ledger), nats / math.log(2) / self.bytes_total, len(ledger), self.bytes_total)
 
 
-Progress = Callable[[Ledger, int], None]  # called with the ledger and the number of targets scored so far
-
-
-def score_roundtrip(model: GPT, tokens: np.ndarray | Tensor, config: Config, progress: Progress | None = None) -> Ledger:
+def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Progress = None) -> Ledger:
     """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest score, with the least context."""
     return _score(model, tokens, config, config.eval_length, None, progress)
 
 
-def score_sliding(model: GPT, tokens: np.ndarray | Tensor, config: Config, progress: Progress | None = None) -> Ledger:
+def score_sliding(model: GPT, tokens: Any, config: Config, progress: Progress = None) -> Ledger:
     """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     return _score(model, tokens, config, config.eval_stride, None, progress)
 
 
-def score_ttt(model: GPT, tokens: np.ndarray | Tensor, config: Config, progress: Progress | None = None) -> Ledger:
-    """Sliding window with legal test-time training: score a chunk, then learn from it (PRs #549, #1493).
-
-    The last chunk is never learned from. The model's weights are as they were when this returns or raises.
-    """
-    learner = ChunkLearner(model, config)
+def score_ttt(model: GPT, tokens: Any, config: Config, progress: Progress = None) -> Ledger:
+    """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), undone at the end."""
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    sgd = torch.optim.SGD(model.parameters(), momentum=config.ttt_momentum)
     try:
-        return _score(model, tokens, config, config.eval_stride, learner, progress)
+        return _score(model, tokens, config, config.eval_stride, sgd, progress)
     finally:
-        learner.restore()
+        model.load_state_dict(found)
+        sgd.zero_grad()
 
 
+@torch.no_grad()
 def _score(
-    model: GPT, tokens: np.ndarray | Tensor, config: Config, stride: int, learner: ChunkLearner | None,
-    progress: Progress | None,
+    model: GPT, tokens: Any, config: Config, stride: int, sgd: torch.optim.SGD | None, progress: Progress
 ) -> Ledger:
-    """Score chunk after chunk; all ranks share the windows of a chunk and each ends with the whole ledger."""
-    ledger = Ledger(tokens)
-    windows = Windows(len(ledger), config.eval_length, stride)
-    scorer = WindowScorer(model, np.asarray(tokens), windows, config)
-    chunk_tokens = config.ttt_chunk_tokens if learner else max(len(ledger) // 32, config.eval_length)
-    spans = list(windows.spans(chunk_tokens))
-    model.eval()
-    for chunk, (first, after) in enumerate(spans):
-        start, stop = windows.scored(first)[0], windows.scored(after - 1)[1]
-        ledger.record(start, scorer.score(first, after))
-        if progress is not None:
-            progress(ledger, stop)
-        if learner is not None and chunk + 1 < len(spans):
-            learner.learn(ledger, start, stop, 0.5 * (1.0 + math.cos(math.pi * chunk / max(len(spans) - 1, 1))))
+    """Score chunk after chunk. Ranks share its batches, which are the same for any number of ranks."""
+    ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
+    begins = np.where(config.doc_mask & (tokens[:-1] == BOS_ID), np.arange(len(ledger)), 0)
+    chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
+    rows = np.array([*window_rows(len(ledger), context, stride, np.maximum.accumulate(begins), chunk_tokens)])
+    chunks = np.split(rows, np.flatnonzero(np.diff(rows[:, 1] // chunk_tokens)) + 1)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
+    stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
+    windows, fixed_shapes = stream.unfold(0, context + 1, 1), compiling(config, device)
+    forward: Any = torch.compile(GPT.forward, dynamic=False, fullgraph=True) if fixed_shapes else GPT.forward
+    for index, chunk in enumerate(chunks):
+        begin, end = int(chunk[0, 1]), int(chunk[-1, 2])
+        nats = torch.zeros(end - begin, dtype=torch.float64, device=device)
+        for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):
+            first, start, stop = chunk[at : at + batch_rows].T
+            if fixed_shapes:  # the same rows again, until the batch is full
+                first = np.resize(first, batch_rows)
+            ids_BT = windows[torch.from_numpy(first)].to(device).long()
+            hidden_ND, targets_N = forward(model, ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten()
+            offset = np.repeat(np.arange(len(start)) * context - first[: len(start)], stop - start)
+            parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
+            found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
+            nats[start[0] - begin : stop[-1] - begin] = found
+        if world_size > 1:
+            dist.all_reduce(nats)
+        ledger.record(begin, nats.cpu().numpy())
+        if progress and index % (config.val_progress_log_every or -(-len(chunks) // 20)) == 0:
+            progress(ledger, end)
+        if sgd is not None and end < len(ledger):
+            share = 0.5 + 0.5 * math.cos(math.pi * index / (len(chunks) - 1))
+            sgd.param_groups[0]["lr"] = config.ttt_lr * share
+            learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
     return ledger
 
 
-def _ranks() -> tuple[int, int]:
-    """This rank and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _share(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The contiguous part of `count` things that a rank works on."""
-    return count * rank // world_size, count * (rank + 1) // world_size
-
-
-class WindowScorer:
-    """Nats of the targets of a range of windows; the output head runs on scored positions only."""
-
-    def __init__(self, model: GPT, tokens: np.ndarray, windows: Windows, config: Config) -> None:
-        self.model, self.windows, self.config = model, windows, config
-        self.tokens = tokens.astype(np.uint16)
-        self.device = next(model.parameters()).device
-        self.fixed_shapes = self.device.type == "cuda"
-        self.rank, self.world_size = _ranks()
-        rows = config.val_batch_size // (windows.context * self.world_size)
-        self.rows = max(1, rows)
-        self.nats_of_window = _window_nats
-        if compiling(config, self.device):
-            self.nats_of_window = torch.compile(_window_nats, dynamic=False, fullgraph=True)
-
-    def score(self, first: int, after: int) -> np.ndarray:
-        """float64 nats of all targets of windows first .. after, the same on every rank."""
-        start, stop = self.windows.scored(first)[0], self.windows.scored(after - 1)[1]
-        nats = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
-        mine, end = (first + part for part in _share(after - first, self.rank, self.world_size))
-        if mine == 0 and end > 0:  # only window 0 scores all its targets: a batch of its own
-            self._score_batches([(0, 1)], 0, nats, start)
-            mine = 1
-        batches = [(at, min(at + self.rows, end)) for at in range(mine, end, self.rows)]
-        self._score_batches(batches, self.windows.context - self.windows.stride, nats, start)
-        if self.world_size > 1:
-            dist.all_reduce(nats)
-        return nats.cpu().numpy()
-
-    @torch.no_grad()
-    def _score_batches(self, batches: list[tuple[int, int]], column: int, nats: Tensor, start: int) -> None:
-        """Write into `nats` what each batch of windows (first, after) finds from position `column` of its rows on."""
-
-        def gather(index: int, slot: np.ndarray) -> tuple[Any, ...]:
-            slot.fill(0)
-            for row, window in enumerate(range(*batches[index])):
-                begin = window * self.windows.stride
-                piece = self.tokens[begin : begin + self.windows.context + 1]
-                slot[row, : len(piece)] = piece
-            return ()
-
-        if not batches:
-            return
-        rows = max(after - first for first, after in batches) if not self.fixed_shapes or column == 0 else self.rows
-        shape = (rows, self.windows.context + 1)
-        with Pipeline(gather, len(batches), shape, self.device, prefetch=self.config.val_prefetch, depth=2,
-                      copy_stream=self.config.val_copy_stream, timeout_seconds=self.config.loader_timeout_seconds,
-                      name="scoring", trace=Trace(None)) as pipeline:
-            for (first, after), (ids_BT, _) in zip(batches, pipeline, strict=True):
-                ids_BT = ids_BT if self.fixed_shapes else ids_BT[: after - first]
-                found = self.nats_of_window(self.model, ids_BT, column).double()
-                begin = self.windows.scored(first)[0] - start
-                end = min(self.windows.scored(after - 1)[1] - start, len(nats))
-                nats[begin:end] = found.flatten()[: end - begin]
-
-
-def _window_nats(model: GPT, ids_BT: Tensor, column: int) -> Tensor:
-    """Nats (B, context - column) of the targets at positions `column` and later of each row of ids (B, context + 1)."""
-    hidden = model(ids_BT[:, :-1])[:, column:]
-    targets = ids_BT[:, column + 1 :]
-    return model.loss_per_token(hidden.flatten(0, 1), targets.flatten()).view_as(targets)
-
-
-class ChunkLearner:
-    """SGD with momentum on scored chunks; remembers the weights it found and puts them back."""
-
-    def __init__(self, model: GPT, config: Config) -> None:
-        self.model, self.config = model, config
-        self.rank, self.world_size = _ranks()
-        self.names = [name for name, _ in model.named_parameters()]
-        self.weights = list(model.parameters())
-        self.found = [w.detach().clone() for w in self.weights]
-        self.velocity = [torch.zeros_like(w) for w in self.weights]
-        self.loss_sum: Callable[..., Tensor] = _loss_sum
-        if compiling(config, self.weights[0].device):
-            self.loss_sum = torch.compile(_loss_sum, dynamic=False, fullgraph=True)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put back the weights that were there before the first update."""
-        torch._foreach_copy_(self.weights, self.found)
-
-    def learn(self, ledger: Ledger, start: int, stop: int, lr_share: float) -> None:
-        """TTT_EPOCHS passes over the whole sequences that targets start .. stop hold. All ranks call it together."""
-        length = self.config.eval_length
-        sequences = (stop - start) // length
-        tokens = ledger.scored_tokens(start, start + sequences * length + 1)
-        for _ in range(self.config.ttt_epochs):
-            for first in range(0, sequences, self.config.ttt_batch_seqs):
-                count = min(self.config.ttt_batch_seqs, sequences - first)
-                low, high = (first + part for part in _share(count, self.rank, self.world_size))
-                rows = [tokens[i * length : (i + 1) * length + 1] for i in range(low, high)]
-                self._backward(rows, count * length)
-                self._descend(self.config.ttt_lr * lr_share)
-
-    def _backward(self, rows: list[np.ndarray], tokens_in_step: int) -> None:
-        """Gradients of the mean loss over all ranks' rows; a rank without rows takes part with zeros."""
-        for weight in self.weights:
-            weight.grad = None
-        if rows:
-            ids_BT = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.weights[0].device)
-            with torch.enable_grad():
-                (self.loss_sum(self.model, ids_BT) / tokens_in_step).backward()
-        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
-        if self.world_size > 1:
-            flat = torch.cat([g.flatten() for g in gradients])
-            dist.all_reduce(flat)
-            gradients = [g.view_as(w) for g, w in zip(flat.split([w.numel() for w in self.weights]), self.weights, strict=True)]
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            weight.grad = gradient
-        self._freeze()
-
-    def _freeze(self) -> None:
-        """No gradient for the first TTT_FREEZE_BLOCKS layers: neither their matrices nor their rows of the tables."""
-        frozen, layers = self.config.ttt_freeze_blocks, self.config.num_layers
-        for name, weight in zip(self.names, self.weights, strict=True):
+@torch.enable_grad()
+def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) -> None:
+    """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
+    weights, device = dict(model.named_parameters()), next(model.parameters()).device
+    loss_of = torch.compile(GPT.loss, dynamic=False) if compiling(config, device) else GPT.loss
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    length, stream = config.eval_length, torch.from_numpy(tokens.astype(np.int64))
+    for batch_NT in stream.unfold(0, length + 1, length).split(config.ttt_batch_seqs) * config.ttt_epochs:
+        for weight in weights.values():
+            weight.grad = torch.zeros_like(weight)
+        mine_NT = batch_NT[rank::world_size].to(device)
+        if len(mine_NT):  # a rank without a share takes part below, with zeros
+            loss = loss_of(model, mine_NT[:, :-1], mine_NT[:, 1:])
+            (loss * (len(mine_NT) / len(batch_NT))).backward()
+        for name, weight in weights.items():
+            if world_size > 1:
+                dist.all_reduce(weight.grad)
             if name in BANKS or "_L" in name:
-                for first in range(0, weight.size(0), layers):
-                    weight.grad[first : first + frozen] = 0.0
-
-    @torch.no_grad()
-    def _descend(self, lr: float) -> None:
-        gradients = [w.grad for w in self.weights]
-        if self.config.ttt_grad_clip:
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
-            torch._foreach_mul_(gradients, (self.config.ttt_grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        torch._foreach_mul_(self.velocity, self.config.ttt_momentum)
-        torch._foreach_add_(self.velocity, gradients)
-        torch._foreach_add_(self.weights, self.velocity, alpha=-lr)
-        for weight in self.weights:
-            weight.grad = None
-
-
-def _loss_sum(model: GPT, ids_BT: Tensor) -> Tensor:
-    hidden = model(ids_BT[:, :-1])
-    return model.loss_per_token(hidden.flatten(0, 1), ids_BT[:, 1:].flatten()).sum()
+                weight.grad.unflatten(0, (-1, config.num_layers))[:, : config.ttt_freeze_blocks] = 0.0
+            elif "_P" in name:  # lanes start at PARALLEL_START_LAYER
+                weight.grad[: max(0, config.ttt_freeze_blocks - config.parallel_start_layer)] = 0.0
+        nn.utils.clip_grad_norm_(weights.values(), config.ttt_grad_clip or math.inf)
+        sgd.step()
 
 
 def compiling(config: Config, device: torch.device) -> bool:
@@ -2422,80 +2160,62 @@ def compiling(config: Config, device: torch.device) -> bool:
     return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
 
 
+@torch.no_grad()
 def generate_text(model: GPT, config: Config, prompt: str) -> str:
     """The prompt and GENERATE_TOKENS more tokens, sampled with temperature and top-k from SEED."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
-    device = next(model.parameters()).device
-    source = torch.Generator().manual_seed(config.seed)
+    source, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
     ids = [BOS_ID, *pieces.encode(prompt)]
-    with torch.no_grad():
-        for _ in range(config.generate_tokens):
-            context = torch.tensor([ids[-config.eval_length :]], device=device)
-            logits = model.logits(model(context)[:, -1])[0].float().cpu()
-            if config.logit_softcap:
-                logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-            logits[[i for i in range(len(logits)) if pieces.is_control(i)]] = -math.inf
-            if config.generate_top_k:
-                logits[logits < logits.topk(min(config.generate_top_k, len(logits))).values[-1]] = -math.inf
-            if config.generate_temperature == 0:
-                ids.append(int(logits.argmax()))
-            else:
-                odds = (logits / config.generate_temperature).softmax(-1)
-                ids.append(int(torch.multinomial(odds, 1, generator=source)))
+    for _ in range(config.generate_tokens):
+        hidden_BTD = model(torch.tensor([ids[-config.eval_length :]], device=device))
+        logits = model.logits(hidden_BTD[0, -1]).float().cpu()
+        if config.logit_softcap:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        top = logits.topk(min(config.generate_top_k or len(logits), len(logits)))
+        odds = (top.values / max(config.generate_temperature, 1e-6)).softmax(-1)
+        ids.append(int(top.indices[torch.multinomial(odds, 1, generator=source)]))
     return pieces.decode(ids)
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
-    """All scores of reloaded weights, each with its final line. `weights`: what they were stored as, such as int6."""
-    modes = {"roundtrip": (f"final_{weights}_roundtrip", score_roundtrip)}
+    """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
+    modes: dict[str, Callable[..., Ledger]] = {f"final_{weights}_roundtrip": score_roundtrip}
     if config.eval_stride:
-        modes["sliding_window"] = (f"final_{weights}_sliding_window", score_sliding)
+        modes[f"final_{weights}_sliding_window"] = score_sliding
     if config.ttt_enabled:
-        modes["legal_ttt"] = ("legal_ttt", score_ttt)
+        modes["legal_ttt"] = score_ttt
+    noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=config.ttt_chunk_tokens + 2)
     scores = {}
-    for name, (label, scorer) in modes.items():
-        report = ScoringProgress(run, label, validation, config)
+    for label, scorer in modes.items():
+        name = label.removeprefix(f"final_{weights}_")
+        if compiling(config, run.device):
+            with run.phase("eval_warmup"):  # on random tokens, over a chunk of them: an update is compiled
+                scorer(model, noise, config)
+        progress = functools.partial(log_progress, run, label, config, time.perf_counter())
         with run.phase(f"eval_{name}"):
-            ledger = scorer(model, validation.tokens, config, report)
-        score = scores[name] = validation.score(ledger)
-        seconds = run.phases[f"eval_{name}"]
+            ledger = scorer(model, validation.tokens, config, progress)
+        score, seconds = validation.score(ledger), run.phases[f"eval_{name}"]
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
         run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
                 f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}")
         run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
                   scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
+        scores[name] = score
     return scores
 
 
-class ScoringProgress:
-    """Prints how far a scorer is and how long the whole will take, and warns early about MAX_EVAL_SECONDS."""
-
-    def __init__(self, run: Run, label: str, validation: Validation, config: Config) -> None:
-        self.run, self.label, self.validation, self.config = run, label, validation, config
-        self.before = sum(s for name, s in run.phases.items() if name.startswith("eval_"))
-        self.start = self.last = time.perf_counter()
-        self.calls, self.warned = 0, False
-
-    def __call__(self, ledger: Ledger, scored: int) -> None:
-        """Called after each chunk."""
-        self.run.alive()
-        self.calls += 1
-        now = time.perf_counter()
-        every = self.config.val_progress_log_every
-        if not (self.calls % every == 0 if every else now - self.last >= 5.0):
-            return
-        self.last, share = now, scored / len(ledger)
-        total = (now - self.start) / share
-        mean = float(np.mean(ledger.nats[:scored]))
-        self.run.log(f"val_progress:{self.label} {100 * share:.0f}% partial_mean_loss:{mean:.4f} tokens_seen:{scored} "
-                     f"eta:{total * (1 - share):.0f}s")
-        limit = self.config.max_eval_seconds
-        if limit and self.before + total > limit and not self.warned:
-            self.warned = True
-            self.run.log(f"warning: evaluation is projected to take {self.before + total:.0f}s, MAX_EVAL_SECONDS={limit:g}")
+def log_progress(run: Run, label: str, config: Config, start: float, ledger: Ledger, scored: int) -> None:
+    """Print how far a scorer is and what all of evaluation is projected to take."""
+    run.alive()
+    seconds = time.perf_counter() - start
+    left = seconds * (len(ledger) / scored - 1)
+    total = sum(v for name, v in run.phases.items() if name.startswith("eval_")) + seconds + left
+    over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" if 0 < config.max_eval_seconds < total else ""
+    run.log(f"val_progress:{label} {scored / len(ledger):.0%} partial_mean_loss:"
+            f"{ledger.nats[:scored].mean():.4f} tokens_seen:{scored} eta:{left:.0f}s{over}")
 
 # ============================================================================================================
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
@@ -2567,8 +2287,8 @@ def gptq(
 ) -> tuple[Tensor, Tensor]:
     """Codes (N, R, C) int8 and scales (N, R) fp16 of a bank; without a factor, each weight's nearest code.
 
-    The range is `clip_sigmas` deviations of a row; `block` only batches the lazy updates. A scale is never zero
-    and has 4 mantissa bits, so that it is stored in a byte; codes are chosen for it, so that this costs nothing.
+    The range is `clip_sigmas` deviations of a row; `block` only batches the lazy updates. Scales are above
+    zero and have 4 mantissa bits, to take less than a byte; the codes fit them, so that this costs nothing.
     (Frantar et al., arXiv 2210.17323; PR #1394)
     """
     levels = 2 ** (bits - 1) - 1
@@ -2597,14 +2317,14 @@ def gptq(
 
 
 def scale_center(index_NR: np.ndarray) -> int:
-    """The scale index from which those of a bank are counted: the median's, or what keeps the largest within 120."""
+    """From where scale indices of a bank are counted: their median, or what keeps the largest within 120."""
     return max(int(np.median(index_NR)), int(index_NR.max()) - 120)
 
 
-# The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows before
-# it, in one table per class of column (by its mean |code| so far): no table is stored, none can be forged, and
-# columns of different spread do not share one. Integers, and float operations that IEEE 754 rounds exactly, give
-# the same bytes on every machine. (Duda, arXiv 1311.2540)
+# The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows
+# before it, in one table per class of column (by its mean |code| so far): no table is stored, none can be
+# forged, and columns of different spread do not share one. Integers, and float operations that IEEE 754
+# rounds exactly, give the same bytes on every machine. (Duda, arXiv 1311.2540)
 CODE_HEAD = struct.Struct("<BHH")
 SCALE_SHIFT, PROBABILITY_BITS, STATE_BITS, WORD_BITS = 6, 15, 24, 16
 STATE_BYTES, TABLE_SIZE = (STATE_BITS + WORD_BITS) // 8, 1 << PROBABILITY_BITS
@@ -2622,7 +2342,7 @@ class CodeModel:
         self.sums_256ths = np.full(columns, mean_256ths * prior_rows, np.int64)
 
     def next_row(self) -> tuple[np.ndarray, bool]:
-        """Where each column's table starts in `frequencies` and `starts`, and whether the tables have changed."""
+        """Where each column's table begins in `frequencies` and `starts`; whether the tables have changed."""
         changed = self.rows >= self.next_tables
         if changed:
             self.next_tables = self.rows + 1 + self.rows // 16
@@ -2642,8 +2362,8 @@ class CodeModel:
 
 
 def code_statistics(array: np.ndarray) -> tuple[int, int, int]:
-    """Peak and mean (256ths) of |code|, and for how many rows that mean counts in a column's own: the variance
-    inside columns over that between them, so few where columns differ and many where they do not."""
+    """Peak and mean (256ths) of |code|, and how many rows that mean counts for in a column's own mean: the
+    variance inside columns over that between them, so few where columns differ, many where they do not."""
     magnitudes = np.abs(array.astype(np.int64))
     size, total, squares = max(array.size, 1), int(magnitudes.sum()), int(np.square(magnitudes).sum())
     inside = squares * size - total * total
@@ -2665,9 +2385,9 @@ def encode(arrays: list[np.ndarray]) -> bytes:
         model = CodeModel(array.shape[1], *heads[-1])
         for codes in array:
             tables, _ = model.next_row()
-            entries = tables + codes + heads[-1][0]
-            rows.append((model.frequencies[entries].astype(np.uint16), model.starts[entries].astype(np.uint16)))
-            model.learn(tables, entries - tables)
+            used = tables + codes + heads[-1][0]
+            rows.append((model.frequencies[used].astype(np.uint16), model.starts[used].astype(np.uint16)))
+            model.learn(tables, used - tables)
     lanes = lane_count(sum(array.size for array in arrays))
     states = np.full(lanes, 1 << STATE_BITS, np.int64)
     for row_frequencies, row_starts in reversed(rows):
@@ -2684,30 +2404,32 @@ def encode(arrays: list[np.ndarray]) -> bytes:
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     """Inverse of `encode`. ArtifactError where the data end early, late, or in the wrong state."""
-    lanes, head = lane_count(sum(rows * columns for rows, columns in shapes)), CODE_HEAD.size * len(shapes)
+    lanes, head = lane_count(sum(math.prod(shape) for shape in shapes)), CODE_HEAD.size * len(shapes)
     body = data[head + lanes * STATE_BYTES :]
     if len(data) < head + lanes * STATE_BYTES or len(body) % 2:
         raise ArtifactError(f"{len(data)} bytes are not {lanes} lane states and whole words")
-    states = np.zeros((lanes, 8), np.uint8)
-    states[:, :STATE_BYTES] = np.frombuffer(data, np.uint8, lanes * STATE_BYTES, head).reshape(lanes, -1)
-    states = states.view("<i8").ravel().astype(np.int64)
+    state_bytes = np.zeros((lanes, 8), np.uint8)
+    state_bytes[:, :STATE_BYTES] = np.frombuffer(data, np.uint8, lanes * STATE_BYTES, head).reshape(lanes, -1)
+    states = state_bytes.view("<i8").ravel().astype(np.int64)
     words, used, arrays = np.frombuffer(body, "<u2").astype(np.int64), 0, []
     for (rows, columns), statistics in zip(shapes, CODE_HEAD.iter_unpack(data[:head]), strict=True):
         peak, mean_256ths, prior_rows = statistics
         if peak > 127 or mean_256ths > peak << 8 or not prior_rows:
-            raise ArtifactError(f"codes up to {peak} with mean {mean_256ths}/256 and prior {prior_rows} cannot be")
+            raise ArtifactError(f"codes up to {peak}, mean {mean_256ths}/256, prior {prior_rows}: impossible")
         model, array = CodeModel(columns, *statistics), np.empty((rows, columns), np.int64)
         for row in array:
             tables, changed = model.next_row()
             if changed:
-                lookup = np.tile(np.arange(model.symbols, dtype=np.uint8), len(CLASS_MEANS)).repeat(model.frequencies)
+                every = np.tile(np.arange(model.symbols, dtype=np.uint8), len(CLASS_MEANS))
+                lookup = every.repeat(model.frequencies)
             slots = tables // model.symbols << PROBABILITY_BITS
             for left in range(0, columns, lanes):
                 state = states[: min(lanes, columns - left)]
                 slot = state & (TABLE_SIZE - 1)
                 row[left : left + lanes] = symbols = lookup[slots[left : left + lanes] + slot]
                 entries = tables[left : left + lanes] + symbols
-                state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot - model.starts[entries]
+                state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot
+                state -= model.starts[entries]
                 low = np.flatnonzero(state < 1 << STATE_BITS)
                 if used + len(low) > len(words):
                     raise ArtifactError(f"the {len(words)} words end early")
@@ -2721,13 +2443,16 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 def matrix_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, int, int]]]:
-    """Role and (N, R, C) of each parameter that is quantized: the matrices, and any table above 65,536 entries."""
-    chosen = (name for name, s in shapes.items() if name in MATRIX_ROLES or len(s) > 1 and math.prod(s) > 65_536)
-    return {n: (MATRIX_ROLES.get(n, "embed"), (math.prod(shapes[n][:-2]), *shapes[n][-2:])) for n in chosen}
+    """Role and (N, R, C) of what is quantized: the matrices, and any table of more than 65,536 entries."""
+    chosen = {}
+    for name, shape in shapes.items():
+        if name in MATRIX_ROLES or (len(shape) > 1 and math.prod(shape) > 65_536):
+            chosen[name] = MATRIX_ROLES.get(name, "embed"), (math.prod(shape[:-2]), shape[-2], shape[-1])
+    return chosen
 
 
 class SizeModel:
-    """Bytes of the file for one multiplier on every role's quantization step, known before anything is quantized.
+    """Bytes of the file for one multiplier on every role's quantization step, before anything is quantized.
 
     It is the entropy of a sample of |weight| / row deviation, rounded: for Gaussian rows the closed form
     2.05 - log2(step) bits. GPTQ and the coder move it by a factor that each pass measures (`correction`).
@@ -2741,17 +2466,18 @@ class SizeModel:
         self.correction, self.fixed_bytes = 1.0, 512 + sum(p.numel() for p in parameters.values())
         for role, shape in chosen.values():
             self.entries[role] += math.prod(shape)
-            self.fixed_bytes += int(shape[0] * shape[1] * (0.6 - shape[2]))  # a control value takes a byte, a row scale less
+            self.fixed_bytes += int(shape[0] * shape[1] * (0.6 - shape[2]))  # a byte per control value
         for name, (role, shape) in chosen.items():
             rows_NRC = parameters[name].detach().view(shape)[:, :: (self.entries[role] >> 20) + 1]
             if gaussian:
                 rows_NRC = torch.special.ndtri((torch.arange(1 << 16) + 0.5) / (1 << 16)).view(1, 1, -1)
-            samples[role].append((rows_NRC / rows_NRC.std(dim=2, keepdim=True).clamp(min=1e-12)).abs().flatten().cpu())
+            deviation_NR1 = rows_NRC.std(dim=2, keepdim=True).clamp(min=1e-12)
+            samples[role].append((rows_NRC / deviation_NR1).abs().flatten().cpu())
         self.deviates = {role: torch.cat(parts).numpy() for role, parts in samples.items()}
         self.clips: dict[str, float] = {role: getattr(config, f"{role}_clip_sigmas") for role in samples}
         self.bits = {role: config.embed_bits if role == "embed" else config.matrix_bits for role in samples}
         self.finest = min(2 ** (bits - 1) - 1 for bits in self.bits.values()) / 127
-        self.coarsest = max(2.0 * (2 ** (bits - 1) - 1) / self.clips[role] for role, bits in self.bits.items())
+        self.coarsest = max(2 ** self.bits[role] / self.clips[role] for role in samples)
 
     def step(self, role: str, multiplier: float) -> float:
         """Step in row deviations, from 8 bits at the configured clip to 2.0, where 2 bits are enough."""
@@ -2759,12 +2485,12 @@ class SizeModel:
         return min(max(step, self.clips[role] / 127), 2.0)
 
     def fewest_bits(self, role: str, multiplier: float) -> int:
-        """Fewest of 2 to 8 bits whose clipping adds less than 1 % to the rounding error; 2 as the last resort."""
+        """Fewest of 2 to 8 bits whose clipping adds below 0.1 % to the rounding error; at the limit 2."""
         deviates, step = self.deviates[role], self.step(role, multiplier)
         codes, errors = np.rint(deviates / step), []
         for bits in range(8, 1, -1):
-            errors.append(np.square(deviates - step * np.minimum(codes, 2 ** (bits - 1) - 1)).sum())
-        return 2 if multiplier == self.coarsest else 9 - sum(bool(error <= 1.01 * errors[0]) for error in errors)
+            errors.append(float(np.square(deviates - step * np.minimum(codes, 2 ** (bits - 1) - 1)).sum()))
+        return 2 if multiplier == self.coarsest else 9 - sum(error <= 1.001 * errors[0] for error in errors)
 
     def bytes(self, multiplier: float) -> float:
         """Expected bytes of the file."""
@@ -2788,7 +2514,7 @@ class SizeModel:
 
 
 def estimate_artifact_bytes(model: nn.Module, config: Config, code_bytes: int = 0) -> tuple[int, int]:
-    """Fewest and most bytes (2 and 8 bits) of a model of this shape; ArtifactError where the fewest are too many."""
+    """Fewest and most bytes (2 and 8 bits) of such a model; ArtifactError if the fewest are too many."""
     size = SizeModel(dict(model.named_parameters()), config, gaussian=True)
     low, high = int(size.bytes(size.coarsest)), int(size.bytes(size.finest))
     check_fit(low - (config.artifact_bytes_max - code_bytes), "even at 2 bits")
@@ -2808,32 +2534,38 @@ def blend(coarse: Codes, fine: Codes, share: float) -> Codes:
     """A share of the rows from `fine`, the rest from `coarse`: to GPTQ rows are independent."""
     left, mixed = round(share * sum(index.size for _, index in fine.values())), {}
     for name, (codes, index) in fine.items():
-        take = (np.arange(index.size) < left).reshape(index.shape)
-        mixed[name] = np.where(take[:, :, None], codes, coarse[name][0]), np.where(take, index, coarse[name][1])
+        take, (other_codes, other) = (np.arange(index.size) < left).reshape(index.shape), coarse[name]
+        mixed[name] = np.where(take[:, :, None], codes, other_codes), np.where(take, index, other)
         left -= index.size
     return mixed
 
 
 def fill_budget(
-    size: SizeModel, quantize: Callable[[float], Codes], assemble: Callable[[Codes], bytes], budget: int, slack: float
+    size: SizeModel,
+    quantize: Callable[[float], Codes],
+    assemble: Callable[[Codes], bytes],
+    budget: int,
+    slack: float,
 ) -> tuple[bytes, Codes, list[float]]:
-    """The file that ends at most `slack` bytes under the budget, its codes, and the multipliers that were tried.
+    """The file that ends at most `slack` bytes under the budget, its codes, and the multipliers tried.
 
-    At most three passes. The size model chooses the first and aims the others; where none ends in the slack, some
-    rows of a pass above the budget fill up a pass below it.
+    Three passes, more only while none fits. The size model chooses the first and aims the others; where none
+    ends in the slack, some rows of a pass above the budget fill up a pass below it.
     """
     tried: list[float] = []
     below: tuple[bytes, Codes] | None = None
     above: tuple[bytes, Codes] | None = None
     multiplier = size.solve(budget - slack / 2)
-    while len(tried) < 3 and multiplier not in tried and not (below and (above or len(below[0]) > budget - slack)):
+    while multiplier not in tried and not (below and (above or len(tried) == 3)):
         codes = quantize(multiplier)
         data = assemble(codes)
         tried.append(multiplier)
         below, above = ((data, codes), above) if len(data) <= budget else (below, (data, codes))
+        if budget - slack < len(data) <= budget:
+            break
         missed = len(data) - size.bytes(multiplier)
         size.correction *= 1 + missed / (size.bytes(multiplier) - size.fixed_bytes)
-        margin = -slack / 2 if len(tried) == 1 else (2 * slack + abs(missed)) * (1 if below else -1)
+        margin = -slack / 2 if len(tried) == 1 else 2 * (slack + abs(missed)) * (1 if below else -1)
         multiplier = size.solve(budget + margin)
     if below is None:
         check_fit(len(data) - budget, "even at 2 bits")
@@ -2852,7 +2584,7 @@ def fill_budget(
 
 @dataclass(frozen=True)
 class ArtifactReport:
-    """What was written; `bits` per role, and the excess over zeroth-order entropy, of the codes in the file."""
+    """What was written; `bits` per role, and the excess over zeroth-order entropy, are those of the codes."""
 
     bytes: int
     sha256: str
@@ -2865,8 +2597,13 @@ class ArtifactReport:
 
 
 def write_artifact(
-    model: nn.Module, config: Config, hessians: Mapping[tuple[str, int], Tensor], path: Path, code_bytes: int,
-    tokenizer_sha256: str, log: Callable[[str], None],
+    model: nn.Module,
+    config: Config,
+    hessians: Mapping[tuple[str, int], Tensor],
+    path: Path,
+    code_bytes: int,
+    tokenizer_sha256: str,
+    log: Callable[[str], None],
 ) -> ArtifactReport:
     """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX; rank 0 alone calls it.
 
@@ -2875,12 +2612,12 @@ def write_artifact(
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in parameters.items():
         if not parameter.isfinite().all():
-            raise ArtifactError(f"{name} holds non-finite weights: nothing written; resume from the last checkpoint")
+            raise ArtifactError(f"{name} holds non-finite weights: nothing written; resume from a checkpoint")
     size = SizeModel(parameters, config)
     chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
     factors = {name: bank_factor(name, shape[0], hessians, config) for name, (_, shape) in chosen.items()}
-    small = [parameter.flatten() for name, parameter in parameters.items() if name not in chosen]
-    control = pack_control(torch.cat([torch.zeros(0), *(values.cpu() for values in small)]).numpy())
+    small = [parameter.flatten().cpu() for name, parameter in parameters.items() if name not in chosen]
+    control = pack_control(torch.cat([torch.zeros(0), *small]).numpy())
 
     def quantize(multiplier: float) -> Codes:
         codes = {}
@@ -2893,14 +2630,9 @@ def write_artifact(
             codes[name] = codes_NRC.cpu().numpy(), (scales_NR.view(torch.int16) >> SCALE_SHIFT).cpu().numpy()
         return codes
 
-    def bits_of(codes: Codes) -> dict[str, int]:
-        peaks = dict.fromkeys(size.bits, 1)
-        for name, (role, _) in chosen.items():
-            peaks[role] = max(peaks[role], int(codes[name][0].max()), -int(codes[name][0].min()))
-        return {role: peak.bit_length() + 1 for role, peak in peaks.items()}
-
     def assemble(codes: Codes) -> bytes:
-        header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits_of(codes)}
+        bits, _ = describe_codes(codes, chosen)
+        header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
         sections = zlib.compress(json.dumps(header).encode(), 9), control, *pack_codes(codes)
         return pack_container(dict(zip(SECTIONS, sections, strict=True)))
 
@@ -2911,25 +2643,38 @@ def write_artifact(
         codes, tried = quantize(1.0), [1.0]
         data = assemble(codes)
         check_fit(len(data) - budget, "with RATE_CONTROL=0")
-    write_atomically(path, data)
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be written ({error}); free {len(data)} bytes, resume") from error
+    bits, entropy_bytes = describe_codes(codes, chosen)
     unused = " unused: 8 bits cannot fill it" if config.rate_control and len(data) < budget - slack else ""
-    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits_of(codes)} passes:{len(tried)}{unused}")
-    entropy_bytes = 0.0
-    for role in size.bits:
-        members = (codes[name][0].view(np.uint8).ravel() for name in chosen if chosen[name][0] == role)
-        counts = sum(np.bincount(member, minlength=256) for member in members)
-        entropy_bytes -= (counts * np.log2(np.maximum(counts, 1) / counts.sum())).sum() / 8
+    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits} passes:{len(tried)}{unused}")
     sections = {name: len(section) for name, section in read_container(path).items()}
     return ArtifactReport(
-        bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), sections=sections, bits=bits_of(codes),
-        label=read_label(path), multiplier=tried[-1], passes=len(tried),
-        entropy_excess=float(sections["codes"] / max(entropy_bytes, 1.0) - 1),
+        len(data), hashlib.sha256(data).hexdigest(), sections, bits, read_label(path),
+        tried[-1], len(tried), sections["codes"] / max(entropy_bytes, 1.0) - 1,
     )
 
 
-def bank_factor(name: str, matrices: int, hessians: Mapping[tuple[str, int], Tensor], config: Config) -> Factor | None:
+def describe_codes(
+    codes: Codes, chosen: Mapping[str, tuple[str, tuple[int, int, int]]]
+) -> tuple[dict[str, int], float]:
+    """Bits that hold the codes of each role, and the bytes of their zeroth-order entropies together."""
+    counts = {role: np.zeros(256, np.int64) for role, _ in chosen.values()}
+    for name, (role, _) in chosen.items():
+        counts[role] += np.bincount(codes[name][0].view(np.uint8).ravel() ^ 128, minlength=256)
+    peaks = {role: int(np.abs(np.flatnonzero(count) - 128).max(initial=1)) for role, count in counts.items()}
+    entropy_bits = -sum((n * np.log2(np.maximum(n, 1) / n.sum())).sum() for n in counts.values())
+    return {role: peak.bit_length() + 1 for role, peak in peaks.items()}, float(entropy_bits) / 8
+
+
+def bank_factor(
+    name: str, matrices: int, hessians: Mapping[tuple[str, int], Tensor], config: Config
+) -> Factor | None:
     """Factor of a bank's Hessians; None with GPTQ=0, and for tables that are only looked up."""
-    if not config.gptq or name not in HESSIAN_SITES or name == "token_embedding_VD" and not config.tie_embeddings:
+    looked_up = name not in HESSIAN_SITES or (name == "token_embedding_VD" and not config.tie_embeddings)
+    if looked_up or not config.gptq:
         return None
     sites, layers = HESSIAN_SITES[name], matrices // len(HESSIAN_SITES[name])
     stacked_NCC = torch.stack([hessians[sites[index // layers], index % layers] for index in range(matrices)])
@@ -2956,24 +2701,25 @@ def read_container(path: Path) -> dict[str, bytes]:
         raise ArtifactError(f"{path}: cannot be read ({error})") from error
     offset = HEAD.size + len(SECTIONS) * ENTRY.size
     if data[: len(MAGIC)] != MAGIC or not offset <= len(data) <= MAX_FILE_BYTES:
-        raise ArtifactError(f"{path}: header: not an artifact ({len(data)} bytes); expected a run's model.bin")
+        raise ArtifactError(f"{path}: header: {len(data)} bytes, not an artifact; expected a run's model.bin")
     _, version, count = HEAD.unpack_from(data)
     if version != VERSION or count != len(SECTIONS):
-        raise ArtifactError(f"{path}: header: version {version}, {count} sections; this program reads {VERSION}")
+        raise ArtifactError(f"{path}: header: version {version}; this program reads version {VERSION}")
     sections = {}
     for index, expected in enumerate(SECTIONS):
         name, size, checksum = ENTRY.unpack_from(data, HEAD.size + index * ENTRY.size)
         section = data[offset : offset + size]
-        if name.rstrip(b"\0") != expected.encode() or len(section) != size or zlib.crc32(section) != checksum:
+        intact = len(section) == size and zlib.crc32(section) == checksum
+        if not intact or name.rstrip(b"\0") != expected.encode():
             raise ArtifactError(f"{path}: section {expected}: truncated or damaged; copy the file again")
         sections[expected], offset = section, offset + size
     if offset != len(data):
-        raise ArtifactError(f"{path}: {len(data) - offset} bytes after section {SECTIONS[-1]}; copy the file again")
+        raise ArtifactError(f"{path}: {len(data) - offset} bytes after section codes; copy the file again")
     return sections
 
 
 def pack_control(values_N: np.ndarray) -> bytes:
-    """Section `control`: fp16 with 5 mantissa bits, the upper 7 and the lower 4 bits of each as rows of 64 codes."""
+    """Section `control`: fp16 with 5 mantissa bits; the upper 7 and the lower 4 bits as rows of 64 codes."""
     patterns_N = np.clip(values_N, -6e4, 6e4).astype(np.float16).view(np.uint16).astype(np.int64) + 16
     patterns = np.pad(patterns_N, (0, -len(patterns_N) % 64)).reshape(-1, 64)
     return encode([(patterns >> 9) - 30, (patterns >> 5) % 16 - 8])
@@ -2991,28 +2737,30 @@ def unpack_control(data: bytes, count: int) -> Tensor:
 
 def pack_codes(codes: Codes) -> tuple[bytes, bytes]:
     """Sections `scales` and `codes`."""
-    centers = [scale_center(index_NR) for _, index_NR in codes.values()]
-    widths = [math.gcd(index_NR.size, 64) for _, index_NR in codes.values()]
-    indices = zip((index_NR for _, index_NR in codes.values()), centers, widths, strict=True)
-    scales = [(index_NR - center).reshape(-1, width) for index_NR, center, width in indices]
-    arrays = [codes_NRC.transpose(1, 0, 2).reshape(codes_NRC.shape[1], -1) for codes_NRC, _ in codes.values()]
+    centers, scales, arrays = [], [], []
+    for codes_NRC, index_NR in codes.values():
+        centers.append(scale_center(index_NR))
+        scales.append((index_NR - centers[-1]).reshape(-1, math.gcd(index_NR.size, 64)))
+        arrays.append(codes_NRC.transpose(1, 0, 2).reshape(codes_NRC.shape[1], -1))
     return struct.pack(f"<{len(centers)}h", *centers) + encode(scales), encode(arrays)
 
 
 def unpack_codes(scales: bytes, codes: bytes, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
     """Weights (N, R, C) fp32 of each bank."""
-    head, widths = 2 * len(shapes), [math.gcd(n * r, 64) for n, r, _ in shapes]
-    if len(scales) < head:
+    if len(scales) < 2 * len(shapes):
         raise ArtifactError("the scales end early")
-    indices = decode(scales[head:], [(n * r // width, width) for (n, r, _), width in zip(shapes, widths, strict=True)])
+    centers = struct.unpack_from(f"<{len(shapes)}h", scales)
+    widths = [math.gcd(n * r, 64) for n, r, _ in shapes]
+    scale_shapes = [(n * r // width, width) for (n, r, _), width in zip(shapes, widths, strict=True)]
+    indices = decode(scales[2 * len(shapes) :], scale_shapes)
     arrays, weights = decode(codes, [(r, n * c) for n, r, c in shapes]), []
-    centers = struct.iter_unpack("<h", scales[:head])
-    for (n, r, c), index, (center,), array in zip(shapes, indices, centers, arrays, strict=True):
+    for (n, r, c), index, center, array in zip(shapes, indices, centers, arrays, strict=True):
         patterns = (index.astype(np.int64) + center) << SCALE_SHIFT
         if ((patterns <= 0) | (patterns >= 0x7C00)).any():
             raise ArtifactError("a row's scale is not a positive finite number")
         scale_NR1 = torch.from_numpy(patterns.astype(np.uint16).view(np.float16).reshape(n, r, 1)).float()
-        weights.append(torch.from_numpy(array.reshape(r, n, c).transpose(1, 0, 2).astype(np.float32)) * scale_NR1)
+        codes_NRC = torch.from_numpy(array.reshape(r, n, c).transpose(1, 0, 2).astype(np.float32))
+        weights.append(codes_NRC * scale_NR1)
     return weights
 
 
@@ -3020,9 +2768,12 @@ def read_header(path: Path) -> dict[str, Any]:
     """What the file says of itself: `config` (the model's settings), `tokenizer_sha256`, `bits` per role."""
     try:
         header = json.loads(zlib.decompressobj().decompress(read_container(path)["config"], 1 << 16))
-        if set(header) != {"config", "tokenizer_sha256", "bits"} or set(header["config"]) != set(Config().model_env()):
+        settings, bits = header["config"], header["bits"]
+        if set(settings) != set(Config().model_env()) or "attn" not in bits:
             raise ValueError("fields are missing or unknown")
-    except (ValueError, TypeError, RecursionError, zlib.error) as error:
+        if not {*map(type, settings.values())} == {str} or not {*bits.values()} <= {*range(2, 9)}:
+            raise ValueError("a field holds a value of the wrong kind")
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise ArtifactError(f"{path}: section config: {error}") from error
     return header
 
@@ -3033,16 +2784,17 @@ def read_label(path: Path) -> str:
 
 
 def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tuple[GPT, Config]:
-    """Model on the CPU and config of a file; nothing in it is executed, and memory stays in proportion to its size.
+    """Model on the CPU and config of a file; nothing is executed, memory stays in proportion to the file.
 
-    `settings`, named as in the environment, supply what is not the model's own. ArtifactError, and nothing else,
-    whatever the bytes.
+    `settings`, named as in the environment, supply what is not the model's own. ArtifactError, and nothing
+    else, whatever the bytes.
     """
     stored, sections, section = read_header(path)["config"], read_container(path), "config"
     try:
-        length = stored["TRAIN_SEQ_LEN"]
-        neutral = {"EVAL_STRIDE": "0", "TTT_ENABLED": "0", "TRAIN_BATCH_TOKENS": length, "MICRO_BATCH_TOKENS": length}
-        config = Config.from_env({**(neutral if settings is None else settings), **stored})
+        if settings is None:  # what else a config must hold, in agreement with any model
+            settings = {"EVAL_STRIDE": "0", "TTT_ENABLED": "0"}
+            settings |= dict.fromkeys(("TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"), stored["TRAIN_SEQ_LEN"])
+        config = Config.from_env({**settings, **stored})
         shapes = parameter_shapes(config)
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
         if entries > min(MAX_ENTRIES, 1024 * sum(map(len, sections.values()))):
@@ -3051,14 +2803,15 @@ def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tupl
         sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in chosen}
         control = unpack_control(sections["control"], sum(sizes.values()))
         section = "codes"
-        weights = unpack_codes(sections["scales"], sections["codes"], [shape for _, shape in chosen.values()])
+        matrices = [shape for _, shape in chosen.values()]
+        weights = unpack_codes(sections["scales"], sections["codes"], matrices)
         tensors = dict(zip(sizes, control.split(list(sizes.values())), strict=True))
         tensors.update(zip(chosen, weights, strict=True))
         model = build_model(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(tensors[name].view_as(parameter))
-    except (ArtifactError, ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise ArtifactError(f"{path}: section {section}: {error}") from error
     return model, config
 
@@ -3074,13 +2827,14 @@ exec(compile(s,n,"exec"))
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts.
 
-    `wrapped`: a script that unpacks the source and runs it under its own `__file__`, where `inspect` and tracebacks
-    still find it; one that is already wrapped stays as it is.
+    `wrapped`: a script that unpacks the source and runs it under its own `__file__`, where `inspect` and
+    tracebacks still find it; one that is already wrapped stays as it is.
     """
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
-    return (WRAPPER % base64.b85encode(lzma.compress(source, lzma.FORMAT_ALONE, filters=filters)).decode()).encode()
+    packed = lzma.compress(source, lzma.FORMAT_ALONE, filters=filters)
+    return (WRAPPER % base64.b85encode(packed).decode()).encode()
 
 
 # ============================================================================================================
@@ -3583,6 +3337,8 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     if run.rank == 0:
         write_atomically(run.path("train_gpt.py"), inputs.source)
         write_atomically(run.path("config.env"), "\n".join([*settings, ""]).encode())
+    if config.val_bytecount_device != "cpu":
+        run.log("VAL_BYTECOUNT_DEVICE: accepted, but bytes are a constant of the data, summed once on the host")
     for setting in settings:
         run.log(f"  {setting}{'  # changed' if setting.split('=')[0] in overrides else ''}", console=False)
     fewest, most = inputs.artifact_bytes
