@@ -103,8 +103,8 @@ def rows_for(label: str, roles: Roles) -> list[str]:
     weights, floor = sum(array.size for array in arrays), entropy_bytes(roles)
 
     def row(name: str, size: int, encode_s: float, decode_s: float) -> str:
-        over, bits = 100 * (size / floor - 1), 8 * size / weights
-        return f"| {label} | {name} | {size:,} | {over:+.2f} % | {bits:.4f} | {encode_s:.2f} | {decode_s:.2f} |"
+        measured = f"{size:,} | {100 * (size / floor - 1):+.2f} % | {8 * size / weights:.4f}"
+        return f"| {label} | {name} | {measured} | {encode_s:.2f} | {decode_s:.2f} |"
 
     start = time.perf_counter()
     data = train_gpt.encode(arrays)
@@ -153,7 +153,8 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True
     ).stdout.strip()
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    machine = f"{platform.machine()}, {os.cpu_count()} cores · Python {platform.python_version()} · numpy {np.__version__}"
+    versions = f"Python {platform.python_version()} · numpy {np.__version__}"
+    machine = f"{platform.machine()}, {os.cpu_count()} cores · {versions}"
     title = f"## coder · {when} · {machine} · commit {commit}"
     table = "\n".join([title, "", HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines, ""])
     print(table)
