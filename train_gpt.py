@@ -25,6 +25,7 @@ import base64
 import contextlib
 import copy
 import dataclasses
+import difflib
 import faulthandler
 import functools
 import glob
@@ -32,6 +33,7 @@ import hashlib
 import importlib
 import inspect
 import io
+import itertools
 import json
 import lzma
 import math
@@ -136,7 +138,7 @@ class Config:
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
-    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa plain")
+    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
     fused_ce: str = knob("auto", "Triton cross-entropy; auto: where exact and faster", among="auto 0 1")
     deterministic: bool = knob(False, "refuse kernels whose result depends on timing")
@@ -289,24 +291,19 @@ def _refuse_near_miss(name: str, known: list[str]) -> None:
     """Raise ConfigError when an unknown variable looks like one of ours; leave the others alone."""
     if name in known or name.startswith(FOREIGN_PREFIXES):
         return
-    stem = name.split("_")[0]
-    distances = ((min(_edit_distance(name, other), 3), not other.startswith(stem), other) for other in known)
-    distance, _, nearest = min(distances)
-    if (len(name) >= 6 and distance <= 2) or name.startswith(OUR_PREFIXES):
+    if name.startswith(OUR_PREFIXES) or (len(name) >= 6 and any(_within(2, name, other) for other in known)):
+        kin = [other for other in known if other.split("_")[0] == name.split("_")[0]]
+        nearest = difflib.get_close_matches(name, kin or known, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown variable {name}: did you mean {nearest}? --help lists them all")
 
 
-def _edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance; 99 when the lengths alone put it above two."""
-    if abs(len(a) - len(b)) > 2:
-        return 99
-    previous = list(range(len(b) + 1))
-    for i, char_a in enumerate(a, 1):
-        row = [i]
-        for j, char_b in enumerate(b, 1):
-            row.append(min(previous[j] + 1, row[-1] + 1, previous[j - 1] + (char_a != char_b)))
-        previous = row
-    return previous[-1]
+def _within(edits: int, a: str, b: str) -> bool:
+    """Whether so many insertions, deletions and replacements of a character turn a into b."""
+    if edits < 0 or not a or not b:
+        return len(a) + len(b) <= edits
+    if a[0] == b[0]:
+        return _within(edits, a[1:], b[1:])
+    return any(_within(edits - 1, *rest) for rest in ((a[1:], b), (a, b[1:]), (a[1:], b[1:])))
 
 
 def _read_config_file(path: str) -> dict[str, str]:
@@ -317,39 +314,29 @@ def _read_config_file(path: str) -> dict[str, str]:
         text = find_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    known = {f.name.upper() for f in dataclasses.fields(Config)}
     values: dict[str, str] = {}
     for number, line in enumerate(text.split("\n"), 1):  # `#` inside a word is part of it
-        key, separator, value = f" {line}".split(" #")[0].strip().partition("=")
-        if not key:
-            continue
-        if not separator or key.strip() not in known:
+        key, equals, value = (part.strip() for part in f" {line}".split(" #")[0].partition("="))
+        if (key or equals) and not (equals and key in Config().as_env()):
             raise ConfigError(f"CONFIG={path} line {number}: {line.strip()!r} sets no known variable")
-        values[key.strip()] = value.strip()
-    return values
+        values[key] = value
+    return {key: value for key, value in values.items() if key}
 
 
 def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
-    rules, kind = spec.metadata, type(spec.default)
-    value: Any = text
-    if kind is bool:
-        value = {"0": False, "false": False, "1": True, "true": True}.get(text.strip().lower())
-        if value is None:
-            raise ConfigError(f"{name}={text!r}: expected 0, 1, true or false")
-    elif kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError as error:
-            number = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{name}={text!r}: expected {number} ({rules['meaning']})") from error
-        if not (rules["low"] <= value <= rules["high"] and abs(value) < math.inf):
-            bounds = f"between {rules['low']:g} and {rules['high']:g}"
-            raise ConfigError(f"{name}={text!r}: expected a value {bounds} ({rules['meaning']})")
-    elif rules["among"] and text not in rules["among"]:
-        raise ConfigError(f"{name}={text!r}: expected {' or '.join(rules['among'])} ({rules['meaning']})")
-    elif not text.isprintable():  # no line of log or settings could hold it
-        raise ConfigError(f"{name}={text!r}: expected printable text ({rules['meaning']})")
+    kind, rules = type(spec.default), spec.metadata
+    low, high, among = rules["low"], rules["high"], rules["among"]
+    try:
+        value = {"0": False, "false": False, "1": True, "true": True}[text.lower()] if kind is bool else kind(text)
+        if (among and value not in among) or (kind in (int, float) and not low <= value <= high):
+            raise ValueError
+        if (kind is float and not math.isfinite(value)) or not text.isprintable():  # no log could hold it
+            raise ValueError
+    except (ValueError, KeyError) as error:
+        bounds = "" if (low, high) == (-math.inf, math.inf) else f" from {low:g} to {high:g}"
+        expected = {bool: "0 or 1", int: f"a whole number{bounds}", float: f"a number{bounds}", str: "printable text"}[kind]
+        raise ConfigError(f"{name}={text!r}: expected {' or '.join(among) or expected}; {rules['meaning']}") from error
     return value
 
 
@@ -458,6 +445,7 @@ class Run:
             except OSError as error:
                 advice = "nothing is ever overwritten: set another RUN_ID or RUNS_DIR, or RESUME"
                 raise ConfigError(f"RUN_ID={names[0]}: no {directory} ({error}); {advice}") from error
+        self.gather(None)  # no rank writes before the directory is there
         self.directory = directory
         for line in self._unwritten:
             self._append("log.txt", line)
@@ -484,13 +472,15 @@ class Run:
             self._append("metrics.jsonl", json.dumps({"event": kind, **values}))
 
     def _append(self, name: str, line: str) -> None:
-        with open(self.path(name), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with contextlib.suppress(OSError), open(self.path(name), "a", encoding="utf-8") as file:
+            file.write(line + "\n")  # a full disk ends no training: the console has the line as well
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of a block, device work included, to `phases[name]`."""
         self.sync()
+        if self.stop_signal:  # it came when training had just ended
+            self.leave(self.stop_signal)
         outer, self.phase_name, start = self.phase_name, name, time.perf_counter()
         try:
             yield
@@ -525,10 +515,19 @@ class Run:
         os._exit(1)
 
     def note_signal(self, number: int, _frame: Any) -> None:
-        """On SIGTERM and SIGINT: ask for a checkpoint and an orderly end; a second one ends at once."""
-        if self.stop_signal:
-            os._exit(128 + number)
+        """On SIGTERM and SIGINT: while training ask for a checkpoint and an orderly end, else end at once."""
+        if self.stop_signal or self.phase_name != "train":
+            self.leave(number)
         self.stop_signal = number
+
+    def leave(self, number: int) -> None:
+        """End this process now, in any state; what can go on is told."""
+        found = [f"RESUME={name.parent}" for name in (self.directory or Path()).glob("checkpoint.pt")]
+        found += [f"EVAL_ONLY={name}" for name in (self.directory or Path()).glob("model.bin")]
+        with contextlib.suppress(OSError):
+            print(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
+                  f"{' or '.join(found) or 'start again'}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
@@ -553,14 +552,16 @@ def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path` completely or not at all: a full disk leaves what stood there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Put `data` at `path` completely or not at all: a full disk leaves what stood there. ConfigError."""
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is overwritten
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room and start again") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -1529,13 +1530,14 @@ def choose_kernels(
 
 
 # ============================================================================================================
-# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring and calibration.
+# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring, calibration.
 # ============================================================================================================
 
 BANKS = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
-MATRIX_ROLES = dict(zip((*BANKS, "token_embedding_VD", "lm_head_VD"), "attn attn mlp mlp embed embed".split()))
-Documents = tuple[Tensor | None, Tensor | None]  # (B, T, T) mask; starts in the flat batch: kernels read one of them
-Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Documents]  # rows of each parameter, rotary table, documents
+ROLES = ("attn", "attn", "mlp", "mlp", "embed", "embed")
+MATRIX_ROLES = dict(zip((*BANKS, "token_embedding_VD", "lm_head_VD"), ROLES, strict=True))
+Documents = tuple[Tensor | None, Tensor | None]  # a (B, T, T) mask, or int32 starts in the flattened batch
+Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Documents]  # rows of all parameters, rotary table
 
 
 def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
@@ -1543,14 +1545,14 @@ def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
     layers = list(range(config.num_layers))
     if looping:
         layers[config.loop_start : config.loop_end + 1] *= config.num_loops + 1
-    half = len(layers) // 2
-    return layers[:half], layers[half:]
+    return layers[: len(layers) // 2], layers[len(layers) // 2 :]
 
 
 def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter; a feature that is off owns none."""
     layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
-    lanes = layers - c.parallel_start_layer if c.parallel_start_layer >= 0 and c.parallel_mode == "lanes" else 0
+    two_lanes = c.parallel_start_layer >= 0 and c.parallel_mode == "lanes"
+    lanes = layers - c.parallel_start_layer if two_lanes else 0
     shapes = {
         "token_embedding_VD": (c.vocab_size, width),
         "lm_head_VD": (0 if c.tie_embeddings else c.vocab_size, width),
@@ -1574,24 +1576,26 @@ def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
 
 
 def build_model(config: Config) -> GPT:
-    """A model on the CPU, its initial weights drawn from (SEED, name): switching a feature leaves the others'."""
+    """A model on the CPU, its weights drawn from (SEED, name): switching a feature leaves the others."""
     model = GPT(config)
-    constants = dict.fromkeys("attn_scale_LD mlp_scale_LD resid_keep_LD skip_weight_KD".split(), torch.ones(1))
-    constants |= {"qk_gain_LH": torch.tensor(config.qk_gain_init), "lane_mix_P23": torch.tensor([1.1, 1.0, 1.0])}
-    orthogonal, uniform = nn.init.orthogonal_, functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+    constants: dict[str, Any] = {"qk_gain_LH": config.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}
+    constants |= dict.fromkeys(("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "skip_weight_KD"), 1.0)
+    uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
+    draw = nn.init.orthogonal_ if config.matrix_init == "orthogonal" else uniform
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-        weights = parameter.detach().copy_(constants.get(name, torch.zeros(1)))
+        weights = parameter.detach().copy_(torch.tensor(constants.get(name, 0.0)))
         if name == "token_embedding_VD":
-            weights.normal_(0.0, config.tied_embed_init_std if config.tie_embeddings else 1.0, generator=generator)
-        elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # those that write to the residual stream stay zero
+            deviation = config.tied_embed_init_std if config.tie_embeddings else 1.0
+            weights.normal_(0.0, deviation, generator=generator)
+        elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # what writes to the residual stream stays zero
             for matrix in weights[: config.num_layers] if name == "qo_bank" else weights:
-                (orthogonal if config.matrix_init == "orthogonal" else uniform)(matrix, generator=generator)
+                draw(matrix, generator=generator)
     return model
 
 
 def rotary_table(length: int, config: Config) -> Tensor:
-    """Cosines and sines (2, T, 1, rotated/2); beyond the trained length the base is rescaled (NTK, PR #549)."""
+    """Cosines and sines (2, T, 1, rotated/2); for more than the trained length the base grows (PR #549)."""
     rotated, base = config.rope_dims or config.head_dim, config.rope_base
     trained = config.rope_train_seq_len or config.train_seq_len
     if length > trained and rotated > 2:
@@ -1616,6 +1620,9 @@ def rms_norm(x: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The model. Parameters are fp32 masters; `compute_dtype` is what they are cast to at use."""
 
+    token_embedding_VD: Tensor
+    lm_head_VD: Tensor
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.looping = config, torch.float32, config.num_loops > 0
@@ -1629,28 +1636,30 @@ class GPT(nn.Module):
         self.register_buffer("rotary_eval", rotary_table(config.eval_length, config), persistent=False)
 
     def forward(self, inputs_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Hidden states (B, T, D) after the last norm. `cu_seqlens`: as in `Batch`; only varlen kernels read it."""
+        """Hidden states (B, T, D) after the last norm. cu_seqlens: as in `Batch`; varlen kernels read it."""
         c, dtype, length = self.config, self.compute_dtype, inputs_BT.size(1)
-        rows = {name: p.to(dtype).unbind(0) for name, p in self._parameters.items() if not name.endswith("_VD")}
-        rotary = (self.rotary_train if length <= c.train_seq_len else self.rotary_eval)[:, :length].to(dtype)
+        rows = {n: p.to(dtype).unbind(0) for n, p in self.named_parameters() if not n.endswith("_VD")}
+        rotary = getattr(self, "rotary_train" if length <= c.train_seq_len else "rotary_eval")[:, :length]
         documents = find_documents(inputs_BT, cu_seqlens, self.attend, c.doc_mask)
+        context = rows, rotary.to(dtype), documents
         x = F.embedding(inputs_BT, self.token_embedding_VD).to(dtype)
-        if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, of a document (PR #1851)
-            gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0]) * rows["smear_scale_1"][0]
-            gate_BT = gate_BT * (inputs_BT != BOS_ID) if c.doc_mask else gate_BT
+        if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, a document (PR #1851)
+            gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0])
+            gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
         x0, stack, (encoder, decoder) = rms_norm(x), list[Tensor](), visit_order(c, self.looping)
         lanes = [x0]  # the first one takes and gives the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
-                lanes = lanes * 2 if two else [sum(lanes) / 2]
+                lanes = lanes * 2 if two else [(lanes[0] + lanes[1]) / 2]
             if visit >= 0 and stack:
                 skip, gates = rows["skip_weight_KD"][visit] * stack.pop(), rows.get("skip_gate_KD")
-                lanes[0] = torch.lerp(skip, lanes[0], torch.sigmoid(gates[visit])) if gates else lanes[0] + skip
-            lanes = self._block(layer, lanes, x0, (rows, rotary, documents))
+                x = lanes[0]
+                lanes[0] = torch.lerp(skip, x, gates[visit].sigmoid()) if gates else x + skip
+            lanes = self._block(layer, lanes, x0, context)
             stack += lanes[:1] if visit < 0 else []
-        hidden = rms_norm(lanes[0] if len(lanes) == 1 else sum(lanes) / 2)
+        hidden = rms_norm(lanes[0] if len(lanes) == 1 else (lanes[0] + lanes[1]) / 2)
         self._observe("head_in", 0, hidden)
         return hidden
 
@@ -1668,10 +1677,10 @@ class GPT(nn.Module):
         return self.loss_per_token(self(inputs_BT, cu_seqlens).flatten(0, 1), targets_BT.flatten()).mean()
 
     def _block(self, layer: int, lanes: list[Tensor], x0: Tensor, context: Context) -> list[Tensor]:
-        """One layer visit. Sequential: the MLP reads what attention wrote. Parallel: both read first, from one lane
-        (GPT-J, PR #1493) or from one each (PR #1529), which learned weights then mix what was written into."""
-        c, rows, scale = self.config, context[0], (layer + 1) ** -0.5 if self.config.ln_scale else 1.0
-        parallel = 0 <= c.parallel_start_layer <= layer
+        """One visit. Sequential: the MLP reads what attention wrote. Parallel: both read first, the same lane
+        (GPT-J, PR #1493) or one each, into which learned weights mix what both wrote (PR #1529)."""
+        c, rows = self.config, context[0]
+        scale, parallel = (layer + 1) ** -0.5 if c.ln_scale else 1.0, 0 <= c.parallel_start_layer <= layer
         mixed = torch.addcmul(rows["resid_keep_LD"][layer] * lanes[0], rows["resid_inject_LD"][layer], x0)
         attended = rows["attn_scale_LD"][layer] * self._attention(layer, rms_norm(mixed) * scale, context)
         x = mixed if parallel else mixed + attended
@@ -1680,11 +1689,12 @@ class GPT(nn.Module):
         self._observe("mlp_in", layer, mlp_in)
         if self.observer is not None:
             self.observer("mlp_hidden", layer, F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square())
-        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x) * rows["mlp_scale_LD"][layer]
+        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
+        written = rows["mlp_scale_LD"][layer] * written
         if len(lanes) == 1:
             return [x + attended + written if parallel else x + written]
         mixes = rows["lane_mix_P23"][layer - c.parallel_start_layer]
-        return [mix[0] * lane + mix[1] * attended + mix[2] * written for mix, lane in zip(mixes, lanes)]
+        return [m[0] * x + m[1] * attended + m[2] * written for m, x in zip(mixes, lanes, strict=True)]
 
     def _attention(self, layer: int, x_BTD: Tensor, context: Context) -> Tensor:
         c, total, (rows, rotary, documents) = self.config, self.config.num_layers, context
@@ -1709,9 +1719,9 @@ class GPT(nn.Module):
 
 
 def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, doc_mask: bool) -> Documents:
-    """Who sees whom, as `attend` reads it: no mask for whole rows; starts that are not given wait for the device."""
+    """Who sees whom, as `attend` reads it; no mask: whole rows. Missing starts wait for the device."""
     is_start_BT = (ids_BT == BOS_ID) & doc_mask
-    if attend in (attention_sdpa, attention_plain):
+    if attend is attention_sdpa:
         document_BT = is_start_BT.cumsum(1)
         return (document_BT[:, :, None] == document_BT[:, None]).tril() if doc_mask else None, None
     if starts is None:
@@ -1721,7 +1731,7 @@ def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, doc_mask:
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, starts: None) -> Tensor:
-    """torch's own attention: q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E); the fastest on CPU."""
+    """torch's attention: q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E). On CPU nothing is faster."""
     if mask is not None and q.is_cuda:  # there the fast kernels that take a mask know no grouped heads
         k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -1729,16 +1739,10 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, starts:
     return F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
-def attention_plain(*inputs: Any) -> Tensor:
-    """The same in separate operations: what the other kernels are compared with."""
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return attention_sdpa(*inputs)
-
-
 def load_attention(name: str) -> Callable[..., Tensor]:
-    """The kernel that ATTENTION calls `name`. Packages and versions spell causal and grouped heads differently."""
-    if name in ("sdpa", "plain"):
-        return attention_sdpa if name == "sdpa" else attention_plain
+    """The kernel of this name. Packages and versions spell causal and grouped heads differently."""
+    if name == "sdpa":
+        return attention_sdpa
     module = importlib.import_module("flash_attn_interface" if name == "fa3" else "torch.nn.attention.varlen")
     kernel = getattr(module, "flash_attn_varlen_func" if name == "fa3" else "varlen_attn")
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
@@ -1748,14 +1752,17 @@ def load_attention(name: str) -> Callable[..., Tensor]:
         if not {"causal", "enable_gqa"} & options.keys():  # torch 2.10: equal numbers of heads only
             k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
         flat, length = [t.flatten(0, 1) for t in (q, k, v)], q.size(1)
-        y = kernel(*flat, starts, starts, length, length, **options)
+        y: Any = kernel(*flat, starts, starts, length, length, **options)
         return (y[0] if isinstance(y, tuple) else y).view_as(q)
 
     return attention_varlen
 
 
-def attention_error(attend: Callable[..., Tensor], config: Config, run: Run) -> float:
-    """Largest error of output and gradients in the first rows, as a share of their peak; at the run's shape."""
+def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
+    """The first kernel that agrees with float64 to 3 % in output and gradients at the real shape; logged.
+
+    All ranks call it together and get the same. ConfigError when ATTENTION names one that fails.
+    """
     c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
@@ -1766,29 +1773,24 @@ def attention_error(attend: Callable[..., Tensor], config: Config, run: Run) -> 
         y = attend(*leaves, *find_documents(ids_BT[:rows], None, attend, c.doc_mask))
         return [t[:2].double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))]
 
-    pairs = zip(both_passes(attend, shape[0], run.dtype), both_passes(attention_plain, 2, torch.float64))
-    return torch.stack([(found - exact).abs().max() / exact.abs().max() for found, exact in pairs]).max().item()
-
-
-def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
-    """The first kernel that agrees with the plain one to 3 %, NaN included; logged, and the same on all ranks."""
-    ladder, tried = ["sdpa"] if run.device.type == "cpu" else ["fa3", "varlen", "sdpa", "plain"], list[str]()
-    for name in ladder if config.attention == "auto" else [config.attention]:
-        error = math.inf
+    ladder, tried = ["fa3", "varlen", "sdpa"] if run.device.type == "cuda" else ["sdpa"], list[str]()
+    for name in ladder if c.attention == "auto" else [c.attention]:
         try:
-            attend = load_attention(name)
-            error = attention_error(attend, config, run)
+            attend, exact = load_attention(name), both_passes(attention_sdpa, 2, torch.float64)
+            pairs = zip(both_passes(attend, shape[0], run.dtype), exact, strict=True)
+            error = max(float((found - true).abs().max() / true.abs().max()) for found, true in pairs)
             tried.append(f"{name} error:{error:.1e}")
         except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as failure:
+            error = math.inf
             tried.append(f"{name} {type(failure).__name__}: {failure}".splitlines()[0])
         if all(error <= 0.03 for error in run.gather(error)):
-            run.log(f"attention:{' | '.join(tried)}")
+            run.log(f"attention:{name} tried: {' | '.join(tried)}")
             return attend
-    raise ConfigError(f"ATTENTION={config.attention}: nothing passed ({' | '.join(tried)}); set it to auto")
+    raise ConfigError(f"ATTENTION={c.attention} fails here ({' | '.join(tried)}); set it to auto")
 
 
 # ============================================================================================================
-# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest; every parameter is in exactly one group, checked.
+# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest; each parameter is in one group, checked.
 # ============================================================================================================
 
 POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
@@ -1802,7 +1804,7 @@ FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
 
 def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C), singular values near 1; in bf16 on GPU and fp32 on CPU."""
+    """Near-orthogonal factor of each matrix (N, R, C): in bf16 on GPU, fp32 on CPU. Contiguous."""
     tall = update_NRC.size(1) > update_NRC.size(2)
     x = (update_NRC.mT if tall else update_NRC).to(torch.bfloat16 if update_NRC.is_cuda else torch.float32)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -1814,40 +1816,43 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor
 
 
 def optimizer_groups(config: Config, names: Iterable[str]) -> dict[str, list[str]]:
-    """Which optimizer owns which parameter: `muon`, or AdamW's `embed`, `head` and `scalar`. Each name exactly once."""
+    """Which optimizer owns which parameter: `muon`, or AdamW's `embed`, `head`, `scalar`; each one."""
     owner = dict.fromkeys(BANKS, "muon") | {"token_embedding_VD": "embed", "lm_head_VD": "head"}
     groups: dict[str, list[str]] = {"muon": [], "embed": [], "head": [], "scalar": []}
     for name in names:
         groups[owner.get(name, "scalar")].append(name)
-    assert sorted(sum(groups.values(), [])) == sorted(parameter_shapes(config)), "an owner for each, once"
+    assert sorted(itertools.chain(*groups.values())) == sorted(parameter_shapes(config)), "an owner for each"
     return groups
 
 
 class Optimizer:
-    """One step over all parameters, which all ranks take together: the same on any number of them, to rounding."""
+    """One step over all parameters, which all ranks take together; the same on any number, to rounding."""
 
-    def __init__(self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False) -> None:
+    def __init__(self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False):
         self.config, self.rank, self.world_size = config, rank, world_size
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
         groups = optimizer_groups(config, [name for name, _ in model.named_parameters()])
         owned = {group: [getattr(model, name) for name in names] for group, names in groups.items()}
         embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
         rates = (embed_lr, config.embed_wd), (config.head_lr, 0.0), (config.scalar_lr, config.adam_wd)
+        rated = zip(("embed", "head", "scalar"), rates, strict=True)
         adam = [{"params": owned[group], "base_lr": lr, "weight_decay": decay}
-                for group, (lr, decay) in zip(("embed", "head", "scalar"), rates) if owned[group]]
-        self.adam = torch.optim.AdamW(adam, betas=(config.beta1, config.beta2), eps=config.adam_eps, fused=True)
-        self.small = [parameter for group in adam for parameter in group["params"]]
+                for group, (lr, decay) in rated if owned[group]]
+        betas = config.beta1, config.beta2
+        self.adam = torch.optim.AdamW(adam, betas=betas, eps=config.adam_eps, fused=True)
+        self.small = [*owned["embed"], *owned["head"], *owned["scalar"]]
         self.banks = sorted(owned["muon"], key=Tensor.numel, reverse=True)
         self.momenta = [torch.zeros_like(self._slice(bank)) for bank in self.banks]
 
     def _slice(self, bank: Tensor) -> Tensor:
         """This rank's matrices of a bank, which zero matrices fill up so that all ranks hold equally many."""
-        return F.pad(bank.detach(), (0, 0, 0, 0, 0, -len(bank) % self.world_size)).chunk(self.world_size)[self.rank]
+        filled = F.pad(bank.detach(), (0, 0, 0, 0, 0, -len(bank) % self.world_size))
+        return filled.chunk(self.world_size)[self.rank]
 
     @torch.no_grad()
     def step(self, scale: float, momentum: float) -> Tensor:
-        """Update all from their gradients (means over this rank's tokens), which are consumed, at `scale` times
-        each learning rate. Returns the global gradient norm before clipping, on the device."""
+        """Update all from their gradients (this rank's means), which are used up, at `scale` times each LR.
+        Returns the global gradient norm before clipping, on the device."""
         c, slices, small = self.config, *self._mean_gradients()
         squared = torch.stack([gradient.square().sum() for gradient in slices]).sum()
         if self.world_size > 1:
@@ -1858,22 +1863,23 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = scale * group["base_lr"]
         self.adam.step()
-        updates = [self._gather(self._muon_update(*pair, momentum)) for pair in zip(slices, self.momenta)]
-        for bank, update in zip(self.banks, updates):  # the first banks travelled while the last were computed
-            lr = scale * c.matrix_lr * max(1.0, bank.size(1) / bank.size(2)) ** 0.5
-            bank.mul_(1.0 - scale * c.matrix_lr * c.muon_wd).add_(update()[: len(bank)], alpha=-lr)
+        pairs, lr = zip(slices, self.momenta, strict=True), scale * c.matrix_lr
+        updates = [self._gather(self._muon_update(*pair, momentum)) for pair in pairs]
+        for bank, update in zip(self.banks, updates, strict=True):  # each travelled while later ones were made
+            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
+            bank.mul_(1.0 - lr * c.muon_wd).add_(update()[: len(bank)], alpha=-lr * factor)
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
         return norm
 
     def _mean_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Means over ranks: this rank's slice of each bank, all under way at once; small ones in one message."""
+        """Means over ranks: this rank's slice of each bank, all on the way at once; small ones whole."""
         small, size = [parameter.grad for parameter in self.small], self.world_size
         if size == 1:
             return [bank.grad for bank in self.banks], small
         slices = [torch.empty_like(buffer) for buffer in self.momenta]
         whole = [F.pad(bank.grad, (0, 0, 0, 0, 0, -len(bank) % size)) for bank in self.banks]
-        work = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in zip(slices, whole)]
+        work = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in zip(slices, whole, strict=True)]
         flat = nn.utils.parameters_to_vector(small)
         for handle in [*work, dist.all_reduce(flat, async_op=True)]:
             handle.wait()
@@ -1894,11 +1900,12 @@ class Optimizer:
             return lambda: mine
         whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
         handle = dist.all_gather_into_tensor(whole, mine, async_op=True)
-        return lambda: whole if handle.wait() else whole
+        return lambda: (handle.wait(), whole)[1]
 
     def state(self) -> dict[str, Any]:
         """A copy of the whole state, the same whatever the world size; all ranks call it together."""
-        momenta = [self._gather(buffer)()[: len(bank)] for bank, buffer in zip(self.banks, self.momenta)]
+        pairs = zip(self.banks, self.momenta, strict=True)
+        momenta = [self._gather(buffer)()[: len(bank)] for bank, buffer in pairs]
         return copy.deepcopy({"momenta": momenta, "adam": self.adam.state_dict()})
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -1908,7 +1915,7 @@ class Optimizer:
 
 
 class WeightAverage:
-    """Exponential moving average of all weights in fp32 (PR #287); with EMA_DECAY=0 it is the last weights."""
+    """Exponential moving average of all weights in fp32 (PR #287); EMA_DECAY=0 makes it the last weights."""
 
     def __init__(self, model: GPT, decay: float) -> None:
         self.live = [parameter.detach() for parameter in model.parameters()]
@@ -1919,23 +1926,23 @@ class WeightAverage:
 
 
 # ============================================================================================================
-# SCHEDULE — pure functions of progress (0 at the first step, 1 at the last), so every machine follows one curve.
+# SCHEDULE — pure functions of progress (0 at the first step, 1 at the last), so all machines see one curve.
 # ============================================================================================================
 
 
 def learning_rate_scale(progress: float, step: int, c: Config) -> float:
     """Factor on every learning rate: 1, then linear to MIN_LR over the warm-down (PR #1493).
 
-    WARMDOWN_ITERS is turned into a share of the run by the mean progress of a step so far (upstream baseline).
+    WARMDOWN_ITERS becomes a share of the run by the mean progress of a step so far (upstream baseline).
     """
     share = c.warmdown_iters * progress / max(step, 1) if c.warmdown_iters else c.warmdown_frac
     return max(c.min_lr, min(1.0, (1.0 - progress) / share)) if share else 1.0
 
 
 def muon_momentum(progress: float, step: int, c: Config) -> float:
-    """Momentum of Muon: linear from its first to its final value, in steps if these are given, else in progress."""
-    over, done = (c.muon_momentum_warmup_steps, step) if c.muon_momentum_warmup_steps else (c.muon_momentum_warmup_frac, progress)
-    rise = min(done / over, 1.0) if over else 1.0
+    """Momentum of Muon: linear from its first to its final value, in steps if given so, else in progress."""
+    steps, share = c.muon_momentum_warmup_steps, c.muon_momentum_warmup_frac
+    rise = min(1.0, step / steps) if steps else min(1.0, progress / share) if share else 1.0
     return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
 
 
@@ -1945,7 +1952,7 @@ def loop_is_on(progress: float, c: Config) -> bool:
 
 
 def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: Config) -> float:
-    """Share of the run that is over: of the steps, or of the clock less the reserve for Hessians if that is more."""
+    """Share of the run that is over: of the steps, or of the clock less the reserve if that is more."""
     limit = c.max_wallclock_seconds - reserve_seconds
     return max(step / c.iterations, elapsed_seconds / max(limit, 1e-9) if c.max_wallclock_seconds else 0.0)
 
@@ -2842,7 +2849,7 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # ============================================================================================================
 
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
-CHECKPOINT_FIXES = "SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()  # besides the model
+CHECKPOINT_FIXES = "TRAIN_SEQ_LEN DOC_MASK SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()
 
 
 def save_checkpoint(training: Training, wait: bool = False) -> None:
@@ -2869,16 +2876,20 @@ def save_checkpoint(training: Training, wait: bool = False) -> None:
     def write() -> None:
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        if current.exists():
-            os.replace(current, previous)
-        write_atomically(current, buffer.getvalue())
+        data = buffer.getvalue()
+        try:
+            if current.exists():
+                os.replace(current, previous)
+            write_atomically(current, hashlib.sha256(data).digest() + data)
+            run.log(f"checkpoint:{current} step:{state['step']}")
+        except (OSError, ConfigError) as error:
+            run.log(f"warning: no checkpoint of step {state['step']}, the one before stands: {error}")
 
     training.join_writer()
     training.writer = threading.Thread(target=write, name="checkpoint")
     training.writer.start()
     if wait:
         training.join_writer()
-        run.log(f"checkpoint:{current} step:{training.step}")
 
 
 def find_checkpoint(config: Config) -> Path:
@@ -2886,24 +2897,34 @@ def find_checkpoint(config: Config) -> Path:
     found = [p for p in Path(config.runs_dir).glob("*/checkpoint*.pt") if p.name in CHECKPOINT_NAMES]
     newest = max(found, key=lambda p: p.stat().st_mtime, default=None) if config.resume == "auto" else None
     directory = newest.parent if newest else Path(config.resume)
-    if not any((directory / name).is_file() for name in CHECKPOINT_NAMES):
-        raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt in it or in RUNS_DIR={config.runs_dir}; "
-                          "name the directory of a run that has one")
+    there = any((directory / name).is_file() for name in CHECKPOINT_NAMES)
+    if not there or (directory / "summary.json").exists():
+        raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt of an unfinished run in it or in "
+                          f"RUNS_DIR={config.runs_dir}; name the directory of a run that has one")
     return directory
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a file, read as data, never as code; ValueError where it is not as it was written."""
+    digest, data = (content := path.read_bytes())[:32], content[32:]
+    if hashlib.sha256(data).digest() != digest:
+        raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
 def load_checkpoint(training: Training) -> None:
-    """Take up a saved state, on any world size. It is read as data, never as code. Raises ConfigError."""
+    """Take up the newest readable state, on any world size. Raises ConfigError."""
     run, state = training.run, None
     for path in (run.path(name) for name in CHECKPOINT_NAMES):
         try:
-            state = state or torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            state = state or read_checkpoint(path)
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
     if state is None:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
     ours, theirs = training.config.as_env(), state["config"]
-    for name in (*training.config.model_env(), *CHECKPOINT_FIXES):
+    names = list(ours)
+    for name in CHECKPOINT_FIXES + names[names.index("VOCAB_SIZE") : names.index("MIN_LR") + 1]:
         if theirs.get(name) != ours[name]:
             raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs.get(name)}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
@@ -2953,6 +2974,7 @@ class Clock:
 
         Sends what holds for the next call over the host-side group, without waiting for it.
         """
+        self.run.alive()
         now, elapsed, c = time.perf_counter(), self.elapsed_seconds(), self.config
         self._step_seconds, self._last_call = max(0.9 * self._step_seconds, now - self._last_call), now
         limit = c.max_wallclock_seconds - self.reserve_seconds if c.max_wallclock_seconds else math.inf
@@ -2966,7 +2988,8 @@ class Clock:
         work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True) if self.run.world_size > 1 else None
         received, self._sent = self._sent, (message, work)
         if received is None:  # the first step starts where the run stands
-            return run_progress(self.elapsed_before, step, self.reserve_seconds, c), False, False, 0
+            progress = run_progress(self.elapsed_before, step, self.reserve_seconds, c)
+            return progress, 0 < limit <= elapsed, False, 0
         if received[1] is not None:
             received[1].wait()
         progress, stop, save, caught = received[0].tolist()
@@ -2985,8 +3008,8 @@ class Training:
         window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
         self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
         self.timer = StepTimer(config, run.device, self.trace)
-        place = {"rank": run.rank, "world_size": run.world_size, "device": run.device}
-        self.loader = make_loader(config, inputs.train_shards, **place, trace=self.trace)
+        self.loader = make_loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
+                                  device=run.device, trace=self.trace)  # fmt: skip
         compiled = compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
@@ -3102,10 +3125,13 @@ def train(training: Training) -> bool:
     if caught:
         save_checkpoint(training, wait=True)
         run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
-    elif training.step < config.iterations:
+        return False
+    if config.checkpoint_every_seconds:  # what follows can be repeated from here
+        save_checkpoint(training)
+    if training.step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
                 f"step:{training.step}/{config.iterations}")
-    return not caught
+    return True
 
 
 def read_later(results: Tensor) -> tuple[Tensor, Any]:
@@ -3152,7 +3178,8 @@ def validate(training: Training, label: str) -> None:
     run, clock, data, was_running = training.run, training.clock, training.validation, training.clock.started
     clock.pause()
     start = time.perf_counter()
-    score = data.score(score_roundtrip(training.model, data.tokens, training.config))
+    with training.trace.span("val", "main", step=training.step):
+        score = data.score(score_roundtrip(training.model, data.tokens, training.config))
     trained_ms, training.timer.val_ms = 1e3 * clock.elapsed_seconds(), 1e3 * (time.perf_counter() - start)
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
@@ -3203,6 +3230,8 @@ def main() -> int:
     try:
         config = Config.from_env(os.environ)
         run = Run(config, os.environ)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, run.note_signal)
         return score_artifact(config, run) if config.eval_only else whole_run(config, run)
     except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
         message = f"error: {error}"
@@ -3232,11 +3261,9 @@ def whole_run(config: Config, run: Run) -> int:
             warm_up(training)
         if config.resume:
             load_checkpoint(training)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, run.note_signal)
         with run.phase("train"):
             if not train(training):
-                return 128 + run.stop_signal
+                return 128 + (run.stop_signal or signal.SIGTERM)
         with run.phase("hessians"):
             hessians = finish_training(training)
         with run.phase("quantize"):
@@ -3255,6 +3282,9 @@ def score_artifact(config: Config, run: Run) -> int:
     path = Path(config.eval_only)
     model, stored = load_artifact(path)
     config = Config.from_env({**os.environ, **stored.model_env()})
+    tokenizer, expected = find_path(config.tokenizer_path), read_header(path)["tokenizer_sha256"]
+    if not tokenizer.is_file() or hashlib.sha256(tokenizer.read_bytes()).hexdigest() != expected:
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: not the tokenizer of {path}, whose sha256 is {expected}")
     if config.generate:
         run.log(generate_text(ready_model(model, config, run), config, config.generate))
         return 0
@@ -3285,6 +3315,9 @@ def preflight(config: Config, run: Run) -> Inputs:
     if not folder.is_dir():
         raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in "
                         "sample, data/README.md tells how to get shards, --help lists every variable")
+    tokenizer = find_path(config.tokenizer_path)
+    if not tokenizer.is_file():
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: no such file; see data/README.md")
     train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
     val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
     for shard in (val_shards[0], *train_shards[:1]):  # the others are checked when they are read
@@ -3296,12 +3329,14 @@ def preflight(config: Config, run: Run) -> Inputs:
     if not validation.bytes_total:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
+    if micro_steps:  # its errors, before anything is written
+        TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
     source = Path(__file__).read_bytes()
     with torch.device("meta"):
         shapes = GPT(config)
     estimate = estimate_artifact_bytes(shapes, config, len(shipped_code(source, config.code_bytes)))
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
+    read = {"code": source, "tokenizer": tokenizer.read_bytes(),
             "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
     mine = {**config.as_env(), **hashes, "torch": torch.__version__}
@@ -3426,12 +3461,15 @@ def summarize(
         "limits": limits, "comparable": not validation.limited, "exit": "finished",
     }  # fmt: skip
     write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
+    run.log(" ".join(["seconds:", *(f"{name}:{seconds:.1f}" for name, seconds in run.phases.items())]))
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
     run.log(f"done: bits per byte {results}; stream_hash:{summary['stream_hash']}; files in {run.directory}")
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # no locale loses a line
     status = main()
-    if status and "RANK" in os.environ:
-        os._exit(status)  # peers may wait in a collective that this rank never joins; the launcher ends them
-    sys.exit(status)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(status)  # peers may wait in a collective that this rank never joins, the console may be closed
