@@ -327,16 +327,17 @@ def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
     kind, rules = type(spec.default), spec.metadata
     low, high, among = rules["low"], rules["high"], rules["among"]
+    words = {"0": False, "false": False, "1": True, "true": True}
     try:
-        value = {"0": False, "false": False, "1": True, "true": True}[text.lower()] if kind is bool else kind(text)
-        if (among and value not in among) or (kind in (int, float) and not low <= value <= high):
-            raise ValueError
-        if (kind is float and not math.isfinite(value)) or not text.isprintable():  # no log could hold it
+        value = words[text.lower()] if kind is bool else kind(text)
+        fits = low <= value <= high if kind in (int, float) else text in among or not among
+        if not fits or not text.isprintable() or (kind is float and not math.isfinite(value)):
             raise ValueError
     except (ValueError, KeyError) as error:
         bounds = "" if (low, high) == (-math.inf, math.inf) else f" from {low:g} to {high:g}"
-        expected = {bool: "0 or 1", int: f"a whole number{bounds}", float: f"a number{bounds}", str: "printable text"}[kind]
-        raise ConfigError(f"{name}={text!r}: expected {' or '.join(among) or expected}; {rules['meaning']}") from error
+        numbers = {int: f"a whole number{bounds}", float: f"a number{bounds}"}
+        expected = " or ".join(among) or {bool: "0 or 1", str: "printable text", **numbers}[kind]
+        raise ConfigError(f"{name}={text!r}: expected {expected}; {rules['meaning']}") from error
     return value
 
 
