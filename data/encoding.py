@@ -62,6 +62,8 @@ class Encoder:
         self.path = path
         self.use_caseops = use_caseops
         self.tokenizer = shards.load_tokenizer(path)
+        # numpy ids skip a Python object per token; older SentencePiece versions have lists alone
+        self.token_ids = getattr(self.tokenizer, "EncodeAsNumpy", self.tokenizer.EncodeAsIds)
         self.table = ByteTable.from_sentencepiece(self.tokenizer)
         if self.tokenizer.bos_id() != shards.BOS_ID:
             raise DataError(f"{path}: BOS id {self.tokenizer.bos_id()}, the format needs {shards.BOS_ID}; "
@@ -146,18 +148,20 @@ def encode_chunk(settings: EncodingSettings, chunk: Chunk) -> EncodedChunk:
     encoder = cached_encoder(settings.tokenizer_path, settings.caseops)
     val_count = settings.val_documents - chunk.document
     audit: collections.Counter[str] = collections.Counter()
-    rows, val_rows = [], [np.zeros(0, dtype=shards.TOKEN_DTYPE)]
+    nothing = np.zeros(0, dtype=shards.TOKEN_DTYPE)
+    rows, val_rows = [nothing], [nothing]
     for index, text in enumerate(settings.source.read(chunk)):
         coded = encoder.transform(text)
-        row = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)], dtype=shards.TOKEN_DTYPE)
+        ids = encoder.token_ids(coded)
+        row = np.empty(1 + len(ids), dtype=shards.TOKEN_DTYPE)
+        row[0], row[1:] = shards.BOS_ID, ids
         rows.append(row)
         if index < val_count:
             sums, token_bytes = encoder.audit(text, coded, row)
             audit.update(sums)
             val_rows.append(token_bytes)
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    tokens = np.concatenate(rows) if rows else np.zeros(0, dtype=shards.TOKEN_DTYPE)
-    return EncodedChunk(tokens, lengths, np.concatenate(val_rows), audit)
+    lengths = np.array([len(row) for row in rows[1:]], dtype=np.int64)
+    return EncodedChunk(np.concatenate(rows), lengths, np.concatenate(val_rows), audit)
 
 
 # ======================================================================================================
