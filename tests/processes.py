@@ -38,7 +38,8 @@ TINY = {
     "EMBED_WD": "0.1", "ADAM_WD": "0.1", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
     "MICRO_BATCH_TOKENS": "64", "ITERATIONS": "6", "MAX_WALLCLOCK_SECONDS": "0", "VAL_TOKENS_LIMIT": "1000",
     "VAL_BATCH_SIZE": "2048", "EVAL_STRIDE": "16", "GPTQ_CALIBRATION_BATCHES": "4",
-    "TTT_CHUNK_TOKENS": "256", "TTT_BATCH_SEQS": "4", "TTT_EPOCHS": "1", "ARTIFACT_BYTES_MAX": "120000",
+    "TTT_CHUNK_TOKENS": "256", "TTT_BATCH_SEQS": "4", "TTT_EPOCHS": "1",
+    "ARTIFACT_BYTES_MAX": "300000", "CODE_BYTES": "raw",
     "RUN_ID": "run",
 }  # fmt: skip
 
@@ -122,7 +123,8 @@ def run_script(environ: dict[str, str], arguments: list[str], cwd: str, console:
         os.dup2(os.open(console + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
