@@ -1232,6 +1232,8 @@ class Loader(contextlib.AbstractContextManager[Any]):
         targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None]), dim=1)
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self.device, non_blocking=True)
+            if cu_seqlens.is_cuda:  # or training would be compiled anew for every length
+                torch._dynamo.mark_dynamic(cu_seqlens, 0)
         step, micro_step = divmod(self.index, self.micro_steps)
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
         if self._position(self.index) // self.order.epoch_sequences != self.epoch:
@@ -1398,9 +1400,8 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    linear_leaky_square_kernel[(programs,)](
-        a, b, pre, planes[-1], len(a), len(b), a.shape[1], slope, BACKWARD=pre_MN is not None
-    )
+    sides = len(a), len(b), a.shape[1]
+    linear_leaky_square_kernel[(programs,)](a, b, pre, planes[-1], *sides, slope, BACKWARD=pre_MN is not None)
     return planes[:, : len(a_MK), : len(b_NK)].contiguous()
 
 
@@ -1457,9 +1458,8 @@ def cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
 
 
 cross_entropy.register_autograd(cross_entropy_gradients, setup_context=cross_entropy_context)
-cross_entropy.register_fake(lambda logits, targets, given, softcap: (
-    logits.new_empty(3, len(logits), dtype=torch.float32) if given is None else logits.new_empty(logits.shape)
-))  # fmt: skip
+cross_entropy.register_fake(lambda logits, targets, given, softcap: logits.new_empty(logits.shape)
+                            if given is not None else logits.new_empty(3, len(logits), dtype=torch.float32))
 
 
 def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
@@ -1497,33 +1497,25 @@ def compare_with_twin(plain: Callable[..., Any], fused: Callable[..., Any], *inp
 def choose_kernels(
     config: Config, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
 ) -> tuple[bool, bool]:
-    """Whether FUSED_MLP and FUSED_CE run, logged; every rank calls it and all get the same answer.
+    """Whether FUSED_MLP and FUSED_CE run, logged; "auto": where the kernel is exact and faster at these shapes.
 
-    "auto": where the kernel equals its twin and is faster at the run's shapes.
-    Raises ConfigError for an impossible "1".
+    Every rank calls it and all get the same answer. Raises ConfigError for an impossible "1".
     """
     rows, dim, hidden = config.micro_batch_tokens, config.model_dim, int(config.mlp_mult * config.model_dim)
-    vocab, cuda = config.vocab_size, triton is not None and device.type == "cuda"
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def compare_mlp() -> tuple[bool, str]:
-        up_FD, down_DF = normal(hidden, dim) / dim**0.5, normal(dim, hidden) / dim**0.5
-        return compare_with_twin(mlp_plain, mlp_fused, normal(rows, dim), up_FD, down_DF, config.leaky_slope)
-
-    def compare_cross_entropy() -> tuple[bool, str]:
-        twins = softcapped_cross_entropy_plain, softcapped_cross_entropy_fused
-        targets_N = torch.randint(vocab, (rows,), device=device)
-        return compare_with_twin(*twins, normal(rows, vocab), targets_N, config.logit_softcap)
-
+    normal = functools.partial(torch.randn, device=device, dtype=dtype)
+    mlp = mlp_plain, mlp_fused, lambda: (
+        normal(rows, dim), normal(hidden, dim) / dim**0.5, normal(dim, hidden) / dim**0.5, config.leaky_slope)
+    loss = softcapped_cross_entropy_plain, softcapped_cross_entropy_fused, lambda: (
+        normal(rows, config.vocab_size), torch.randint(config.vocab_size, (rows,), device=device),
+        config.logit_softcap)  # fmt: skip
     choices, lines = [], []
-    for name, compare in (("fused_mlp", compare_mlp), ("fused_ce", compare_cross_entropy)):
-        asked = getattr(config, name)
-        if asked == "1" and not cuda and (triton is None or not INTERPRETED):
+    for name, (plain, fused, inputs) in (("fused_mlp", mlp), ("fused_ce", loss)):
+        asked, cuda = getattr(config, name), triton is not None and device.type == "cuda"
+        use, why = asked == "1", f"asked:{asked} device:{device.type}"
+        if use and not cuda and (triton is None or not INTERPRETED):
             raise ConfigError(f"{name.upper()}=1 needs Triton and CUDA, got {device.type}; set it to auto")
-        asked_for = asked == "1", f"asked:{asked} device:{device.type}"
-        use, why = compare() if asked == "auto" and cuda else asked_for
+        if asked == "auto" and cuda:
+            use, why = compare_with_twin(plain, fused, *inputs())
         choices.append(use)
         lines.append(f"{name}:{'kernel' if use else 'plain'} {why}")
     log(" | ".join(lines))
@@ -1664,6 +1656,11 @@ class GPT(nn.Module):
         self._observe("head_in", 0, hidden)
         return hidden
 
+    def cu_seqlens(self, inputs_BT: Tensor) -> Tensor | None:
+        """What compiled code must be given beside inputs that no loader made; None where nothing reads it."""
+        packed = self.config.doc_mask and self.attend is not attention_sdpa
+        return starts_on_device(inputs_BT) if packed else None
+
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
         head = self.token_embedding_VD if self.config.tie_embeddings else self.lm_head_VD
@@ -1720,15 +1717,20 @@ class GPT(nn.Module):
 
 
 def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, doc_mask: bool) -> Documents:
-    """Who sees whom, as `attend` reads it; no mask: whole rows. Missing starts wait for the device."""
-    is_start_BT = (ids_BT == BOS_ID) & doc_mask
+    """Who sees whom, as `attend` reads it; a mask of None means whole rows."""
     if attend is attention_sdpa:
-        document_BT = is_start_BT.cumsum(1)
+        document_BT = (ids_BT == BOS_ID).cumsum(1)
         return (document_BT[:, :, None] == document_BT[:, None]).tril() if doc_mask else None, None
-    if starts is None:
-        is_start_BT[:, 0] = True
-        starts = F.pad(is_start_BT.flatten().nonzero()[:, 0], (0, 1), value=ids_BT.numel()).int()
-    return None, starts
+    if not doc_mask:
+        starts = torch.arange(0, ids_BT.numel() + 1, ids_BT.size(1), dtype=torch.int32, device=ids_BT.device)
+    return None, starts_on_device(ids_BT) if starts is None else starts
+
+
+def starts_on_device(ids_BT: Tensor) -> Tensor:
+    """`Batch.cu_seqlens` of any ids. Waits for the device, which compiled code cannot."""
+    starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy())).to(ids_BT.device)
+    torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
+    return starts
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, starts: None) -> Tensor:
@@ -1771,15 +1773,18 @@ def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
 
     def both_passes(attend: Callable[..., Tensor], rows: int, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t[:rows].to(dtype, copy=True).requires_grad_() for t in qkv]
-        y = attend(*leaves, *find_documents(ids_BT[:rows], None, attend, c.doc_mask))
+        run_it = torch.compile(attend, fullgraph=True) if compiling(c, run.device) else attend
+        y = run_it(*leaves, *find_documents(ids_BT[:rows], None, attend, c.doc_mask))
         return [t[:2].double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))]
 
-    ladder, tried = ["fa3", "varlen", "sdpa"] if run.device.type == "cuda" else ["sdpa"], list[str]()
-    for name in ladder if c.attention == "auto" else [c.attention]:
+    ladder, tried = ["fa3", *["varlen"] * c.doc_mask, "sdpa"], list[str]()
+    asked = ladder if run.device.type == "cuda" else ladder[-1:]
+    for name in asked if c.attention == "auto" else [c.attention]:
         try:
             attend, exact = load_attention(name), both_passes(attention_sdpa, 2, torch.float64)
             pairs = zip(both_passes(attend, shape[0], run.dtype), exact, strict=True)
-            error = max(float((found - true).abs().max() / true.abs().max()) for found, true in pairs)
+            errors = [(found - true).abs().max() / true.abs().max() for found, true in pairs]
+            error = torch.stack(errors).max().item()
             tried.append(f"{name} error:{error:.1e}")
         except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as failure:
             error = math.inf
@@ -1866,7 +1871,7 @@ class Optimizer:
         self.adam.step()
         pairs, lr = zip(slices, self.momenta, strict=True), scale * c.matrix_lr
         updates = [self._gather(self._muon_update(*pair, momentum)) for pair in pairs]
-        for bank, update in zip(self.banks, updates, strict=True):  # each travelled while later ones were made
+        for bank, update in zip(self.banks, updates, strict=True):  # sent while later ones were made
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
             bank.mul_(1.0 - lr * c.muon_wd).add_(update()[: len(bank)], alpha=-lr * factor)
         for parameter in (*self.banks, *self.small):
@@ -2121,7 +2126,8 @@ def _score(
             if fixed_shapes:  # the same rows again, until the batch is full
                 first = np.resize(first, batch_rows)
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
-            hidden_ND, targets_N = forward(model, ids_BT[:, :-1]).flatten(0, 1), ids_BT[:, 1:].flatten()
+            inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
+            hidden_ND = forward(model, inputs_BT, model.cu_seqlens(inputs_BT)).flatten(0, 1)
             offset = np.repeat(np.arange(len(start)) * context - first[: len(start)], stop - start)
             parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
             found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
@@ -2150,7 +2156,8 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
             weight.grad = torch.zeros_like(weight)
         mine_NT = batch_NT[rank::world_size].to(device)
         if len(mine_NT):  # a rank without a share takes part below, with zeros
-            loss = loss_of(model, mine_NT[:, :-1], mine_NT[:, 1:])
+            inputs_NT, targets_NT = mine_NT[:, :-1], mine_NT[:, 1:]
+            loss = loss_of(model, inputs_NT, targets_NT, model.cu_seqlens(inputs_NT))
             (loss * (len(mine_NT) / len(batch_NT))).backward()
         for name, weight in weights.items():
             if world_size > 1:
@@ -3285,7 +3292,7 @@ def score_artifact(config: Config, run: Run) -> int:
     config = Config.from_env({**os.environ, **stored.model_env()})
     tokenizer, expected = find_path(config.tokenizer_path), read_header(path)["tokenizer_sha256"]
     if not tokenizer.is_file() or hashlib.sha256(tokenizer.read_bytes()).hexdigest() != expected:
-        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: not the tokenizer of {path}, whose sha256 is {expected}")
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected the one of {path}, with sha256 {expected}")
     if config.generate:
         run.log(generate_text(ready_model(model, config, run), config, config.generate))
         return 0
