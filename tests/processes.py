@@ -80,6 +80,7 @@ class Started:
     ) -> None:
         self.runs_dir = Path(environ.get("RUNS_DIR", cwd / "runs"))
         self.console = cwd / f"console.{random.randrange(10**12)}"
+        self.console.with_suffix(self.console.suffix + ".err").touch()
         self.process = SERVER.Process(
             target=run_script,
             args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault),
@@ -263,7 +264,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A finished run with the tiny settings; to be read only."""
 
     def make(folder: Path) -> None:
-        ended = Lab(folder, dataset).succeed()
+        ended = Lab(folder, dataset).succeed(CODE_BYTES="wrapped")
         (folder / "out").write_text(ended.out, "utf-8")
         (folder / "err").write_text(ended.err, "utf-8")
 

@@ -1,4 +1,4 @@
-"""A fault matrix, with real processes: whatever kills a run, what comes after it ends with the same result."""
+"""A fault matrix with real processes: whatever kills a run, what follows ends with the same result."""
 
 from __future__ import annotations
 
