@@ -718,7 +718,7 @@ def test_a_full_disk_leaves_the_old_file(
         monkeypatch.setattr(os, "fsync", no_space)
     with (
         file_size_limit(200) if fault == "write" else contextlib.nullcontext(),
-        pytest.raises(ArtifactError, match="cannot be written"),
+        pytest.raises(train_gpt.ConfigError, match="cannot be written"),
     ):
         write(path, tiny)
     assert path.read_bytes() == b"the old file"
