@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "prove": ("records.prove", "run the dynamic proofs of a legal score on a script"),
     "diff": ("records.diff", "compare two runs or folders: config, code, metrics, curves"),
     "plot": ("records.plot", "draw loss, bits per byte and step times"),
+    "timeline": ("records.timeline", "draw a trace, lane by lane"),
     "board": ("records.board", "write the leaderboard from the folders"),
 }
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too
