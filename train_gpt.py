@@ -1640,8 +1640,8 @@ class GPT(nn.Module):
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0])
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
-        x0, stack, (encoder, decoder) = rms_norm(x), list[Tensor](), visit_order(c, self.looping)
-        lanes = [x0]  # the first one takes and gives the skips
+        x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
+        lanes, stack = [x0], []  # the first lane takes and gives the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
@@ -1984,11 +1984,11 @@ class Ledger:
 
     def record(self, start: int, nats: np.ndarray) -> None:
         """Write the targets from `start` on. ScoringError for a second score or one that is not finite."""
-        place = self._nats[start : start + len(nats)]
-        good = np.isnan(place) & np.isfinite(nats)
+        free = np.isnan(self._nats[start : start + len(nats)])
+        good = np.isfinite(nats) & np.pad(free, (0, len(nats) - len(free)))
         if not good.all():
-            raise ScoringError(f"target {start + int(good.argmin())} has a score, or got no finite one")
-        place[:] = nats
+            raise ScoringError(f"target {start + int(good.argmin())} is scored or absent, or got no finite score")
+        self._nats[start : start + len(nats)] = nats
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop: all that an update may learn from. ScoringError if one is not scored yet."""
@@ -2658,10 +2658,7 @@ def write_artifact(
         codes, tried = quantize(1.0), [1.0]
         data = assemble(codes)
         check_fit(len(data) - budget, "with RATE_CONTROL=0")
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be written ({error}); free {len(data)} bytes, resume") from error
+    write_atomically(path, data)
     bits, entropy_bytes = describe_codes(codes, chosen)
     unused = " unused: 8 bits cannot fill it" if config.rate_control and len(data) < budget - slack else ""
     log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits} passes:{len(tried)}{unused}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -32,13 +32,14 @@ def nats_of(subject: Subject, model: Any, tokens: np.ndarray, start: int, stop: 
 
 
 def train(subject: Subject, model: Any, tokens: np.ndarray) -> None:
-    """One step of SGD on a stretch of tokens."""
-    row = torch.from_numpy(tokens.astype(np.int64))[None]
-    with torch.enable_grad():
-        gradients = torch.autograd.grad(model.loss(row[:, :-1], row[:, 1:]), list(model.parameters()))
-    with torch.no_grad():
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter -= subject.config.ttt_lr * gradient
+    """Plain SGD on a stretch of tokens, a step per row of the context length."""
+    for begin in range(0, len(tokens) - 1, subject.config.eval_length):
+        row = torch.from_numpy(tokens[begin : begin + subject.config.eval_length + 1].astype(np.int64))[None]
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(model.loss(row[:, :-1], row[:, 1:]), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= subject.config.ttt_lr * gradient
 
 
 def chunks(subject: Subject, tokens: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -206,14 +207,10 @@ def double_tail(subject: Subject) -> Scorer:
     return scorer
 
 
-def kept_weights(subject: Subject) -> Mapping[str, Scorer]:
-    return {"score_ttt": honest(subject)}
-
-
 @contextlib.contextmanager
 def weights_not_restored(subject: Subject) -> Iterator[Subject]:
     """Legal scores, but the model that comes back is not the one that was given."""
-    yield dataclasses.replace(subject, scorers=kept_weights(subject))
+    yield dataclasses.replace(subject, scorers={"score_ttt": honest(subject)})
 
 
 def warm_up_on_validation(subject: Subject) -> Any:
@@ -227,20 +224,25 @@ def warm_up_on_validation(subject: Subject) -> Any:
     return warmed
 
 
-def smear_across_documents(subject: Subject) -> Any:
-    original = subject.script.previous_in_document
+@contextlib.contextmanager
+def smear_across_documents(subject: Subject) -> Iterator[Subject]:
+    """A shift of the hidden states by one position that does not stop at BOS."""
+    model_class = type(subject.model())
+    forward = model_class.forward
 
-    def smear(x_BTD: Any, inputs_BT: Any, config: Any) -> Any:
-        return original(x_BTD, inputs_BT, dataclasses.replace(config, doc_mask=False))
+    def smeared(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+        hidden_BTD = forward(model, inputs_BT, *rest)
+        return hidden_BTD + 0.1 * torch.nn.functional.pad(hidden_BTD, (0, 0, 1, 0))[:, :-1]
 
-    return smear
+    with mock.patch.object(model_class, "forward", smeared):
+        yield subject
 
 
 def double_space_bytes(subject: Subject) -> Any:
     original = subject.script.token_bytes
 
     def table(tokens: np.ndarray, config: Any) -> np.ndarray:
-        return original(tokens, config) + (original(tokens, config) > 3)
+        return original(tokens, config) + (original(tokens, config) > 1)
 
     return table
 
@@ -277,7 +279,7 @@ MUTANTS: dict[str, Mutant] = {
     "double-tail": with_scorer(double_tail),
     "weights-not-restored": weights_not_restored,
     "warm-up-on-validation": with_patch("evaluate", warm_up_on_validation),
-    "cross-document-smear": with_patch("previous_in_document", smear_across_documents),
+    "cross-document-smear": smear_across_documents,
     "wrong-byte-table": with_patch("token_bytes", double_space_bytes),
     "calibration-on-validation": with_patch("collect_hessians", calibration_on_validation),
 }

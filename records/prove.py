@@ -79,8 +79,7 @@ def _in_own_process(path: Path, folder: Path, seed: int, quick: bool) -> list[Fi
     out = folder / "findings.json"
     command = [sys.executable, "-B", "-m", "records.prove", str(path), str(folder), str(seed), str(int(quick))]
     try:
-        done = subprocess.run(command, env=_environment(), stdout=sys.stderr.fileno() if os.environ.get("PROVE_DEBUG")
-                              else subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=SECONDS_MAX, check=False)
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=SECONDS_MAX, check=False)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     except subprocess.TimeoutExpired:
         last = f"no end within {SECONDS_MAX} s"
@@ -202,9 +201,9 @@ def _suspicions(mutant: Any, name: str, laboratory: Any) -> Iterator[Finding]:
         yield from probes.byte_table(mutant, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
         yield from probes.evaluation_warmup(mutant)
         for scorer in mutant.scorers:
+            yield from probes.ledger_order(mutant, scorer)
             yield from probes.determinism(mutant, scorer)
             yield from probes.kraft_sums(mutant, scorer, [0, 15, mutant.config.ttt_chunk_tokens, 70])
-            yield from probes.ledger_order(mutant, scorer)
             yield from probes.future_flip(mutant, scorer, [20, 60, 140])
             if scorer != "score_ttt":
                 yield from probes.document_isolation(mutant, scorer)
@@ -217,7 +216,7 @@ def _without_network(attempts: list[str]) -> None:
 
     def refuse(event: str, details: Any) -> None:
         if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
-            attempts.append(f"{event} {details[-1] if details else ''}")
+            attempts.append(f"{event} {details}")
             raise PermissionError(f"the proof blocks the network: {event}")
 
     sys.addaudithook(refuse)

@@ -1,0 +1,366 @@
+"""Scores are complete, in order, the same for any number of ranks, and equal to a plain loop over windows."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from records import probes, prove, rehearsal
+from records.findings import Level, Mode
+from train_gpt import Config, ConfigError, DataError, Ledger, ScoringError, Validation, token_bytes, window_rows
+
+GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238
+VALIDATION_PREFIX_BYTES = 2_504_310  # of its 901 whole documents
+SOURCE = Path(train_gpt.__file__).read_text(encoding="utf-8")
+
+
+def subject(**settings: str) -> probes.Subject:
+    return probes.make_subject(train_gpt, **settings)
+
+
+def plain_loop(model: Any, tokens: np.ndarray, config: Config, stride: int) -> np.ndarray:
+    """Every window by itself, the head on every row; each target from the first window that reaches it."""
+    nats, window = np.full(len(tokens) - 1, np.nan), 0
+    while np.isnan(nats).any():
+        begin = window * stride
+        row = torch.from_numpy(tokens[begin : begin + config.eval_length + 1].astype(np.int64))
+        with torch.no_grad():
+            found = model.loss_per_token(model(row[None, :-1])[0], row[1:]).double().numpy()
+        first = 0 if window == 0 else config.eval_length - stride
+        nats[begin + first : begin + len(found)] = found[first:]
+        window += 1
+    return nats
+
+
+def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
+    """The protocol of PR #1493 written out for one rank; destroys the model."""
+    c, targets = config, len(tokens) - 1
+    chunk_count = -(-targets // c.ttt_chunk_tokens)
+    velocity = [torch.zeros_like(p) for p in model.parameters()]
+    nats = np.zeros(targets)
+    for chunk in range(chunk_count):
+        start, stop = chunk * c.ttt_chunk_tokens, min((chunk + 1) * c.ttt_chunk_tokens, targets)
+        nats[start:stop] = plain_loop(model, tokens, config, c.eval_stride)[start:stop]
+        rows = [tokens[i : i + c.eval_length + 1] for i in range(start, stop - c.eval_length + 1, c.eval_length)]
+        lr = c.ttt_lr * 0.5 * (1 + math.cos(math.pi * chunk / max(chunk_count - 1, 1)))
+        for _ in range(c.ttt_epochs):
+            for first in range(0, len(rows), c.ttt_batch_seqs):
+                batch = torch.from_numpy(np.stack(rows[first : first + c.ttt_batch_seqs]).astype(np.int64))
+                loss = model.loss(batch[:, :-1], batch[:, 1:])
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+                scale = min(1.0, c.ttt_grad_clip / norm) if c.ttt_grad_clip else 1.0
+                with torch.no_grad():
+                    for p, v, g in zip(model.parameters(), velocity, gradients, strict=True):
+                        v.mul_(c.ttt_momentum).add_(g, alpha=scale)
+                        p.sub_(v, alpha=lr)
+    return nats
+
+
+# --- the ledger ---
+
+
+def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
+    ledger = Ledger(np.arange(11))
+    ledger.record(0, np.ones(4))
+    with pytest.raises(ScoringError, match="target 3 "):
+        ledger.record(3, np.ones(2))
+    with pytest.raises(ScoringError, match="target 5 "):
+        ledger.record(4, np.array([1.0, np.nan]))
+    with pytest.raises(ScoringError, match="6 targets were never scored, the first is 4"):
+        ledger.total_nats()
+    with pytest.raises(ValueError, match="read-only"):
+        ledger.nats[0] = 0.0
+    ledger.record(4, np.full(6, 0.5))
+    assert ledger.total_nats() == 7.0 and len(ledger) == 10
+
+
+@pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2)])
+def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
+    with pytest.raises(ScoringError, match="absent"):
+        Ledger(np.arange(11)).record(start, np.ones(count))
+
+
+def test_updates_get_scored_tokens_only() -> None:
+    tokens = np.arange(10, 21)
+    ledger = Ledger(tokens)
+    assert ledger.scored_tokens(0, 1).tolist() == [10]
+    with pytest.raises(ScoringError, match="not all scored"):
+        ledger.scored_tokens(0, 2)
+    ledger.record(0, np.ones(4))
+    assert ledger.scored_tokens(1, 5).tolist() == [11, 12, 13, 14]
+    for start, stop in ((0, 6), (4, 6), (0, 99)):
+        with pytest.raises(ScoringError):
+            ledger.scored_tokens(start, stop)
+    ledger.scored_tokens(0, 5)[:] = 0
+    assert ledger.scored_tokens(0, 1).tolist() == [10]
+
+
+def test_the_source_learns_from_scored_tokens_only() -> None:
+    section = SOURCE[SOURCE.index("# EVALUATION —") : SOURCE.index("# ARTIFACT —")]
+    functions = {n.name: n for n in ast.walk(ast.parse(section)) if isinstance(n, ast.FunctionDef)}
+    names = {name: {n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute)} for name, f in functions.items()}
+    assert [name for name, used in names.items() if {"backward", "grad", "step"} & used] == ["learn"]
+    calls = [n for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "learn"]
+    (call,) = calls
+    assert ast.unparse(call.args[2]) == "ledger.scored_tokens(begin, end + 1)"
+    assert [argument.arg for argument in functions["learn"].args.args] == ["model", "sgd", "tokens", "config"]
+
+
+# --- windows ---
+
+
+def test_windows_and_chunks_have_the_published_counts() -> None:
+    begins = np.zeros(GOLDEN_TARGETS, np.int32)
+    rows = np.array(list(window_rows(GOLDEN_TARGETS, 2048, 64, begins, 32_768)))
+    per_chunk = np.bincount(rows[:, 1] // 32_768)
+    assert len(rows) == GOLDEN_WINDOWS and len(per_chunk) == GOLDEN_CHUNKS
+    assert per_chunk[0] == 481 and per_chunk[-1] == 96 and set(per_chunk[1:-1]) == {512}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms())
+def test_rows_cover_each_target_once_with_its_context(
+    targets: int, stride: int, strides: int, contexts: int, random: Any
+) -> None:
+    context = stride * strides
+    starts = np.array([random.random() < 0.05 for _ in range(targets)])
+    begins = np.maximum.accumulate(np.where(starts, np.arange(targets), 0))
+    expected = 0
+    for first, start, stop in window_rows(targets, context, stride, begins, contexts * context):
+        assert start == expected < stop <= first + context
+        assert start // (contexts * context) == (stop - 1) // (contexts * context)
+        for target in range(start, stop):
+            assert first <= max(int(begins[target]), target - (context - stride), 0)
+        expected = stop
+    assert expected == targets
+
+
+@pytest.mark.parametrize("mask", ["0", "1"])
+@pytest.mark.parametrize("batch_tokens", ["16", "128", "4096"])
+def test_scorers_equal_a_plain_loop_over_windows(mask: str, batch_tokens: str) -> None:
+    lab = subject(DOC_MASK=mask, VAL_BATCH_SIZE=batch_tokens)
+    model, tokens = lab.model(), lab.tokens()
+    for name, stride in (("score_roundtrip", 16), ("score_sliding", 8)):
+        found, expected = lab.nats(name, tokens, model), plain_loop(model, tokens, lab.config, stride)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_with_documents_fewer_rows_are_computed_than_windows_exist() -> None:
+    lab, rows = subject(), list[int]()
+    model, forward = lab.model(), train_gpt.GPT.forward
+
+    def counted(model: Any, ids_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(len(ids_BT))
+        return forward(model, ids_BT, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.GPT, "forward", counted)
+        lab.nats("score_sliding", lab.tokens(), model)
+    assert sum(rows) < 1 + (149 - 16 + 7) // 8
+
+
+@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 33, 34])
+def test_streams_shorter_than_a_window_or_a_chunk_are_scored_whole(length: int) -> None:
+    lab = subject()
+    tokens, model = lab.tokens()[:length], lab.model()
+    found = [lab.nats(name, tokens, model) for name in probes.SCORERS]
+    assert all(len(nats) == length - 1 and np.isfinite(nats).all() for nats in found)
+    np.testing.assert_allclose(found[1], plain_loop(model, tokens, lab.config, 8), atol=2e-5)
+    if length <= lab.config.ttt_chunk_tokens + 1:
+        assert np.array_equal(found[1], found[2]), "there is nothing to learn from before the last chunk"
+
+
+@pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS"])
+def test_streams_with_odd_documents_are_scored_whole(kind: str) -> None:
+    lab = subject()
+    tokens = lab.tokens()
+    tokens[tokens == 1] = 3
+    tokens[{"no BOS": slice(0, 0), "only BOS": slice(None), "late BOS": slice(77, 79)}[kind]] = 1
+    model = lab.model()
+    found = lab.nats("score_sliding", tokens, model)
+    np.testing.assert_allclose(found, plain_loop(model, tokens, lab.config, 8), atol=2e-5)
+    assert np.isfinite(lab.nats("score_ttt", tokens, model)).all()
+
+
+def test_a_context_that_is_no_multiple_of_the_stride_is_scored_whole_and_in_order() -> None:
+    lab = subject(EVAL_STRIDE="6", TTT_CHUNK_TOKENS="36")
+    found = lab.nats("score_sliding", lab.tokens())
+    np.testing.assert_allclose(found, plain_loop(lab.model(), lab.tokens(), lab.config, 6), atol=2e-5)
+    findings = [*probes.ledger_order(lab, "score_ttt"), *probes.kraft_sums(lab, "score_ttt", [0, 36, 40])]
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings)
+
+
+# --- test-time training ---
+
+
+@pytest.mark.parametrize("changes", [{}, {"TTT_EPOCHS": "2", "TTT_BATCH_SEQS": "1"}, {"TTT_GRAD_CLIP": "0"}])
+def test_ttt_follows_the_protocol(changes: dict[str, str]) -> None:
+    lab = subject(TTT_LR="0.05", **changes)
+    found = lab.nats("score_ttt", lab.tokens())
+    np.testing.assert_allclose(found, plain_ttt(lab.model(), lab.tokens(), lab.config), atol=2e-4)
+    assert np.abs(found - lab.nats("score_sliding", lab.tokens())).max() > 0.01
+
+
+def test_the_last_chunk_is_never_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, learned = subject(), list[list[int]]()
+    monkeypatch.setattr(train_gpt, "learn", lambda model, sgd, tokens, config: learned.append(tokens.tolist()))
+    lab.nats("score_ttt", lab.tokens())
+    stream = lab.tokens().tolist()
+    assert learned == [stream[start : start + 33] for start in (0, 32, 64, 96)]
+
+
+def test_weights_come_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = subject()
+    model, calls = lab.model(), iter(range(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    original = train_gpt.learn
+
+    def learn_twice(*arguments: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    monkeypatch.setattr(train_gpt, "learn", learn_twice)
+    with pytest.raises(KeyboardInterrupt):
+        lab.nats("score_ttt", lab.tokens(), model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_layers_do_not_move_and_the_others_do() -> None:
+    lab = subject(TTT_FREEZE_BLOCKS="1", PARALLEL_START_LAYER="0", PARALLEL_MODE="lanes")
+    model, config = lab.model(), lab.config
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_gpt.learn(model, sgd, lab.tokens()[:33], config)
+    for name, weight in model.named_parameters():
+        moved = (weight.detach() - before[name]).abs()
+        if name in train_gpt.BANKS or "_L" in name:
+            moved = moved.unflatten(0, (-1, config.num_layers))
+            assert moved[:, 0].max() == 0 and (moved.numel() == 0 or moved[:, 1].max() > 0), name
+        elif "_P" in name:
+            assert moved[0].max() == 0, name
+
+
+def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "RANKS", (3,))
+    findings = list(prove.rank_invariance(subject(), Path(train_gpt.__file__), tmp_path))
+    assert len(findings) == 3
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
+
+
+# --- bytes ---
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory:
+    return rehearsal.build_laboratory(tmp_path_factory.mktemp("laboratory"))
+
+
+def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
+    places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
+    return Config.from_env({**rehearsal.TINY_RUN, **places, **changes})
+
+
+@pytest.mark.parametrize("size", [1024, 8192])
+def test_bytes_of_the_real_validation_prefix(shared_data: Path, size: int) -> None:
+    folder = shared_data / f"datasets/fineweb_sample_sp{size}"
+    model = shared_data / f"tokenizers/fineweb_{size}_bpe.model"
+    config = Config.from_env({"DATA_PATH": str(folder), "TOKENIZER_PATH": str(model), "VOCAB_SIZE": str(size)})
+    tokens = np.concatenate([train_gpt.read_tokens(s) for s in train_gpt.open_shards(f"{folder}/fineweb_val_*.bin")])
+    starts = np.append(np.flatnonzero(tokens == 1), len(tokens))
+    whole = tokens[: starts[901]]
+    assert token_bytes(whole, config).sum() == VALIDATION_PREFIX_BYTES
+
+
+def test_pieces_count_the_bytes_that_they_decode_to(laboratory: rehearsal.Laboratory) -> None:
+    lab = subject()
+    findings = list(probes.byte_table(lab, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces))
+    assert [finding.check for finding in findings] == ["B10", "B11"]
+
+
+def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
+    tokens, counts = np.array([1, 5, 6, 1, 7], np.uint16), np.array([0, 3, 1, 0, 4], "<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = *rehearsal.SHARD_HEADER, len(counts)
+    (tmp_path / "fineweb_val_bytes_000000.bin").write_bytes(header.tobytes() + counts.tobytes())
+    config = byte_config(laboratory, DATA_PATH=str(tmp_path))
+    assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
+    assert token_bytes(tokens[:3], config).tolist() == [3, 1]
+    with pytest.raises(DataError, match="4 counts for 5 targets"):
+        token_bytes(np.append(tokens, 8), config)
+
+
+def test_a_foreign_tokenizer_is_refused(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
+    (tmp_path / "broken.model").write_bytes(b"no model")
+    for changes in ({"TOKENIZER_PATH": str(tmp_path / "absent")}, {"TOKENIZER_PATH": str(tmp_path / "broken.model")}):
+        with pytest.raises(DataError, match="no SentencePiece model"):
+            token_bytes(np.array([1, 5]), byte_config(laboratory, **changes))
+    with pytest.raises(DataError, match="320 pieces.*VOCAB_SIZE=512"):
+        token_bytes(np.array([1, 5]), byte_config(laboratory, VOCAB_SIZE="512"))
+
+
+# --- settings, lines, text ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"EVAL_STRIDE": "17"}, {"TTT_CHUNK_TOKENS": "36"}, {"TTT_CHUNK_TOKENS": "8"}, {"EVAL_STRIDE": "0"}],
+)
+def test_settings_that_contradict_are_config_errors(changes: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"EVAL_STRIDE|TTT_CHUNK_TOKENS"):
+        subject(**changes)
+
+
+@pytest.fixture
+def lines() -> Iterator[Any]:
+    yield lambda run, label: [line for line in run.lines if line.startswith(label)]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_final_lines_are_verbatim_and_marked(limited: bool, lines: Any) -> None:
+    lab, run = subject(VAL_PROGRESS_LOG_EVERY="2"), probes.RecordingRun()
+    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, limited), "int6")
+    assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
+    mark = " comparable:0" if limited else ""
+    for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
+        short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
+        assert re.fullmatch(rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short)
+        numbers = rf"val_loss:\d+\.\d{{8}} val_bpb:\d+\.\d{{8}} scored_tokens:149 val_bytes:321{mark}"
+        assert re.fullmatch(f"{label}_exact {numbers}", exact)
+    score = scores["roundtrip"]
+    assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
+    assert len(lines(run, "val_progress:legal_ttt ")) == 3
+
+
+def test_text_is_generated_and_reproducible(laboratory: rehearsal.Laboratory) -> None:
+    config = byte_config(laboratory, GENERATE_TOKENS="40")
+    model = train_gpt.build_model(config)
+    first, second = (train_gpt.generate_text(model, config, "ab") for _ in range(2))
+    assert first == second and first.startswith("ab") and len(first) > 2
+    greedy = byte_config(laboratory, GENERATE_TOKENS="5", GENERATE_TEMPERATURE="0", SEED="9")
+    sampled_greedy = train_gpt.generate_text(model, greedy, "ab")
+    other_seed = byte_config(laboratory, GENERATE_TOKENS="5", GENERATE_TEMPERATURE="0", SEED="10")
+    assert train_gpt.generate_text(model, other_seed, "ab") == sampled_greedy
+
+
+@pytest.mark.slow
+def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
+    plain, compiled = subject(TTT_LR="0.05"), subject(TTT_LR="0.05", COMPILE="1")
+    for name in probes.SCORERS:
+        found = compiled.nats(name, compiled.tokens())
+        np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
