@@ -1987,7 +1987,7 @@ class Ledger:
         free = np.isnan(self._nats[start : start + len(nats)])
         good = np.isfinite(nats) & np.pad(free, (0, len(nats) - len(free)))
         if not good.all():
-            raise ScoringError(f"target {start + int(good.argmin())} is scored or absent, or got no finite score")
+            raise ScoringError(f"target {start + int(good.argmin())} is scored, or absent, or not finite")
         self._nats[start : start + len(nats)] = nats
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
@@ -2009,8 +2009,8 @@ def window_rows(
 ) -> Iterator[tuple[int, int, int]]:
     """Rows of sliding windows: first token, first target to score, one after its last; all inside a chunk.
 
-    Window 0 scores all its targets, others their last `stride`. The last window that holds the document of the
-    first unscored target stands for those between: attention stays inside documents, they agree to rounding.
+    Window 0 scores all its targets, others their last `stride`. The last window that holds the document of
+    the first unscored target stands for those between: attention stays in documents, they agree to rounding.
     `document_begin` is that of each target's input (zeros: a row per window); only the past decides the rows.
     """
     stop = 0
@@ -2437,24 +2437,33 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
             if changed:
                 every = np.tile(np.arange(model.symbols, dtype=np.uint8), len(CLASS_MEANS))
                 lookup = every.repeat(model.frequencies)
-            slots = tables // model.symbols << PROBABILITY_BITS
-            for left in range(0, columns, lanes):
-                state = states[: min(lanes, columns - left)]
-                slot = state & (TABLE_SIZE - 1)
-                row[left : left + lanes] = symbols = lookup[slots[left : left + lanes] + slot]
-                entries = tables[left : left + lanes] + symbols
-                state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot
-                state -= model.starts[entries]
-                low = np.flatnonzero(state < 1 << STATE_BITS)
-                if used + len(low) > len(words):
-                    raise ArtifactError(f"the {len(words)} words end early")
-                state[low] = state[low] << WORD_BITS | words[used : used + len(low)]
-                used += len(low)
+            used = decode_row(row, model, tables, lookup, states, words, used)
             model.learn(tables, row)
         arrays.append((array - peak).astype(np.int8))
     if used != len(words) or (states != 1 << STATE_BITS).any():
         raise ArtifactError("the words do not end where the arrays end")
     return arrays
+
+
+def decode_row(
+    row: np.ndarray, model: CodeModel, tables: np.ndarray, lookup: np.ndarray, states: np.ndarray,
+    words: np.ndarray, used: int,
+) -> int:  # fmt: skip
+    """Write the next row's symbols into `row`, advance the lane states, and return the words used so far."""
+    slots, lanes = tables // model.symbols << PROBABILITY_BITS, len(states)
+    for left in range(0, len(row), lanes):
+        state = states[: min(lanes, len(row) - left)]
+        slot = state & (TABLE_SIZE - 1)
+        row[left : left + lanes] = symbols = lookup[slots[left : left + lanes] + slot]
+        entries = tables[left : left + lanes] + symbols
+        state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot
+        state -= model.starts[entries]
+        low = np.flatnonzero(state < 1 << STATE_BITS)
+        if used + len(low) > len(words):
+            raise ArtifactError(f"the {len(words)} words end early")
+        state[low] = state[low] << WORD_BITS | words[used : used + len(low)]
+        used += len(low)
+    return used
 
 
 def matrix_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, int, int]]]:
@@ -3377,8 +3386,9 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     if run.rank == 0:
         write_atomically(run.path("train_gpt.py"), inputs.source)
         write_atomically(run.path("config.env"), "\n".join([*settings, ""]).encode())
-    if config.val_bytecount_device != "cpu":
-        run.log("VAL_BYTECOUNT_DEVICE: accepted, but bytes are a constant of the data, summed once on the host")
+    if config.val_bytecount_device != "cpu" or not config.val_copy_stream:
+        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted, but validation bytes are summed once on the "
+                "host, and with VAL_PREFETCH=1 validation tokens are copied once, before they are scored")
     for setting in settings:
         run.log(f"  {setting}{'  # changed' if setting.split('=')[0] in overrides else ''}", console=False)
     fewest, most = inputs.artifact_bytes

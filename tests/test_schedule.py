@@ -1,0 +1,96 @@
+"""SCHEDULE: golden values of the records' curves, and the same curve for every machine and clock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress
+
+PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "scale"), [(0.0, 1.0), (0.15, 1.0), (0.28, 1.0), (0.64, 0.5), (0.82, 0.25), (1.0, 0.0)]
+)
+def test_warmdown_of_pr1493(progress: float, scale: float) -> None:
+    assert learning_rate_scale(progress, 100, PR1493) == pytest.approx(scale, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("progress", "scale"), [(0.0, 1.0), (0.15, 1.0), (0.575, 0.5), (0.915, 0.1), (0.99, 0.1), (1.3, 0.1)]
+)
+def test_default_warmdown_ends_on_its_floor(progress: float, scale: float) -> None:
+    assert learning_rate_scale(progress, 100, Config()) == pytest.approx(scale, abs=1e-12)
+
+
+def test_no_warmdown() -> None:
+    assert learning_rate_scale(0.999, 10, Config(warmdown_frac=0.0)) == 1.0
+
+
+@pytest.mark.parametrize("step", [1, 12_000, 12_580, 12_581, 13_000, 13_779])
+def test_warmdown_in_steps_follows_the_baseline_under_a_clock(step: int) -> None:
+    """The baseline: remaining milliseconds over WARMDOWN_ITERS mean steps, 43.54 ms each, 600 s in all."""
+    config = Config(warmdown_iters=1200, min_lr=0.0)
+    elapsed_ms = 43.54 * step
+    remaining_ms, warmdown_ms = 600_000 - elapsed_ms, 1200 * elapsed_ms / step
+    expected = remaining_ms / warmdown_ms if remaining_ms <= warmdown_ms else 1.0
+    assert learning_rate_scale(elapsed_ms / 600_000, step, config) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("step", "scale"), [(0, 1.0), (800, 1.0), (900, 0.5), (990, 0.05)])
+def test_warmdown_in_steps_without_a_clock(step: int, scale: float) -> None:
+    config = Config(warmdown_iters=200, min_lr=0.0, iterations=1000, max_wallclock_seconds=0.0)
+    progress = run_progress(123.0, step, 0.0, config)
+    assert learning_rate_scale(progress, step, config) == pytest.approx(scale)
+
+
+def test_the_first_step_of_a_short_run_is_at_full_rate() -> None:
+    """A warm-down longer than the run: full rate at step 0, then as far down as the mean step says."""
+    config = Config(warmdown_iters=3500, min_lr=0.0)
+    assert learning_rate_scale(0.0, 0, config) == 1.0
+    assert learning_rate_scale(0.001, 1, config) == pytest.approx(0.999 / 3.5)
+
+
+@pytest.mark.parametrize(("step", "momentum"), [(0, 0.92), (750, 0.955), (1500, 0.99), (9000, 0.99)])
+def test_momentum_rises_over_steps(step: int, momentum: float) -> None:
+    config = Config(muon_momentum=0.99, muon_momentum_warmup_steps=1500)
+    assert muon_momentum(0.5, step, config) == pytest.approx(momentum)
+
+
+@pytest.mark.parametrize(("progress", "momentum"), [(0.0, 0.92), (0.15, 0.945), (0.3, 0.97), (1.0, 0.97)])
+def test_momentum_rises_over_a_share_of_the_run(progress: float, momentum: float) -> None:
+    assert muon_momentum(progress, 7, Config()) == pytest.approx(momentum)
+
+
+def test_momentum_without_warmup() -> None:
+    assert muon_momentum(0.0, 0, Config(muon_momentum_warmup_frac=0.0)) == 0.97
+
+
+def test_the_loop_switches_on_once() -> None:
+    on = [loop_is_on(percent / 100, Config()) for percent in range(101)]
+    assert on == [False] * 35 + [True] * 66
+    assert not loop_is_on(1.0, Config(num_loops=0))
+    assert loop_is_on(0.0, Config(enable_looping_at=0.0))
+
+
+def test_progress_is_the_share_of_what_ends_first() -> None:
+    config = Config(iterations=1000, max_wallclock_seconds=600.0)
+    assert run_progress(294.0, 100, 12.0, config) == pytest.approx(0.5)
+    assert run_progress(58.8, 500, 12.0, config) == pytest.approx(0.5)
+    steps_only = dataclasses.replace(config, max_wallclock_seconds=0.0)
+    assert run_progress(1e9, 250, 0.0, steps_only) == 0.25
+    assert run_progress(0.0, 0, 0.0, config) == 0.0
+
+
+def test_every_machine_follows_one_curve() -> None:
+    """Eight cards for 600 s, one for 4,800 s and a laptop for 60 s: equal shares, equal rates."""
+    curves = []
+    for seconds, steps in ((600.0, 4800), (4800.0, 4800), (60.0, 130)):
+        config = Config(max_wallclock_seconds=seconds)
+        shares = [run_progress(seconds * tenth / 10, steps * tenth // 10, 0.0, config) for tenth in range(11)]
+        rates = [learning_rate_scale(share, 1, config) for share in shares]
+        moments = [muon_momentum(share, 1, config) for share in shares]
+        curves.append([*rates, *moments, *(loop_is_on(share, config) for share in shares)])
+    assert curves[0] == pytest.approx(curves[1]) and curves[0] == pytest.approx(curves[2])
