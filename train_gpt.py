@@ -1834,7 +1834,9 @@ def optimizer_groups(config: Config, names: Iterable[str]) -> dict[str, list[str
 class Optimizer:
     """One step over all parameters, which all ranks take together; the same on any number, to rounding."""
 
-    def __init__(self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False):
+    def __init__(
+        self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False
+    ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
         groups = optimizer_groups(config, [name for name, _ in model.named_parameters()])

@@ -26,7 +26,7 @@ def test_every_linked_file_exists(readme: str, repo: Path) -> None:
 
 def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
     makefile = (repo / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`?make ([a-z-]+)", readme):
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for config in re.findall(r"`(\w+\.env)`", readme):
         assert (repo / "records" / "configs" / config).is_file() or config == "config.env", config
