@@ -1,7 +1,7 @@
 """Scorers that are wrong or illegal on purpose: the proofs must kill every one, or they are blind (B16).
 
-Each is a context that yields the subject with one thing broken. Most score in chunks of non-overlapping rows, the
-honest part, and differ from a legal scorer in what they learn, when, or what they put in the ledger.
+Each is a context that yields the subject with one thing broken. Most score in chunks of non-overlapping rows,
+the honest part, and differ from a legal scorer in what they learn, when, or what they put in the ledger.
 """
 
 from __future__ import annotations

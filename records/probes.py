@@ -1,7 +1,7 @@
-"""Dynamic proofs that a score is legal: a tiny model, a tiny stream, and what must hold for any flip of a token.
+"""Dynamic proofs that a score is legal: a tiny model, a tiny stream, and what holds for any flip of a token.
 
-Each probe takes a `Subject` and yields findings; one that fails names positions and numbers. B1-B15 are the checks
-of the proofs that `records prove` reports. Flips and Kraft sums treat a scorer as a black box from tokens to nats.
+Each probe takes a `Subject` and yields findings; one that fails names positions and numbers. B1-B15 are the
+checks that `records prove` reports. Flips and Kraft sums treat a scorer as a black box from tokens to nats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SCORERS = ("score_roundtrip", "score_sliding", "score_ttt")
 ENTRY_POINT = ("Config", "build_model", "Ledger", *SCORERS)
 TINY = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0", "VOCAB_SIZE": "12", "NUM_LAYERS": "2",
-    "MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "MLP_MULT": "2", "XSA_LAST_N": "2", "ROPE_DIMS": "0",
+    "MODEL_DIM": "16", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "MLP_MULT": "2", "XSA_LAST_N": "2",
+    "ROPE_DIMS": "0",
     "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "-1", "GATE_WINDOW": "4", "TRAIN_SEQ_LEN": "16",
     "TRAIN_BATCH_TOKENS": "64", "MICRO_BATCH_TOKENS": "64", "VAL_BATCH_SIZE": "128", "EVAL_STRIDE": "8",
     "TTT_CHUNK_TOKENS": "32", "TTT_EPOCHS": "1", "TTT_BATCH_SEQS": "2", "TTT_LR": "0.3",
@@ -45,7 +46,6 @@ class Subject:
     config: Any
     scorers: Mapping[str, Scorer]
     seed: int = 0
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def model(self) -> Any:
         """The tiny model: every parameter away from its initial value, so that every path counts."""
@@ -57,7 +57,7 @@ class Subject:
         return model
 
     def tokens(self) -> np.ndarray:
-        """The stream: BOS first, documents of many lengths, an empty one, one longer than the context, a tail."""
+        """The stream: BOS first, an empty document, some longer than a window, a tail."""
         random = np.random.default_rng(self.seed)
         tokens = random.integers(2, self.config.vocab_size, STREAM_TOKENS).astype(np.uint16)
         tokens[[0, 11, 40, 41, 96, 131]] = BOS_ID
@@ -89,7 +89,10 @@ def future_flip(subject: Subject, name: str, positions: Iterable[int] | None = N
     tokens, model = subject.tokens(), subject.model()
     before, flips, worst = subject.nats(name, tokens, model), 0, 0.0
     for j in range(1, len(tokens)) if positions is None else positions:
-        for new in [other_token(tokens[j], subject.config), *([BOS_ID] if j % 4 == 0 and tokens[j] != BOS_ID else [])]:
+        for new in [
+            other_token(tokens[j], subject.config),
+            *([BOS_ID] if j % 4 == 0 and tokens[j] != BOS_ID else []),
+        ]:
             flipped = tokens.copy()
             flipped[j] = new
             moved = np.abs(subject.nats(name, flipped, model)[: j - 1] - before[: j - 1])
@@ -97,11 +100,17 @@ def future_flip(subject: Subject, name: str, positions: Iterable[int] | None = N
             flips += 1
             if not (moved <= limit).all():
                 first = int(np.argmax(~(moved <= limit)))
-                text = f"C1: changing token {j} to {new} moved the loss of target {first} by {moved[first]:.1e}"
-                yield fail("B1", text, where(subject, name, first), "score a chunk before anything learns from it")
+                text = (
+                    f"C1: changing token {j} to {new} moved the loss of target {first} by {moved[first]:.1e}"
+                )
+                yield fail(
+                    "B1", text, where(subject, name, first), "score a chunk before anything learns from it"
+                )
                 return
             worst = max(worst, float(moved.max(initial=0.0)))
-    yield info("B1", f"none of {flips} flips moved an earlier loss (most: {worst:.1e}, where a BOS repacks)", name)
+    yield info(
+        "B1", f"none of {flips} flips moved an earlier loss (most: {worst:.1e}, where a BOS repacks)", name
+    )
 
 
 def kraft_positions(subject: Subject) -> list[int]:
@@ -110,7 +119,9 @@ def kraft_positions(subject: Subject) -> list[int]:
     chunks = {i for c in range(0, targets, config.ttt_chunk_tokens) for i in (c, c - 1) if i >= 0}
     windows = {config.eval_length, config.eval_length - 1, config.eval_length + config.eval_stride}
     documents = {int(i) + d for i in np.flatnonzero(subject.tokens() == BOS_ID) for d in (-2, -1, 0)}
-    return sorted(i for i in {*chunks, *windows, *documents, 1, targets // 2, targets - 1} if 0 <= i < targets)
+    return sorted(
+        i for i in {*chunks, *windows, *documents, 1, targets // 2, targets - 1} if 0 <= i < targets
+    )
 
 
 def kraft_sums(subject: Subject, name: str, positions: Iterable[int] | None = None) -> Iterator[Finding]:
@@ -125,8 +136,10 @@ def kraft_sums(subject: Subject, name: str, positions: Iterable[int] | None = No
             total += math.exp(-subject.nats(name, changed, model)[target])
         worst = max(worst, abs(total - 1))
         if not abs(total - 1) <= KRAFT_TOLERANCE:
-            text = (f"C2/C3: the probabilities of {subject.config.vocab_size} candidates at target {target} "
-                    f"sum to {total:.4f}")
+            text = (
+                f"C2/C3: the probabilities of {subject.config.vocab_size} candidates at target {target} "
+                f"sum to {total:.4f}"
+            )
             remedy = "score with one normalised distribution, fixed before the target is known"
             yield fail("B2", text, where(subject, name, target), remedy)
             return
@@ -142,7 +155,7 @@ class Events:
 
 @contextlib.contextmanager
 def watched(subject: Subject, events: Events) -> Iterator[None]:
-    """Log every ledger entry, forward pass (inputs, whether it learns, a fingerprint of weights) and SGD step."""
+    """Log each ledger entry, SGD step and forward pass: inputs, whether it learns, a sum of the weights."""
     model_class, ledger_class = type(subject.model()), subject.script.Ledger
     forward, record = model_class.forward, ledger_class.record
 
@@ -176,11 +189,17 @@ def ledger_order(subject: Subject, name: str) -> Iterator[Finding]:
     prints = [value[1] for kind, value in events.log if kind == "score"]
     start = float(sum(p.double().sum() for p in before))
     same = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    if not same or prints and prints[0] != start:
-        text = "weights differ after scoring" if not same else "the first score did not use the weights it was given"
+    if not same or (prints and prints[0] != start):
+        text = (
+            "weights differ after scoring"
+            if not same
+            else "the first score did not use the weights it was given"
+        )
         yield fail("B6", text, name, "restore the weights, and begin with those of the artifact")
     elif name != "score_ttt" and len(set(prints)) > 1:
-        yield fail("B6", "parameters changed during an evaluation without training", name, "score with fixed weights")
+        yield fail(
+            "B6", "parameters changed during an evaluation without training", name, "score with fixed weights"
+        )
     else:
         yield info("B6", "scoring began with the weights it was given and left them as they were", name)
 
@@ -193,7 +212,7 @@ def _coverage(ledger: Any, events: Events, name: str) -> Iterator[Finding]:
         counts[start : start + length] += 1
     gaps, twice = np.flatnonzero(counts[:targets] == 0), np.flatnonzero(counts > 1)
     if len(nats) != targets or not np.isfinite(nats).all() or len(gaps):
-        text = f"{targets} targets, but {len(nats)} in the ledger, {len(gaps)} never recorded (first: {gaps[:1]})"
+        text = f"{targets} targets, but {len(nats)} in the ledger, {len(gaps)} never recorded {gaps[:1]}"
         yield fail("B3", text, name, "score every target, the tail included")
     elif len(twice):
         text = f"{len(twice)} targets recorded more than once, the first is {twice[0]}"
@@ -214,7 +233,9 @@ def _write_once(subject: Subject, ledger: Any, name: str) -> Iterator[Finding]:
     validation = subject.script.Validation(subject.tokens(), 1000, False)
     bits = validation.score(ledger).bits_per_byte
     expected = math.fsum(nats) / math.log(2) / 1000
-    if not math.isclose(bits, expected, rel_tol=1e-9) or not math.isclose(total, math.fsum(nats), rel_tol=1e-9):
+    if not math.isclose(bits, expected, rel_tol=1e-9) or not math.isclose(
+        total, math.fsum(nats), rel_tol=1e-9
+    ):
         yield fail("B4", f"headline {bits} bits per byte, the ledger says {expected}", name, "sum the ledger")
     else:
         yield info("B4", "a second write is refused; the headline is the sum of the ledger", name)
@@ -228,13 +249,19 @@ def _update_order(tokens: np.ndarray, events: Events, name: str) -> Iterator[Fin
         elif kind == "step":
             steps += 1
             if not scored:
-                yield fail("B5", f"optimizer step {steps} came before the first score", name, "score first (C3)")
+                yield fail(
+                    "B5", f"optimizer step {steps} came before the first score", name, "score first (C3)"
+                )
                 return
         elif kind == "learn":
             for row in value[0]:
-                ends = [i + len(row) for i in range(len(stream) - len(row) + 1) if stream[i : i + len(row)] == row]
+                ends = [
+                    i + len(row) for i in range(len(stream) - len(row) + 1) if stream[i : i + len(row)] == row
+                ]
                 if not ends or min(ends) > scored:
-                    text = f"learns from a row that ends at target {min(ends, default=-1)}, {scored} are scored"
+                    text = (
+                        f"learns from a row that ends at target {min(ends, default=-1)}, {scored} are scored"
+                    )
                     yield fail("B5", text, name, "train on `ledger.scored_tokens` alone")
                     return
     yield info("B5", f"each of {steps} updates came after the scores of what it learned from", name)
@@ -250,7 +277,7 @@ def document_isolation(subject: Subject, name: str) -> Iterator[Finding]:
         moved = np.abs(subject.nats(name, changed, model)[start:] - before[start:])
         if moved.max() > 0:
             first = start + int(moved.argmax())
-            text = f"token {start - 1}, the last of its document, moves the loss of target {first} by {moved.max():.1e}"
+            text = f"token {start - 1} moves target {first} of the next document by {moved.max():.1e}"
             report = fail if subject.config.doc_mask else warn
             yield report("B9", text, name, "mask attention and every shift at BOS (#1797, #1851)")
             return
@@ -265,7 +292,9 @@ def determinism(subject: Subject, name: str) -> Iterator[Finding]:
         yield info("B14", "a second run gives the same ledger, bit for bit", name)
         return
     target = int(np.argmax(first != second))
-    yield fail("B14", f"a second run gives target {target} other nats", name, "draw no random numbers in scoring")
+    yield fail(
+        "B14", f"a second run gives target {target} other nats", name, "draw no random numbers in scoring"
+    )
 
 
 class RecordingRun:
@@ -296,7 +325,7 @@ class RecordingRun:
 
 def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
     """B7: what `evaluate` does before its timers reads no validation token and leaves the weights alone."""
-    run, events, seen = RecordingRun(), Events(), list[tuple[str, list[list[int]]]]()
+    run, seen = RecordingRun(), list[tuple[str, list[list[int]]]]()
     config, model, tokens = replace(subject.config, compile="1"), subject.model(), subject.tokens()
     validation = subject.script.Validation(tokens, 1000, False)
     original = type(model).forward
@@ -308,7 +337,6 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
     with mock.patch.object(torch, "compile", lambda function, **_: function), \
             mock.patch.object(type(model), "forward", forward):  # fmt: skip
         subject.script.evaluate(model, config, run, validation, "int6")
-    del events
     stream = tokens.tolist()
     known = {tuple(stream[i : i + 8]) for i in range(len(stream) - 7)}
     for phase, rows in seen:
@@ -324,21 +352,36 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
 
 def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) -> Iterator[Finding]:
     """B10 and B11: each target's bytes, by the script's table, against the bytes of the decoded documents."""
-    config = replace(subject.config, tokenizer_path=tokenizer, vocab_size=pieces.vocab_size(), data_path="/absent")
+    config = replace(
+        subject.config, tokenizer_path=tokenizer, vocab_size=pieces.vocab_size(), data_path="/absent"
+    )
     for text in texts:
         ids = pieces.encode(text)
         decoded = len(pieces.decode(ids).encode())
         counted = int(subject.script.token_bytes(np.array([BOS_ID, *ids, BOS_ID], np.uint16), config).sum())
         if counted != decoded:
-            got = f"{text!r} counts {counted} bytes, it decodes to {decoded} (x{counted / max(decoded, 1):.4f})"
-            yield fail("B10", got, "token_bytes", "count pieces, byte fallbacks and leading spaces once (#1719)")
+            got = (
+                f"{text!r} counts {counted} bytes, it decodes to {decoded} (x{counted / max(decoded, 1):.4f})"
+            )
+            yield fail(
+                "B10", got, "token_bytes", "count pieces, byte fallbacks and leading spaces once (#1719)"
+            )
             return
     stream = [i for text in texts for i in (BOS_ID, *pieces.encode(text))]
     counted = int(subject.script.token_bytes(np.array(stream, np.uint16), config).sum())
     expected = sum(len(pieces.decode(pieces.encode(text)).encode()) for text in texts)
     if counted != expected:
-        yield fail("B10", f"packed documents count {counted} bytes, expected {expected}", "token_bytes", "reset at BOS")
+        yield fail(
+            "B10",
+            f"packed documents count {counted} bytes, expected {expected}",
+            "token_bytes",
+            "reset at BOS",
+        )
         return
-    yield info("B10", f"{len(texts)} texts, alone and packed: {counted} bytes counted, as decoded", "token_bytes")
+    yield info(
+        "B10", f"{len(texts)} texts, alone and packed: {counted} bytes counted, as decoded", "token_bytes"
+    )
     lossy = [text for text in texts if pieces.decode(pieces.encode(text)) != text]
-    yield info("B11", f"tokenizer round trip exact for {len(texts) - len(lossy)} of {len(texts)} texts", "tokenizer")
+    yield info(
+        "B11", f"tokenizer round trip exact for {len(texts) - len(lossy)} of {len(texts)} texts", "tokenizer"
+    )

@@ -1,4 +1,4 @@
-"""`prove PATH`: run the dynamic proofs of a legal score on a script; exit status 0 proven, 1 refuted, 2 not checkable.
+"""`prove PATH`: dynamic proofs of a legal score; exit status 0 proven, 1 refuted, 2 not checked.
 
 The script is loaded in a process of its own without network. Honest scores pass; every mutant must be killed.
 """
@@ -31,7 +31,7 @@ RANK_TOLERANCE = 1e-3  # nats; summing gradients in another order, after several
 NOT_CHECKED = {
     "B1": "future independence", "B2": "normalisation", "B3": "coverage", "B4": "write-once scores",
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
-    "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact round trip",
+    "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact",
     "B13": "rank invariance", "B14": "determinism", "B15": "no network", "B16": "mutants",
 }  # fmt: skip
 
@@ -39,7 +39,9 @@ NOT_CHECKED = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", type=Path, metavar="PATH", help="a train_gpt.py")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model and stream")
-    parser.add_argument("--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run")
+    parser.add_argument(
+        "--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run"
+    )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
@@ -65,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
 def render(findings: list[Finding]) -> str:
     """One line per result, those that fail with evidence and what to do."""
-    lines = []
+    lines, names = [], {Level.INFO: "pass", Level.WARN: "WARN", Level.FAIL: "FAIL"}
     for finding in findings:
         level = finding.level(Mode.AGREED)
-        lines.append(f"  {'pass' if level is Level.INFO else level.name:4} {finding.check:3} {finding.text}  [{finding.where}]")
+        lines.append(f"  {names[level]} {finding.check:3} {finding.text}  [{finding.where}]")
         if level is not Level.INFO:
             lines.append(f"           -> {finding.remedy}")
     return "\n".join(lines)
@@ -77,28 +79,51 @@ def render(findings: list[Finding]) -> str:
 def _in_own_process(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
     """The findings of a worker process; what ends it is a finding too."""
     out = folder / "findings.json"
-    command = [sys.executable, "-B", "-m", "records.prove", str(path), str(folder), str(seed), str(int(quick))]
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "records.prove",
+        str(path),
+        str(folder),
+        str(seed),
+        str(int(quick)),
+    ]
     try:
-        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=SECONDS_MAX, check=False)
+        done = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=SECONDS_MAX, check=False
+        )
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     except subprocess.TimeoutExpired:
         last = f"no end within {SECONDS_MAX} s"
     if not out.is_file():
         return not_checked(path, f"the script's process ended early: {last}")
-    return [Finding(**{**f, "written": Level(f["written"]), "practised": Level(f["practised"])})
-            for f in json.loads(out.read_text())]
+    return [
+        Finding(**{**f, "written": Level(f["written"]), "practised": Level(f["practised"])})
+        for f in json.loads(out.read_text())
+    ]
 
 
 def _environment() -> dict[str, str]:
     keep = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR", "LANG") if key in os.environ}
     root = str(Path(__file__).resolve().parents[1])
-    return {**keep, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **keep,
+        "PYTHONPATH": root,
+        "OMP_NUM_THREADS": "1",
+        "GOMP_SPINCOUNT": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def not_checked(path: Path, why: str) -> list[Finding]:
     """A warning per proof that could not be run."""
-    remedy = "offer Config.from_env, build_model, Ledger and the scorers score_roundtrip, score_sliding, score_ttt"
-    return [warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in NOT_CHECKED.items()]
+    remedy = (
+        "offer Config.from_env, build_model, Ledger and the scorers score_roundtrip, score_sliding, score_ttt"
+    )
+    return [
+        warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in NOT_CHECKED.items()
+    ]
 
 
 def load_script(path: Path) -> ModuleType:
@@ -145,19 +170,33 @@ def rank_invariance(subject: Any, path: Path, folder: Path) -> Iterator[Finding]
 
     alone = {name: subject.nats(name, subject.tokens()) for name in subject.scorers}
     for ranks in RANKS:
-        command = [sys.executable, "-B", "-m", "records.prove", str(path), str(folder), str(subject.seed), f"of{ranks}"]
+        command = [
+            sys.executable,
+            "-B",
+            "-m",
+            "records.prove",
+            str(path),
+            str(folder),
+            str(subject.seed),
+            f"of{ranks}",
+        ]
         children = [subprocess.Popen([*command, str(rank)], env=_environment(), stdout=subprocess.DEVNULL)
                     for rank in range(ranks)]  # fmt: skip
         codes = [child.wait(timeout=SECONDS_MAX) for child in children]
         if any(codes):
-            yield fail("B13", f"{ranks} ranks ended with {codes}", "gloo, CPU", "let every rank join every collective")
+            yield fail(
+                "B13",
+                f"{ranks} ranks ended with {codes}",
+                "gloo, CPU",
+                "let every rank join every collective",
+            )
             continue
         ledgers = [np.load(folder / f"ledger_{ranks}_{rank}.npz") for rank in range(ranks)]
         for name, nats in alone.items():
             limit = RANK_TOLERANCE if name == "score_ttt" else 0.0
             worst = np.max([np.abs(ledger[name] - nats) for ledger in ledgers], axis=0)
             target = int(worst.argmax())
-            text = f"{ranks} ranks: the ledger differs from that of one by at most {worst[target]:.1e}, at target {target}"
+            text = f"{ranks} ranks: at most {worst[target]:.1e} from the ledger of one, at target {target}"
             if worst[target] > limit:
                 yield fail("B13", text, name, "share no state before every rank has scored")
             else:
@@ -171,7 +210,9 @@ def surviving_mutants(subject: Any, laboratory: Any) -> Iterator[Finding]:
     killers = {name: kill(subject, name, laboratory) for name in MUTANTS}
     survivors = [name for name, finding in killers.items() if finding is None]
     if survivors:
-        yield fail("B16", f"mutants survived: {', '.join(survivors)}", "self-test", "the audit itself is blind")
+        yield fail(
+            "B16", f"mutants survived: {', '.join(survivors)}", "self-test", "the audit itself is blind"
+        )
     else:
         by = ", ".join(f"{name} ({finding.check})" for name, finding in killers.items() if finding)
         yield info("B16", f"{len(killers)} of {len(killers)} mutants killed: {by}", "self-test")
@@ -208,7 +249,9 @@ def _suspicions(mutant: Any, name: str, laboratory: Any) -> Iterator[Finding]:
             if scorer != "score_ttt":
                 yield from probes.document_isolation(mutant, scorer)
     except (script.ScoringError, IndexError) as error:
-        yield fail("B3", f"the scorer raised {type(error).__name__}: {error}", name, "score every target once")
+        yield fail(
+            "B3", f"the scorer raised {type(error).__name__}: {error}", name, "score every target once"
+        )
 
 
 def _without_network(attempts: list[str]) -> None:
@@ -235,14 +278,18 @@ def _work(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
     missing = [name for name in ENTRY_POINT if not hasattr(script, name)]
     if missing:
         return not_checked(path, f"it has no {', '.join(missing)}")
-    findings = []
+    findings: list[Finding] = []
     try:
         findings.extend(proofs(script, folder, seed, quick))
     except Exception as error:
         traceback.print_exc()
-        findings.append(fail("B3", f"the proofs stopped: {type(error).__name__}: {error}", path.name, "see its message"))
+        findings.append(
+            fail("B3", f"the proofs stopped: {type(error).__name__}: {error}", path.name, "see its message")
+        )
     if attempts:
-        findings.append(fail("B15", f"tried to reach the network: {attempts[0]}", path.name, "ship all it needs"))
+        findings.append(
+            fail("B15", f"tried to reach the network: {attempts[0]}", path.name, "ship all it needs")
+        )
     else:
         findings.append(info("B15", "no socket was asked for, with all of them blocked", path.name))
     return sorted(findings, key=lambda finding: int(finding.check[1:]))
@@ -258,8 +305,8 @@ def _ledgers_of_a_rank(path: Path, folder: Path, seed: int, ranks: int, rank: in
     store = f"file://{folder}/store_{ranks}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     subject = probes.make_subject(load_script(path), seed)
-    np.savez(folder / f"ledger_{ranks}_{rank}.npz",
-             **{name: subject.nats(name, subject.tokens()) for name in subject.scorers})  # fmt: skip
+    ledgers: dict[str, Any] = {name: subject.nats(name, subject.tokens()) for name in subject.scorers}
+    np.savez(folder / f"ledger_{ranks}_{rank}.npz", **ledgers)
     dist.destroy_process_group()
 
 

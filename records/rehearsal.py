@@ -1,4 +1,4 @@
-"""A whole run of a script on a few synthetic documents, watched: what is read when, and what comes back (B7-B14)."""
+"""A whole run of a script on synthetic documents, watched: what is read when, what comes back (B7-B14)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,24 @@ from records.probes import BOS_ID
 VOCAB_SIZE = 320
 GRAM = 8  # tokens that tell validation text from training text
 SHARD_HEADER = (20240520, 1)
-TEXTS = ["", " ", "a plain line", "two  spaces", "café 東京 🙂 \u2581 nul\x00byte", "tab\tand\nnewline", "ﬁ ½"]
+TEXTS = [
+    "",
+    " ",
+    "a plain line",
+    "two  spaces",
+    "café 東京 🙂 \u2581 nul\x00byte",
+    "tab\tand\nnewline",
+    "ﬁ ½",
+]
 TINY_RUN = {
-    "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0", "VOCAB_SIZE": str(VOCAB_SIZE), "NUM_LAYERS": "2",
-    "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "MLP_MULT": "2", "XSA_LAST_N": "2", "ROPE_DIMS": "0",
+    "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0", "VOCAB_SIZE": str(VOCAB_SIZE),
+    "NUM_LAYERS": "2",
+    "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "MLP_MULT": "2", "XSA_LAST_N": "2",
+    "ROPE_DIMS": "0",
     "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "-1", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
     "MICRO_BATCH_TOKENS": "128", "VAL_BATCH_SIZE": "256", "EVAL_STRIDE": "16", "TTT_CHUNK_TOKENS": "128",
-    "TTT_EPOCHS": "1", "TTT_BATCH_SEQS": "2", "ITERATIONS": "3", "MAX_WALLCLOCK_SECONDS": "0", "EMA_DECAY": "0.5",
+    "TTT_EPOCHS": "1", "TTT_BATCH_SEQS": "2", "ITERATIONS": "3", "MAX_WALLCLOCK_SECONDS": "0",
+    "EMA_DECAY": "0.5",
     "GPTQ_CALIBRATION_BATCHES": "2", "ARTIFACT_BYTES_MAX": "150000",
 }  # fmt: skip
 
@@ -110,7 +121,7 @@ def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
 
 
 def run_script(script: ModuleType, laboratory: Laboratory, name: str, **settings: str) -> tuple[Watch, Path]:
-    """Do a whole tiny run in this process; its run directory and what was watched. RuntimeError when it fails."""
+    """Do a whole tiny run in this process; what was watched and its directory. RuntimeError when it fails."""
     watch, runs = Watch(), laboratory.folder / "runs"
     places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
     environment = {**TINY_RUN, **places, "RUNS_DIR": str(runs), "RUN_ID": name, **settings}
@@ -125,7 +136,7 @@ def run_script(script: ModuleType, laboratory: Laboratory, name: str, **settings
 
 
 def data_apart(laboratory: Laboratory, watch: Watch) -> Iterator[Finding]:
-    """B8: nothing learns from or calibrates on validation before evaluation, and evaluation sees no training text."""
+    """B8: nothing learns from or calibrates on validation before evaluation, which sees no training text."""
     training, validation = laboratory.grams("train"), laboratory.grams("val")
     counts = {"learning": 0, "evaluation": 0}
     for phase, learns, rows in watch.passes:
@@ -133,12 +144,16 @@ def data_apart(laboratory: Laboratory, watch: Watch) -> Iterator[Finding]:
         counts["evaluation" if evaluating else "learning"] += 1
         stolen = {False: validation - training, True: training - validation}[evaluating].intersection(rows)
         if stolen and (learns or evaluating):
-            what = "training text is read" if evaluating else "a pass learns from or calibrates on validation text"
+            what = (
+                "training text is read"
+                if evaluating
+                else "a pass learns from or calibrates on validation text"
+            )
             text = f"{what} in phase {phase!r}: tokens {np.frombuffer(stolen.pop(), np.int64).tolist()}"
             yield fail("B8", text, "a whole tiny run", "keep the splits apart (#728)")
             return
-    text = f"{counts['learning']} passes before evaluation learn from training text alone; {counts['evaluation']} in it"
-    yield info("B8", text + " see validation alone", "a whole tiny run")
+    text = f"{counts['learning']} passes before evaluation, none on validation; {counts['evaluation']} in it"
+    yield info("B8", text + ", none on training text", "a whole tiny run")
 
 
 def same_result(first: Path, second: Path) -> Iterator[Finding]:
@@ -149,9 +164,18 @@ def same_result(first: Path, second: Path) -> Iterator[Finding]:
     differs = [name for name, a, b in zip(names, *results, strict=True) if a != b]
     for check, what in (("B7", "two warm-up steps"), ("B14", "prefetching loader")):
         if differs:
-            yield fail(check, f"{', '.join(differs)} differ with and without {what}", "two tiny runs", "undo it exactly")
+            yield fail(
+                check,
+                f"{', '.join(differs)} differ with and without {what}",
+                "two tiny runs",
+                "undo it exactly",
+            )
         else:
-            yield info(check, f"stream hash, artifact and losses are the same with and without {what}", "two tiny runs")
+            yield info(
+                check,
+                f"stream hash, artifact and losses are the same with and without {what}",
+                "two tiny runs",
+            )
 
 
 def artifact_returns(script: ModuleType, laboratory: Laboratory, directory: Path) -> Iterator[Finding]:
@@ -165,6 +189,15 @@ def artifact_returns(script: ModuleType, laboratory: Laboratory, directory: Path
         text = f"artifact has {path.stat().st_size} bytes, {summary['artifact']['bytes']} were counted"
         yield fail("B12", text, str(path.name), "count the file that is written")
     elif abs(nats - reported) > 1e-4 * reported:
-        yield fail("B12", f"artifact scores {nats} nats, the run reported {reported}", "model.bin", "score what is read")
+        yield fail(
+            "B12",
+            f"artifact scores {nats} nats, the run reported {reported}",
+            "model.bin",
+            "score what is read",
+        )
     else:
-        yield info("B12", f"artifact: {path.stat().st_size} bytes as counted; reloaded it scores the same", "model.bin")
+        yield info(
+            "B12",
+            f"artifact: {path.stat().st_size} bytes as counted; reloaded it scores the same",
+            "model.bin",
+        )

@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 import train_gpt
 from records import probes, prove, rehearsal
 from records.findings import Level, Mode
-from train_gpt import Config, ConfigError, DataError, Ledger, ScoringError, Validation, token_bytes, window_rows
+from train_gpt import (
+    Config,
+    ConfigError,
+    DataError,
+    Ledger,
+    ScoringError,
+    Validation,
+    token_bytes,
+    window_rows,
+)
 
 GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238
 VALIDATION_PREFIX_BYTES = 2_504_310  # of its 901 whole documents
@@ -52,7 +61,9 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
     for chunk in range(chunk_count):
         start, stop = chunk * c.ttt_chunk_tokens, min((chunk + 1) * c.ttt_chunk_tokens, targets)
         nats[start:stop] = plain_loop(model, tokens, config, c.eval_stride)[start:stop]
-        rows = [tokens[i : i + c.eval_length + 1] for i in range(start, stop - c.eval_length + 1, c.eval_length)]
+        rows = [
+            tokens[i : i + c.eval_length + 1] for i in range(start, stop - c.eval_length + 1, c.eval_length)
+        ]
         lr = c.ttt_lr * 0.5 * (1 + math.cos(math.pi * chunk / max(chunk_count - 1, 1)))
         for _ in range(c.ttt_epochs):
             for first in range(0, len(rows), c.ttt_batch_seqs):
@@ -110,9 +121,13 @@ def test_updates_get_scored_tokens_only() -> None:
 def test_the_source_learns_from_scored_tokens_only() -> None:
     section = SOURCE[SOURCE.index("# EVALUATION —") : SOURCE.index("# ARTIFACT —")]
     functions = {n.name: n for n in ast.walk(ast.parse(section)) if isinstance(n, ast.FunctionDef)}
-    names = {name: {n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute)} for name, f in functions.items()}
+    names = {
+        name: {n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute)} for name, f in functions.items()
+    }
     assert [name for name, used in names.items() if {"backward", "grad", "step"} & used] == ["learn"]
-    calls = [n for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "learn"]
+    calls = [
+        n for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "learn"
+    ]
     (call,) = calls
     assert ast.unparse(call.args[2]) == "ledger.scored_tokens(begin, end + 1)"
     assert [argument.arg for argument in functions["learn"].args.args] == ["model", "sgd", "tokens", "config"]
@@ -215,7 +230,9 @@ def test_ttt_follows_the_protocol(changes: dict[str, str]) -> None:
 
 def test_the_last_chunk_is_never_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     lab, learned = subject(), list[list[int]]()
-    monkeypatch.setattr(train_gpt, "learn", lambda model, sgd, tokens, config: learned.append(tokens.tolist()))
+    monkeypatch.setattr(
+        train_gpt, "learn", lambda model, sgd, tokens, config: learned.append(tokens.tolist())
+    )
     lab.nats("score_ttt", lab.tokens())
     stream = lab.tokens().tolist()
     assert learned == [stream[start : start + 33] for start in (0, 32, 64, 96)]
@@ -280,8 +297,12 @@ def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
 def test_bytes_of_the_real_validation_prefix(shared_data: Path, size: int) -> None:
     folder = shared_data / f"datasets/fineweb_sample_sp{size}"
     model = shared_data / f"tokenizers/fineweb_{size}_bpe.model"
-    config = Config.from_env({"DATA_PATH": str(folder), "TOKENIZER_PATH": str(model), "VOCAB_SIZE": str(size)})
-    tokens = np.concatenate([train_gpt.read_tokens(s) for s in train_gpt.open_shards(f"{folder}/fineweb_val_*.bin")])
+    config = Config.from_env(
+        {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(model), "VOCAB_SIZE": str(size)}
+    )
+    tokens = np.concatenate(
+        [train_gpt.read_tokens(s) for s in train_gpt.open_shards(f"{folder}/fineweb_val_*.bin")]
+    )
     starts = np.append(np.flatnonzero(tokens == 1), len(tokens))
     whole = tokens[: starts[901]]
     assert token_bytes(whole, config).sum() == VALIDATION_PREFIX_BYTES
@@ -307,10 +328,13 @@ def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_p
 
 def test_a_foreign_tokenizer_is_refused(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
     (tmp_path / "broken.model").write_bytes(b"no model")
-    for changes in ({"TOKENIZER_PATH": str(tmp_path / "absent")}, {"TOKENIZER_PATH": str(tmp_path / "broken.model")}):
+    for changes in (
+        {"TOKENIZER_PATH": str(tmp_path / "absent")},
+        {"TOKENIZER_PATH": str(tmp_path / "broken.model")},
+    ):
         with pytest.raises(DataError, match="no SentencePiece model"):
             token_bytes(np.array([1, 5]), byte_config(laboratory, **changes))
-    with pytest.raises(DataError, match="320 pieces.*VOCAB_SIZE=512"):
+    with pytest.raises(DataError, match=r"320 pieces.*VOCAB_SIZE=512"):
         token_bytes(np.array([1, 5]), byte_config(laboratory, VOCAB_SIZE="512"))
 
 
@@ -339,7 +363,9 @@ def test_final_lines_are_verbatim_and_marked(limited: bool, lines: Any) -> None:
     mark = " comparable:0" if limited else ""
     for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
         short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
-        assert re.fullmatch(rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short)
+        assert re.fullmatch(
+            rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short
+        )
         numbers = rf"val_loss:\d+\.\d{{8}} val_bpb:\d+\.\d{{8}} scored_tokens:149 val_bytes:321{mark}"
         assert re.fullmatch(f"{label}_exact {numbers}", exact)
     score = scores["roundtrip"]

@@ -131,7 +131,9 @@ def test_a_script_that_does_not_load_or_does_not_exist_is_no_verdict(tmp_path: P
 
 def test_the_network_is_refused_and_named(tmp_path: Path) -> None:
     script = tmp_path / "train_gpt.py"
-    call = "import socket\ntry:\n    socket.create_connection(('example.org', 80))\nexcept OSError:\n    pass\n"
+    call = (
+        "import socket\ntry:\n    socket.create_connection(('example.org', 80))\nexcept OSError:\n    pass\n"
+    )
     names = "Config = build_model = Ledger = score_roundtrip = score_sliding = score_ttt = None\n"
     script.write_text(call + names)
     done = prove_file(script)
