@@ -571,8 +571,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 # TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
 # ============================================================================================================
 
-TRACE_TAIL = b"\n]}\n"
-TRACE_FLUSH_EVENTS = 1000
+TRACE_TAIL, TRACE_FLUSH_EVENTS = b"\n]}\n", 1000
 NO_SPAN = contextlib.nullcontext()
 
 
@@ -596,7 +595,7 @@ class Trace:
 
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
         """What the calling thread does inside the `with` block, also when that raises."""
-        return self._span(name, lane, args) if self.recording else NO_SPAN
+        return NO_SPAN if self.file is None else self._span(name, lane, args)
 
     @contextlib.contextmanager
     def _span(self, name: str, lane: str, args: dict[str, Any]) -> Iterator[None]:
@@ -623,20 +622,10 @@ class Trace:
         event, host_ns = self.anchor
         self.complete(name, lane, *(host_ns + 1e6 * event.elapsed_time(other) for other in (start, end)))
 
-    def counter(self, name: str, **values: float) -> None:
-        """One point of each of the curves `values`."""
+    def point(self, phase: str, name: str, lane: str = "main", **fields: Any) -> None:
+        """Now: counters ("C", args), or an arrow that leaves ("s", id) or enters ("f", id) the open span."""
         if self.recording:
-            self._add("main", time.perf_counter_ns(), ph="C", name=name, args=values)
-
-    def flow_start(self, flow_id: str, lane: str, phase: str = "s") -> None:
-        """The arrow `flow_id` leaves the span that is open on `lane`."""
-        if self.recording:
-            number = int(hashlib.sha256(f"{self.rank} {flow_id}".encode()).hexdigest()[:12], 16)
-            self._add(lane, time.perf_counter_ns(), ph=phase, bp="e", name="flow", cat="flow", id=number)
-
-    def flow_end(self, flow_id: str, lane: str) -> None:
-        """The arrow `flow_id` arrives at the span that is open on `lane`."""
-        self.flow_start(flow_id, lane, phase="f")
+            self._add(lane, time.perf_counter_ns(), ph=phase, name=name, cat="batch", bp="e", **fields)
 
     def step(self, step: int) -> None:
         """Tell the current step: it opens and closes the window, and flushes now and then."""
@@ -667,17 +656,17 @@ class Trace:
         """Flush and close the file; what comes later is dropped."""
         self.flush()
         with self.lock:
-            file, self.file, self.recording, self.window_ns = self.file, None, False, [math.inf, math.inf]
-        if file is not None:
-            os.close(file)
+            if self.file is not None:
+                os.close(self.file)
+            self.file, self.recording, self.window_ns = None, False, [math.inf, math.inf]
 
 
 class StepTimer:
     """`timing_breakdown` lines and `train` spans, from the host clock and CUDA events read once complete.
 
     A step neither reported (TRAINING_TIMING_EVERY) nor traced costs next to nothing; none waits for the GPU.
-    batch_cpu is host time, batch_h2d what the compute stream waited for the batch (not what is hidden).
-    Batch, forward and backward are means per micro-step; val is the validation before the step (`val_ms`).
+    All but optimizer and val (the validation before the step) are means per micro-step; batch_cpu is host
+    time, batch_h2d what the compute stream waited for the batch.
     """
 
     def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
@@ -695,7 +684,7 @@ class StepTimer:
         self.val_ms = 0.0
 
     def lap(self, name: str) -> None:
-        """Here ends a batch, h2d, forward, backward, optimizer or val."""
+        """Here ends a batch, forward, backward or optimizer."""
         if self.active:
             event = torch.cuda.Event(enable_timing=True) if self.cuda else None
             if event is not None:
@@ -711,23 +700,17 @@ class StepTimer:
 
     def _read(self, step: int, reported: bool, val_ms: float, laps: list[tuple[str, int, Any]]) -> str | None:
         ms = dict.fromkeys(("batch_cpu", "batch_h2d", "forward", "backward", "optimizer"), 0.0)
-        ms["val"] = val_ms
         self.trace.complete("train", "main", laps[0][1], laps[-1][1], step=step)
-        _, start_ns, start = laps[0]
-        for name, end_ns, end in laps[1:]:
-            host_ms = (end_ns - start_ns) / 1e6
+        micro_steps = max(1, sum(name == "forward" for name, _, _ in laps))
+        for (_, start_ns, start), (name, end_ns, end) in itertools.pairwise(laps):
+            host_ms, gpu_ms = (end_ns - start_ns) / 1e6, start.elapsed_time(end) if self.cuda else 0.0
             self.trace.complete(name, "main", start_ns, end_ns, step=step)
             if self.cuda:
                 self.trace.cuda_complete(name, "compute stream", start, end)
-            ms["batch_cpu"] += host_ms if name == "batch" else 0.0
-            if self.cuda or name != "batch":
-                key = "batch_h2d" if name in ("batch", "h2d") else name
-                ms[key] += start.elapsed_time(end) if self.cuda else host_ms
-            start_ns, start = end_ns, end
-        micro_steps = max(1, sum(name == "forward" for name, _, _ in laps))
-        for name in ("batch_cpu", "batch_h2d", "forward", "backward"):
-            ms[name] /= micro_steps
-        fields = " ".join(f"{name}_ms:{value:.2f}" for name, value in ms.items())
+            both = {"batch_cpu": host_ms, "batch_h2d": gpu_ms}
+            for key, value in (both if name == "batch" else {name: gpu_ms if self.cuda else host_ms}).items():
+                ms[key] += value / (1 if name == "optimizer" else micro_steps)
+        fields = " ".join(f"{name}_ms:{value:.2f}" for name, value in (ms | {"val": val_ms}).items())
         return f"timing_breakdown step:{step} micro_steps:{micro_steps} {fields}" if reported else None
 
 
@@ -775,32 +758,29 @@ def read_into(file: Any, buffer: np.ndarray) -> int:
     return file.readinto(buffer)
 
 
-def read_steps(shard: Shard, out: np.ndarray, start: int = 0, vocab_size: int = 1 << 16) -> Iterator[None]:
-    """Read tokens `start`… of a shard into `out`, READ_TOKENS a step. DataError names file and byte."""
+def read_tokens(
+    shard: Shard, start: int = 0, stop: int | None = None, vocab_size: int = 1 << 16,
+    closed: Callable[[], bool] = lambda: False,
+) -> np.ndarray:  # fmt: skip
+    """Tokens [start, stop) of a shard, uint16; DataError names file and byte. LoaderError once `closed()`."""
     if (now := _open_shard(shard.path)) != shard:
         raise DataError(f"{shard.path}: has {now.tokens} tokens, expected {shard.tokens} as at the start")
+    out = np.empty(min(shard.tokens if stop is None else stop, shard.tokens) - start, np.uint16)
     with open(shard.path, "rb") as file:
         for first in range(0, len(out), READ_TOKENS):
             part, byte = out[first : first + READ_TOKENS], SHARD_HEADER_BYTES + 2 * (start + first)
             try:
                 file.seek(byte)
-                got = read_into(file, part)
+                if (got := read_into(file, part)) != part.nbytes:
+                    raise EOFError(f"{got} bytes there, expected {part.nbytes}")
             except (Exception, SystemExit) as error:
                 raise DataError(f"{shard.path}, byte {byte}: {error!r}; check disk and file") from error
-            if got != part.nbytes:
-                raise DataError(f"{shard.path}, byte {byte}: {got} bytes, expected {part.nbytes}; cut?")
             if part.max() >= vocab_size:
                 at = int(np.argmax(part >= vocab_size))
                 where = f"{shard.path}, token {start + first + at}, byte {byte + 2 * at}"
                 raise DataError(f"{where}: id {part[at]}, expected below VOCAB_SIZE={vocab_size}")
-            yield
-
-
-def read_tokens(shard: Shard, start: int = 0, stop: int | None = None, vocab_size: int = 65536) -> np.ndarray:
-    """Tokens [start, stop) of a shard, uint16. Raises DataError."""
-    out = np.empty(min(shard.tokens if stop is None else stop, shard.tokens) - start, np.uint16)
-    for _ in read_steps(shard, out, start, vocab_size):
-        pass
+            if closed():
+                raise LoaderError(f"{shard.path}: closed while it was read")
     return out
 
 
@@ -828,11 +808,10 @@ def random_words(start: int, count: int, *key: int) -> np.ndarray:
 
 
 class TokenOrder:
-    """The stream: each epoch permutes the shards and, within each shard, its sequences.
+    """The stream: each epoch permutes the shards and, within each, its sequences; any position in O(shards).
 
-    Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped. A
-    visit is one reading of one shard, numbered on through the epochs; any position is found in O(shards).
-    Raises DataError when there is no sequence.
+    Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped.
+    A visit is one reading of one shard, numbered on through the epochs. DataError: no sequence at all.
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, seed: int, shuffle: bool) -> None:
@@ -840,10 +819,10 @@ class TokenOrder:
         self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
         if not self.shards:
             longest = max((shard.tokens for shard in shards), default=0)
-            needed = f"expected TRAIN_SEQ_LEN + 1 = {seq_len + 1}; fetch more or lower it"
-            raise DataError(f"the longest training shard has {longest} tokens, {needed}")
+            raise DataError(f"the longest training shard has {longest} tokens, expected TRAIN_SEQ_LEN + 1 = "
+                            f"{seq_len + 1}; fetch more or lower it")
         self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards], np.int64)
-        self.epoch_sequences, self.plan = int(self.sizes.sum()), (-1, self.sizes, self.sizes)
+        self.epoch_sequences = int(self.sizes.sum())
 
     def permutation(self, count: int, *key: int) -> np.ndarray:
         """The numbers below `count` in the order of random words (seed, *key); SHUFFLE=0: in their own."""
@@ -851,80 +830,86 @@ class TokenOrder:
             return np.arange(count)
         return np.argsort(random_words(0, count, self.seed, *key), kind="stable")
 
-    def _turns(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        plan = self.plan  # read and replaced as a whole: two threads may be in two epochs
-        if plan[0] != epoch:
-            turns = self.permutation(len(self.shards), epoch)
-            plan = self.plan = (epoch, turns, np.cumsum(self.sizes[turns]))
-        return plan[1], plan[2]
-
     def visit(self, visit: int) -> tuple[Shard, tuple[int, int, int]]:
         """The shard that a visit reads, and the arguments of `permutation` that order its sequences."""
         epoch, turn = divmod(visit, len(self.shards))
-        number = int(self._turns(epoch)[0][turn])
+        number = int(self.permutation(len(self.shards), epoch)[turn])
         return self.shards[number], (int(self.sizes[number]), epoch, number)
 
     def segments(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """The parts (visit, start within it, length) of `count` sequences from position `first` of it."""
         while count:
             epoch, place = divmod(first, self.epoch_sequences)
-            turns, ends = self._turns(epoch)
+            ends = np.cumsum(sizes := self.sizes[self.permutation(len(self.shards), epoch)])
             turn = int(np.searchsorted(ends, place, side="right"))
             length = min(count, int(ends[turn]) - place)
-            yield epoch * len(turns) + turn, place - int(ends[turn] - self.sizes[turns[turn]]), length
+            yield epoch * len(ends) + turn, place - int(ends[turn] - sizes[turn]), length
             first, count = first + length, count - length
 
 
+class ShardFeed:
+    """The stream in order, out of `visits`: (visit, its tokens, the order of its sequences), one by one."""
+
+    def __init__(self, order: TokenOrder, visits: Iterator[Any]) -> None:
+        self.order, self.visits = order, visits
+        self.visit, self.tokens, self.sequences = -1, np.empty(0, np.uint16), np.empty(0, np.int64)
+
+    def gather(self, first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> None:
+        """Write the sequences at position `first`… of the stream: T inputs and the token behind them."""
+        done, seq_len = 0, self.order.seq_len
+        for visit, start, length in self.order.segments(first, len(last_B)):
+            while self.visit != visit:
+                self.visit, self.tokens, self.sequences = next(self.visits)
+            picked, rows = self.sequences[start : start + length], slice(done, done + length)
+            whole = self.tokens[: len(self.sequences) * seq_len].reshape(-1, seq_len)
+            np.take(whole, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
+            last_B[rows] = self.tokens[(picked + 1) * seq_len]
+            done += length
+
+
 def loader_error(where: str, error: BaseException) -> LoaderError:
-    """`error`, of any kind, as `next()` raises it: with its place and the traceback of its origin."""
+    """`error`, of any kind, as `next_batch` raises it: with its place and the traceback of its origin."""
     if isinstance(error, LoaderError):
         return error
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return LoaderError(f"{where}: {type(error).__name__}: {error}\n{text}")
+    return LoaderError(f"{where}: {error!r}\n{''.join(traceback.format_exception(error))}")
 
 
 class Stage(Iterator[Any]):
-    """A thread that runs `items` at most `ahead` items ahead of its one reader. An item None is only a pause.
+    """A thread that runs `items` ahead of its one reader; every `get` ends in the next item or an error.
 
-    Items, the end and errors of any kind arrive in order; every `get` ends in one of them. With the item that
-    the reader holds, `ahead + 1` exist: items that go round so many slots are never overwritten too soon.
+    With the item that the reader holds, `ahead + 1` exist: so many slots are never overwritten too soon.
     """
 
     def __init__(self, name: str, items: Iterator[Any], ahead: int, device: torch.device) -> None:
         self.name, self.items, self.ahead, self.device = name, items, ahead, device
-        self.ready, self.stopped, self.changed = list[Any](), False, threading.Condition()
-        self.end: Exception | None = None
+        self.ready, self.end, self.changed = list[Any](), list[LoaderError](), threading.Condition()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        end: Exception = StopIteration()
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread is on device 0
             for item in self.items:
                 self._put(item)
         except BaseException as error:
-            end = loader_error(self.name, error).with_traceback(None)
-        with self.changed:
-            self.end, self.items = end, iter(())  # neither keeps slots or files any longer
-            self.changed.notify_all()
+            self.stop(loader_error(self.name, error))
 
     def _put(self, item: Any) -> None:
         with self.changed:
-            self.ready += [] if item is None else [item]
+            self.ready.append(item)
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.ahead)
-            if self.stopped:
-                raise LoaderError(f"{self.name}: closed")
+            self.changed.wait_for(lambda: self.end or len(self.ready) < self.ahead)
+            if self.end:
+                raise self.end[0]
 
     def get(self, timeout_seconds: float = math.inf) -> Any:
-        """The next item. Raises LoaderError, StopIteration after the last item, TimeoutError."""
+        """The next item. Raises LoaderError, or TimeoutError."""
         deadline = time.monotonic() + timeout_seconds
         with self.changed:
             while not self.ready:
-                if self.stopped or self.end is not None:
-                    raise self.end or LoaderError(f"{self.name}: closed")
+                if self.end:
+                    raise self.end[0]
                 if not self.thread.is_alive():
                     raise LoaderError(f"{self.name}: the worker thread ended without a word")
                 if time.monotonic() > deadline:
@@ -935,175 +920,41 @@ class Stage(Iterator[Any]):
 
     __next__ = get
 
-    def stop(self) -> None:
-        """Wake both sides; the thread ends at its next item or pause."""
+    def stop(self, error: LoaderError | None = None) -> None:
+        """Wake both sides: the thread ends at its next item, the reader after what is ready."""
         with self.changed:
-            self.stopped = True
+            self.end.append((error or LoaderError(f"{self.name}: closed")).with_traceback(None))
             self.changed.notify_all()
 
 
 class Slot:
     """Room for one batch of uint16 ids, on the host (pinned for a GPU) or on the device.
 
-    `filled` and `free` are CUDA events around what reads it: the first lets the reader begin, the second the
-    writer of the next batch.
+    Of its CUDA events `filled` lets the reader begin, and `free` the writer of the next batch.
     """
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device, cuda: bool) -> None:
+    def __init__(self, size: int, device: torch.device, cuda: bool) -> None:
         pin = cuda and device.type == "cpu"
-        self.ids = torch.empty(shape, dtype=torch.uint16, device=device, pin_memory=pin)
-        self.index, self.meta = -1, None
+        self.ids = torch.empty(size, dtype=torch.uint16, device=device, pin_memory=pin)
+        self.index = -1
+        self.meta: tuple[int, Tensor | None] = (0, None)  # hash, document starts
         self.filled: Any = torch.cuda.Event(enable_timing=True) if cuda else None
         self.free: Any = torch.cuda.Event(enable_timing=True, blocking=True) if cuda else None
 
 
-class Pipeline(Iterator[tuple[Tensor, Any]], contextlib.AbstractContextManager[Any]):
-    """Batches `first`, `first` + 1, … (`count` of them, None: no end) on the device, prepared ahead of use.
-
-    fill(i, slot) writes batch i into a uint16 array of `shape` and returns anything; `next()` gives the ids
-    as int64 on the device, the caller's to keep, and what fill returned. Up to `depth` batches wait in pinned
-    memory and, with `copy_stream`, two on the device. prefetch=False does it all in the caller's thread.
-    """
-
-    def __init__(
-        self, fill: Callable[[int, np.ndarray], Any], count: int | None, shape: tuple[int, ...],
-        device: torch.device, *, prefetch: bool, depth: int, copy_stream: bool, timeout_seconds: float,
-        name: str, trace: Trace, first: int = 0, sources: Iterable[Stage] = (),
-    ) -> None:
-        self.fill, self.device, self.name, self.trace = fill, device, name, trace
-        self.index, self.after = first, math.inf if count is None else first + count
-        self.timeout_seconds, self.prefetch = timeout_seconds, prefetch
-        self.cuda = prefetch and device.type == "cuda"
-        self.closed, self.stages, self.waits_ms = False, list(sources), list[float]()
-        cpu = torch.device("cpu")
-        self.host = [Slot(shape, cpu, self.cuda) for _ in range(depth + 1 if prefetch else 1)]
-        self.ahead = [Slot(shape, device, self.cuda) for _ in range(3 if prefetch and copy_stream else 0)]
-        self.stream = torch.cuda.Stream(device) if self.cuda and copy_stream else None
-        if self.stream is not None:  # memory of the new slots may still be in use by earlier work
-            self.stream.wait_stream(torch.cuda.current_stream(device))
-        if prefetch:
-            atexit.register(self.close)
-            self.stages.append(Stage(f"{name} stage", self._stage(first), depth, device))
-        if self.ahead:
-            transferred = self._transfer(self.stages[-1])
-            self.stages.append(Stage(f"{name} transfer", transferred, len(self.ahead) - 1, device))
-
-    def _stage(self, index: int) -> Iterator[Slot]:
-        lane = f"{self.name} stage"
-        while index < self.after:
-            slot = self.host[index % len(self.host)]
-            if self.cuda:
-                slot.free.synchronize()
-            if self.stream is not None and slot.index >= 0:  # the copy before this one is over now
-                self.trace.cuda_complete("gpu_transfer", f"{self.name} copy stream", slot.filled, slot.free)
-            with self.trace.span("stage", lane, batch=index):
-                self._fill(index, slot)
-                self.trace.flow_start(f"{id(self)} {index}", lane)
-            yield slot
-            index += 1
-
-    def _fill(self, index: int, slot: Slot) -> Slot:
-        try:
-            slot.index, slot.meta = index, self.fill(index, slot.ids.numpy())
-        except (Exception, SystemExit) as error:
-            raise loader_error(f"{self.name}, batch {index}", error) from error
-        return slot
-
-    def _transfer(self, staged: Stage) -> Iterator[Slot]:
-        for host in staged:
-            slot = self.ahead[host.index % len(self.ahead)]
-            with self.trace.span("gpu_transfer", f"{self.name} transfer", batch=host.index):
-                self._copy(host, slot)
-            yield slot
-
-    def _copy(self, host: Slot, slot: Slot) -> None:
-        slot.index, slot.meta = host.index, host.meta
-        if self.stream is None:  # numpy: torch's CPU operators stall in the threads of a busy machine
-            np.copyto(slot.ids.numpy(), host.ids.numpy())
-            return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(slot.free)
-            host.filled.record(self.stream)
-            slot.ids.copy_(host.ids, non_blocking=True)
-            host.free.record(self.stream)
-            slot.filled.record(self.stream)
-
-    def next(self) -> tuple[Tensor, Any]:
-        """The next batch. Raises LoaderError, StopIteration after the last batch."""
-        if self.closed:
-            raise LoaderError(f"{self.name}: next() after close()")
-        if self.index >= self.after:
-            raise StopIteration
-        start_ns = time.perf_counter_ns()
-        slot = self._wait() if self.prefetch else self._fill(self.index, self.host[0])
-        end_ns = time.perf_counter_ns()
-        self.waits_ms.append((end_ns - start_ns) / 1e6)
-        if self.trace.recording:
-            self.trace.complete("gpu_queue_wait", "main", start_ns, end_ns, batch=self.index)
-            self.trace.flow_end(f"{id(self)} {self.index}", "main")
-            self.trace.counter(f"{self.name} ready", **{stage.name: len(stage.ready) for stage in self.stages})
-        self.index += 1
-        return self._widen(slot), slot.meta
-
-    def _wait(self) -> Slot:
-        try:
-            return self.stages[-1].get(self.timeout_seconds)
-        except TimeoutError as error:
-            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-            ready = ", ".join(f"{stage.name} {len(stage.ready)}" for stage in self.stages)
-            raise LoaderError(
-                f"{self.name}, batch {self.index}: none for LOADER_TIMEOUT_SECONDS={self.timeout_seconds:g}; "
-                f"ready: {ready}. All stacks are on stderr: see what the first stage without items waits for"
-            ) from error
-
-    def _widen(self, slot: Slot) -> Tensor:
-        """int64 ids in new memory of the current stream; 2 bytes per token cross the bus."""
-        if not self.cuda:
-            return slot.ids.to(self.device).to(torch.int64)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(slot.filled)
-        ids = slot.ids.to(self.device, non_blocking=True).to(torch.int64)
-        slot.free.record(current)
-        return ids
-
-    def close(self) -> None:
-        """Stop the workers, waiting CLOSE_SECONDS at most; at any time and any number of times."""
-        if self.closed:
-            return
-        self.closed, deadline = True, time.monotonic() + CLOSE_SECONDS
-        atexit.unregister(self.close)
-        for stage in self.stages:
-            stage.stop()
-        for stage in self.stages:
-            stage.thread.join(max(0.0, deadline - time.monotonic()))
-            if stage.thread.is_alive():
-                print(f"{stage.name}: busy {CLOSE_SECONDS} s after close(), left behind", file=sys.stderr)
-        if self.stream is not None:  # who gets the memory of the slots next comes after their last copy
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-    __next__ = next
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch on the device: B sequences of T tokens.
-
-    cu_seqlens: where documents and rows begin among the B T inputs, filled up with B T to a multiple of
-    CU_SEQLENS_MULTIPLE entries, one at least; None without DOC_MASK.
-    """
+    """A micro-batch on the device: B sequences of T tokens."""
 
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64, the inputs one token later
-    cu_seqlens: Tensor | None  # int32
+    cu_seqlens: Tensor | None  # `document_starts` of the inputs; None without DOC_MASK
     step: int
     micro_step: int
 
 
 def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
-    """`Batch.cu_seqlens` of ids on the host, int32."""
+    """Where documents and rows begin, then B T, once or up to a multiple of CU_SEQLENS_MULTIPLE; int32."""
     starts_BT = inputs_BT == BOS_ID
     starts_BT[:, 0] = True
     starts = np.flatnonzero(starts_BT).astype(np.int32)
@@ -1124,46 +975,8 @@ def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int
     return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
 
 
-class ShardFeed:
-    """The stream in order, out of shards that the `disk` stage reads one ahead of need: two are in memory."""
-
-    def __init__(
-        self, order: TokenOrder, first: int, vocab_size: int,
-        *, prefetch: bool, name: str, device: torch.device, trace: Trace,
-    ) -> None:
-        self.order, self.vocab_size, self.lane, self.trace = order, vocab_size, f"{name} disk", trace
-        self.visit, self.tokens, self.sequences = -1, np.empty(0, np.uint16), np.empty(0, np.int64)
-        self.shards: Iterator[Any] = self._read(next(order.segments(first, 1))[0])
-        self.stages = [Stage(self.lane, self.shards, 1, device)] if prefetch else []
-        self.shards = self.stages[0] if prefetch else self.shards
-
-    def _read(self, visit: int) -> Iterator[tuple[int, np.ndarray, np.ndarray] | None]:
-        buffers = [np.empty(max(shard.tokens for shard in self.order.shards), np.uint16) for _ in range(2)]
-        while True:
-            shard, key = self.order.visit(visit)
-            tokens = buffers[visit % 2][: shard.tokens]
-            with self.trace.span("disk_load", self.lane, shard=shard.path.name, visit=visit):
-                for _ in read_steps(shard, tokens, 0, self.vocab_size):
-                    yield None
-                sequences = self.order.permutation(*key)
-            yield visit, tokens, sequences
-            visit += 1
-
-    def gather(self, first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> None:
-        """Write the sequences at position `first`… of the stream: T inputs and the token behind them."""
-        done, seq_len = 0, self.order.seq_len
-        for visit, start, length in self.order.segments(first, len(last_B)):
-            while self.visit != visit:
-                self.visit, self.tokens, self.sequences = next(filter(None, self.shards))
-            picked, rows = self.sequences[start : start + length], slice(done, done + length)
-            whole = self.tokens[: len(self.sequences) * seq_len].reshape(-1, seq_len)
-            np.take(whole, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
-            last_B[rows] = self.tokens[(picked + 1) * seq_len]
-            done += length
-
-
-class Loader(contextlib.AbstractContextManager[Any]):
-    """Micro-batches of one rank, without end.
+class Loader(contextlib.AbstractContextManager["Loader"]):
+    """Micro-batches of one rank, without end: disk → stage → transfer → `next_batch`, in fixed memory.
 
     Step k is the sequences [k S, (k + 1) S) of `TokenOrder` for any number of ranks; rank r takes the r-th
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
@@ -1172,52 +985,79 @@ class Loader(contextlib.AbstractContextManager[Any]):
     def __init__(
         self, config: Any, shards: list[Shard],
         *, rank: int, world_size: int, device: torch.device, trace: Trace,
-    ) -> None:
-        self.config, self.device, self.trace = config, device, trace
-        self.rank, self.world_size = rank, world_size
-        self.seq_len, self.step_rows = config.train_seq_len, config.train_batch_tokens // config.train_seq_len
-        self.rank_rows = self.step_rows // world_size
-        self.rows = min(config.micro_batch_tokens // self.seq_len, self.rank_rows)
-        if self.rows < 1 or self.step_rows % world_size or self.rank_rows % self.rows:
-            raise ConfigError(
-                f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is {self.step_rows} sequences, expected a "
-                f"multiple of WORLD_SIZE={world_size} times the {self.rows} of MICRO_BATCH_TOKENS"
-            )
-        self.micro_steps, names = self.rank_rows // self.rows, [f"{s.path.name} {s.tokens}" for s in shards]
+    ) -> None:  # fmt: skip
+        self.config, self.device, self.trace, self.cuda = config, device, trace, device.type == "cuda"
+        self.rank, self.world_size, self.name = rank, world_size, f"rank {rank} loader"
+        self.micro_steps, self.seq_len = micro_steps_per_step(config, world_size), config.train_seq_len
+        self.step_rows = config.train_batch_tokens // self.seq_len
+        self.rows = self.step_rows // world_size // self.micro_steps
         self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
-        self.fingerprint = {
-            "version": 1, "shards": len(shards), "shard_tokens": sum(shard.tokens for shard in shards),
-            "shards_sha256": hashlib.sha256("\n".join(names).encode()).hexdigest(), "seed": config.seed,
-            "shuffle": config.shuffle, "train_seq_len": self.seq_len,
-            "train_batch_tokens": config.train_batch_tokens,
-        }
-        self.pipeline = self._open(0)
+        names = "\n".join(f"{shard.path.name} {shard.tokens}" for shard in shards)
+        self.fingerprint = {"version": 1, "shard_tokens": sum(shard.tokens for shard in shards),
+                            "shards_sha256": hashlib.sha256(names.encode()).hexdigest()}
+        for name in ("seed", "shuffle", "train_seq_len", "train_batch_tokens"):
+            self.fingerprint[name] = getattr(config, name)
+        streaming = self.cuda and config.train_prefetch and config.train_copy_stream
+        self.stream = torch.cuda.Stream(device) if streaming else None
+        self._open(0)
 
-    def _open(self, index: int) -> Pipeline:
-        config, first, self.index, self.stream_hash = self.config, self._position(index), index, 0
-        self.epoch, self.epoch_start_ns = first // self.order.epoch_sequences, time.perf_counter_ns()
-        common: dict[str, Any] = {"device": self.device, "trace": self.trace}
-        common |= {"name": f"rank {self.rank} loader", "prefetch": config.train_prefetch}
-        feed = ShardFeed(self.order, first, config.vocab_size, **common)
-        return Pipeline(
-            lambda index, slot: self._fill(feed, index, slot), None, (self.rows * (self.seq_len + 1),),
-            depth=config.train_prefetch_queue, copy_stream=config.train_copy_stream, first=index,
-            timeout_seconds=config.loader_timeout_seconds, sources=feed.stages, **common,
-        )
+    def _open(self, index: int) -> None:
+        self.index, self.stream_hash, self.waits_ms = index, 0, list[float]()
+        ahead, size = self.config.train_prefetch_queue, self.rows * (self.seq_len + 1)
+        host = [Slot(size, torch.device("cpu"), self.cuda) for _ in range(ahead + 1)]
+        transfer = self.config.train_prefetch and self.config.train_copy_stream
+        room = [Slot(size, self.device, self.cuda) for _ in range(3 if transfer else 0)]
+        if self.stream is not None:  # memory of the new slots may still be in use by earlier work
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.closed, self.stages = False, list[Stage]()
+        atexit.register(self.close)
+        visits = self._ahead("disk", self._read(next(self.order.segments(self._position(index), 1))[0]), 1)
+        self.batches = self._ahead("stage", self._fill(ShardFeed(self.order, visits), host, index), ahead)
+        if transfer:
+            self.batches = self._ahead("transfer", self._transfer(self.batches, room), len(room) - 1)
+
+    def _ahead(self, stage: str, items: Iterator[Any], ahead: int) -> Iterator[Any]:
+        if not self.config.train_prefetch:
+            return items
+        self.stages.append(Stage(f"{self.name} {stage}", items, ahead, self.device))
+        return self.stages[-1]
 
     def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
-        return step * self.step_rows + self.rank * self.rank_rows + micro_step * self.rows
+        return step * self.step_rows + (self.rank * self.micro_steps + micro_step) * self.rows
 
-    def _fill(self, feed: ShardFeed, index: int, slot: np.ndarray) -> tuple[int, Tensor | None]:
-        first, last_B = self._position(index), slot[-self.rows :]
-        inputs_BT = slot[: -self.rows].reshape(self.rows, self.seq_len)
+    def _read(self, first: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        for epoch in itertools.count(first // len(self.order.shards)):
+            with self.trace.span("epoch", "epochs", epoch=epoch):
+                for visit in range(first, (epoch + 1) * len(self.order.shards)):
+                    shard, key = self.order.visit(visit)
+                    with self.trace.span("disk_load", f"{self.name} disk", shard=shard.path.name):
+                        tokens = read_tokens(shard, 0, None, self.config.vocab_size, lambda: self.closed)
+                        sequences = self.order.permutation(*key)
+                    yield visit, tokens, sequences
+            first = visit + 1
+
+    def _fill(self, feed: ShardFeed, slots: list[Slot], first: int) -> Iterator[Slot]:
+        lane = f"{self.name} stage"
+        for index in itertools.count(first):
+            slot = slots[index % len(slots)]
+            if self.cuda:
+                slot.free.synchronize()
+            if self.stream is not None and slot.index >= 0:  # the copy before this one is over now
+                self.trace.cuda_complete("gpu_transfer", f"{self.name} copy stream", slot.filled, slot.free)
+            with self.trace.span("stage", lane, batch=index):
+                slot.index, slot.meta = index, self._gather(feed, index, slot.ids.numpy())
+                self.trace.point("s", "batch", lane, id=self.rank << 40 | index)
+            yield slot
+
+    def _gather(self, feed: ShardFeed, index: int, ids: np.ndarray) -> tuple[int, Tensor | None]:
+        first, inputs_BT = self._position(index), ids[: -self.rows].reshape(self.rows, self.seq_len)
         try:
-            feed.gather(first, inputs_BT, last_B)
+            feed.gather(first, inputs_BT, ids[-self.rows :])
             cu_seqlens = torch.from_numpy(document_starts(inputs_BT)) if self.config.doc_mask else None
-            if cu_seqlens is not None and self.device.type == "cuda":
+            if cu_seqlens is not None and self.cuda:
                 cu_seqlens = cu_seqlens.pin_memory()
-            return hash_sequences(first, inputs_BT, last_B), cu_seqlens
+            return hash_sequences(first, inputs_BT, ids[-self.rows :]), cu_seqlens
         except (Exception, SystemExit) as error:
             visit, start, _ = next(self.order.segments(first, 1))
             shard, key = self.order.visit(visit)
@@ -1225,35 +1065,75 @@ class Loader(contextlib.AbstractContextManager[Any]):
             where = f"rank {self.rank}, step {index // self.micro_steps}, from {shard.path}, byte {byte}"
             raise loader_error(where, error) from error
 
+    def _transfer(self, staged: Iterator[Slot], slots: list[Slot]) -> Iterator[Slot]:
+        for host in staged:
+            slot = slots[host.index % len(slots)]
+            with self.trace.span("gpu_transfer", f"{self.name} transfer", batch=host.index):
+                slot.index, slot.meta = host.index, host.meta
+                self._copy(host, slot)
+            yield slot
+
+    def _copy(self, host: Slot, slot: Slot) -> None:
+        if self.stream is None:  # numpy: torch's CPU operators stall in the threads of a busy machine
+            np.copyto(slot.ids.numpy(), host.ids.numpy())
+            return
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(slot.free)
+            host.filled.record(self.stream)
+            slot.ids.copy_(host.ids, non_blocking=True)
+            host.free.record(self.stream)
+            slot.filled.record(self.stream)
+
     def next_batch(self) -> Batch:
         """The next micro-batch. Raises LoaderError."""
-        ids, (sequence_hash, cu_seqlens) = self.pipeline.next()
-        inputs_BT = ids[: -self.rows].view(self.rows, self.seq_len)
-        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None]), dim=1)
+        start = time.perf_counter()
+        with self.trace.span("gpu_queue_wait", "main", batch=self.index):
+            slot = self._wait()
+        self.waits_ms.append(1e3 * (time.perf_counter() - start))
+        self.trace.point("f", "batch", id=self.rank << 40 | self.index)
+        self.trace.point("C", "ready", args={stage.name: len(stage.ready) for stage in self.stages})
+        current = torch.cuda.current_stream(self.device) if self.cuda else None
+        if current is not None:
+            current.wait_event(slot.filled)
+        ids = slot.ids.to(self.device, non_blocking=True).to(torch.int64)  # 2 bytes a token cross the bus
+        if current is not None:
+            slot.free.record(current)
+        sequence_hash, cu_seqlens = slot.meta
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self.device, non_blocking=True)
-            if cu_seqlens.is_cuda:  # or training would be compiled anew for every length
-                torch._dynamo.mark_dynamic(cu_seqlens, 0)
+        inputs_BT = ids[: -self.rows].view(self.rows, self.seq_len)
+        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None]), dim=1)
         step, micro_step = divmod(self.index, self.micro_steps)
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
-        if self._position(self.index) // self.order.epoch_sequences != self.epoch:
-            self._end_epoch()
         return Batch(inputs_BT, targets_BT, cu_seqlens, step, micro_step)
 
-    def _end_epoch(self) -> None:
-        start_ns, self.epoch_start_ns = self.epoch_start_ns, time.perf_counter_ns()
-        self.trace.complete("epoch", "epochs", start_ns, self.epoch_start_ns, epoch=self.epoch)
-        self.epoch = self._position(self.index) // self.order.epoch_sequences
+    def _wait(self) -> Slot:
+        if self.closed:
+            raise LoaderError(f"{self.name}: next_batch() after close()")
+        try:
+            if self.stages:
+                return self.stages[-1].get(self.config.loader_timeout_seconds)
+            return next(self.batches)
+        except StopIteration:
+            raise LoaderError(f"{self.name}: next_batch() after an error") from None
+        except TimeoutError as error:
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+            ready = ", ".join(f"{stage.name} {len(stage.ready)}" for stage in self.stages)
+            raise LoaderError(
+                f"{self.name}, batch {self.index}: none for LOADER_TIMEOUT_SECONDS="
+                f"{self.config.loader_timeout_seconds:g}; ready: {ready}. All stacks are on stderr: see what "
+                "the first stage without items waits for"
+            ) from error
 
     def take_waits_ms(self) -> list[float]:
         """Milliseconds that each batch since the last call was waited for (`data_wait`)."""
-        waits_ms, self.pipeline.waits_ms = self.pipeline.waits_ms, []
+        waits_ms, self.waits_ms = self.waits_ms, []
         return waits_ms
 
     def seek(self, step: int, rows: int = 0) -> None:
         """Go to a step, behind the first `rows` sequences of this rank in it. The hash starts at zero."""
         self.close()
-        self.pipeline = self._open(step * self.micro_steps + rows // self.rows)
+        self._open(step * self.micro_steps + rows // self.rows)
 
     def state_dict(self, total_hash: int | None = None) -> dict[str, Any]:
         """Where the last batch delivered ended, as JSON; with the sum of all hashes a state for all ranks."""
@@ -1270,18 +1150,24 @@ class Loader(contextlib.AbstractContextManager[Any]):
         expected |= {"rank": self.rank} if own else {}
         for name, value in expected.items():
             if state.get(name) != value:
-                raise LoaderError(
-                    f"state of the loader: {name} is {state.get(name)!r}, expected {value!r}; resume with "
-                    "the data and settings it was saved with, or start a new run"
-                )
+                raise LoaderError(f"loader state: {name} is {state.get(name)!r}, expected {value!r}; resume "
+                                  "with the data and settings it was saved with, or start a new run")
         self.seek(state["step"], rows)
         self.stream_hash = state["stream_hash"] if own or self.rank == 0 else 0
 
     def close(self) -> None:
         """Stop the workers, waiting CLOSE_SECONDS at most; at any time and any number of times."""
-        if not self.pipeline.closed:
-            self._end_epoch()
-        self.pipeline.close()
+        self.closed, deadline = True, time.monotonic() + CLOSE_SECONDS
+        atexit.unregister(self.close)
+        for stage in self.stages:
+            stage.stop()
+        for stage in self.stages:
+            stage.thread.join(max(0.0, deadline - time.monotonic()))
+            if stage.thread.is_alive():
+                print(f"{stage.name}: busy {CLOSE_SECONDS} s after close(), left behind", file=sys.stderr)
+        if self.stream is not None:  # who gets the memory of the slots next comes after their last copy
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.batches, self.stages = iter(()), []
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -1497,7 +1383,7 @@ def compare_with_twin(plain: Callable[..., Any], fused: Callable[..., Any], *inp
 def choose_kernels(
     config: Config, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
 ) -> tuple[bool, bool]:
-    """Whether FUSED_MLP and FUSED_CE run, logged; "auto": where the kernel is exact and faster at these shapes.
+    """Whether FUSED_MLP and FUSED_CE run, logged; "auto": where a kernel is exact and faster at these shapes.
 
     Every rank calls it and all get the same answer. Raises ConfigError for an impossible "1".
     """

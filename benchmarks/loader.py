@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,18 @@ def median_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str,
     return {name: float(np.median(values[3:])) for name, values in times.items()}
 
 
+def visits(order: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """What the disk stage delivers, read when it is asked for."""
+    for visit in itertools.count():
+        shard, key = order.visit(visit)
+        yield visit, train_gpt.read_tokens(shard), order.permutation(*key)
+
+
 def staging_table(shards: list[Any], rounds: int) -> list[str]:
     """CPU of the thread that builds one step of 786,432 tokens."""
     rows, at = STEP_TOKENS // SEQ_LEN, {"memcpy": 0, "gather": 0}
     order = train_gpt.TokenOrder(shards, SEQ_LEN, 1337, True)
-    trace = train_gpt.Trace(None)
-    feed = train_gpt.ShardFeed(order, 0, 1 << 16, prefetch=False, name="bench", device=CPU, trace=trace)
+    feed = train_gpt.ShardFeed(order, visits(order))
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
     inputs_BT, last_B = slot[:-rows].reshape(rows, SEQ_LEN), slot[-rows:]
     data = load_shard(shards[0], 0.0)
@@ -181,7 +188,7 @@ def staging_table(shards: list[Any], rounds: int) -> list[str]:
     ratio = measured["#1532: weighted draws, int64 rows"] / measured["ours: staging"]
     lines.append(f"\nStaging is {ratio:.0f}× less than #1532's; handing a batch over costs the main thread ")
     lines[-1] += (
-        f"{1e3 * handover_ms():.0f} µs. The `next_batch()` rows are wall time in the caller's thread "
+        f"{1e3 * handover_ms(shards):.0f} µs. The `next_batch()` rows are wall time in the caller's thread "
     )
     lines[-1] += "and include the widening to int64, which a GPU does itself."
     return lines
@@ -201,17 +208,15 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> float:
     return float(np.median(times[3:]))
 
 
-def handover_ms(batches: int = 2000) -> float:
-    """Median time of `Pipeline.next()` for batches of one token: queue, bookkeeping and nothing else."""
-    settings: dict[str, Any] = {"prefetch": True, "depth": 2, "copy_stream": True, "timeout_seconds": 60.0}
-    trace, times = train_gpt.Trace(None), []
-    with train_gpt.Pipeline(
-        lambda i, slot: None, None, (1,), CPU, name="one", trace=trace, **settings
-    ) as pipeline:
+def handover_ms(shards: list[Any], batches: int = 2000) -> float:
+    """Median time of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
+    config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
+    with train_gpt.make_loader(config, shards, **place) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()
-            pipeline.next()
+            loader.next_batch()
             times.append(1e3 * (time.perf_counter() - start))
     return float(np.median(times))
 

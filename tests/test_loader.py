@@ -109,9 +109,7 @@ def stream(
 
 
 def loader_threads() -> list[str]:
-    return [
-        thread.name for thread in threading.enumerate() if " loader " in thread.name or "pipe" in thread.name
-    ]
+    return [thread.name for thread in threading.enumerate() if " loader " in thread.name]
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +274,7 @@ def test_a_step_larger_than_the_data_repeats_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"train_batch_tokens": 240}, "WORLD_SIZE=2"),
+        ({"train_batch_tokens": 240}, "2 ranks"),
         ({"micro_batch_tokens": 48}, "MICRO_BATCH_TOKENS"),
     ],
 )
@@ -351,7 +349,7 @@ def test_resume_at_every_position_and_twice(shards: list[Any], prefetch: bool) -
 def test_state_is_of_the_batch_delivered_not_of_the_one_prefetched(shards: list[Any]) -> None:
     with open_loader(shards, train_prefetch_queue=8) as loader:
         loader.next_batch()
-        wait_until(lambda: len(loader.pipeline.stages[-2].ready) >= 8)
+        wait_until(lambda: len(loader.stages[-2].ready) >= 8)
         assert (loader.state_dict()["step"], loader.state_dict()["rows"]) == (0, 4)
 
 
@@ -750,7 +748,7 @@ def close_in_state(shards: list[Any], state: str) -> float:
     if state in ("used", "full", "synchronous"):
         loader.next_batch()
     if state == "full":
-        wait_until(lambda: len(loader.pipeline.stages[-1].ready) == 2)
+        wait_until(lambda: len(loader.stages[-1].ready) == 2)
     if state == "moved":
         loader.seek(5)
     begin = time.monotonic()
@@ -796,7 +794,7 @@ def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
     with pytest.raises(ZeroDivisionError), open_loader(shards) as loader:
         loader.next_batch()
         raise ZeroDivisionError
-    assert loader.pipeline.closed
+    assert loader.closed
 
 
 SCRIPT = """
@@ -874,53 +872,17 @@ def test_10_000_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> N
     run_long(shards, 10_000)
 
 
-# -- the pipeline by itself ----------------------------------------------------------------------------------
-
-
-def open_pipeline(
-    fill: Any, count: int | None, shape: tuple[int, ...], device: torch.device = CPU, **changes: Any
-) -> Any:
-    settings: dict[str, Any] = {
-        "prefetch": True,
-        "depth": 2,
-        "copy_stream": True,
-        "timeout_seconds": DEADLINE_SECONDS,
-    }
-    settings |= {"name": "pipe", "trace": train_gpt.Trace(None)} | changes
-    return train_gpt.Pipeline(fill, count, shape, device, **settings)
-
-
-def count_up(index: int, slot: np.ndarray) -> str:
-    slot[...] = index
-    return f"batch {index}"
+# -- single parts --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch,copy_stream", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("count,first", [(0, 0), (1, 0), (7, 3)])
-def test_a_finite_pipeline_ends_after_its_batches(
-    prefetch: bool, copy_stream: bool, count: int, first: int
-) -> None:
-    with open_pipeline(
-        count_up, count, (2, 3), first=first, prefetch=prefetch, copy_stream=copy_stream
-    ) as pipeline:
-        batches = list(pipeline)
-        with pytest.raises(StopIteration):
-            pipeline.next()
-    assert [meta for _, meta in batches] == [f"batch {first + i}" for i in range(count)]
-    assert all(ids.dtype == torch.int64 and ids.shape == (2, 3) for ids, _ in batches)
-    assert (
-        [int(ids.min()) for ids, _ in batches]
-        == [int(ids.max()) for ids, _ in batches]
-        == [*range(first, first + count)]
-    )
-
-
-def test_ids_of_all_16_bits_survive() -> None:
-    def fill(index: int, slot: np.ndarray) -> None:
-        slot[...] = np.arange(65536)
-
-    with open_pipeline(fill, 1, (65536,)) as pipeline:
-        assert torch.equal(pipeline.next()[0], torch.arange(65536))
+def test_ids_of_all_16_bits_survive(tmp_path: Path, prefetch: bool, copy_stream: bool) -> None:
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(65536))
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    geometry = {"train_seq_len": 65535, "train_batch_tokens": 65535, "micro_batch_tokens": 65535}
+    switches = {"train_prefetch": prefetch, "train_copy_stream": copy_stream, "vocab_size": 65536}
+    with open_loader(files, **geometry, **switches) as loader:
+        assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
 
 
 def test_validation_tokens_are_the_shards_joined(shards: list[Any]) -> None:
@@ -945,45 +907,58 @@ class NoEvent:
     def synchronize(self) -> None: ...
 
 
-def poisoned_values(batches: int = 24, copy_stream: bool = True) -> int:
+def poisoned_values(shards: list[Any], batches: int = 24, copy_stream: bool = True) -> int:
     """Wrong values that reach the step when every slot is poisoned as soon as it may be written.
 
     A long kernel goes ahead of each batch on the compute stream, so that the host runs far ahead of the GPU.
     """
-
-    def fill(index: int, slot: np.ndarray) -> None:
-        slot[...] = 65535
-        slot[...] = index
-
     device = torch.device("cuda", torch.cuda.current_device())
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    with open_pipeline(fill, batches, (1 << 16,), device, copy_stream=copy_stream) as pipeline:
+    tokens = {"train_batch_tokens": 1 << 16, "micro_batch_tokens": 1 << 16, "doc_mask": False}
+    with open_loader(shards, device=device, train_copy_stream=copy_stream, **tokens) as loader:
         for index in range(batches):
             torch.cuda._sleep(20_000_000)
-            ids, _ = pipeline.next()
-            wrong += (ids != index).sum()
+            batch = loader.next_batch()
+            wrong += (batch.inputs_BT != index).sum() + (batch.targets_BT != index).sum()
     return int(wrong)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the stream, batches hold their own number, and before that a value that none has."""
+
+    def gather(self: Any, first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> None:
+        for part in (inputs_BT, last_B):
+            part[...] = 65535
+        for part in (inputs_BT, last_B):
+            part[...] = first // len(last_B)
+
+    monkeypatch.setattr(train_gpt.ShardFeed, "gather", gather)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_stream", [True, False])
-def test_not_one_poisoned_value_reaches_the_step(copy_stream: bool) -> None:
-    assert poisoned_values(copy_stream=copy_stream) == 0
+def test_not_one_poisoned_value_reaches_the_step(
+    shards: list[Any], poisoned: None, copy_stream: bool
+) -> None:
+    assert poisoned_values(shards, copy_stream=copy_stream) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_the_poison_test_fails_without_the_events(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_poison_test_fails_without_the_events(
+    shards: list[Any], poisoned: None, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The naive ring, in host or in device memory, is caught: so the test above means something."""
 
     class NaiveSlot(train_gpt.Slot):
-        def __init__(self, shape: tuple[int, ...], device: torch.device, cuda: bool) -> None:
-            super().__init__(shape, device, cuda)
+        def __init__(self, size: int, device: torch.device, cuda: bool) -> None:
+            super().__init__(size, device, cuda)
             if device.type == where:
                 self.free = NoEvent()
 
     monkeypatch.setattr(train_gpt, "Slot", NaiveSlot)
-    assert poisoned_values() > 0
+    assert poisoned_values(shards) > 0
 
 
 @pytest.mark.gpu
@@ -1014,16 +989,17 @@ def test_gpu_memory_is_flat_over_10_000_steps(shards: list[Any]) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_overlap_the_step() -> None:
+def test_copies_overlap_the_step(shards: list[Any]) -> None:
     """In the profiler's timeline, host-to-device copies run while a kernel of the step runs."""
     device = torch.device("cuda", torch.cuda.current_device())
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    tokens = {"train_batch_tokens": 1 << 20, "micro_batch_tokens": 1 << 20, "doc_mask": False}
     with (
-        open_pipeline(count_up, 20, (1 << 20,), device) as pipeline,
+        open_loader(shards, device=device, **tokens) as loader,
         torch.profiler.profile(activities=activities) as seen,
     ):
         for _ in range(20):
-            pipeline.next()
+            loader.next_batch()
             torch.cuda._sleep(20_000_000)
         torch.cuda.synchronize()
     spans = [(event.name, event.time_range.start, event.time_range.end) for event in seen.events()]

@@ -45,9 +45,9 @@ def test_off_writes_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     trace = train_gpt.Trace(None)
     assert trace.span("a", "main") is trace.span("b", "main", x=1)
     with trace.span("a", "main"):
-        trace.counter("depth", ready=1)
-        trace.flow_start("1", "main")
-        trace.flow_end("1", "main")
+        trace.point("C", "depth", args={"ready": 1})
+        trace.point("s", "batch", id=1)
+        trace.point("f", "batch", id=1)
         trace.complete("x", "main", 0, 1)
         trace.step(1)
         trace.flush()
@@ -62,7 +62,7 @@ def test_valid_after_every_flush(tmp_path: Path) -> None:
     assert [event["name"] for event in read(path)][:2] == ["thread_name", "process_name"]
     for number in range(5):
         with trace.span("work", "main", number=number):
-            trace.counter("depth", ready=number)
+            trace.point("C", "depth", args={"ready": number})
         trace.flush()
         trace.flush()
         events = read(path)
@@ -97,7 +97,7 @@ def test_the_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
     for step in range(6):
         trace.step(step)
         with trace.span("train", "main", step=step):
-            trace.counter("depth", step=step)
+            trace.point("C", "depth", args={"step": step})
     trace.complete("epoch", "epochs", begin, train_gpt.time.perf_counter_ns())  # from before it to after it
     trace.close()
     events = read(path)
