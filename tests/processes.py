@@ -27,6 +27,7 @@ REPO = Path(__file__).resolve().parents[1]
 SCRIPT = REPO / "train_gpt.py"
 VOCAB_SIZE, BOS_ID = 320, 1
 DEADLINE_SECONDS = 120.0  # for hangs only
+PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 # Two layers of width 32, six steps of 256 tokens, every feature of the default model, all evaluations.
@@ -255,7 +256,7 @@ def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny dataset; to be read only."""
-    SERVER.set_forkserver_preload(["torch", "torch.distributed", "numpy", "sentencepiece"])
+    SERVER.set_forkserver_preload(PRELOAD.split())
     return made_once("dataset", tmp_path_factory, make_dataset)
 
 
@@ -264,7 +265,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A finished run with the tiny settings; to be read only."""
 
     def make(folder: Path) -> None:
-        ended = Lab(folder, dataset).succeed(CODE_BYTES="wrapped")
+        ended = Lab(folder, dataset).succeed()
         (folder / "out").write_text(ended.out, "utf-8")
         (folder / "err").write_text(ended.err, "utf-8")
 

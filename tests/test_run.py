@@ -103,7 +103,7 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     assert summary["artifact"]["bytes"] == len(model) and summary["exit"] == "finished"
     assert summary["artifact"]["sha256"] == hashlib.sha256(model).hexdigest()
     assert summary["code"]["sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-    assert summary["code"]["bytes_wrapped"] == (finished.directory / "train_gpt.shipped.py").stat().st_size
+    assert summary["code"]["bytes"] == (finished.directory / "train_gpt.shipped.py").stat().st_size
     assert (
         summary["data"]["hashes"]["tokenizer"]
         == hashlib.sha256((dataset / "tokenizer.model").read_bytes()).hexdigest()
@@ -112,7 +112,7 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     assert {"setup", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
     assert all(limit["ok"] for limit in summary["limits"].values())
     assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
-    total = summary["artifact"]["bytes"] + summary["code"]["bytes_wrapped"]
+    total = summary["artifact"]["bytes"] + summary["code"]["bytes"]
     assert f"Total submission size int{summary['artifact']['label'][3:]}+rans: {total} bytes" in finished.out
 
 
@@ -140,7 +140,8 @@ def test_a_fresh_process_scores_the_artifact_the_same_without_training_data(
     model = finished.directory / "model.bin"
     alone = lab.succeed(EVAL_ONLY=model, RUN_ID="again", MODEL_DIM=None, NUM_LAYERS=None, XSA_LAST_N=None)
     assert alone.summary["losses"] == finished.summary["losses"]
-    shipped = finished.directory / "train_gpt.shipped.py"
+    shipped = lab.folder / "train_gpt.py"
+    shipped.write_bytes(train_gpt.shipped_code(SCRIPT.read_bytes(), "wrapped"))
     by_shipped = lab.elsewhere("other").succeed(script=shipped, EVAL_ONLY=model)
     assert by_shipped.summary["losses"] == finished.summary["losses"]
     assert alone.summary["artifact"]["sha256"] == finished.summary["artifact"]["sha256"]
@@ -183,13 +184,13 @@ def test_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
 
 
 def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
-    ended = lab.succeed(MAX_WALLCLOCK_SECONDS=2, ITERATIONS=100000, TRAIN_LOG_EVERY=20, VAL_LOSS_EVERY=30)
+    ended = lab.succeed(MAX_WALLCLOCK_SECONDS=3, GPTQ_RESERVE_SECONDS=1, ITERATIONS=100000, VAL_LOSS_EVERY=30)
     limit = ended.summary["limits"]["train_seconds"]
-    assert limit["ok"] and 0.5 < limit["value"] <= 2.0
+    assert limit["ok"] and 0.5 < limit["value"] <= 3.0
     steps = ended.summary["steps"]
     stop = rf"^stopping_early: wallclock_cap train_time:(\d+)ms step:{steps}/100000$"
     (trained_ms,) = re.findall(stop, ended.out, re.M)
-    assert steps > 2 and int(trained_ms) <= 2000
+    assert steps > 2 and int(trained_ms) <= 3000
 
 
 def test_text_is_generated_from_the_artifact_alone(finished: Ended, lab: Lab) -> None:
