@@ -63,7 +63,12 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
         str(SCRIPT),
     ]
     settings = lab.settings(
-        RUN_ID=None, MAX_WALLCLOCK_SECONDS=2, ITERATIONS=100000, EVAL_STRIDE=0, TTT_ENABLED=0
+        RUN_ID=None,
+        MAX_WALLCLOCK_SECONDS=3,
+        GPTQ_RESERVE_SECONDS=1,
+        ITERATIONS=100000,
+        EVAL_STRIDE=0,
+        TTT_ENABLED=0,
     )
     process = subprocess.run(
         command, env=settings, cwd=lab.folder, capture_output=True, text=True, timeout=150

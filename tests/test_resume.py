@@ -93,6 +93,7 @@ def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended
 def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     changes: dict[str, Any] = {
         "MAX_WALLCLOCK_SECONDS": 4,
+        "GPTQ_RESERVE_SECONDS": 1,
         "ITERATIONS": 100000,
         "EVAL_STRIDE": 0,
         "TTT_ENABLED": 0,
