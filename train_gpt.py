@@ -965,8 +965,7 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
 def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
     """64-bit hash of the sequences at position `first`… of the stream; hashes of parts add up modulo 2**64.
 
-    A sequence counts as the sum of its 32-bit words times random words (two different ones agree with
-    a chance of 2**-33 at most), mixed with its position.
+    A sequence is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its place.
     """
     words = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
     words = np.ascontiguousarray(words).view(np.uint32)
@@ -997,16 +996,15 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
                             "shards_sha256": hashlib.sha256(names.encode()).hexdigest()}
         for name in ("seed", "shuffle", "train_seq_len", "train_batch_tokens"):
             self.fingerprint[name] = getattr(config, name)
-        streaming = self.cuda and config.train_prefetch and config.train_copy_stream
-        self.stream = torch.cuda.Stream(device) if streaming else None
         self._open(0)
 
     def _open(self, index: int) -> None:
         self.index, self.stream_hash, self.waits_ms = index, 0, list[float]()
         ahead, size = self.config.train_prefetch_queue, self.rows * (self.seq_len + 1)
-        host = [Slot(size, torch.device("cpu"), self.cuda) for _ in range(ahead + 1)]
         transfer = self.config.train_prefetch and self.config.train_copy_stream
+        host = [Slot(size, torch.device("cpu"), self.cuda) for _ in range(ahead + 1)]
         room = [Slot(size, self.device, self.cuda) for _ in range(3 if transfer else 0)]
+        self.stream = torch.cuda.Stream(self.device) if transfer and self.cuda else None
         if self.stream is not None:  # memory of the new slots may still be in use by earlier work
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.closed, self.stages = False, list[Stage]()
@@ -1038,16 +1036,15 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
             first = visit + 1
 
     def _fill(self, feed: ShardFeed, slots: list[Slot], first: int) -> Iterator[Slot]:
-        lane = f"{self.name} stage"
         for index in itertools.count(first):
             slot = slots[index % len(slots)]
             if self.cuda:
                 slot.free.synchronize()
             if self.stream is not None and slot.index >= 0:  # the copy before this one is over now
                 self.trace.cuda_complete("gpu_transfer", f"{self.name} copy stream", slot.filled, slot.free)
-            with self.trace.span("stage", lane, batch=index):
+            with self.trace.span("stage", f"{self.name} stage", batch=index):
                 slot.index, slot.meta = index, self._gather(feed, index, slot.ids.numpy())
-                self.trace.point("s", "batch", lane, id=self.rank << 40 | index)
+                self.trace.point("s", "batch", f"{self.name} stage", id=self.rank << 40 | index)
             yield slot
 
     def _gather(self, feed: ShardFeed, index: int, ids: np.ndarray) -> tuple[int, Tensor | None]:
@@ -1092,12 +1089,11 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
         self.trace.point("f", "batch", id=self.rank << 40 | self.index)
         self.trace.point("C", "ready", args={stage.name: len(stage.ready) for stage in self.stages})
-        current = torch.cuda.current_stream(self.device) if self.cuda else None
-        if current is not None:
-            current.wait_event(slot.filled)
+        if self.cuda:
+            slot.filled.wait()
         ids = slot.ids.to(self.device, non_blocking=True).to(torch.int64)  # 2 bytes a token cross the bus
-        if current is not None:
-            slot.free.record(current)
+        if self.cuda:
+            slot.free.record()
         sequence_hash, cu_seqlens = slot.meta
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self.device, non_blocking=True)
@@ -1144,7 +1140,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state ends. LoaderError names the field that would make the data differ."""
-        rows, own = state.get("rows", 0), "rank" in state
+        rows, own = state.get("rows", 0), "rank" in state  # a whole step of all ranks suits any world size
         expected = self.fingerprint | {"rows": rows // self.rows * self.rows}
         expected |= {"world_size": self.world_size} if own or rows else {}
         expected |= {"rank": self.rank} if own else {}
@@ -1430,8 +1426,7 @@ def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
 def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter; a feature that is off owns none."""
     layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
-    two_lanes = c.parallel_start_layer >= 0 and c.parallel_mode == "lanes"
-    lanes = layers - c.parallel_start_layer if two_lanes else 0
+    lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
     shapes = {
         "token_embedding_VD": (c.vocab_size, width),
         "lm_head_VD": (0 if c.tie_embeddings else c.vocab_size, width),
@@ -1499,9 +1494,6 @@ def rms_norm(x: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The model. Parameters are fp32 masters; `compute_dtype` is what they are cast to at use."""
 
-    token_embedding_VD: Tensor
-    lm_head_VD: Tensor
-
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.looping = config, torch.float32, config.num_loops > 0
@@ -1519,9 +1511,8 @@ class GPT(nn.Module):
         c, dtype, length = self.config, self.compute_dtype, inputs_BT.size(1)
         rows = {n: p.to(dtype).unbind(0) for n, p in self.named_parameters() if not n.endswith("_VD")}
         rotary = getattr(self, "rotary_train" if length <= c.train_seq_len else "rotary_eval")[:, :length]
-        documents = find_documents(inputs_BT, cu_seqlens, self.attend, c.doc_mask)
-        context = rows, rotary.to(dtype), documents
-        x = F.embedding(inputs_BT, self.token_embedding_VD).to(dtype)
+        context = rows, rotary.to(dtype), find_documents(inputs_BT, cu_seqlens, self.attend, c.doc_mask)
+        x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(dtype)
         if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, a document (PR #1851)
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0])
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
@@ -1549,7 +1540,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
-        head = self.token_embedding_VD if self.config.tie_embeddings else self.lm_head_VD
+        head = self.get_parameter("token_embedding_VD" if self.config.tie_embeddings else "lm_head_VD")
         return F.linear(hidden_ND, head.to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
@@ -1648,10 +1639,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
 
 
 def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
-    """The first kernel that agrees with float64 to 3 % in output and gradients at the real shape; logged.
-
-    All ranks call it together and get the same. ConfigError when ATTENTION names one that fails.
-    """
+    """The first kernel within 3 % of float64 in both passes at the real shape; the same on all ranks, logged."""
     c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
