@@ -1518,7 +1518,8 @@ class GPT(nn.Module):
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
         x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
-        lanes, stack = [x0], []  # the first lane takes and gives the skips
+        stack: list[Tensor] = []
+        lanes = [x0]  # the first one takes and gives the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
@@ -1639,7 +1640,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
 
 
 def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
-    """The first kernel within 3 % of float64 in both passes at the real shape; the same on all ranks, logged."""
+    """The first kernel within 3 % of float64, both passes, at the real shape; logged, and equal on all ranks."""
     c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]

@@ -1,0 +1,222 @@
+"""What each part of the default stack brings at equal seconds, at a width that two CPU cores can train.
+
+    python benchmarks/ablation.py --data DIR --tokenizer FILE [--seconds 120] [--seeds 1337 42 2025]
+        [--only "default stack" upstream_baseline] [--clock cpu] [--out benchmarks/ABLATION.md]
+
+Rows: the default stack, `upstream_baseline.env` at the same width, depth, batch and sequence length, that
+baseline under the default's schedule, and the default stack with one part off at a time. The baseline's
+schedule, which counts steps, is taken in shares of its own 13,780-step run. All runs of a seed see the same
+tokens in the same order and are scored on the same validation targets, without overlap, by their averaged
+weights, before any quantization. `--clock wall` counts seconds. `--clock cpu` counts the CPU seconds of
+the process over its threads, which is what the wall would show on an idle machine: the choice where others
+share the cores. Seeds are the outer loop, so that drift of the machine meets every row alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn what --clock cpu counts
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import train_gpt  # noqa: E402
+from train_gpt import GPT, Config  # noqa: E402
+
+DEFAULT = "default stack"
+HEADER = "| stack | parameters | steps | val_bpb | std | minus default | n |"
+# Geometry, the same for every row; the vocabulary is the tokenizer's.
+SMALL = {
+    "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
+    "NUM_LAYERS": "4", "MODEL_DIM": "192", "NUM_HEADS": "3", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "128",
+    "TRAIN_BATCH_TOKENS": "2048", "MICRO_BATCH_TOKENS": "2048", "VAL_BATCH_SIZE": "8192",
+    "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
+}  # fmt: skip
+GEOMETRY = ("NUM_LAYERS", "MODEL_DIM", "TRAIN_BATCH_TOKENS", "TRAIN_SEQ_LEN")
+# The default's choice of layers, scaled from 11 layers to 4.
+DEFAULT_SMALL = {"XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3"}
+BASELINE_SCHEDULE = {
+    "WARMDOWN_ITERS": "0", "WARMDOWN_FRAC": str(1200 / 13_780),
+    "MUON_MOMENTUM_WARMUP_STEPS": "0", "MUON_MOMENTUM_WARMUP_FRAC": str(500 / 13_780),
+}  # fmt: skip
+DEFAULT_SCHEDULE = {
+    name: Config().as_env()[name] for name in ("WARMDOWN_FRAC", "MIN_LR", "MUON_MOMENTUM_WARMUP_FRAC")
+}
+ONE_OFF = {
+    "no recurrence": {"NUM_LOOPS": "0"},
+    "no parallel layers": {"PARALLEL_START_LAYER": "-1"},
+    "one parallel lane (GPT-J)": {"PARALLEL_MODE": "gptj"},
+    "no XSA": {"XSA_LAST_N": "0"},
+    "no head gate": {"SPARSE_ATTN_GATE_ENABLED": "0"},
+    "no smear gate": {"SMEAR_GATE_ENABLED": "0"},
+    "skips that add": {"SKIP_GATES_ENABLED": "0"},
+    "no layer scale": {"LN_SCALE": "0"},
+    "all head dimensions rotated": {"ROPE_DIMS": "0"},
+    "relu²": {"LEAKY_SLOPE": "0"},
+    "QK gain 1.5": {"QK_GAIN_INIT": "1.5"},
+    "MLP 2x": {"MLP_MULT": "2"},
+    "documents not told apart": {"DOC_MASK": "0"},
+    "no softcap": {"LOGIT_SOFTCAP": "0"},
+    "uniform initial weights": {"MATRIX_INIT": "uniform"},
+    "one fixed quintic": {"MUON_POLAR_EXPRESS": "0"},
+    "three Newton-Schulz steps": {"MUON_BACKEND_STEPS": "3"},
+    "no row normalisation": {"MUON_ROW_NORMALIZE": "0"},
+    "no weight decay": {"MUON_WD": "0", "EMBED_WD": "0", "ADAM_WD": "0"},
+    "no gradient clipping": {"GRAD_CLIP_NORM": "0"},
+    "no weight average": {"EMA_DECAY": "0"},
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: optimizer steps that fitted into the seconds, and bits per byte of the averaged weights."""
+
+    parameters: int
+    steps: int
+    bits_per_byte: float
+
+
+def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Settings of every row by its name."""
+    import sentencepiece
+
+    vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()
+    common = {
+        **SMALL, "VOCAB_SIZE": str(vocabulary), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
+        "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
+        "VAL_TOKENS_LIMIT": str(arguments.val_tokens), "ITERATIONS": "1000000",
+    }  # fmt: skip
+    baseline = {"CONFIG": str(REPO / "records/configs/upstream_baseline.env"), **common, **BASELINE_SCHEDULE}
+    default = {**common, **DEFAULT_SMALL}
+    return {
+        DEFAULT: default,
+        "upstream_baseline": baseline,
+        "upstream_baseline, default schedule": {**baseline, **DEFAULT_SCHEDULE},
+        **{name: {**default, **changes} for name, changes in ONE_OFF.items()},
+    }
+
+
+def clock(kind: str) -> Callable[[], float]:
+    """A stopwatch in seconds: of the wall, or of the process's CPU time shared among its threads."""
+    if kind == "wall":
+        return time.perf_counter
+    threads = torch.get_num_threads()
+    return lambda: time.process_time() / threads
+
+
+def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
+    """Train on the schedule of a whole run until the seconds are over; leaves the average. Returns steps."""
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
+    optimizer = train_gpt.Optimizer(model, config, 0, 1)
+    average = train_gpt.WeightAverage(model, config.ema_decay)
+    device, trace, step = torch.device("cpu"), train_gpt.Trace(None), 0
+    with train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace) as loader:
+        start = now()
+        while (progress := train_gpt.run_progress(now() - start, step, 0.0, config)) < 1.0:
+            model.looping = train_gpt.loop_is_on(progress, config)
+            for _ in range(loader.micro_steps):
+                batch = loader.next_batch()
+                loss = model.loss(batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
+                (loss / loader.micro_steps).backward()
+            scale = train_gpt.learning_rate_scale(progress, step, config)
+            optimizer.step(scale, train_gpt.muon_momentum(progress, step, config))
+            average.update()
+            step += 1
+    average.apply()
+    return step
+
+
+def measure(settings: dict[str, str], seed: int, kind: str) -> Result:
+    """Train and score one stack."""
+    config = Config.from_env({**settings, "SEED": str(seed)})
+    model = train_gpt.build_model(config)
+    steps = train(config, model, clock(kind))
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_*.bin")
+    tokens = train_gpt.validation_tokens(config, shards)
+    model.looping = train_gpt.loop_is_on(1.0, config)
+    nats = train_gpt.score_roundtrip(model, tokens, config).total_nats()
+    text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Result(count, steps, nats / math.log(2) / text_bytes)
+
+
+def row(name: str, results: list[Result], default: list[Result]) -> str:
+    """A line of the table; the difference is taken seed by seed."""
+    scores = [result.bits_per_byte for result in results]
+    mean, steps = statistics.mean(scores), statistics.mean(result.steps for result in results)
+    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
+    pairs = zip(results, default, strict=False)
+    gains = [ours.bits_per_byte - theirs.bits_per_byte for ours, theirs in pairs]
+    gain = f"{statistics.mean(gains):+.4f}" if gains and name != DEFAULT else "-"
+    size = f"{results[0].parameters:,}"
+    return f"| {name} | {size} | {steps:.0f} | {mean:.4f} | {spread} | {gain} | {len(scores)} |"
+
+
+def title(arguments: argparse.Namespace) -> str:
+    """Where and how the table was made."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True
+    ).stdout.strip()
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    threads = torch.get_num_threads()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads"
+    versions = f"Python {platform.python_version()} · torch {torch.__version__}"
+    budget = f"{arguments.seconds:g} s of training by the {arguments.clock} clock"
+    layers, width, batch, length = (SMALL[name] for name in GEOMETRY)
+    geometry = f"{layers} layers x {width}, {batch} tokens a step, sequences of {length}"
+    scored = f"{arguments.val_tokens:,}" if arguments.val_tokens else "all"
+    seeds = " ".join(map(str, arguments.seeds))
+    return "\n".join([
+        f"## ablation · {arguments.data.name} · {when} · {machine} · {versions} · commit {commit}", "",
+        f"{budget}; {geometry}; seeds {seeds}; {scored} validation targets.", "",
+    ])
+
+
+def main() -> None:
+    """Measure, print the table, and with --out append it to a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
+    parser.add_argument("--seconds", type=float, default=120.0, help="training time of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
+    parser.add_argument("--only", nargs="+", help="names of the rows to measure; all by default")
+    parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score; 0: all")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, help="append the table to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = stacks(arguments)
+    if unknown := set(arguments.only or []) - rows.keys():
+        parser.error(f"--only {sorted(unknown)}: expected names among {list(rows)}")
+    chosen = {name: rows[name] for name in rows if not arguments.only or name in arguments.only}
+    measure({**rows[DEFAULT], "MAX_WALLCLOCK_SECONDS": "1"}, 0, arguments.clock)  # thread pools and caches
+    results: dict[str, list[Result]] = {name: [] for name in chosen}
+    for seed in arguments.seeds:
+        for name, settings in chosen.items():
+            results[name].append(measure(settings, seed, arguments.clock))
+            print(f"seed {seed} {name}: {results[name][-1]}", file=sys.stderr, flush=True)
+    lines = [row(name, found, results.get(DEFAULT, [])) for name, found in results.items()]
+    table = "\n".join([title(arguments), HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines, ""])
+    print(table)
+    if arguments.out:
+        with open(arguments.out, "a", encoding="utf-8") as file:
+            file.write("\n" + table)
+
+
+if __name__ == "__main__":
+    main()
