@@ -97,6 +97,7 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
         "ITERATIONS": 100000,
         "EVAL_STRIDE": 0,
         "TTT_ENABLED": 0,
+        "TRAIN_LOG_EVERY": 5,
     }
     started = lab.start(**changes)
     started.wait_for("step:10/")
@@ -108,6 +109,8 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     assert limit["ok"] and 2.0 < limit["value"] <= 4.0
     (resumed_ms,) = re.findall(r"^resumed:\S+ step:\d+ train_time:(\d+)ms", last.out, re.M)
     assert before_ms <= float(resumed_ms) + 1 < limit["value"] * 1e3
+    times_ms = [event["train_time_ms"] for event in last.events if event["event"] == "train"]
+    assert times_ms == sorted(times_ms) and times_ms[-1] > float(resumed_ms)
     again = lab.run(RESUME=ended.directory, **changes)  # it is finished: nothing may touch it
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
 
