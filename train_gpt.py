@@ -1104,14 +1104,12 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         return Batch(inputs_BT, targets_BT, cu_seqlens, step, micro_step)
 
     def _wait(self) -> Slot:
-        if self.closed:
-            raise LoaderError(f"{self.name}: next_batch() after close()")
         try:
             if self.stages:
                 return self.stages[-1].get(self.config.loader_timeout_seconds)
             return next(self.batches)
         except StopIteration:
-            raise LoaderError(f"{self.name}: next_batch() after an error") from None
+            raise LoaderError(f"{self.name}: next_batch() after an error or close()") from None
         except TimeoutError as error:
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
             ready = ", ".join(f"{stage.name} {len(stage.ready)}" for stage in self.stages)
