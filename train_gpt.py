@@ -325,7 +325,8 @@ def _read_config_file(path: str) -> dict[str, str]:
 
 def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
-    kind, rules = type(spec.default), spec.metadata
+    kind: Any = type(spec.default)
+    rules = spec.metadata
     low, high, among = rules["low"], rules["high"], rules["among"]
     words = {"0": False, "false": False, "1": True, "true": True}
     try:
@@ -460,8 +461,9 @@ class Run:
         """One line to console and log.txt, flushed; rank 0 only. A closed console never ends a run."""
         self.alive()
         if self.rank == 0:
-            with contextlib.suppress(OSError, ValueError):
-                print(line, flush=True) if console else None
+            if console:
+                with contextlib.suppress(OSError, ValueError):
+                    print(line, flush=True)
             if self.directory is None:
                 self._unwritten.append(line)
             else:
@@ -562,7 +564,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room and start again") from error
+        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room, start again") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -1638,7 +1640,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
 
 
 def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
-    """The first kernel within 3 % of float64, both passes, at the real shape; logged, and equal on all ranks."""
+    """The first kernel within 3 % of float64, both passes, at the real shape, on all ranks; logged."""
     c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
@@ -2034,13 +2036,14 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
             inputs_NT, targets_NT = mine_NT[:, :-1], mine_NT[:, 1:]
             loss = loss_of(model, inputs_NT, targets_NT, model.cu_seqlens(inputs_NT))
             (loss * (len(mine_NT) / len(batch_NT))).backward()
-        for name, weight in weights.items():
+        for name, gradient in ((name, weight.grad) for name, weight in weights.items()):
+            assert gradient is not None
             if world_size > 1:
-                dist.all_reduce(weight.grad)
+                dist.all_reduce(gradient)
             if name in BANKS or "_L" in name:
-                weight.grad.unflatten(0, (-1, config.num_layers))[:, : config.ttt_freeze_blocks] = 0.0
+                gradient.unflatten(0, (-1, config.num_layers))[:, : config.ttt_freeze_blocks] = 0.0
             elif "_P" in name:  # lanes start at PARALLEL_START_LAYER
-                weight.grad[: max(0, config.ttt_freeze_blocks - config.parallel_start_layer)] = 0.0
+                gradient[: max(0, config.ttt_freeze_blocks - config.parallel_start_layer)] = 0.0
         nn.utils.clip_grad_norm_(weights.values(), config.ttt_grad_clip or math.inf)
         sgd.step()
 
@@ -2894,7 +2897,8 @@ class Training:
         self.config, self.run, self.validation = config, run, inputs.validation
         self.clock = Clock(config, run)
         self.model = ready_model(build_model(config), config, run)
-        window = tuple(int(step) for step in config.trace_steps.split(":")) if config.trace_steps else None
+        first, _, after = config.trace_steps.partition(":")
+        window = (int(first), int(after)) if config.trace_steps else None
         self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
         self.timer = StepTimer(config, run.device, self.trace)
         self.loader = make_loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
@@ -3008,7 +3012,8 @@ def train(training: Training) -> bool:
         unread.append((training.step, *read_later(results)))
         check_finite(unread, leave=2 if results.is_cuda else 0)
         if training.step <= 10 or training.step % config.train_log_every == 0:
-            log_step(training, *results.tolist(), progress)
+            loss, norm = results.tolist()
+            log_step(training, loss, norm, progress)
     check_finite(unread, leave=0)
     clock.pause()
     if caught:
@@ -3262,8 +3267,8 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         write_atomically(run.path("train_gpt.py"), inputs.source)
         write_atomically(run.path("config.env"), "\n".join([*settings, ""]).encode())
     if config.val_bytecount_device != "cpu" or not config.val_copy_stream:
-        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted, but validation bytes are summed once on the "
-                "host, and with VAL_PREFETCH=1 validation tokens are copied once, before they are scored")
+        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted, but validation bytes are summed once on "
+                "the host, and with VAL_PREFETCH=1 validation tokens are copied once, before scoring")
     for setting in settings:
         run.log(f"  {setting}{'  # changed' if setting.split('=')[0] in overrides else ''}", console=False)
     fewest, most = inputs.artifact_bytes

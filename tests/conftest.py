@@ -1,4 +1,4 @@
-"""Shared fixtures. `SHARED_DATA` (environment) names the folder with real FineWeb text; its default stands here alone."""
+"""Shared fixtures. SHARED_DATA names the folder with real FineWeb text; its default stands here alone."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def repo() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Folder with `docs_selected.jsonl`, `tokenizers/` and `datasets/` of real FineWeb text; skips where absent."""
+    """Folder with documents, tokenizers/ and datasets/ of real FineWeb text; skips where absent."""
     folder = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared")) / "data"
     if not folder.is_dir():
-        pytest.skip(f"real FineWeb sample not found at {folder}: set SHARED_DATA to the folder that holds data/")
+        pytest.skip(f"no real FineWeb text at {folder}: set SHARED_DATA to the folder that holds data/")
     return folder
