@@ -773,10 +773,11 @@ def read_tokens(
             part, byte = out[first : first + READ_TOKENS], SHARD_HEADER_BYTES + 2 * (start + first)
             try:
                 file.seek(byte)
-                if (got := read_into(file, part)) != part.nbytes:
-                    raise EOFError(f"{got} bytes there, expected {part.nbytes}")
+                got = read_into(file, part)
             except (Exception, SystemExit) as error:
                 raise DataError(f"{shard.path}, byte {byte}: {error!r}; check disk and file") from error
+            if got != part.nbytes:
+                raise DataError(f"{shard.path}, byte {byte}: {got} bytes, expected {part.nbytes}; cut?")
             if part.max() >= vocab_size:
                 at = int(np.argmax(part >= vocab_size))
                 where = f"{shard.path}, token {start + first + at}, byte {byte + 2 * at}"
@@ -1027,15 +1028,18 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         return step * self.step_rows + (self.rank * self.micro_steps + micro_step) * self.rows
 
     def _read(self, first: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        for epoch in itertools.count(first // len(self.order.shards)):
+        while True:
+            epoch, turn = divmod(first, len(self.order.shards))
+            last = first + len(self.order.shards) - turn
             with self.trace.span("epoch", "epochs", epoch=epoch):
-                for visit in range(first, (epoch + 1) * len(self.order.shards)):
-                    shard, key = self.order.visit(visit)
-                    with self.trace.span("disk_load", f"{self.name} disk", shard=shard.path.name):
-                        tokens = read_tokens(shard, 0, None, self.config.vocab_size, lambda: self.closed)
-                        sequences = self.order.permutation(*key)
-                    yield visit, tokens, sequences
-            first = visit + 1
+                yield from map(self._read_visit, range(first, last))
+            first = last
+
+    def _read_visit(self, visit: int) -> tuple[int, np.ndarray, np.ndarray]:
+        shard, key = self.order.visit(visit)
+        with self.trace.span("disk_load", f"{self.name} disk", shard=shard.path.name):
+            tokens = read_tokens(shard, 0, None, self.config.vocab_size, lambda: self.closed)
+            return visit, tokens, self.order.permutation(*key)
 
     def _fill(self, feed: ShardFeed, slots: list[Slot], first: int) -> Iterator[Slot]:
         for index in itertools.count(first):
@@ -1328,18 +1332,18 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, given_3N: Tensor | None,
     return out
 
 
-def cross_entropy_gradients(ctx: Any, d_stats_3N: Tensor) -> tuple[Tensor, None, None, None]:
+def _cross_entropy_gradients(ctx: Any, d_stats_3N: Tensor) -> tuple[Tensor, None, None, None]:
     logits_NV, targets_N, stats_3N = ctx.saved_tensors
     given_3N = torch.cat((d_stats_3N[:1], stats_3N[1:]))
     return cross_entropy(logits_NV, targets_N, given_3N, ctx.softcap), None, None, None
 
 
-def cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     logits_NV, targets_N, _, ctx.softcap = inputs
     ctx.save_for_backward(logits_NV, targets_N, output)
 
 
-cross_entropy.register_autograd(cross_entropy_gradients, setup_context=cross_entropy_context)
+cross_entropy.register_autograd(_cross_entropy_gradients, setup_context=_cross_entropy_context)
 cross_entropy.register_fake(lambda logits, targets, given, softcap: logits.new_empty(logits.shape)
                             if given is not None else logits.new_empty(3, len(logits), dtype=torch.float32))
 
