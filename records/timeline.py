@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.merge:
         args.merge.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     spans = lane_spans(events, tuple(args.seconds) if args.seconds else None)
-    draw(spans, args.out)
+    draw(spans, args.out, args.seconds)
     totals = {lane: span_totals(found) for lane, found in spans.items()}
     if args.json:
         print(json_text({"file": str(args.out), "seconds": totals}), end="")
@@ -89,7 +89,7 @@ def span_totals(spans: list[tuple[str, float, float]]) -> dict[str, float]:
     return dict(totals)
 
 
-def draw(spans: Spans, path: Path) -> None:
+def draw(spans: Spans, path: Path, window: list[float] | None = None) -> None:
     """One row per lane, a bar per span, coloured by name."""
     import matplotlib
 
@@ -106,6 +106,8 @@ def draw(spans: Spans, path: Path) -> None:
             seen.setdefault(name, bars)
     axes.set_yticks(range(len(spans)), list(spans))
     axes.invert_yaxis()
+    if window:
+        axes.set_xlim(*window)
     axes.set_xlabel("seconds")
     axes.legend(seen.values(), seen, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=8, frameon=False)
     figure.savefig(path, dpi=120)

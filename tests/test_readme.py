@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -30,3 +31,16 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for config in re.findall(r"`(\w+\.env)`", readme):
         assert (repo / "records" / "configs" / config).is_file() or config == "config.env", config
+
+
+def test_the_results_follow_from_the_record(readme: str, repo: Path) -> None:
+    summaries = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (repo / "records" / "track_cpu_demo").glob("*/summary_seed*.json")
+    ]
+    assert len(summaries) == 3
+    for name in ("roundtrip", "sliding_window", "legal_ttt"):
+        scores = [summary["losses"][name]["bits_per_byte"] for summary in summaries]
+        assert f"**{sum(scores) / 3:.4f}**" in readme, name
+    most = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
+    assert f"{most:,} bytes" in readme

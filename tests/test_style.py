@@ -13,6 +13,7 @@ import pytest
 SECTIONS = (
     "CONFIG RUNTIME TRACE DATA KERNELS MODEL OPTIMIZER SCHEDULE EVALUATION ARTIFACT CHECKPOINT TRAIN main"
 ).split()
+LINES_GOAL, LINES_NOW = 2000, 3374  # not there yet; LINES_NOW may only be lowered
 MAX_COLUMNS, MAX_FUNCTION_LINES, MAX_NESTING = 110, 60, 3
 BANNER = re.compile(r"^# ={108}\n# (\S+) — (.+)\n# ={108}$", re.MULTILINE)
 
@@ -34,6 +35,10 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef]:
 def test_no_line_is_too_long(source: str) -> None:
     long = [number for number, line in enumerate(source.splitlines(), 1) if len(line) > MAX_COLUMNS]
     assert not long
+
+
+def test_the_file_only_shrinks(source: str) -> None:
+    assert len(source.splitlines()) <= LINES_NOW, f"the ceiling is {LINES_GOAL}: leave out, never add"
 
 
 def test_no_function_is_too_long(tree: ast.Module) -> None:
