@@ -71,14 +71,17 @@ def draw(runs: Sequence[Run], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 3, figsize=(15, 11), constrained_layout=True)
+    validated = any(curves.validation_bpb(found) for found in runs)
+    rows = 3 if validated else 2
+    figure, axes = pyplot.subplots(rows, 3, figsize=(15, 3.7 * rows), constrained_layout=True)
     try:
         for column, axis in enumerate(curves.AXES):
             _draw_loss(axes[0][column], runs, axis)
-            _draw_series(axes[1][column], runs, axis, curves.validation_bpb, "bits per byte", "o-")
-        _draw_times(axes[2][0], runs)
-        _draw_histogram(axes[2][1], runs)
-        _draw_causes(axes[2][2], runs)
+            if validated:
+                _draw_series(axes[1][column], runs, axis, curves.validation_bpb, "bits per byte", "o-")
+        _draw_times(axes[-1][0], runs)
+        _draw_histogram(axes[-1][1], runs)
+        _draw_causes(axes[-1][2], runs)
         _draw_legend(axes[0][0], runs)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
@@ -93,12 +96,15 @@ Series = Callable[[Run], list[curves.Sample]]
 
 
 def _draw_series(axes: Axes, runs: Sequence[Run], axis: str, series: Series, unit: str, style: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
     for index, found in enumerate(runs):
         points = [(x, s.value) for s in series(found) if (x := s.at(axis)) is not None]
         if points:
             xs, ys = zip(*points, strict=True)
             axes.plot(xs, ys, style, color=f"C{index % 10}", linewidth=1, markersize=3, label=found.name)
     _limit(axes)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k tokens, not 400000
     axes.set_xlabel(axis)
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
