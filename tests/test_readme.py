@@ -44,3 +44,10 @@ def test_the_results_follow_from_the_record(readme: str, repo: Path) -> None:
         assert f"**{sum(scores) / 3:.4f}**" in readme, name
     most = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
     assert f"{most:,} bytes" in readme
+
+
+def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
+    makefile = (repo / "Makefile").read_text(encoding="utf-8")
+    listed = re.findall(r"for bench in ([a-z ]+);", makefile)
+    names = [*listed[0].split(), *re.findall(r"benchmarks/(\w+)\.py", makefile)]
+    assert "kernels" in names and [n for n in names if not (repo / "benchmarks" / f"{n}.py").is_file()] == []
