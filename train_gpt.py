@@ -2488,20 +2488,6 @@ def fill_budget(
     return *below, tried
 
 
-@dataclass(frozen=True)
-class ArtifactReport:
-    """What was written; `bits` per role, and the excess over zeroth-order entropy, are those of the codes."""
-
-    bytes: int
-    sha256: str
-    sections: dict[str, int]
-    bits: dict[str, int]
-    label: str
-    multiplier: float
-    passes: int
-    entropy_excess: float
-
-
 def write_artifact(
     model: nn.Module,
     config: Config,
@@ -2510,7 +2496,7 @@ def write_artifact(
     code_bytes: int,
     tokenizer_sha256: str,
     log: Callable[[str], None],
-) -> ArtifactReport:
+) -> None:
     """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX; rank 0 alone calls it.
 
     RATE_CONTROL=0 takes bits and clips as given. ArtifactError, and no file, when it does not fit.
@@ -2551,13 +2537,10 @@ def write_artifact(
         check_fit(len(data) - budget, "with RATE_CONTROL=0")
     write_atomically(path, data)
     bits, entropy_bytes = describe_codes(codes, chosen)
+    excess = len(read_container(path)["codes"]) / max(entropy_bytes, 1.0) - 1
     unused = " unused: 8 bits cannot fill it" if config.rate_control and len(data) < budget - slack else ""
-    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits} passes:{len(tried)}{unused}")
-    sections = {name: len(section) for name, section in read_container(path).items()}
-    return ArtifactReport(
-        len(data), hashlib.sha256(data).hexdigest(), sections, bits, read_label(path),
-        tried[-1], len(tried), sections["codes"] / max(entropy_bytes, 1.0) - 1,
-    )
+    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits} step_multiplier:{tried[-1]:.4f} "
+        f"passes:{len(tried)} codes_over_entropy:{excess:.4%}{unused}")
 
 
 def describe_codes(
@@ -2681,9 +2664,15 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read_label(path: Path) -> str:
-    """`int6` where the widest codes of block matrices take six bits."""
-    return f"int{max(bits for role, bits in read_header(path)['bits'].items() if role != 'embed')}"
+def describe_artifact(path: Path) -> dict[str, Any]:
+    """Bytes, sha256, bytes of each section, bits per role and label of a file: `int6` where the widest codes
+    of block matrices take six bits. Raises ArtifactError."""
+    sections, bits = read_container(path), read_header(path)["bits"]
+    return {
+        "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sections": {name: len(section) for name, section in sections.items()}, "bits": bits,
+        "label": f"int{max(width for role, width in bits.items() if role != 'embed')}",
+    }  # fmt: skip
 
 
 def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tuple[GPT, Config]:
@@ -3165,11 +3154,12 @@ def whole_run(config: Config, run: Run) -> int:
         with run.phase("hessians"):
             hessians = finish_training(training)
         with run.phase("quantize"):
-            report = ship(training, hessians, inputs)
+            ship(training, hessians, inputs)
     with run.phase("reload"):
-        model = ready_model(load_artifact(run.path("model.bin"))[0], config, run)
-    scores = evaluate(model, config, run, inputs.validation, report.label)
-    summarize(config, run, inputs, scores, training, report)
+        path = run.path("model.bin")
+        model = ready_model(load_artifact(path)[0], config, run)
+    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
+    summarize(config, run, inputs, scores, path, training)
     if config.generate:
         run.log(generate_text(model, config, config.generate))
     return 0
@@ -3190,8 +3180,8 @@ def score_artifact(config: Config, run: Run) -> int:
         inputs = preflight(config, run)
         open_run(config, run, inputs)
         model = ready_model(model, config, run)
-    scores = evaluate(model, config, run, inputs.validation, read_label(path))
-    summarize(config, run, inputs, scores)
+    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
+    summarize(config, run, inputs, scores, path)
     return 0
 
 
@@ -3303,27 +3293,27 @@ def device_name(run: Run) -> str:
     return torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else cpu
 
 
-def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> ArtifactReport:
+def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> None:
     """Write the artifact and the form of the script that is counted; rank 0 does, all ranks wait."""
-    config, run, report = training.config, training.run, None
+    config, run = training.config, training.run
     if run.rank == 0:
         code = shipped_code(inputs.source, config.code_bytes)
         write_atomically(run.path("train_gpt.shipped.py"), code)
-        report = write_artifact(training.model, config, hessians, run.path("model.bin"), len(code),
-                                inputs.hashes["tokenizer"], run.log)
-    return run.gather(report)[0]
+        write_artifact(training.model, config, hessians, run.path("model.bin"), len(code),
+                       inputs.hashes["tokenizer"], run.log)
+    run.gather(None)
 
 
 def summarize(
-    config: Config, run: Run, inputs: Inputs, scores: dict[str, Score],
-    training: Training | None = None, report: ArtifactReport | None = None,
+    config: Config, run: Run, inputs: Inputs, scores: dict[str, Score], path: Path,
+    training: Training | None = None,
 ) -> None:  # fmt: skip
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
     stream_hash = sum(run.gather(training.loader.stream_hash if training else 0)) % 2**64
     devices = run.gather(device_name(run))
     if run.rank:
         return
-    artifact = (run.path("model.bin") if report else Path(config.eval_only)).read_bytes()
+    artifact = describe_artifact(path)
     code = {form: len(shipped_code(inputs.source, form)) for form in ("raw", "wrapped")}
     steps, train_seconds = (training.step, training.clock.elapsed_seconds()) if training else (0, 0.0)
     eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
@@ -3331,14 +3321,14 @@ def summarize(
     for name, used, limit in (
         ("train_seconds", train_seconds, config.max_wallclock_seconds),
         ("eval_seconds", eval_seconds, config.max_eval_seconds),
-        ("artifact_bytes", code[config.code_bytes] + len(artifact), config.artifact_bytes_max),
+        ("artifact_bytes", code[config.code_bytes] + artifact["bytes"], config.artifact_bytes_max),
     ):
         limits[name] = {"value": used, "limit": limit, "ok": not limit or used <= limit}
         run.log(f"limit:{name} {used:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
-    label = f"{report.label}+rans" if report else "artifact"
+    label = f"{artifact['label']}+rans"
     run.log(f"Code size: {code[config.code_bytes]} bytes ({config.code_bytes})")
-    run.log(f"Serialized model {label}: {len(artifact)} bytes")
-    run.log(f"Total submission size {label}: {code[config.code_bytes] + len(artifact)} bytes")
+    run.log(f"Serialized model {label}: {artifact['bytes']} bytes")
+    run.log(f"Total submission size {label}: {code[config.code_bytes] + artifact['bytes']} bytes")
     shards, validation = inputs.train_shards, inputs.validation
     summary = {
         "run_id": run.path("summary.json").parent.name, "seed": config.seed,
@@ -3355,8 +3345,7 @@ def summarize(
                      "peak_memory_mib": peak_memory_mib(run.device)[0]},
         "phases": run.phases, "steps": steps, "tokens": steps * config.train_batch_tokens,
         "losses": {name: dataclasses.asdict(score) for name, score in scores.items()},
-        "artifact": {"bytes": len(artifact), "sha256": hashlib.sha256(artifact).hexdigest(),
-                     **(dataclasses.asdict(report) if report else {})},
+        "artifact": artifact,
         "limits": limits, "comparable": not validation.limited, "exit": "finished",
     }  # fmt: skip
     write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
