@@ -2759,13 +2759,10 @@ def save_checkpoint(training: Training, wait: bool = False) -> None:
     current, previous = (run.path(name) for name in CHECKPOINT_NAMES)
 
     def write() -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        data = buffer.getvalue()
         try:
             if current.exists():
                 os.replace(current, previous)
-            write_atomically(current, hashlib.sha256(data).digest() + data)
+            write_state(current, state)
             run.log(f"checkpoint:{current} step:{state['step']}")
         except (OSError, ConfigError) as error:
             run.log(f"warning: no checkpoint of step {state['step']}, the one before stands: {error}")
@@ -2789,8 +2786,15 @@ def find_checkpoint(config: Config) -> Path:
     return directory
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a file, read as data, never as code; ValueError where it is not as it was written."""
+def write_state(path: Path, state: Any) -> None:
+    """Write tensors, numbers, text and containers of them, behind their SHA-256. Raises ConfigError."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_atomically(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+
+
+def read_state(path: Path) -> Any:
+    """What `write_state` wrote, read as data, never as code; ValueError where it is not as it was written."""
     digest, data = (content := path.read_bytes())[:32], content[32:]
     if hashlib.sha256(data).digest() != digest:
         raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
@@ -2802,7 +2806,7 @@ def load_checkpoint(training: Training) -> None:
     run, state = training.run, None
     for path in (run.path(name) for name in CHECKPOINT_NAMES):
         try:
-            state = state or read_checkpoint(path)
+            state = state or read_state(path)
         except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
     if state is None:
