@@ -2759,6 +2759,8 @@ def save_checkpoint(training: Training) -> None:
 
     def write() -> None:
         try:
+            if not all(weight.isfinite().all() for weight in state["weights"]):
+                raise ConfigError("its weights are not finite")
             if training.saved == current:  # one that could not be read replaces none that could
                 training.saved = current.replace(previous)
             write_state(current, state)
@@ -2809,45 +2811,34 @@ def load_checkpoint(training: Training) -> None:
 
 
 class Clock:
-    """Seconds of training, and the decisions that hang on them; no step waits for the device to read it."""
+    """Seconds of training. Rank 0's are everybody's, so that all ranks decide alike from them."""
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self.config, self.run = config, run
-        self.started: float | None = None
-        self.elapsed_before = self.reserve_seconds = self._decided_seconds = self._step_seconds = 0.0
+    def __init__(self, run: Run) -> None:
+        self.run, self.elapsed_before, self.reserve_seconds = run, 0.0, 0.0
+        self._started: float | None = None
         self._sent: tuple[Tensor, Any] | None = None
 
     def count(self, running: bool) -> None:
         """Go on, or pause, once the device has finished what it was given."""
         self.run.sync()
-        self.elapsed_before = self._decided_seconds = self.elapsed_seconds()
-        self.started = time.perf_counter() if running else None
+        self.elapsed_before = self.elapsed_seconds()
+        self._started = time.perf_counter() if running else None
 
     def elapsed_seconds(self) -> float:
         """Seconds counted so far."""
-        return self.elapsed_before + (time.perf_counter() - self.started if self.started else 0.0)
+        return self.elapsed_before + (time.perf_counter() - self._started if self._started else 0.0)
 
-    def decide(self, step: int) -> tuple[float, bool, bool, int]:
-        """What rank 0 said one call ago: progress, whether to stop, whether to save; and any rank's signal.
-
-        Sends what holds for the next call over the host-side group, without waiting for it.
-        """
+    def exchange(self) -> tuple[float, int]:
+        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
         self.run.alive()
-        c, before, elapsed = self.config, self._decided_seconds, self.elapsed_seconds()
-        self._decided_seconds, self._step_seconds = elapsed, max(0.9 * self._step_seconds, elapsed - before)
-        limit = c.max_wallclock_seconds - self.reserve_seconds if c.max_wallclock_seconds else math.inf
-        every = c.checkpoint_every_seconds or math.inf
-        says = [run_progress(elapsed, step, self.reserve_seconds, c),
-                elapsed + 2 * self._step_seconds >= limit, elapsed // every > before // every]  # fmt: skip
-        says = says if self.run.rank == 0 else [0.0, 0.0, 0.0]
-        message, work = torch.tensor([*says, self.run.stop_signal], dtype=torch.float64), None
-        if self.run.world_size > 1:
+        seconds = self.elapsed_seconds() if self.run.rank == 0 else 0.0
+        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
+        if self.run.world_size > 1:  # over the host-side group: no device is asked
             work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
-        received, self._sent = self._sent or (message, work), (message, work)
-        if received[1] is not None:
-            received[1].wait()
-        progress, stop, save, caught = received[0].tolist()
-        return max(progress, step / c.iterations), bool(stop), bool(save), int(caught)
+        said, self._sent = self._sent or (message, work), (message, work)
+        if said[1] is not None:
+            said[1].wait()
+        return said[0][0].item(), int(said[0][1])
 
 
 class Training:
@@ -2857,7 +2848,7 @@ class Training:
         torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
         torch.use_deterministic_algorithms(config.deterministic)
         self.config, self.run, self.validation = config, run, inputs.validation
-        self.clock, self.model = Clock(config, run), ready_model(build_model(config), config, run)
+        self.clock, self.model = Clock(run), ready_model(build_model(config), config, run)
         first, _, after = config.trace_steps.partition(":")
         window = (int(first), int(after)) if config.trace_steps else None
         self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
@@ -2871,19 +2862,19 @@ class Training:
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
         self.saved: Path | None = None  # the last good checkpoint
-        self.writer = threading.Thread()  # of the one under way
+        self.writer = threading.Thread()  # of the next one
         self.writer.start()
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that training has become, the same on any world size. All ranks call it together."""
+        """A copy of all that training has become, for any world size; all ranks call it together."""
         stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
-        return {"config": self.config.as_env(), "step": self.step, "seconds": self.clock.elapsed_seconds(),
-                "weights": [weight.clone() for weight in self.average.live],
-                "average": [weight.clone() for weight in self.average.average],
-                "optimizer": self.optimizer.state(), "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
+        state = {"step": self.step, "seconds": self.clock.elapsed_seconds(), "config": self.config.as_env(),
+                 "weights": self.average.live, "average": self.average.average,
+                 "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
+        return copy.deepcopy(state) | {"optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Become what `state` returned, on any world size; what is not as it was raises LoaderError."""
+        """Become what `state` returned. LoaderError where that is not possible with this data."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
         tensors = [*self.average.live, *self.average.average]
@@ -2910,15 +2901,13 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
 
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, timer, loader = training.config, training.timer, training.loader
-    training.model.looping = loop_is_on(progress, config)
-    total = torch.zeros((), device=training.run.device)
+    config, timer, loader, model = training.config, training.timer, training.loader, training.model
+    model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
     timer.begin(training.step)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch")
-        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
-        loss = loss / loader.micro_steps
+        loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
         timer.lap("forward")
         loss.backward()
         timer.lap("backward")
@@ -2933,38 +2922,39 @@ def train_step(training: Training, progress: float) -> Tensor:
 
 
 def warm_up(training: Training) -> None:
-    """Run WARMUP_STEPS real steps of each graph, to compile, and time Hessians; then undo it exactly.
-
-    The clock keeps GPTQ_RESERVE_SECONDS for Hessians, or as measured and at most a tenth of it; where the
-    calibration would take longer it uses fewer batches.
-    """
+    """Run WARMUP_STEPS real steps of each graph, to compile, and time Hessians; then undo it exactly."""
     config, run, before = training.config, training.run, training.state()
     for progress in {loop_is_on(progress, config): progress for progress in (0.0, 1.0)}.values():
         for number in range(1, config.warmup_steps + 1):
             train_step(training, progress)
             run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{training.model.looping:d}")
     if config.gptq and config.max_wallclock_seconds:
-        for _ in range(2):  # the first one also pays for allocations
+        for _ in range(2):  # the first also pays for allocations
             start = time.perf_counter()
             collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
             run.sync()
             seconds = 1.25 * max(run.gather(time.perf_counter() - start))
         limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
-        batches = training.calibration_batches = max(1, min(training.calibration_batches, int(limit / seconds)))
-        training.clock.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
-        run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s for {batches} batches per rank")
+        batches = max(1, min(training.calibration_batches, int(limit / seconds)))
+        reserve = config.gptq_reserve_seconds or seconds * batches
+        training.calibration_batches, training.clock.reserve_seconds = batches, reserve
+        run.log(f"gptq:reserving {reserve:.2f}s for {batches} batches per rank")
     training.load_state(before)
 
 
 def train(training: Training) -> bool:
     """Step until the clock or ITERATIONS is over; False when a signal came first and all is saved."""
-    config, run, clock, step = training.config, training.run, training.clock, training.step
+    config, run, clock = training.config, training.run, training.clock
+    seconds, step_seconds, every = clock.elapsed_before, 0.0, config.checkpoint_every_seconds or math.inf
+    limit = (config.max_wallclock_seconds or math.inf) - clock.reserve_seconds
     clock.count(True)
     while True:
-        progress, stop, save, caught = clock.decide(step := training.step)
-        over = bool(stop or caught or step >= config.iterations)
-        look = config.val_loss_every > 0 < step and step % config.val_loss_every == 0 and not over
-        read_results(training, leave=2 if run.device.type == "cuda" and not (over or save or look) else 0)
+        step, before, (seconds, caught) = training.step, seconds, clock.exchange()
+        step_seconds = max(0.9 * step_seconds, seconds - before)
+        over = caught or step >= config.iterations or seconds + 2 * step_seconds >= limit
+        save = seconds // every > before // every and not over
+        look = step and config.val_loss_every and step % config.val_loss_every == 0 and not over
+        read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
         if over:
             break
         if save:
@@ -2974,7 +2964,8 @@ def train(training: Training) -> bool:
             validate(training, f"step:{step}/{config.iterations}")
             clock.count(True)
         training.trace.step(step)
-        results = train_step(training, progress).to("cpu", non_blocking=True)  # pinned: no step waits for it
+        progress = run_progress(seconds, step, clock.reserve_seconds, config)
+        results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
         training.unread.append((training.step, progress, training.loader.stream_hash, results, copied))
@@ -2991,11 +2982,8 @@ def train(training: Training) -> bool:
 
 
 def read_results(training: Training, leave: int) -> None:
-    """Check and log all steps but the last `leave`, the most that the host may run ahead of the device.
-
-    The train line is upstream's with new fields at its end; its loss is the mean over ranks.
-    """
-    config, run = training.config, training.run
+    """Check and log all steps but the last `leave`: so far the host may run ahead. FloatingPointError."""
+    config, run, tokens = training.config, training.run, training.config.train_batch_tokens
     while len(training.unread) > leave:
         step, progress, stream_hash, results, copied = training.unread.pop(0)
         if copied is not None:
@@ -3003,40 +2991,37 @@ def read_results(training: Training, leave: int) -> None:
         loss, norm = results.tolist()
         if not math.isfinite(loss + norm):
             training.writer.join()
-            saved = [path for path in map(run.path, CHECKPOINT_NAMES) if path.exists()]
-            rows = config.train_batch_tokens // config.train_seq_len
+            saved = next((path for path in map(run.path, CHECKPOINT_NAMES) if path.exists()), "none")
             raise FloatingPointError(
-                f"step {step}: train_loss {loss}, gradient norm {norm}, sequences {rows * (step - 1)} to "
-                f"{rows * step - 1} of the stream, stream_hash of rank {run.rank} {stream_hash:016x}, last good "
-                f"checkpoint {saved[0] if saved else 'none'}; lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or "
-                "set GRAD_CLIP_NORM"
-            )
+                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
+                f"stream_hash {stream_hash:016x} on this rank, last good checkpoint: {saved}; lower "
+                "MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or set GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
         loss, seconds = sum(run.gather(loss)) / run.world_size, training.clock.elapsed_seconds()
         p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
-        scale, tokens = learning_rate_scale(progress, step - 1, config), step * config.train_batch_tokens
+        scale = learning_rate_scale(progress, step - 1, config)
         left = (config.max_wallclock_seconds or math.inf) - seconds
+        left = min(left, (config.iterations / step - 1) * seconds)
         run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-                f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-                f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} "
-                f"eta:{min(left, (config.iterations - step) * seconds / step):.0f}s")
-        run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens,
+                f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
+                f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s")
+        run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
                   grad_norm=norm, progress=progress, data_wait_p50_ms=p50, data_wait_p99_ms=p99,
                   data_wait_max_ms=most)
 
 
 def validate(training: Training, label: str) -> None:
-    """Score the current weights without overlap, while the clock is paused: a diagnostic, never the result."""
+    """Score the current weights without overlap while the clock stands: a diagnostic, never the result."""
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         score = data.score(score_roundtrip(training.model, data.tokens, training.config))
-    training.timer.val_ms = 1e3 * (time.perf_counter() - start)
-    trained_ms = 1e3 * training.clock.elapsed_seconds()
+    val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.clock.elapsed_seconds()
+    training.timer.val_ms = val_ms
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=trained_ms, val_ms=training.timer.val_ms)
+              train_time_ms=trained_ms, val_ms=val_ms)
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
@@ -3062,8 +3047,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
     import resource  # absent on Windows, where only this line would need it
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-    return peak, peak
+    shift = 20 if sys.platform == "darwin" else 10
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift,) * 2
 
 
 # ============================================================================================================
