@@ -180,13 +180,14 @@ class Lab:
         count: int,
         each: Mapping[int, Mapping[str, object]] | None = None,
         fault: str = "",
+        arguments: tuple[str, ...] = (),
         **changes: Any,
     ) -> list[Started]:
         """Start `count` ranks as torchrun does; `each` and `fault` may make one of them different."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         group = {**changes, **address, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         places = [{"RANK": rank, "LOCAL_RANK": rank, **(each or {}).get(rank, {})} for rank in range(count)]
-        return [self.start(**{"fault": fault, **group, **place}) for place in places]
+        return [self.start(*arguments, **{"fault": fault, **group, **place}) for place in places]
 
     def elsewhere(self, name: str) -> Lab:
         """The same dataset with another folder."""
