@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
+from soak import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS, SEED = 30, 20240520
@@ -119,3 +120,9 @@ def test_a_disk_that_is_full_at_one_file(name: str, lab: Lab, finished: Ended) -
         assert ended.status == 0 and ended.summary["losses"] == finished.summary["losses"]
     else:
         assert ended.status == 1 and name in ended.err and "Traceback" not in ended.err
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    line, wrong = soak(tmp_path, seconds=20.0, seed=SEED)
+    print("\n" + line)
+    assert not wrong, line
