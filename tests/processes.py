@@ -45,6 +45,10 @@ TINY = {
 }  # fmt: skip
 
 
+class Hung(AssertionError):
+    """A process had not ended when it should have."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a process ended; status as a shell reports it, negative for a signal."""
@@ -115,7 +119,8 @@ class Started:
             self.process.kill()
             self.process.join()
         err = self.console.with_suffix(self.console.suffix + ".err").read_text("utf-8", "replace")
-        assert not hung, f"still running after {seconds} s\n{self.out}\n{err}"
+        if hung:
+            raise Hung(f"still running after {seconds} s\n{self.out}\n{err}")
         return Ended(self.process.exitcode or 0, self.out, err, self.runs_dir)
 
 
