@@ -2738,15 +2738,15 @@ CHECKPOINT_FIXES = "TRAIN_SEQ_LEN DOC_MASK SEED TRAIN_BATCH_TOKENS ITERATIONS MA
 
 
 def write_state(path: Path, state: Any) -> None:
-    """Write tensors, numbers, text and containers of them, behind their SHA-256. Raises ConfigError."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_atomically(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    """Write tensors, numbers, text and containers of them, and their SHA-256. Raises ConfigError."""
+    torch.save(state, buffer := io.BytesIO())
+    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
+    write_atomically(path, buffer.getvalue())
 
 
 def read_state(path: Path) -> Any:
     """What `write_state` wrote, read as data, never as code; ValueError where it is not as it was written."""
-    digest, data = (content := path.read_bytes())[:32], content[32:]
+    data, digest = (content := path.read_bytes())[:-32], content[-32:]
     if hashlib.sha256(data).digest() != digest:
         raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -3034,8 +3034,7 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
         hessians = collect_hessians(training.model, batches, run.world_size)
     training.clock.count(False)
-    seconds = training.clock.elapsed_seconds()
-    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {seconds:.2f}s")
+    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.clock.elapsed_before:.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
     run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
     return hessians

@@ -163,7 +163,7 @@ def test_nothing_in_a_checkpoint_is_executed_even_with_a_true_checksum(copy: Pat
     canary, buffer = lab.folder / "canary", io.BytesIO()
     torch.save(Touch(str(canary)), buffer)
     for path in copy.glob("checkpoint*.pt"):
-        path.write_bytes(hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+        path.write_bytes(buffer.getvalue() + hashlib.sha256(buffer.getvalue()).digest())
     ended = lab.run(RESUME=copy)
     assert not canary.exists()
     assert ended.status == 1 and "no readable checkpoint" in ended.err and "Traceback" not in ended.err
