@@ -108,8 +108,9 @@ class Started:
             time.sleep(0.01)
 
     def send(self, number: int) -> None:
-        """Send a signal."""
-        os.kill(self.process.pid or 0, number)
+        """Send a signal; one that has just ended gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, number)
 
     def wait(self, seconds: float = DEADLINE_SECONDS) -> Ended:
         """How it ended; fails where it has not after `seconds`."""
