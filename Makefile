@@ -47,7 +47,7 @@ test-slow: $(STAMP)
 	@$(RUN) -m pytest -q -m slow
 
 bench: $(STAMP)
-	@for bench in loader coder; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md || exit 1; done
+	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md || exit 1; done
 	@$(RUN) benchmarks/kernels.py --out benchmarks/RESULTS.md || test $$? -eq 2  # 2: no GPU, and it says so
 
 lint: $(STAMP)

@@ -5,9 +5,9 @@
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
 machine meets both alike; the two must see the same tokens (stream hash) and print the same losses, or the
-program fails. On a GPU it adds model FLOPs utilization (6 P per token for every visit of a layer and the head,
-plus 6 T D per token and visit for causal attention, over the dense bf16 peak) and, from a profile, how
-the time of the GPU splits into matrix products, attention and everything else.
+program fails. On a GPU it adds model FLOPs utilization (6 P per token for every visit of a layer and the
+head, plus 6 T D per token and visit for causal attention, over the dense bf16 peak) and, from a profile,
+how the time of the GPU splits into matrix products, attention and everything else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train_gpt import Config, Training  # noqa: E402
 
 TURN_STEPS = 5
 PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
-STEP_HEADER = "| config | prefetch | step ms p50 | p20 | p80 | tokens/s | wait ms p50 / p99 | MFU | peak MiB | n |"
+STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | MiB | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
 KINDS = {
     "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "linear_leaky"),
@@ -84,8 +84,9 @@ def step_row(name: str, training: Training, times_ms: list[float], waits_ms: lis
     waits = statistics.quantiles(waits_ms, n=100)
     peak = train_gpt.peak_memory_mib(training.run.device)[0]
     return (
-        f"| {name} | {config.train_prefetch:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} | {per_second:,.0f} "
-        f"| {statistics.median(waits_ms):.2f} / {waits[98]:.2f} | {f'{mfu:.1%}' if cuda else '-'} | {peak} "
+        f"| {name} | {config.train_prefetch:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} "
+        f"| {per_second:,.0f} | {statistics.median(waits_ms):.2f}, {waits[98]:.2f} "
+        f"| {f'{mfu:.1%}' if cuda else '-'} | {peak} "
         f"| {len(times_ms)} |"
     )
 
@@ -155,7 +156,7 @@ def measure(arguments: argparse.Namespace, runs: Path) -> list[str]:
                 kept[number] += new
     hashes = {training.loader.stream_hash for training in trainings}
     if len(hashes) > 1 or losses[0] != losses[1]:
-        raise SystemExit(f"prefetch changes the run: hashes {hashes}, losses differ: {losses[0] != losses[1]}")
+        raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
     rows = [
         step_row(name, training, times, training.loader.take_waits_ms())
         for training, times in zip(trainings, times_ms, strict=True)
