@@ -48,6 +48,7 @@ import threading
 import time
 import traceback
 import zlib
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -419,64 +420,45 @@ class Run:
 
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        self.device = pick_device(config, int(environ.get("LOCAL_RANK", 0)))
-        self.dtype = pick_dtype(config, self.device)
-        self.directory: Path | None = None
-        self.phases: dict[str, float] = {}
-        self.phase_name, self.stop_signal, self._unwritten = "setup", 0, list[str]()
+        self.device, self.dtype, self.device_name = pick_device(config, int(environ.get("LOCAL_RANK", 0)))
+        self.directory = Path(os.devnull)  # until it is opened, and what is written there is lost
+        self.phases, self.phase_name, self.stop_signal = dict[str, float](), "setup", 0
         if self.world_size > 1:
-            on_gpu = {"backend": "cpu:gloo,cuda:nccl", "device_id": self.device}
-            dist.init_process_group(**(on_gpu if self.device.type == "cuda" else {"backend": "gloo"}))
-        self._last_sign_of_life = time.monotonic()
+            gpu = self.device if self.device.type == "cuda" else None
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=gpu)
+        self.alive()
         threading.Thread(target=self._watch, args=(config.phase_timeout_seconds,), daemon=True).start()
 
     def open_directory(self, config: Config) -> None:
-        """Create runs/<RUN_ID>, which must not exist, or reopen a resumed one. All ranks call it together."""
-        names = [config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"]
-        if self.world_size > 1:
-            dist.broadcast_object_list(names, src=0)
-        directory = find_checkpoint(config) if config.resume else Path(config.runs_dir) / names[0]
-        if self.rank == 0 and not config.resume:
-            try:
-                directory.mkdir(parents=True)
-                weights = sum(map(math.prod, parameter_shapes(config).values()))
-                needed = config.artifact_bytes_max + 32 * weights  # and two checkpoints
-                if (free := shutil.disk_usage(directory).free) < needed:
-                    directory.rmdir()
-                    raise OSError(f"{free >> 20} MiB free, a run may need {needed >> 20} MiB")
-            except OSError as error:
-                advice = "nothing is ever overwritten: set another RUN_ID or RUNS_DIR, or RESUME"
-                raise ConfigError(f"RUN_ID={names[0]}: no {directory} ({error}); {advice}") from error
+        """Open runs/<RUN_ID> or the directory of RESUME; all ranks call it together. PREFLIGHT_ONLY tries."""
+        name = self.gather(config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}")[0]
+        directory = find_checkpoint(config) if config.resume else Path(config.runs_dir) / name
+        if self.rank == 0:
+            claim(directory, config)
         self.gather(None)  # no rank writes before the directory is there
-        self.directory = directory
-        for line in self._unwritten:
-            self._append("log.txt", line)
+        self.directory = self.directory if config.preflight_only else directory
+        self.log(f"run:{directory} pid:{os.getpid()}")
 
     def path(self, name: str) -> Path:
         """A file of the run directory."""
-        assert self.directory is not None, "the run directory opens after the checks"
         return self.directory / name
 
-    def log(self, line: str, console: bool = True) -> None:
-        """One line to console and log.txt, flushed; rank 0 only. A closed console never ends a run."""
+    def log(self, line: str) -> None:
+        """One line to log.txt and the console, flushed; rank 0 only."""
         self.alive()
         if self.rank == 0:
-            if console:
-                with contextlib.suppress(OSError, ValueError):
-                    print(line, flush=True)
-            if self.directory is None:
-                self._unwritten.append(line)
-            else:
-                self._append("log.txt", line)
+            self.append("log.txt", line)
+            tell(line, sys.stdout)
 
     def event(self, kind: str, **values: Any) -> None:
         """One JSON object to metrics.jsonl, for machines; rank 0 only."""
         if self.rank == 0:
-            self._append("metrics.jsonl", json.dumps({"event": kind, **values}))
+            self.append("metrics.jsonl", json.dumps({"event": kind, **values}))
 
-    def _append(self, name: str, line: str) -> None:
+    def append(self, name: str, line: str) -> None:
+        """One line to a file of the run directory; a full disk costs the line, not the run."""
         with contextlib.suppress(OSError), open(self.path(name), "a", encoding="utf-8") as file:
-            file.write(line + "\n")  # a full disk ends no training: the console has the line as well
+            file.write(line + "\n")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -485,12 +467,10 @@ class Run:
         if self.stop_signal:  # it came when training had just ended
             self.leave(self.stop_signal)
         outer, self.phase_name, start = self.phase_name, name, time.perf_counter()
-        try:
-            yield
-        finally:
-            self.sync()
-            self.phase_name = outer
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+        yield
+        self.sync()
+        self.phase_name = outer
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
 
     def sync(self) -> None:
         """Wait until the device has finished what it was given."""
@@ -512,46 +492,76 @@ class Run:
     def _watch(self, limit_seconds: float) -> None:
         while time.monotonic() - self._last_sign_of_life < limit_seconds:
             time.sleep(min(1.0, limit_seconds / 4))
-        print(f"rank {self.rank}: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
-              f"{limit_seconds:g}; all stacks follow, then this rank ends", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
+        message = (f"rank {self.rank}: error: no progress in phase {self.phase_name} for "
+                   f"PHASE_TIMEOUT_SECONDS={limit_seconds:g}; all stacks are on stderr")  # fmt: skip
+        self.append("log.txt", message)
+        faulthandler.dump_traceback(2)
+        tell(message)
         os._exit(1)
 
-    def note_signal(self, number: int, _frame: Any) -> None:
-        """On SIGTERM and SIGINT: while training ask for a checkpoint and an orderly end, else end at once."""
-        if self.stop_signal or self.phase_name != "train":
-            self.leave(number)
-        self.stop_signal = number
-
-    def leave(self, number: int) -> None:
-        """End this process now, in any state; what can go on is told."""
-        found = [f"RESUME={name.parent}" for name in (self.directory or Path()).glob("checkpoint.pt")]
-        found += [f"EVAL_ONLY={name}" for name in (self.directory or Path()).glob("model.bin")]
-        with contextlib.suppress(OSError):
-            print(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
-                  f"{' or '.join(found) or 'start again'}", file=sys.stderr, flush=True)
+    def leave(self, number: int, _frame: Any = None) -> None:
+        """On SIGTERM and SIGINT: the first in training asks for a checkpoint, any other ends this process."""
+        if self.phase_name == "train" and not self.stop_signal:
+            self.stop_signal = number
+            return
+        ways = [f"RESUME={self.directory}"] if self.path("checkpoint.pt").exists() else []
+        ways += [f"EVAL_ONLY={path}" for path in [self.path("model.bin")] if path.exists()]
+        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
+             f"{' or '.join(ways) or 'start again'}")  # fmt: skip
         os._exit(128 + number)
 
 
-def pick_device(config: Config, local_rank: int) -> torch.device:
-    """The device of this rank; ConfigError when DEVICE asks for a GPU that is not there."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {found} GPUs; start"
-                          " as many processes per node as it has GPUs, or set DEVICE=cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+def tell(message: str, file: Any = None) -> None:
+    """One line to stderr or another file, flushed; a closed console never ends a run."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a signal may come while one is printed
+        print(message, file=file or sys.stderr, flush=True)
 
 
-def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The dtype of activations: bfloat16 where there are matrix units for it, else float32."""
-    fast = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-    if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device)[0] >= 8
+def claim(directory: Path, config: Config) -> None:
+    """Make a run directory, or take over a stopped run's, for this process alone. ConfigError undoes it."""
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
+    try:
+        directory.mkdir(parents=True, exist_ok=bool(config.resume))
+        free = shutil.disk_usage(directory).free
+        if free < needed and not config.resume:  # by the artifact and two checkpoints
+            raise OSError(f"{free >> 20} MiB free, a run may need {needed >> 20} MiB")
+        if config.resume or not config.preflight_only:
+            lock(directory / "log.txt")
+    except OSError as error:
+        advice = "nothing is ever overwritten: set another RUN_ID or RUNS_DIR, or RESUME"
+        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
+    finally:
+        with contextlib.suppress(OSError):  # the directory of a run holds its log by now
+            for path in missing:
+                path.rmdir()
+
+
+def lock(log: Path) -> None:
+    """Hold a run's log until this process ends, however. OSError names the process that holds it already."""
+    try:
+        import fcntl  # absent on Windows
+
+        fcntl.flock(os.open(log, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = log.read_text("utf-8", "replace").rpartition(" pid:")[2].split("\n")[0]
+        raise OSError(f"process {owner} is at work in it") from None
+    except (ImportError, OSError):  # nor has every disk locks
+        return
+
+
+def pick_device(config: Config, local_rank: int) -> tuple[torch.device, torch.dtype, str]:
+    """Device, dtype of activations (bfloat16 where matrix units take it), the device's name. ConfigError."""
+    device, name, fast = torch.device("cpu"), f"{platform.machine()} CPU", torch.cpu._is_amx_tile_supported()
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        if local_rank >= (found := torch.cuda.device_count()):
+            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {found} GPUs; start"
+                              " as many processes per node as it has GPUs, or set DEVICE=cpu")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        name, fast = torch.cuda.get_device_name(), torch.cuda.get_device_capability()[0] >= 8
     wanted = config.compute_dtype if config.compute_dtype != "auto" else ("bfloat16" if fast else "float32")
-    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+    return device, getattr(torch, wanted), name
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -564,9 +574,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room, start again") from error
-    finally:
         temporary.unlink(missing_ok=True)
+        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room, start again") from error
 
 
 # ============================================================================================================
@@ -1911,21 +1920,21 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     """
     import sentencepiece
 
-    sidecar = str(find_path(config.data_path) / "fineweb_val_bytes_*.bin")
-    if glob.glob(sidecar):
-        counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
-        if len(counts) < len(tokens) - 1:
-            raise DataError(f"{sidecar}: {len(counts)} counts for {len(tokens) - 1} targets; export it again")
-        return counts.astype(np.int64)
-    path = find_path(config.tokenizer_path)
+    path, sidecar = find_path(config.tokenizer_path), find_path(config.data_path) / "fineweb_val_bytes_*.bin"
+    counted = bool(glob.glob(str(sidecar)))
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
         raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
     size, spaces = pieces.vocab_size(), int(pieces.piece_to_id("▁") != pieces.unk_id())
-    if size != config.vocab_size or not spaces:
+    if size != config.vocab_size or not (spaces or counted):
         raise DataError(f"TOKENIZER_PATH={path}: {size} pieces, {spaces} of them a lone space; "
                         f"expected VOCAB_SIZE={config.vocab_size} with one lone space")
+    if counted:
+        counts = np.concatenate([read_tokens(shard) for shard in open_shards(str(sidecar))])[1 : len(tokens)]
+        if len(counts) < len(tokens) - 1:
+            raise DataError(f"{sidecar}: {len(counts)} counts for {len(tokens) - 1} targets; export it again")
+        return counts.astype(np.int64)
     kinds = (pieces.is_control, pieces.is_unknown, pieces.is_unused)
     silent = np.array([any(is_kind(i) for is_kind in kinds) for i in range(size)])
     texts = ["" if silent[i] else "?" if pieces.is_byte(i) else pieces.id_to_piece(i) for i in range(size)]
@@ -3114,38 +3123,63 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
 
 def main() -> int:
     """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
-    if set(sys.argv[1:]) & {"-h", "--help"}:
-        print(help_text())
+    if {"-h", "--help"} & set(sys.argv):
+        tell(help_text(), sys.stdout)
         return 0
     run = None
     try:
         config = Config.from_env(os.environ)
         run = Run(config, os.environ)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, run.note_signal)
-        return score_artifact(config, run) if config.eval_only else whole_run(config, run)
+            signal.signal(number, run.leave)
+        return whole_run(config, run)
     except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
-    except Exception:
-        message = traceback.format_exc()
-    rank = f"rank {run.rank}: " if run and run.world_size > 1 else ""
-    print(rank + message, file=sys.stderr, flush=True)
-    if run and run.directory:
-        with contextlib.suppress(OSError), open(run.path("log.txt"), "a", encoding="utf-8") as file:
-            file.write(f"{rank}{message}\n")
+    except Exception as error:
+        message = traceback.format_exc().strip()
+        if run and ("gloo/" in str(error) or isinstance(error, dist.DistBackendError)):
+            tell(f"rank {run.rank}: ends, as another rank has")
+            return 1
+    message = f"rank {run.rank}: {message}" if run and run.world_size > 1 else message
+    tell(message)
+    if run:
+        run.append("log.txt", message)
+        record = {"message": message, "timestamp": int(time.time()) - 1}  # torchrun ends with the earliest
+        run.append(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), json.dumps(record))
     return 1
 
 
 def whole_run(config: Config, run: Run) -> int:
-    """Train, ship, and score what was shipped."""
+    """Train and ship, unless that is done; then reload the artifact, and score nothing but what it holds."""
+    if config.eval_only:
+        config = with_stored_model(config)
+    if config.eval_only and config.generate:  # needs no data and leaves no trace
+        model = ready_model(load_artifact(Path(config.eval_only))[0], config, run)
+        run.log(generate_text(model, config, config.generate))
+        return 0
     with run.phase("setup"):
         inputs = preflight(config, run)
-        if config.preflight_only:
-            run.log("preflight:ok")
-            return 0
         open_run(config, run, inputs)
+    if config.preflight_only:
+        return 0
+    trained = trained_before(config, run, inputs) or train_and_ship(config, run, inputs)
+    if trained is None:
+        return 128 + (run.stop_signal or signal.SIGTERM)
+    path = Path(config.eval_only or run.path("model.bin"))
+    with run.phase("reload"):
+        model = ready_model(load_artifact(path)[0], config, run)
+    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
+    summarize(config, run, inputs, trained, path, scores)
+    if config.generate:
+        run.log(generate_text(model, config, config.generate))
+    return 0
+
+
+def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
+    """Make the artifact. Returns what training came to, for the summary; None when a signal ended it."""
+    with run.phase("setup"):
         training = Training(config, run, inputs)
     with contextlib.closing(training):
         with run.phase("warmup"):
@@ -3154,51 +3188,39 @@ def whole_run(config: Config, run: Run) -> int:
             load_checkpoint(training)
         with run.phase("train"):
             if not train(training):
-                return 128 + (run.stop_signal or signal.SIGTERM)
+                return None
         with run.phase("hessians"):
             hessians = finish_training(training)
         with run.phase("quantize"):
-            ship(training, hessians, inputs)
-    with run.phase("reload"):
-        path = run.path("model.bin")
-        model = ready_model(load_artifact(path)[0], config, run)
-    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
-    summarize(config, run, inputs, scores, path, training)
-    if config.generate:
-        run.log(generate_text(model, config, config.generate))
-    return 0
+            return ship(training, hessians, inputs)
 
 
-def score_artifact(config: Config, run: Run) -> int:
-    """EVAL_ONLY: score an artifact, or with GENERATE write text from it, without any training data."""
-    path = Path(config.eval_only)
-    model, stored = load_artifact(path)
-    config = Config.from_env({**os.environ, **stored.model_env()})
-    tokenizer, expected = find_path(config.tokenizer_path), read_header(path)["tokenizer_sha256"]
-    if not tokenizer.is_file() or hashlib.sha256(tokenizer.read_bytes()).hexdigest() != expected:
-        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected the one of {path}, with sha256 {expected}")
-    if config.generate:
-        run.log(generate_text(ready_model(model, config, run), config, config.generate))
-        return 0
-    with run.phase("setup"):
-        inputs = preflight(config, run)
-        open_run(config, run, inputs)
-        model = ready_model(model, config, run)
-    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
-    summarize(config, run, inputs, scores, path)
-    return 0
+def trained_before(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
+    """What `ship` returned, where its file is there and of this recipe; of EVAL_ONLY nothing is known."""
+    nothing = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}
+    found = nothing if config.eval_only else None
+    with contextlib.suppress(OSError, ValueError, LookupError, ArtifactError):
+        lines = run.path("metrics.jsonl").read_text("utf-8").splitlines()
+        last = json.loads([line for line in lines if line.startswith('{"event": "shipped"')][-1])
+        sha256 = describe_artifact(run.path("model.bin"))["sha256"]
+        if (last["sha256"], last["recipe"]) == (sha256, inputs.recipe):
+            found = last["trained"]
+            run.log(f"artifact:{run.path('model.bin')} is this run's own, nothing is trained again")
+    return run.gather(found)[0]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads, checked, and the hashes by which two runs know that they read the same."""
+def with_stored_model(config: Config) -> Config:
+    """The settings with those of the model in EVAL_ONLY. ConfigError where its tokenizer is another one."""
+    header, path = read_header(Path(config.eval_only)), find_path(config.tokenizer_path)
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != header["tokenizer_sha256"]:
+        raise ConfigError(f"TOKENIZER_PATH={path}: expected the tokenizer of {config.eval_only}, "
+                          f"with sha256 {header['tokenizer_sha256']}")
+    return Config.from_env({**config.as_env(), **header["config"]})
 
-    train_shards: list[Shard]
-    validation: Validation
-    hashes: dict[str, str]
-    source: bytes  # of this file
-    micro_steps: int  # forward passes of a rank per step
-    artifact_bytes: tuple[int, int]  # estimate, fewest and most
+
+# What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
+# which two runs know that they read the same; recipe: they and all settings that decide on an artifact.
+Inputs = namedtuple("Inputs", "train_shards validation files hashes recipe micro_steps artifact_bytes")
 
 
 def preflight(config: Config, run: Run) -> Inputs:
@@ -3207,161 +3229,139 @@ def preflight(config: Config, run: Run) -> Inputs:
     if not folder.is_dir():
         raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in "
                         "sample, data/README.md tells how to get shards, --help lists every variable")
-    tokenizer = find_path(config.tokenizer_path)
-    if not tokenizer.is_file():
-        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: no such file; see data/README.md")
     train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
     val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
     for shard in (val_shards[0], *train_shards[:1]):  # the others are checked when they are read
-        first = int(read_tokens(shard, vocab_size=config.vocab_size)[0])
-        if first != BOS_ID:
+        if (first := int(read_tokens(shard, vocab_size=config.vocab_size)[0])) != BOS_ID:
             raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
     tokens = validation_tokens(config, val_shards)
     validation = Validation(tokens, int(token_bytes(tokens, config).sum()), bool(config.val_tokens_limit))
     if not validation.bytes_total:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
-    if micro_steps:  # its errors, before anything is written
+    if train_shards:
         TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
-    source = Path(__file__).read_bytes()
+    source, settings = Path(__file__).read_bytes(), config.as_env()
+    shipped = shipped_code(source, config.code_bytes)
     with torch.device("meta"):
         shapes = GPT(config)
-    estimate = estimate_artifact_bytes(shapes, config, len(shipped_code(source, config.code_bytes)))
+    estimate = estimate_artifact_bytes(shapes, config, len(shipped))
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    read = {"code": source, "tokenizer": tokenizer.read_bytes(),
+    read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    mine = {**config.as_env(), **hashes, "torch": torch.__version__}
+    mine = {**settings, **hashes, "torch": torch.__version__}
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    return Inputs(train_shards, validation, hashes, source, micro_steps, estimate)
+    if config.attention != "auto":  # one that does not work is refused before anything is written
+        choose_attention(config, run)
+    decide = [*CHECKPOINT_FIXES, "SHUFFLE", *hashes]
+    decide += [*mine][[*mine].index("VOCAB_SIZE") : [*mine].index("EVAL_SEQ_LEN")]
+    recipe = {name: mine[name] for name in decide}
+    text = "".join(f"{name}={value}\n" for name, value in settings.items())
+    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text.encode()}
+    return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
 
 
 def check_manifest(path: Path) -> bytes:
     """The manifest's bytes, if there is one. DataError where training overlaps validation (issue #2127)."""
-    if not path.is_file():
-        return b""
+    content, of = path.read_bytes() if path.is_file() else b"", dict[str, Any]()
     try:
-        files = json.loads(path.read_bytes())["files"]
-        val = {entry["sha256"]: entry["documents"] for entry in files.values() if entry["split"] == "val"}
-        for name, entry in files.items():
-            start, stop = entry["documents"]
-            overlap = any(start < val_stop and val_start < stop for val_start, val_stop in val.values())
-            if entry["split"] == "train" and (entry["sha256"] in val or overlap):
-                raise DataError(f"{path}: training file {name} holds documents {start}..{stop}, some of "
-                                "which are validation: not allowed; export the shards again")
+        files = json.loads(content)["files"].items() if content else ()
+        for split in ("train", "val"):
+            of[split] = [(name, e["sha256"], *e["documents"]) for name, e in files if e["split"] == split]
+        for (name, digest, start, stop), (_, other, first, last) in itertools.product(of["train"], of["val"]):
+            if digest == other or max(start, first) < min(stop, last):
+                raise DataError(f"{path}: {name} holds validation documents {first}..{last}; export it again")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a manifest ({error!r}); export the shards again") from error
-    return path.read_bytes()
+    return content
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
-    """Create the run directory with source and settings, and write the head of the log."""
+    """Open the run directory, put source and settings into it, and begin the log in upstream's words."""
     run.open_directory(config)
-    overrides, folder = config.overrides(), find_path(config.data_path)
-    settings = [f"{name}={value}" for name, value in config.as_env().items()]
-    if run.rank == 0:
-        write_atomically(run.path("train_gpt.py"), inputs.source)
-        write_atomically(run.path("config.env"), "\n".join([*settings, ""]).encode())
+    overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
     if config.val_bytecount_device != "cpu" or not config.val_copy_stream:
-        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted, but validation bytes are summed once on "
-                "the host, and with VAL_PREFETCH=1 validation tokens are copied once, before scoring")
-    for setting in settings:
-        run.log(f"  {setting}{'  # changed' if setting.split('=')[0] in overrides else ''}", console=False)
-    fewest, most = inputs.artifact_bytes
+        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted; bytes are summed and tokens copied once")
+    if run.rank == 0 and not config.preflight_only:
+        for name, content in inputs.files.items() if not config.resume else ():
+            write_atomically(run.path(name), content)
+        for name, value in config.as_env().items():
+            run.append("log.txt", f"  {name}={value}{'  # changed' * (name in overrides)}")
     for line in (
-        f"run:{run.directory}",
-        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {device_name(run)} "
+        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {run.device_name} "
         f"dtype:{run.dtype} compile:{compiling(config, run.device):d} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
-        f"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path={find_path(config.tokenizer_path)}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
-        f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(inputs.validation.tokens) - 1} "
-        f"bytes:{inputs.validation.bytes_total}{inputs.validation.mark}",
-        *(f"sha256:{name} {digest}" for name, digest in inputs.hashes.items()),
+        f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
+        f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
         f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
         f"seed:{config.seed}",
-        f"artifact:estimate {fewest}..{most} bytes before code, limit with code {config.artifact_bytes_max}",
+        "preflight:ok artifact:estimate {}..{} bytes before code".format(*inputs.artifact_bytes),
     ):
         run.log(line)
 
 
-def device_name(run: Run) -> str:
-    """What this rank computes on."""
-    cpu = f"{platform.machine()} CPU"
-    return torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else cpu
-
-
-def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> None:
-    """Write the artifact and the form of the script that is counted; rank 0 does, all ranks wait."""
-    config, run = training.config, training.run
+def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> dict[str, Any]:
+    """Write the artifact; rank 0 does, all ranks wait. Returns what training came to, for the summary."""
+    config, run, steps = training.config, training.run, training.step
+    stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
+    trained = {"steps": steps, "tokens": steps * config.train_batch_tokens,
+               "train_seconds": training.clock.elapsed_seconds(), "stream_hash": stream_hash}  # fmt: skip
     if run.rank == 0:
-        code = shipped_code(inputs.source, config.code_bytes)
-        write_atomically(run.path("train_gpt.shipped.py"), code)
-        write_artifact(training.model, config, hessians, run.path("model.bin"), len(code),
-                       inputs.hashes["tokenizer"], run.log)
+        path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
+        write_artifact(training.model, config, hessians, path, len(code), inputs.hashes["tokenizer"], run.log)
+        run.event("shipped", sha256=describe_artifact(path)["sha256"], recipe=inputs.recipe, trained=trained)
     run.gather(None)
+    return trained
 
 
-def summarize(
-    config: Config, run: Run, inputs: Inputs, scores: dict[str, Score], path: Path,
-    training: Training | None = None,
-) -> None:  # fmt: skip
+def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Path, scores: dict) -> None:
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
-    stream_hash = sum(run.gather(training.loader.stream_hash if training else 0)) % 2**64
-    devices = run.gather(device_name(run))
-    if run.rank:
-        return
-    artifact = describe_artifact(path)
-    code = {form: len(shipped_code(inputs.source, form)) for form in ("raw", "wrapped")}
-    steps, train_seconds = (training.step, training.clock.elapsed_seconds()) if training else (0, 0.0)
+    artifact, devices = describe_artifact(path), run.gather(run.device_name)
+    source, code_bytes = inputs.files["train_gpt.py"], len(inputs.files["train_gpt.shipped.py"])
+    total, label = code_bytes + artifact["bytes"], f"{artifact['label']}+rans"
     eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
-    limits = {}
-    for name, used, limit in (
-        ("train_seconds", train_seconds, config.max_wallclock_seconds),
-        ("eval_seconds", eval_seconds, config.max_eval_seconds),
-        ("artifact_bytes", code[config.code_bytes] + artifact["bytes"], config.artifact_bytes_max),
-    ):
-        limits[name] = {"value": used, "limit": limit, "ok": not limit or used <= limit}
-        run.log(f"limit:{name} {used:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
-    label = f"{artifact['label']}+rans"
-    run.log(f"Code size: {code[config.code_bytes]} bytes ({config.code_bytes})")
+    run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
     run.log(f"Serialized model {label}: {artifact['bytes']} bytes")
-    run.log(f"Total submission size {label}: {code[config.code_bytes] + artifact['bytes']} bytes")
-    shards, validation = inputs.train_shards, inputs.validation
+    run.log(f"Total submission size {label}: {total} bytes")
+    used = {"train_seconds": trained["train_seconds"], "eval_seconds": eval_seconds, "artifact_bytes": total}
+    allowed = config.max_wallclock_seconds, config.max_eval_seconds, config.artifact_bytes_max
+    limits = {}
+    for (name, value), limit in zip(used.items(), allowed, strict=True):
+        limits[name] = {"value": value, "limit": limit, "ok": not limit or value <= limit}
+        run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
+    shards, val = inputs.train_shards, inputs.validation
     summary = {
-        "run_id": run.path("summary.json").parent.name, "seed": config.seed,
+        "run_id": run.directory.name, "seed": config.seed, **trained,
         "config": config.as_env(), "overrides": config.overrides(),
-        "code": {"sha256": inputs.hashes["code"], "bytes": code["raw"], "bytes_wrapped": code["wrapped"]},
+        "code": {"sha256": inputs.hashes["code"], "bytes": len(source),
+                 "bytes_wrapped": len(shipped_code(source, "wrapped"))},
         "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(shards),
                  "train_tokens": sum(shard.tokens for shard in shards),
-                 "val_tokens": len(validation.tokens) - 1, "val_bytes": validation.bytes_total},
-        "stream_hash": f"{stream_hash:016x}",
+                 "val_tokens": len(val.tokens) - 1, "val_bytes": val.bytes_total},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                      "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
         "hardware": {"gpus": devices if run.device.type == "cuda" else [], "cpu": platform.machine(),
                      "cores": os.cpu_count(), "world_size": run.world_size,
                      "peak_memory_mib": peak_memory_mib(run.device)[0]},
-        "phases": run.phases, "steps": steps, "tokens": steps * config.train_batch_tokens,
-        "losses": {name: dataclasses.asdict(score) for name, score in scores.items()},
-        "artifact": artifact,
-        "limits": limits, "comparable": not validation.limited, "exit": "finished",
+        "phases": run.phases, "losses": {name: dataclasses.asdict(score) for name, score in scores.items()},
+        "artifact": artifact, "limits": limits, "comparable": not val.mark, "exit": "finished",
     }  # fmt: skip
-    write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-    run.log(" ".join(["seconds:", *(f"{name}:{seconds:.1f}" for name, seconds in run.phases.items())]))
+    files = {**inputs.files, "summary.json": (json.dumps(summary, indent=1) + "\n").encode()}
+    for name, content in files.items() if run.rank == 0 else ():
+        write_atomically(run.path(name), content)
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
-    run.log(f"done: bits per byte {results}; stream_hash:{summary['stream_hash']}; files in {run.directory}")
+    run.log(f"done: bits per byte {results}; stream_hash:{trained['stream_hash']}; files in {run.directory}")
 
 
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no locale loses a line
-    status = main()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    os._exit(status)  # peers may wait in a collective that this rank never joins, the console may be closed
+    os._exit(main())  # peers may wait in a collective that this rank never joins
