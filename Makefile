@@ -1,6 +1,6 @@
-# demo: the whole job on this machine · test: the fast suite · bench: the measured tables · lint: style and types
+# demo: the whole job on this machine · test: the fast suite · bench: the measured tables · soak: a long run under faults · lint: style and types
 .DEFAULT_GOAL := help
-.PHONY: help docs demo seeds test test-slow bench lint clean
+.PHONY: help docs demo seeds test test-slow bench soak lint clean
 PYTHON ?= python3
 TORCH_DEFAULT := 2.13.0
 VENV := .venv
@@ -8,6 +8,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 TEST_WORKERS ?= 2
 export GOMP_SPINCOUNT ?= 0
+SECONDS ?= 1200
 SEEDS ?= 1337 42 2025
 CONFIG ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 \
 	&& echo records/configs/gpu_demo.env || echo records/configs/cpu_demo.env)
@@ -45,6 +46,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	@$(RUN) -m pytest -q -m slow
+
+soak: $(STAMP)
+	@SECONDS=$(SECONDS) $(RUN) tests/soak.py
 
 bench: $(STAMP)
 	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md || exit 1; done

@@ -2746,94 +2746,72 @@ CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
 CHECKPOINT_FIXES = "TRAIN_SEQ_LEN DOC_MASK SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()
 
 
-def save_checkpoint(training: Training, wait: bool = False) -> None:
-    """Write all that training has become to checkpoint.pt, in a thread; the one before stays beside it.
-
-    All ranks call it together. Everything is copied to host memory before this returns.
-    """
-    run, optimizer = training.run, training.optimizer.state()
-    hashes = run.gather(training.loader.stream_hash)
-    if run.rank:
-        return
-    state = {
-        "config": training.config.as_env(),
-        "step": training.step,
-        "elapsed_seconds": training.clock.elapsed_seconds(),
-        "reserve_seconds": training.clock.reserve_seconds,
-        "weights": [p.detach().cpu().clone() for p in training.model.parameters()],
-        "average": [a.cpu().clone() for a in training.average.average],
-        "optimizer": optimizer,
-        "loader": json.dumps(training.loader.state_dict(sum(hashes) % 2**64)),
-    }
-    current, previous = (run.path(name) for name in CHECKPOINT_NAMES)
-
-    def write() -> None:
-        try:
-            if current.exists():
-                os.replace(current, previous)
-            write_state(current, state)
-            run.log(f"checkpoint:{current} step:{state['step']}")
-        except (OSError, ConfigError) as error:
-            run.log(f"warning: no checkpoint of step {state['step']}, the one before stands: {error}")
-
-    training.join_writer()
-    training.writer = threading.Thread(target=write, name="checkpoint")
-    training.writer.start()
-    if wait:
-        training.join_writer()
-
-
-def find_checkpoint(config: Config) -> Path:
-    """The run directory that RESUME names; `auto`: of the newest checkpoint in RUNS_DIR. ConfigError."""
-    found = [p for p in Path(config.runs_dir).glob("*/checkpoint*.pt") if p.name in CHECKPOINT_NAMES]
-    newest = max(found, key=lambda p: p.stat().st_mtime, default=None) if config.resume == "auto" else None
-    directory = newest.parent if newest else Path(config.resume)
-    there = any((directory / name).is_file() for name in CHECKPOINT_NAMES)
-    if not there or (directory / "summary.json").exists():
-        raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt of an unfinished run in it or in "
-                          f"RUNS_DIR={config.runs_dir}; name the directory of a run that has one")
-    return directory
-
-
 def write_state(path: Path, state: Any) -> None:
-    """Write tensors, numbers, text and containers of them, behind their SHA-256. Raises ConfigError."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_atomically(path, hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    """Write tensors, numbers, text and containers of them, and their SHA-256. Raises ConfigError."""
+    torch.save(state, buffer := io.BytesIO())
+    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
+    write_atomically(path, buffer.getvalue())
 
 
 def read_state(path: Path) -> Any:
     """What `write_state` wrote, read as data, never as code; ValueError where it is not as it was written."""
-    digest, data = (content := path.read_bytes())[:32], content[32:]
+    data, digest = (content := path.read_bytes())[:-32], content[-32:]
     if hashlib.sha256(data).digest() != digest:
         raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def save_checkpoint(training: Training) -> None:
+    """Write the state to checkpoint.pt, in a thread; the one before stays beside it. All ranks call it."""
+    run, state = training.run, training.state()
+    current, previous = map(run.path, CHECKPOINT_NAMES)
+
+    def write() -> None:
+        try:
+            if not all(weight.isfinite().all() for weight in state["weights"]):
+                raise ConfigError("its weights are not finite")
+            if training.saved == current:  # one that could not be read replaces none that could
+                training.saved = current.replace(previous)
+            write_state(current, state)
+            training.saved = current
+            run.log(f"checkpoint:{current} step:{state['step']}")
+        except (OSError, ConfigError) as error:
+            run.log(f"warning: no checkpoint of step {state['step']}, the one before stands: {error}")
+
+    training.writer.join()
+    training.writer = threading.Thread(target=write if run.rank == 0 else None, name="checkpoint")
+    training.writer.start()
+
+
+def find_checkpoint(config: Config) -> Path:
+    """The run directory that RESUME names; `auto`: of the newest checkpoint in RUNS_DIR. ConfigError."""
+    folders = Path(config.runs_dir).glob("*") if config.resume == "auto" else [Path(config.resume)]
+    found = [path for folder in folders for path in folder.glob("checkpoint*.pt")]
+    directory = max(found, key=lambda path: path.stat().st_mtime, default=Path()).parent
+    if not found or (directory / "summary.json").exists():
+        raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt of an unfinished run in it or in "
+                          f"RUNS_DIR={config.runs_dir}; name the directory of a run that has one")
+    return directory
+
+
 def load_checkpoint(training: Training) -> None:
     """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run, state = training.run, None
-    for path in (run.path(name) for name in CHECKPOINT_NAMES):
+    run, ours = training.run, training.config.as_env()
+    for path in map(run.path, CHECKPOINT_NAMES):
         try:
-            state = state or read_state(path)
+            training.saved, state = path, read_state(path)
+            break
         except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
-    if state is None:
+    else:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
-    ours, theirs = training.config.as_env(), state["config"]
-    names = list(ours)
+    names, theirs = list(ours), state["config"]
     for name in CHECKPOINT_FIXES + names[names.index("VOCAB_SIZE") : names.index("MIN_LR") + 1]:
         if theirs.get(name) != ours[name]:
             raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs.get(name)}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
-    with torch.no_grad():
-        tensors = [*training.model.parameters(), *training.average.average]
-        torch._foreach_copy_(tensors, state["weights"] + state["average"])
-    training.optimizer.load_state(state["optimizer"])
-    training.loader.load_state_dict(json.loads(state["loader"]))
-    training.step, training.clock.elapsed_before = state["step"], state["elapsed_seconds"]
-    training.clock.reserve_seconds = state["reserve_seconds"]
-    run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['elapsed_seconds']:.0f}ms")
+    training.load_state(state)
+    run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
 
 
 # ============================================================================================================
@@ -2842,56 +2820,34 @@ def load_checkpoint(training: Training) -> None:
 
 
 class Clock:
-    """Seconds of training, and the decisions that hang on them; no step waits for the device to read it."""
+    """Seconds of training. Rank 0's are everybody's, so that all ranks decide alike from them."""
 
-    def __init__(self, config: Config, run: Run) -> None:
-        self.config, self.run = config, run
-        self.reserve_seconds = self.elapsed_before = 0.0
-        self.started: float | None = None
-        self._last_call = self._last_save = self._step_seconds = 0.0
+    def __init__(self, run: Run) -> None:
+        self.run, self.elapsed_before, self.reserve_seconds = run, 0.0, 0.0
+        self._started: float | None = None
         self._sent: tuple[Tensor, Any] | None = None
 
-    def start(self) -> None:
-        """Start, or go on after a pause."""
+    def count(self, running: bool) -> None:
+        """Go on, or pause, once the device has finished what it was given."""
         self.run.sync()
-        self.started = self._last_call = time.perf_counter()
-
-    def pause(self) -> None:
-        """Stop counting, once the device and the message under way have finished."""
-        self.run.sync()
-        self.elapsed_before, self.started = self.elapsed_seconds(), None
-        if self._sent is not None and self._sent[1] is not None:
-            self._sent[1].wait()
+        self.elapsed_before = self.elapsed_seconds()
+        self._started = time.perf_counter() if running else None
 
     def elapsed_seconds(self) -> float:
         """Seconds counted so far."""
-        return self.elapsed_before + (time.perf_counter() - self.started if self.started else 0.0)
+        return self.elapsed_before + (time.perf_counter() - self._started if self._started else 0.0)
 
-    def decide(self, step: int) -> tuple[float, bool, bool, int]:
-        """What rank 0 said one call ago: progress, whether to stop, whether to save; and any rank's signal.
-
-        Sends what holds for the next call over the host-side group, without waiting for it.
-        """
+    def exchange(self) -> tuple[float, int]:
+        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
         self.run.alive()
-        now, elapsed, c = time.perf_counter(), self.elapsed_seconds(), self.config
-        self._step_seconds, self._last_call = max(0.9 * self._step_seconds, now - self._last_call), now
-        limit = c.max_wallclock_seconds - self.reserve_seconds if c.max_wallclock_seconds else math.inf
-        save = 0 < c.checkpoint_every_seconds <= elapsed - self._last_save
-        self._last_save = elapsed if save else self._last_save
-        stop = elapsed + 2 * self._step_seconds >= limit
-        progress = run_progress(elapsed, step, self.reserve_seconds, c)
-        message = torch.tensor([progress, stop, save, self.run.stop_signal], dtype=torch.float64)
-        if self.run.rank:
-            message[:3] = 0.0
-        work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True) if self.run.world_size > 1 else None
-        received, self._sent = self._sent, (message, work)
-        if received is None:  # the first step starts where the run stands
-            progress = run_progress(self.elapsed_before, step, self.reserve_seconds, c)
-            return progress, 0 < limit <= elapsed, False, 0
-        if received[1] is not None:
-            received[1].wait()
-        progress, stop, save, caught = received[0].tolist()
-        return max(progress, step / c.iterations), bool(stop), bool(save), int(caught)
+        seconds = self.elapsed_seconds() if self.run.rank == 0 else 0.0
+        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
+        if self.run.world_size > 1:  # over the host-side group: no device is asked
+            work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
+        said, self._sent = self._sent or (message, work), (message, work)
+        if said[1] is not None:
+            said[1].wait()
+        return said[0][0].item(), int(said[0][1])
 
 
 class Training:
@@ -2901,8 +2857,7 @@ class Training:
         torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
         torch.use_deterministic_algorithms(config.deterministic)
         self.config, self.run, self.validation = config, run, inputs.validation
-        self.clock = Clock(config, run)
-        self.model = ready_model(build_model(config), config, run)
+        self.clock, self.model = Clock(run), ready_model(build_model(config), config, run)
         first, _, after = config.trace_steps.partition(":")
         window = (int(first), int(after)) if config.trace_steps else None
         self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
@@ -2914,18 +2869,32 @@ class Training:
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
         self.average = WeightAverage(self.model, config.ema_decay)
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
-        self.step, self.writer = 0, threading.Thread()  # of the checkpoint under way
+        self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
+        self.saved: Path | None = None  # the last good checkpoint
+        self.writer = threading.Thread()  # of the next one
+        self.writer.start()
 
-    def join_writer(self) -> None:
-        """Wait until no checkpoint is being written."""
-        if self.writer.ident is not None:
-            self.writer.join()
+    def state(self) -> dict[str, Any]:
+        """A copy of all that training has become, for any world size; all ranks call it together."""
+        stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
+        state = {"step": self.step, "seconds": self.clock.elapsed_seconds(), "config": self.config.as_env(),
+                 "weights": self.average.live, "average": self.average.average,
+                 "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
+        return copy.deepcopy(state) | {"optimizer": self.optimizer.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Become what `state` returned. LoaderError where that is not possible with this data."""
+        self.loader.load_state_dict(state["loader"])
+        self.optimizer.load_state(state["optimizer"])
+        tensors = [*self.average.live, *self.average.average]
+        torch._foreach_copy_(tensors, state["weights"] + state["average"])
+        self.step, self.clock.elapsed_before = state["step"], state["seconds"]
 
     def close(self) -> None:
         """End threads and files, from any state."""
         self.loader.close()
         self.trace.close()
-        self.join_writer()
+        self.writer.join()
 
 
 def ready_model(model: GPT, config: Config, run: Run) -> GPT:
@@ -2941,15 +2910,13 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
 
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, timer, loader = training.config, training.timer, training.loader
-    training.model.looping = loop_is_on(progress, config)
-    total = torch.zeros((), device=training.run.device)
+    config, timer, loader, model = training.config, training.timer, training.loader, training.model
+    model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
     timer.begin(training.step)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch")
-        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
-        loss = loss / loader.micro_steps
+        loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
         timer.lap("forward")
         loss.backward()
         timer.lap("backward")
@@ -2964,143 +2931,119 @@ def train_step(training: Training, progress: float) -> Tensor:
 
 
 def warm_up(training: Training) -> None:
-    """Run WARMUP_STEPS real steps of each graph, to compile, and measure Hessians; then undo it exactly."""
-    config, run = training.config, training.run
-    weights = [p.detach().clone() for p in training.model.parameters()]
-    state = training.optimizer.state()
-    for progress in [0.0, 1.0] if loop_is_on(1.0, config) and not loop_is_on(0.0, config) else [1.0]:
+    """Run WARMUP_STEPS real steps of each graph, to compile, and time Hessians; then undo it exactly."""
+    config, run, before = training.config, training.run, training.state()
+    for progress in {loop_is_on(progress, config): progress for progress in (0.0, 1.0)}.values():
         for number in range(1, config.warmup_steps + 1):
             train_step(training, progress)
             run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{training.model.looping:d}")
     if config.gptq and config.max_wallclock_seconds:
-        reserve_for_hessians(training)
-    with torch.no_grad():
-        torch._foreach_copy_(list(training.model.parameters()), weights)
-    training.optimizer.load_state(state)
-    training.average.reset()
-    training.loader.seek(training.step)
-    training.loader.take_waits_ms()
-
-
-def reserve_for_hessians(training: Training) -> None:
-    """Keep what Hessians need of the clock: GPTQ_RESERVE_SECONDS, or as measured and at most a tenth of it.
-
-    Where the calibration would take longer it uses fewer batches, and the log says how many.
-    """
-    config, run, seconds = training.config, training.run, 0.0
-    for _ in range(2):  # the first call also pays for allocations
-        start = time.perf_counter()
-        collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
-        run.sync()
-        seconds = 1.25 * max(run.gather(time.perf_counter() - start))
-    limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
-    batches = training.calibration_batches = max(1, min(training.calibration_batches, int(limit / seconds)))
-    training.clock.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
-    run.log(f"gptq:reserving {training.clock.reserve_seconds:.2f}s for {batches} batches per rank")
+        for _ in range(2):  # the first also pays for allocations
+            start = time.perf_counter()
+            collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
+            run.sync()
+            seconds = 1.25 * max(run.gather(time.perf_counter() - start))
+        limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
+        batches = max(1, min(training.calibration_batches, int(limit / seconds)))
+        reserve = config.gptq_reserve_seconds or seconds * batches
+        training.calibration_batches, training.clock.reserve_seconds = batches, reserve
+        run.log(f"gptq:reserving {reserve:.2f}s for {batches} batches per rank")
+    training.load_state(before)
 
 
 def train(training: Training) -> bool:
     """Step until the clock or ITERATIONS is over; False when a signal came first and all is saved."""
     config, run, clock = training.config, training.run, training.clock
-    unread: list[tuple[int, Tensor, Any]] = []
-    clock.start()
+    seconds, step_seconds, every = clock.elapsed_before, 0.0, config.checkpoint_every_seconds or math.inf
+    limit = (config.max_wallclock_seconds or math.inf) - clock.reserve_seconds
+    clock.count(True)
     while True:
-        progress, stop, save, caught = clock.decide(training.step)
-        if training.step >= config.iterations or stop or caught:
+        step, before, (seconds, caught) = training.step, seconds, clock.exchange()
+        step_seconds = max(0.9 * step_seconds, seconds - before)
+        over = caught or step >= config.iterations or seconds + 2 * step_seconds >= limit
+        save = seconds // every > before // every and not over
+        look = step and config.val_loss_every and step % config.val_loss_every == 0 and not over
+        read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
+        if over:
             break
         if save:
             save_checkpoint(training)
-        if config.val_loss_every and training.step and training.step % config.val_loss_every == 0:
-            validate(training, f"step:{training.step}/{config.iterations}")
-        training.trace.step(training.step)
-        results = train_step(training, progress)
+        if look:
+            clock.count(False)
+            validate(training, f"step:{step}/{config.iterations}")
+            clock.count(True)
+        training.trace.step(step)
+        progress = run_progress(seconds, step, clock.reserve_seconds, config)
+        results = train_step(training, progress).to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
-        unread.append((training.step, *read_later(results)))
-        check_finite(unread, leave=2 if results.is_cuda else 0)
-        if training.step <= 10 or training.step % config.train_log_every == 0:
-            loss, norm = results.tolist()
-            log_step(training, loss, norm, progress)
-    check_finite(unread, leave=0)
-    clock.pause()
-    if caught:
-        save_checkpoint(training, wait=True)
-        run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
-        return False
-    if config.checkpoint_every_seconds:  # what follows can be repeated from here
+        training.unread.append((training.step, progress, training.loader.stream_hash, results, copied))
+    clock.count(False)
+    if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
         save_checkpoint(training)
-    if training.step < config.iterations:
+    if caught:
+        training.writer.join()
+        run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
+    elif step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
-                f"step:{training.step}/{config.iterations}")
-    return True
+                f"step:{step}/{config.iterations}")
+    return not caught
 
 
-def read_later(results: Tensor) -> tuple[Tensor, Any]:
-    """A copy in host memory, and the event after which it may be read: no step waits for its own loss."""
-    if not results.is_cuda:
-        return results, None
-    copy, event = torch.empty(2, pin_memory=True).copy_(results, non_blocking=True), torch.cuda.Event()
-    event.record()
-    return copy, event
-
-
-def check_finite(unread: list[tuple[int, Tensor, Any]], leave: int) -> None:
-    """Read all but the last `leave` results, which bounds how far the host runs ahead. FloatingPointError."""
-    while len(unread) > leave:
-        step, results, event = unread.pop(0)
-        if event is not None:
-            event.synchronize()
+def read_results(training: Training, leave: int) -> None:
+    """Check and log all steps but the last `leave`: so far the host may run ahead. FloatingPointError."""
+    config, run, tokens = training.config, training.run, training.config.train_batch_tokens
+    while len(training.unread) > leave:
+        step, progress, stream_hash, results, copied = training.unread.pop(0)
+        if copied is not None:
+            copied.synchronize()
         loss, norm = results.tolist()
         if not math.isfinite(loss + norm):
-            advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or set GRAD_CLIP_NORM"
-            raise FloatingPointError(f"step {step}: train_loss {loss}, gradient norm {norm}; {advice}")
-
-
-def log_step(training: Training, loss: float, norm: float, progress: float) -> None:
-    """The train line (upstream's, new fields at its end) and its event; the loss is the mean over ranks."""
-    run, config, step = training.run, training.config, training.step
-    seconds = training.clock.elapsed_seconds()
-    loss = sum(run.gather(loss)) / run.world_size
-    p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
-    scale, tokens = learning_rate_scale(progress, step - 1, config), step * config.train_batch_tokens
-    left = (config.iterations - step) * seconds / step
-    if config.max_wallclock_seconds:
-        left = min(left, config.max_wallclock_seconds - seconds)
-    run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-            f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / max(seconds, 1e-9):.0f} "
-            f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} "
-            f"eta:{left:.0f}s")
-    run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
-              progress=progress, data_wait_p50_ms=p50, data_wait_p99_ms=p99, data_wait_max_ms=most)
+            training.writer.join()
+            saved = next((path for path in map(run.path, CHECKPOINT_NAMES) if path.exists()), "none")
+            raise FloatingPointError(
+                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
+                f"stream_hash {stream_hash:016x} on this rank, last good checkpoint: {saved}; lower "
+                "MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or set GRAD_CLIP_NORM")
+        if step > 10 and step % config.train_log_every:
+            continue
+        loss, seconds = sum(run.gather(loss)) / run.world_size, training.clock.elapsed_seconds()
+        p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
+        scale = learning_rate_scale(progress, step - 1, config)
+        left = (config.max_wallclock_seconds or math.inf) - seconds
+        left = min(left, (config.iterations / step - 1) * seconds)
+        run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
+                f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
+                f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s")
+        run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
+                  grad_norm=norm, progress=progress, data_wait_p50_ms=p50, data_wait_p99_ms=p99,
+                  data_wait_max_ms=most)
 
 
 def validate(training: Training, label: str) -> None:
-    """Score the current weights without overlap, off the clock: a diagnostic, never the result."""
-    run, clock, data, was_running = training.run, training.clock, training.validation, training.clock.started
-    clock.pause()
-    start = time.perf_counter()
+    """Score the current weights without overlap while the clock stands: a diagnostic, never the result."""
+    run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         score = data.score(score_roundtrip(training.model, data.tokens, training.config))
-    trained_ms, training.timer.val_ms = 1e3 * clock.elapsed_seconds(), 1e3 * (time.perf_counter() - start)
+    val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.clock.elapsed_seconds()
+    training.timer.val_ms = val_ms
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=trained_ms, val_ms=training.timer.val_ms)
-    if was_running:
-        clock.start()
+              train_time_ms=trained_ms, val_ms=val_ms)
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     """Take the averaged weights, collect Hessians from training batches on the clock, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
+    training.clock.count(True)
     training.average.apply()
     training.model.looping = loop_is_on(1.0, config)
-    training.clock.start()
     if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
         hessians = collect_hessians(training.model, batches, run.world_size)
-    training.clock.pause()
-    seconds = training.clock.elapsed_seconds()
-    run.log(f"gptq:collected {len(hessians)} Hessians; training and Hessians took {seconds:.2f}s")
+    training.clock.count(False)
+    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.clock.elapsed_before:.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
     run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
     return hessians
@@ -3112,8 +3055,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
     import resource  # absent on Windows, where only this line would need it
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-    return peak, peak
+    shift = 20 if sys.platform == "darwin" else 10
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift,) * 2
 
 
 # ============================================================================================================

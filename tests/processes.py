@@ -45,6 +45,10 @@ TINY = {
 }  # fmt: skip
 
 
+class Hung(AssertionError):
+    """A process had not ended when it should have."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a process ended; status as a shell reports it, negative for a signal."""
@@ -115,7 +119,8 @@ class Started:
             self.process.kill()
             self.process.join()
         err = self.console.with_suffix(self.console.suffix + ".err").read_text("utf-8", "replace")
-        assert not hung, f"still running after {seconds} s\n{self.out}\n{err}"
+        if hung:
+            raise Hung(f"still running after {seconds} s\n{self.out}\n{err}")
         return Ended(self.process.exitcode or 0, self.out, err, self.runs_dir)
 
 
@@ -180,13 +185,14 @@ class Lab:
         count: int,
         each: Mapping[int, Mapping[str, object]] | None = None,
         fault: str = "",
+        arguments: tuple[str, ...] = (),
         **changes: Any,
     ) -> list[Started]:
         """Start `count` ranks as torchrun does; `each` and `fault` may make one of them different."""
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         group = {**changes, **address, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         places = [{"RANK": rank, "LOCAL_RANK": rank, **(each or {}).get(rank, {})} for rank in range(count)]
-        return [self.start(**{"fault": fault, **group, **place}) for place in places]
+        return [self.start(*arguments, **{"fault": fault, **group, **place}) for place in places]
 
     def elsewhere(self, name: str) -> Lab:
         """The same dataset with another folder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -11,39 +12,22 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from faults import KINDS, MARKS, SLOW, assert_whole, matrix, reached
 from processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
+from soak import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS, SEED = 30, 20240520
-SLOW = "import time, torch\nstep = torch.optim.AdamW.step\n"
-SLOW += "def slow(*given):\n    time.sleep(0.05); return step(*given)\ntorch.optim.AdamW.step = slow\n"
-MARKS = {  # what a run has printed when a phase begins, of a run that begins at the first step
-    "setup": "", "warm-up": "seed:", "train": "step:1/", "late in training": "step:5/", "hessians": "step:6/",
-    "quantize": "peak memory", "round trip": "artifact_bytes", "sliding window": "roundtrip_exact",
-    "test-time training": "sliding_window_exact", "summary": "legal_ttt_exact",
-}  # fmt: skip
 
 
 def killed(started: Started, mark: str, seconds: float) -> bool:
     """Kill a process some seconds after it printed a mark; False when it has ended before."""
-    while mark not in started.out and started.process.is_alive():
-        time.sleep(0.005)
-    started.process.join(seconds)
-    if not started.process.is_alive():
+    if not reached(started, mark, seconds):
         assert started.wait().status == 0, started.wait().err
         return False
     started.send(signal.SIGKILL)
     started.wait()
     return True
-
-
-def assert_whole(ended: Ended, finished: Ended) -> None:
-    """The result of a run that nothing had happened to, and nothing half-written beside it."""
-    for key in ("stream_hash", "losses", "steps", "tokens"):
-        assert ended.summary[key] == finished.summary[key], key
-    assert ended.summary["artifact"]["sha256"] == finished.summary["artifact"]["sha256"]
-    assert not [*ended.directory.glob(".*")]
-    assert {event["step"] for event in ended.events if event["event"] == "train"} == {1, 2, 3, 4, 5, 6}
 
 
 def test_kills_at_random_times_in_every_phase(lab: Lab, finished: Ended) -> None:
@@ -93,23 +77,16 @@ def test_kills_of_one_rank_under_torchrun(count: int, lab: Lab) -> None:
     resumed.wait(20)
 
 
-def test_a_clock_that_jumps_changes_nothing(lab: Lab, finished: Ended) -> None:
-    fault = (
-        "import time, itertools\njumps = itertools.cycle([0.0, 2e9, 5.0])\ntime.time = lambda: next(jumps)\n"
-    )
-    assert_whole(lab.succeed(fault=fault), finished)
+def test_the_fault_matrix(tmp_path: Path) -> None:
+    """FAULT_RUNS: how many runs, else two of each kind."""
+    line, wrong = matrix(tmp_path, int(os.environ.get("FAULT_RUNS", 2 * len(KINDS))), SEED)
+    print("\n" + line)
+    assert not wrong, line
 
 
-def test_a_second_process_on_the_same_run_is_refused_and_the_first_goes_on(lab: Lab, finished: Ended) -> None:
-    first = lab.start(fault=SLOW)
-    first.wait_for("step:1/6")
-    second = lab.run()
-    assert second.status == 1 and "RUN_ID=run" in second.err
-    assert first.wait().status == 0
-    assert_whole(Ended(0, "", "", lab.folder / "runs"), finished)
-
-
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "config.env", "train_gpt.py", "model.bin"])
+@pytest.mark.parametrize(
+    "name", ["log.txt", "metrics.jsonl", "config.env", "train_gpt.py", "train_gpt.shipped.py", "model.bin"]
+)
 def test_a_disk_that_is_full_at_one_file(name: str, lab: Lab, finished: Ended) -> None:
     fault = "import builtins, errno\nreal = builtins.open\ndef full(path, mode='r', *rest, **more):\n"
     fault += f"    if mode[0] in 'wa' and str(path).strip('.').endswith(({name!r}, {name + '.tmp'!r})):\n"
@@ -119,3 +96,9 @@ def test_a_disk_that_is_full_at_one_file(name: str, lab: Lab, finished: Ended) -
         assert ended.status == 0 and ended.summary["losses"] == finished.summary["losses"]
     else:
         assert ended.status == 1 and name in ended.err and "Traceback" not in ended.err
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    line, wrong = soak(tmp_path, seconds=20.0, seed=SEED)
+    print("\n" + line)
+    assert not wrong, line

@@ -163,7 +163,7 @@ def test_nothing_in_a_checkpoint_is_executed_even_with_a_true_checksum(copy: Pat
     canary, buffer = lab.folder / "canary", io.BytesIO()
     torch.save(Touch(str(canary)), buffer)
     for path in copy.glob("checkpoint*.pt"):
-        path.write_bytes(hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+        path.write_bytes(buffer.getvalue() + hashlib.sha256(buffer.getvalue()).digest())
     ended = lab.run(RESUME=copy)
     assert not canary.exists()
     assert ended.status == 1 and "no readable checkpoint" in ended.err and "Traceback" not in ended.err
@@ -219,3 +219,34 @@ def test_a_full_disk_at_the_end_is_told_by_name_and_the_end_can_be_repeated(
     assert name in ended.err and "No space left" in ended.err and not (ended.directory / name).exists()
     assert not [*ended.directory.glob(".*")]
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
+
+
+DIVERGES = """
+import torch
+step = torch.optim.AdamW.step
+def diverge(self, *given):
+    step(self, *given)
+    if max(float(state["step"]) for state in self.state.values()) == 3.0:
+        self.param_groups[0]["params"][0].data[0] = float("nan")
+torch.optim.AdamW.step = diverge
+"""
+
+
+def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: Lab, finished: Ended) -> None:
+    ended = lab.run(fault=DIVERGES, WARMUP_STEPS=0, CHECKPOINT_EVERY_SECONDS=0.001)
+    assert ended.status == 1 and "Traceback" not in ended.err
+    checkpoint = ended.directory / "checkpoint.pt"
+    told = rf"step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan, stream_hash \w{{16}} .*"
+    assert re.search(told + f"last good checkpoint: {checkpoint}; lower", ended.err)
+    assert "no checkpoint of step 3, the one before stands: its weights are not finite" in ended.out
+    assert set(train_losses(ended)) == {1, 2, 3}
+    assert_same_result(lab.succeed(RESUME=ended.directory), finished)
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(copy: Path, lab: Lab) -> None:
+    current, previous = copy / "checkpoint.pt", copy / "checkpoint.previous.pt"
+    good = previous.read_bytes()
+    current.write_bytes(current.read_bytes()[:-1])
+    changes = {"CHECKPOINT_EVERY_SECONDS": 0.001, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    ended = lab.succeed(RESUME=copy, fault=FULL_DISK.replace("NAME", "checkpoint.pt"), **changes)
+    assert "warning: no checkpoint of step" in ended.out and previous.read_bytes() == good
