@@ -588,20 +588,17 @@ class Trace:
         self.path, self.rank, self.steps = path, rank, steps or (0, math.inf)
         self.recording = path is not None and steps is None
         self.window_ns = [0.0 if self.recording else math.inf, math.inf]
-        self.lock, self.events = threading.Lock(), list[dict[str, Any]]()
+        self.lock, self.events = threading.Lock(), queue.SimpleQueue[dict[str, Any]]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
-        """A span ("X", args), counters ("C", args), an arrow from ("s", id) or to ("f", id) the open span.
-
-        Times are those of `time.perf_counter_ns`, without them now.
-        """
-        start_ns, end_ns = (at_ns or time.perf_counter_ns() for at_ns in (start_ns, end_ns))
+        """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
+        start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
         if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
             more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
-            self.events.append({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
+            self.events.put({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
 
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread does inside the `with` block, also when that raises."""
@@ -621,9 +618,8 @@ class Trace:
     def flush(self) -> None:
         """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
         with self.lock:
-            if self.path is not None and (count := len(self.events)):
-                text = "".join(f",\n{json.dumps(event)}" for event in self.events[:count])
-                del self.events[:count]
+            if self.path is not None and (count := self.events.qsize()):
+                text = "".join(f",\n{json.dumps(self.events.get())}" for _ in range(count))
                 with open(self.path, "r+b", buffering=0) as file:
                     file.seek(-len(TRACE_TAIL), os.SEEK_END)
                     file.write(text.encode() + TRACE_TAIL)
@@ -740,12 +736,10 @@ def read_tokens(shard: Shard, start: int = 0, stop: int = 1 << 40, vocab_size: i
 
 def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
     """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
-    left, parts = config.val_tokens_limit + 1 if config.val_tokens_limit else sys.maxsize, list[np.ndarray]()
-    for shard in shards:
-        if left > 0:
-            parts.append(read_tokens(shard, 0, left, config.vocab_size))
-            left -= shard.tokens
-    return np.concatenate(parts)
+    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else 1 << 40
+    before = itertools.accumulate((shard.tokens for shard in shards), initial=0)
+    kept = [(shard, wanted - skip) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
+    return np.concatenate([read_tokens(shard, 0, stop, config.vocab_size) for shard, stop in kept])
 
 
 def mix64(words: np.ndarray) -> np.ndarray:
@@ -779,9 +773,8 @@ class TokenOrder:
 
     def permutation(self, count: int, *key: int) -> np.ndarray:
         """The numbers below `count` in the order of random words (seed, *key); SHUFFLE=0: in their own."""
-        if not self.shuffle:
-            return np.arange(count)
-        return np.argsort(random_words(0, count, self.seed, *key), kind="stable")
+        words = random_words(0, count, self.seed, *key) if self.shuffle else np.zeros(count)
+        return np.argsort(words, kind="stable")
 
     def visits(self, position: int, trace: Trace) -> Iterator[tuple[int, Shard, np.ndarray]]:
         """Shards without end, from the one that holds `position`: where it begins, itself, its order."""
@@ -795,18 +788,19 @@ class TokenOrder:
                     yield end - size, self.shards[number], self.permutation(size, epoch, number)
 
 
-def gather(visits: Iterator[Any], visit: Any, position: int, ids_BS: np.ndarray) -> Any:
-    """Write the sequences at `position`… of the stream, out of `visit` and then `visits`; returns the last.
-
-    A visit is (position of its first sequence, its sequences of S = T + 1 tokens, their order).
+def gather(visits: Any, visit: Any, position: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> Any:
+    """Write the sequences at `position`… of the stream, out of `visit` or those after it. Returns the last:
+    (position of its first sequence, its sequences, the token behind each, their order).
     """
     done = 0
-    while done < len(ids_BS):
-        begin, sequences_NS, order = visit = visit or next(visits)
-        picked = order[position + done - begin :][: len(ids_BS) - done]
-        ids_BS[done : done + len(picked)] = sequences_NS[picked]
+    while done < len(last_B):
+        begin, inputs_NT, last_N, order = visit = visit or next(visits)
+        picked = order[position + done - begin :][: len(last_B) - done]
+        rows = slice(done, done + len(picked))
+        np.take(inputs_NT, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
+        last_B[rows] = last_N[picked]
         done += len(picked)
-        visit = visit if done == len(ids_BS) else None
+        visit = visit if done == len(last_B) else None
     return visit
 
 
@@ -819,17 +813,15 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
     return np.pad(starts, (0, padding), constant_values=inputs_BT.size)
 
 
-def hash_sequences(first: int, ids_BS: np.ndarray) -> int:
+def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
     """64-bit hash of the sequences at position `first`… of the stream; hashes of parts add up modulo 2**64.
 
     A sequence is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its place.
     """
-    rows, seq_len = len(ids_BS), ids_BS.shape[1] - 1
-    words = np.zeros((rows, seq_len + seq_len % 2), np.uint16)
-    words[:, :seq_len] = ids_BS[:, :-1]
-    keys = random_words(0, words.shape[1] // 2 + 1, 1)
-    sums = np.einsum("bw,w->b", words.view(np.uint32), keys[1:]) + ids_BS[:, -1] * keys[0]
-    return int(mix64(sums ^ random_words(first, rows, 2)).sum(dtype=np.uint64))
+    even_BT = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
+    keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
+    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + last_B * keys[0]
+    return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
 
 
 class Stage(threading.Thread):
@@ -839,34 +831,32 @@ class Stage(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.items, self.threaded, self.timeout_seconds = items, ahead > 0, timeout_seconds
         self.room, self.ready, self.closed = threading.Semaphore(ahead), queue.SimpleQueue[Any](), False
-        self.error: BaseException = LoaderError(f"{name}: closed")
         if self.threaded:
             self.start()
 
     def run(self) -> None:
-        """Make items while there is room; None stands for the error."""
+        """Make items while there is room, to the first error, which is the last item."""
         try:
             while self.room.acquire(self.threaded) and not self.closed:
                 self.ready.put(next(self.items))
         except BaseException as error:
-            self.error = error
-            self.ready.put(None)
+            self.ready.put(error)
 
     def __next__(self) -> Any:
         self.room.release()
         if not self.threaded:
             self.run()
-        item = self.ready.get(timeout=self.timeout_seconds)
-        if self.closed or item is None:
-            self.ready.put(None)  # for whoever asks again
-            raise self.error
+        item = LoaderError("closed") if self.closed else self.ready.get(timeout=self.timeout_seconds)
+        if isinstance(item, BaseException):
+            self.ready.put(item)  # for whoever asks again
+            raise item
         return item
 
     def close(self) -> None:
         """Wake both sides, and give the thread CLOSE_SECONDS to end."""
         self.closed = True
         self.room.release()
-        self.ready.put(None)
+        self.ready.put(LoaderError("closed"))
         if self.is_alive():
             self.join(CLOSE_SECONDS)
 
@@ -891,8 +881,8 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
                  device: torch.device, trace: Trace) -> None:  # fmt: skip
         self.config, self.rank, self.device, self.trace = config, rank, device, trace
         self.world_size, self.seq_len, self.stages = world_size, config.train_seq_len, list[Stage]()
-        self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.cuda and config.train_copy_stream else None
+        copies = device.type == "cuda" and config.train_copy_stream
+        self.stream = torch.cuda.Stream(device) if copies else None
         self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
         self.micro_steps = micro_steps_per_step(config, world_size)
         self.rows = config.train_batch_tokens // self.seq_len // world_size // self.micro_steps
@@ -907,47 +897,50 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         self.close()
         atexit.register(self.close)
         self.index, self.stream_hash, self.waits_ms = step * self.micro_steps, 0, list[float]()
-        name, timeout_seconds = f"rank {self.rank} loader", self.config.loader_timeout_seconds
         ahead = self.config.train_prefetch_queue if self.config.train_prefetch else 0
-        disk = Stage(f"{name} disk", self._read(self._position(self.index)), min(ahead, 1), timeout_seconds)
-        self.batches = Stage(f"{name} stage", self._stage(disk, self.index), ahead, timeout_seconds)
+        timeout_seconds = self.config.loader_timeout_seconds
+        disk = Stage("loader disk", self._read(self._position(self.index)), min(ahead, 1), timeout_seconds)
+        self.batches = Stage("loader stage", self._stage(disk, self.index), ahead, timeout_seconds)
         self.stages = [disk, self.batches]
 
     def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
         return ((step * self.world_size + self.rank) * self.micro_steps + micro_step) * self.rows
 
-    def _read(self, position: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _read(self, position: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
         for begin, shard, order in self.order.visits(position, self.trace):
             with self.trace.span("disk_load", "disk", shard=shard.path.name):
                 tokens = read_tokens(shard, vocab_size=self.config.vocab_size)
-            windows = np.lib.stride_tricks.sliding_window_view(tokens, self.seq_len + 1)
-            yield begin, windows[:: self.seq_len], order
+            inputs_NT = tokens[: len(order) * self.seq_len].reshape(len(order), self.seq_len)
+            yield begin, inputs_NT, tokens[self.seq_len :: self.seq_len], order
 
     def _stage(self, visits: Any, first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        # No memory is written while it is read: PyTorch gives pinned memory out again when the copies from
-        # it are over, and device memory when its stream and those of `record_stream` are past the last use.
-        visit, shape = None, (self.rows, self.seq_len + 1)
+        # Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
+        # the event behind its last copy, device memory when the streams told by `record_stream` are past it.
+        # A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
+        visit, size, pin = None, self.rows * (self.seq_len + 1), self.device.type == "cuda"
         for index in itertools.count(first):
             with self.trace.span("stage", "stage", batch=index):
-                ids_BS = torch.empty(shape, dtype=torch.uint16, pin_memory=self.cuda)
-                visit = gather(visits, visit, self._position(index), ids_BS.numpy())
-                starts = torch.from_numpy(document_starts(ids_BS.numpy()[:, :-1]))
-                sequence_hash = hash_sequences(self._position(index), ids_BS.numpy())
+                position, ids = self._position(index), torch.empty(size, dtype=torch.uint16, pin_memory=pin)
+                inputs_BT, last_B = np.split(ids.numpy(), [-self.rows])
+                inputs_BT = inputs_BT.reshape(self.rows, self.seq_len)
+                visit = gather(visits, visit, position, inputs_BT, last_B)
+                sequence_hash = hash_sequences(position, inputs_BT, last_B)
+                starts = torch.from_numpy(document_starts(inputs_BT))
                 self.trace.add("s", "batch", "stage", id=self.rank << 40 | index)
             if self.stream is not None:
                 with self.trace.span("gpu_transfer", "copy stream"), torch.cuda.stream(self.stream):
-                    ids_BS = ids_BS.to(self.device, non_blocking=True)
+                    ids = ids.to(self.device, non_blocking=True)
                     starts = starts.pin_memory().to(self.device, non_blocking=True)
                     self.stream.synchronize()
-            yield ids_BS, starts, sequence_hash
+            yield ids, starts, sequence_hash
 
     def next_batch(self) -> Batch:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
         try:
             with self.trace.span("gpu_queue_wait", "main", batch=self.index):
-                ids_BS, starts, sequence_hash = next(self.batches)
+                ids, starts, sequence_hash = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:
             step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
             _, shard, _ = next(self.order.visits(last, self.trace))
@@ -959,12 +952,14 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
         self.trace.add("f", "batch", "main", id=self.rank << 40 | self.index)
         self.trace.add("C", "ready", "main", args={stage.name: stage.ready.qsize() for stage in self.stages})
-        ids_BS, starts = (part.to(self.device, non_blocking=True) for part in (ids_BS, starts))
+        ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
         if self.stream is not None:
-            for part in (ids_BS, starts):
+            for part in (ids, starts):
                 part.record_stream(torch.cuda.current_stream(self.device))
+        inputs_BT = ids[: -self.rows].long().view(self.rows, self.seq_len)
+        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None].long()), dim=1)
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
-        return Batch(ids_BS[:, :-1].long(), ids_BS[:, 1:].long(), starts if self.config.doc_mask else None)
+        return Batch(inputs_BT, targets_BT, starts if self.config.doc_mask else None)
 
     def take_waits_ms(self) -> list[float]:
         """Milliseconds that each batch since the last call was waited for (`data_wait`)."""

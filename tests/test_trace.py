@@ -50,7 +50,7 @@ def test_off_writes_and_keeps_nothing(tmp_path: Path) -> None:
         trace.flush()
     with open_loader(write_shards(tmp_path / "data"), trace=trace) as loader:
         loader.next_batch()
-    assert trace.events == []
+    assert trace.events.empty()
     trace.close()
 
 
@@ -176,7 +176,7 @@ def test_a_run_has_every_lane_span_and_flow(tmp_path: Path) -> None:
                 for span in events
                 if span["ph"] == "X"
             )
-    assert {"rank 0 loader disk", "rank 0 loader stage"} <= {
+    assert {"loader disk", "loader stage"} == {
         name for event in events if event["ph"] == "C" for name in event["args"]
     }
     trains = spans(events, "train")
@@ -230,7 +230,7 @@ def make_timer(every: int, trace: Any = None) -> Any:
 
 def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over the micro-steps, and the validation before the step."""
-    clock = iter([ms * 1_000_000 for ms in (0, 1, 5, 11, 14, 18, 28, 40)])
+    clock = iter([ms * 1_000_000 for ms in (100, 101, 105, 111, 114, 118, 128, 140)])
     timer = make_timer(2)
     timer.val_ms = 7.0
     monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: next(clock))
