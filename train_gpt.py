@@ -20,7 +20,6 @@ head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C 
 
 from __future__ import annotations
 
-import atexit
 import base64
 import collections
 import contextlib
@@ -41,7 +40,6 @@ import math
 import os
 import pickle
 import platform
-import queue
 import shutil
 import signal
 import struct
@@ -51,6 +49,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -585,20 +584,20 @@ class Trace:
     """
 
     def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
-        self.path, self.rank, self.steps = path, rank, steps or (0, math.inf)
-        self.recording = path is not None and steps is None
-        self.window_ns = [0.0 if self.recording else math.inf, math.inf]
-        self.lock, self.events = threading.Lock(), queue.SimpleQueue[dict[str, Any]]()
+        self.path, self.rank, self.steps, self.recording = path, rank, steps or (-1, math.inf), False
+        self.window_ns, self.lock = [math.inf, math.inf], threading.Lock()
+        self.events = collections.deque[dict[str, Any]]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
+        self.step(-1)
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
         """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
         start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
         if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
             more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
-            self.events.put({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
+            self.events.append({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
 
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread does inside the `with` block, also when that raises."""
@@ -618,8 +617,8 @@ class Trace:
     def flush(self) -> None:
         """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
         with self.lock:
-            if self.path is not None and (count := self.events.qsize()):
-                text = "".join(f",\n{json.dumps(self.events.get())}" for _ in range(count))
+            if self.path is not None and (count := len(self.events)):
+                text = "".join(f",\n{json.dumps(self.events.popleft())}" for _ in range(count))
                 with open(self.path, "r+b", buffering=0) as file:
                     file.seek(-len(TRACE_TAIL), os.SEEK_END)
                     file.write(text.encode() + TRACE_TAIL)
@@ -690,7 +689,6 @@ class StepTimer:
 BOS_ID = 1
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
-CLOSE_SECONDS = 0.7  # for each thread to end
 
 
 @dataclass(frozen=True)
@@ -789,9 +787,7 @@ class TokenOrder:
 
 
 def gather(visits: Any, visit: Any, position: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> Any:
-    """Write the sequences at `position`… of the stream, out of `visit` or those after it. Returns the last:
-    (position of its first sequence, its sequences, the token behind each, their order).
-    """
+    """Write the sequences at `position`… of the stream, from a visit and those after it; returns the last."""
     done = 0
     while done < len(last_B):
         begin, inputs_NT, last_N, order = visit = visit or next(visits)
@@ -814,51 +810,14 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
 
 
 def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
-    """64-bit hash of the sequences at position `first`… of the stream; hashes of parts add up modulo 2**64.
+    """Sum of the 64-bit hashes of the sequences at position `first`… of the stream, modulo 2**64.
 
-    A sequence is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its place.
+    Each is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its position.
     """
     even_BT = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
     keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
     sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + last_B * keys[0]
     return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
-
-
-class Stage(threading.Thread):
-    """A thread that makes `items`, `ahead` of them before they are asked for; with 0 the caller does it."""
-
-    def __init__(self, name: str, items: Iterator[Any], ahead: int, timeout_seconds: float) -> None:
-        super().__init__(name=name, daemon=True)
-        self.items, self.threaded, self.timeout_seconds = items, ahead > 0, timeout_seconds
-        self.room, self.ready, self.closed = threading.Semaphore(ahead), queue.SimpleQueue[Any](), False
-        if self.threaded:
-            self.start()
-
-    def run(self) -> None:
-        """Make items while there is room, to the first error, which is the last item."""
-        try:
-            while self.room.acquire(self.threaded) and not self.closed:
-                self.ready.put(next(self.items))
-        except BaseException as error:
-            self.ready.put(error)
-
-    def __next__(self) -> Any:
-        self.room.release()
-        if not self.threaded:
-            self.run()
-        item = LoaderError("closed") if self.closed else self.ready.get(timeout=self.timeout_seconds)
-        if isinstance(item, BaseException):
-            self.ready.put(item)  # for whoever asks again
-            raise item
-        return item
-
-    def close(self) -> None:
-        """Wake both sides, and give the thread CLOSE_SECONDS to end."""
-        self.closed = True
-        self.room.release()
-        self.ready.put(LoaderError("closed"))
-        if self.is_alive():
-            self.join(CLOSE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -880,7 +839,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
     def __init__(self, config: Any, shards: list[Shard], *, rank: int, world_size: int,
                  device: torch.device, trace: Trace) -> None:  # fmt: skip
         self.config, self.rank, self.device, self.trace = config, rank, device, trace
-        self.world_size, self.seq_len, self.stages = world_size, config.train_seq_len, list[Stage]()
+        self.world_size, self.seq_len, self.pools = world_size, config.train_seq_len, list[Any]()
         copies = device.type == "cuda" and config.train_copy_stream
         self.stream = torch.cuda.Stream(device) if copies else None
         self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
@@ -895,13 +854,23 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
     def seek(self, step: int) -> None:
         """Go to the start of a step; the stream hash begins at zero."""
         self.close()
-        atexit.register(self.close)
         self.index, self.stream_hash, self.waits_ms = step * self.micro_steps, 0, list[float]()
-        ahead = self.config.train_prefetch_queue if self.config.train_prefetch else 0
-        timeout_seconds = self.config.loader_timeout_seconds
-        disk = Stage("loader disk", self._read(self._position(self.index)), min(ahead, 1), timeout_seconds)
-        self.batches = Stage("loader stage", self._stage(disk, self.index), ahead, timeout_seconds)
-        self.stages = [disk, self.batches]
+        visits = self._ahead("disk", self._read(self._position(self.index)), 1)
+        self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
+
+    def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
+        if not self.config.train_prefetch:
+            return items
+        self.pools.append(pool := futures.ThreadPoolExecutor(1, f"loader {stage}"))
+        pending = collections.deque(pool.submit(next, items) for _ in range(count))
+
+        def in_order() -> Iterator[Any]:
+            while True:
+                pending.append(pool.submit(next, items))
+                self.trace.add("C", "ready", stage, args={stage: sum(item.done() for item in pending)})
+                yield pending.popleft().result(self.config.loader_timeout_seconds)
+
+        return in_order()
 
     def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
@@ -914,7 +883,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
             inputs_NT = tokens[: len(order) * self.seq_len].reshape(len(order), self.seq_len)
             yield begin, inputs_NT, tokens[self.seq_len :: self.seq_len], order
 
-    def _stage(self, visits: Any, first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def _stage(self, visits: Iterator[Any], first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         # Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         # the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         # A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
@@ -945,13 +914,12 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
             step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
             _, shard, _ = next(self.order.visits(last, self.trace))
             where = f"rank {self.rank}, step {step}, position {last} of the stream, {shard.path}"
-            if isinstance(error, queue.Empty):
+            if isinstance(error, futures.TimeoutError):
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
-                where += f": LOADER_TIMEOUT_SECONDS={self.batches.timeout_seconds:g} over, stacks on stderr"
+                where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
             raise LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}") from error
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
         self.trace.add("f", "batch", "main", id=self.rank << 40 | self.index)
-        self.trace.add("C", "ready", "main", args={stage.name: stage.ready.qsize() for stage in self.stages})
         ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
         if self.stream is not None:
             for part in (ids, starts):
@@ -981,10 +949,10 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         self.stream_hash = state["stream_hash"] if self.rank == 0 else 0
 
     def close(self) -> None:
-        """End the threads, in bounded time; from any state, any number of times."""
-        atexit.unregister(self.close)
-        for stage in self.stages:
-            stage.close()
+        """Let the threads end after the item under way; at any time, any number of times."""
+        for pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.batches, self.pools = iter(()), []
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from records.__main__ import main
 def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
         trace = train_gpt.Trace(tmp_path / f"trace_rank{rank}.json", rank)
-        start_ns = 1_000_000_000
+        start_ns = time.perf_counter_ns() + 1_000_000
         trace.add("X", "train", "main", start_ns, start_ns + 4_000_000, args={"step": 0})
         trace.add("X", "forward", "main", start_ns, start_ns + 1_500_000, args={"step": 0})
         trace.add("X", "stage", "stage", start_ns - 500_000, start_ns, args={"batch": 0})
