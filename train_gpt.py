@@ -672,10 +672,9 @@ class StepTimer:
             lanes["compute stream"] = [self.anchor_ns + 1e6 * self.anchor.elapsed_time(e) for e in events]
             self.anchor, self.anchor_ns = events[-1], lanes["compute stream"][-1]
         for lane, ns in lanes.items():
-            for name, start_ns, end_ns in zip(names[1:], ns, ns[1:], strict=False):
-                self.trace.add("X", name, lane, start_ns, end_ns, args={"step": step})
-                ms[lane, name] += (end_ns - start_ns) / 1e6
-        self.trace.add("X", "train", "main", host_ns[0], host_ns[-1], args={"step": step})
+            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
+                self.trace.add("X", name, lane, start, end, args={"step": step})
+                ms[lane, name] += (end - start) / 1e6
         fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
         fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
         line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
@@ -840,7 +839,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
                  device: torch.device, trace: Trace) -> None:  # fmt: skip
         self.config, self.rank, self.device, self.trace = config, rank, device, trace
         self.world_size, self.seq_len, self.pools = world_size, config.train_seq_len, list[Any]()
-        copies = device.type == "cuda" and config.train_copy_stream
+        copies = config.train_copy_stream and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if copies else None
         self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
         self.micro_steps = micro_steps_per_step(config, world_size)
