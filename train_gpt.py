@@ -20,8 +20,8 @@ head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C 
 
 from __future__ import annotations
 
-import atexit
 import base64
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -50,6 +50,7 @@ import traceback
 import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -582,147 +583,111 @@ def write_atomically(path: Path, data: bytes) -> None:
 # TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
 # ============================================================================================================
 
-TRACE_TAIL, TRACE_FLUSH_EVENTS = b"\n]}\n", 1000
-NO_SPAN = contextlib.nullcontext()
+TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 
 
 class Trace:
-    """Perfetto trace of one rank, one lane per stage and stream; safe from any thread. `path=None` is off.
+    """Perfetto trace of one rank, a lane per stage and stream; safe from any thread. `path=None` is off.
 
-    steps=(a, b) keeps what overlaps the steps a <= step < b. An existing file (a resumed run) is continued.
+    steps=(a, b) keeps what overlaps the steps a <= step < b. A resumed run continues its file.
     """
 
     def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
-        self.rank, self.steps, self.recording = rank, steps, path is not None and steps is None
-        self.window_ns = [0.0 if self.recording else math.inf, math.inf]
-        self.lock, self.lanes, self.events = threading.Lock(), dict[str, int](), list[str]()
-        self.anchor: tuple[torch.cuda.Event, int] | None = None  # and the host time at which it completed
-        self.file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if self.file is not None:
-            self.end = max(0, os.fstat(self.file).st_size - len(TRACE_TAIL))
-            clocks = {"unix_ns": time.time_ns(), "host_ns": time.perf_counter_ns()}  # lines up the ranks
-            self._add("main", 0, ph="M", name="process_name", args={"name": f"rank {rank}"} | clocks)
-            self.flush()
+        self.path, self.rank, self.steps, self.recording = path, rank, steps or (-1, math.inf), False
+        self.window_ns, self.lock = [math.inf, math.inf], threading.Lock()
+        self.events = collections.deque[dict[str, Any]]()
+        if path is not None and not path.exists():
+            name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+            write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
+        self.step(-1)
 
-    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-        """What the calling thread does inside the `with` block, also when that raises."""
-        return NO_SPAN if self.file is None else self._span(name, lane, args)
-
-    @contextlib.contextmanager
-    def _span(self, name: str, lane: str, args: dict[str, Any]) -> Iterator[None]:
-        start_ns = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self.complete(name, lane, start_ns, time.perf_counter_ns(), **args)
-
-    def complete(self, name: str, lane: str, start_ns: float, end_ns: float, **args: Any) -> None:
-        """A span that is over, in times of `time.perf_counter_ns`."""
+    def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
+        """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
+        start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
         if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
-            self._add(lane, start_ns, ph="X", name=name, dur=(end_ns - start_ns) / 1e3, args=args)
+            more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
+            self.events.append({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
 
-    def cuda_complete(self, name: str, lane: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """A span between two CUDA events with timing that have completed."""
-        if self.window_ns[0] == math.inf:
-            return
-        if self.anchor is None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.Stream(end.device))  # an idle stream: nothing to wait for
-            event.synchronize()
-            self.anchor = (event, time.perf_counter_ns())
-        event, host_ns = self.anchor
-        self.complete(name, lane, *(host_ns + 1e6 * event.elapsed_time(other) for other in (start, end)))
-
-    def point(self, phase: str, name: str, lane: str = "main", **fields: Any) -> None:
-        """Now: counters ("C", args), or an arrow that leaves ("s", id) or enters ("f", id) the open span."""
-        if self.recording:
-            self._add(lane, time.perf_counter_ns(), ph=phase, name=name, cat="batch", bp="e", **fields)
+    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
+        """What the calling thread does inside the `with` block, also when that raises."""
+        if self.path is None:
+            return NO_SPAN
+        block = contextlib.ExitStack()
+        block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
+        return block
 
     def step(self, step: int) -> None:
-        """Tell the current step: it opens and closes the window, and flushes now and then."""
-        inside = self.file is not None and (self.steps is None or self.steps[0] <= step < self.steps[1])
+        """Tell the current step: it opens and closes the window, and what has gathered is written."""
+        inside = self.path is not None and self.steps[0] <= step < self.steps[1]
         if inside != self.recording:
-            self.window_ns[0 if inside else 1] = time.perf_counter_ns()
-            self.recording = inside
-        if len(self.events) >= TRACE_FLUSH_EVENTS or (self.events and not inside):
-            self.flush()
-
-    def _add(self, lane: str, time_ns: float, **event: Any) -> None:
-        with self.lock:
-            named = {"ph": "M", "name": "thread_name", "args": {"name": lane}}
-            events = [event] if lane in self.lanes else [named, event]
-            lane_id = self.lanes.setdefault(lane, len(self.lanes))
-            place = {"pid": self.rank, "tid": lane_id, "ts": time_ns / 1e3}
-            self.events += [json.dumps(event | place) for event in events]
+            self.recording, self.window_ns[not inside] = inside, time.perf_counter_ns()
+        self.flush()
 
     def flush(self) -> None:
         """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
         with self.lock:
-            if self.file is not None and self.events:
-                text = (",\n" if self.end else '{"traceEvents": [\n') + ",\n".join(self.events)
-                self.events.clear()
-                self.end += os.pwrite(self.file, text.encode() + TRACE_TAIL, self.end) - len(TRACE_TAIL)
+            if self.path is not None and (count := len(self.events)):
+                text = "".join(f",\n{json.dumps(self.events.popleft())}" for _ in range(count))
+                with open(self.path, "r+b", buffering=0) as file:
+                    file.seek(-len(TRACE_TAIL), os.SEEK_END)
+                    file.write(text.encode() + TRACE_TAIL)
 
     def close(self) -> None:
-        """Flush and close the file; what comes later is dropped."""
+        """Flush; what comes later is dropped."""
         self.flush()
-        with self.lock:
-            if self.file is not None:
-                os.close(self.file)
-            self.file, self.recording, self.window_ns = None, False, [math.inf, math.inf]
+        self.path, self.recording, self.window_ns = None, False, [math.inf, math.inf]
 
 
 class StepTimer:
-    """`timing_breakdown` lines and `train` spans, from the host clock and CUDA events read once complete.
+    """`timing_breakdown` lines and `train` spans of the steps reported or traced; none waits for the GPU.
 
-    A step neither reported (TRAINING_TIMING_EVERY) nor traced costs next to nothing; none waits for the GPU.
-    All but optimizer and val (the validation before the step) are means per micro-step; batch_cpu is host
-    time, batch_h2d what the compute stream waited for the batch.
+    Milliseconds per step: batch_cpu on the host, batch_h2d that the compute stream waited for batches, val of
+    the validation before the step, the others on the device, from CUDA events read once complete.
     """
 
     def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
         self.every = config.training_timing_every if config.training_timing_breakdown else 0
         self.cuda, self.trace, self.active, self.val_ms = device.type == "cuda", trace, False, 0.0
-        self.pending: list[tuple[int, bool, float, list[tuple[str, int, Any]]]] = []
+        self.pending = list[tuple[int, float, list[tuple[str, int, Any]]]]()  # step, val_ms, laps
+        if self.cuda:
+            torch.cuda.synchronize()  # an idle GPU: the event completes as it is recorded
+            self.anchor, self.anchor_ns = self._event(), time.perf_counter_ns()
+
+    def _event(self) -> Any:
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def begin(self, step: int) -> None:
         """Start of a step."""
-        reported = self.every > 0 and step % self.every == 0
-        self.active = reported or self.trace.recording
+        self.active = self.trace.recording or (self.every > 0 and step % self.every == 0)
         if self.active:
-            self.pending.append((step, reported, self.val_ms, []))
+            self.pending.append((step, self.val_ms, []))
             self.lap("begin")
         self.val_ms = 0.0
 
     def lap(self, name: str) -> None:
         """Here ends a batch, forward, backward or optimizer."""
         if self.active:
-            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
-            if event is not None:
-                event.record()
-            self.pending[-1][3].append((name, time.perf_counter_ns(), event))
+            self.pending[-1][-1].append((name, time.perf_counter_ns(), self.cuda and self._event()))
 
     def end(self) -> str | None:
-        """End of a step. Returns the line of the oldest reported step whose GPU work is over, if any."""
-        self.active, line = False, None
-        while line is None and self.pending and not (self.cuda and not self.pending[0][3][-1][2].query()):
-            line = self._read(*self.pending.pop(0))
-        return line
-
-    def _read(self, step: int, reported: bool, val_ms: float, laps: list[tuple[str, int, Any]]) -> str | None:
-        ms = dict.fromkeys(("batch_cpu", "batch_h2d", "forward", "backward", "optimizer"), 0.0)
-        self.trace.complete("train", "main", laps[0][1], laps[-1][1], step=step)
-        micro_steps = max(1, sum(name == "forward" for name, _, _ in laps))
-        for (_, start_ns, start), (name, end_ns, end) in itertools.pairwise(laps):
-            host_ms, gpu_ms = (end_ns - start_ns) / 1e6, start.elapsed_time(end) if self.cuda else 0.0
-            self.trace.complete(name, "main", start_ns, end_ns, step=step)
-            if self.cuda:
-                self.trace.cuda_complete(name, "compute stream", start, end)
-            both = {"batch_cpu": host_ms, "batch_h2d": gpu_ms}
-            for key, value in (both if name == "batch" else {name: gpu_ms if self.cuda else host_ms}).items():
-                ms[key] += value / (1 if name == "optimizer" else micro_steps)
-        fields = " ".join(f"{name}_ms:{value:.2f}" for name, value in (ms | {"val": val_ms}).items())
-        return f"timing_breakdown step:{step} micro_steps:{micro_steps} {fields}" if reported else None
+        """End of a step. Returns the line of the oldest step not yet read, if its GPU work is over."""
+        self.active = False
+        if not self.pending or (self.cuda and not self.pending[0][-1][-1][-1].query()):
+            return None
+        step, val_ms, laps = self.pending.pop(0)
+        names, host_ns, events = zip(*laps, strict=True)
+        lanes, ms = {"main": list(host_ns)}, collections.defaultdict[tuple[str, str], float](float)
+        if self.cuda:
+            lanes["compute stream"] = [self.anchor_ns + 1e6 * self.anchor.elapsed_time(e) for e in events]
+            self.anchor, self.anchor_ns = events[-1], lanes["compute stream"][-1]
+        for lane, ns in lanes.items():
+            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
+                self.trace.add("X", name, lane, start, end, args={"step": step})
+                ms[lane, name] += (end - start) / 1e6
+        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
+        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
+        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
+        return f"timing_breakdown step:{step} {line}" if self.every and step % self.every == 0 else None
 
 
 # ============================================================================================================
@@ -731,9 +696,7 @@ class StepTimer:
 
 BOS_ID = 1
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-READ_TOKENS = 1 << 22  # per read: a stop is noticed soon, and ids are checked while they are in cache
 CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
-LIVENESS_SECONDS, CLOSE_SECONDS = 0.2, 1.5
 
 
 @dataclass(frozen=True)
@@ -748,59 +711,40 @@ def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
     if not (names := sorted(glob.glob(pattern))):
         raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH or see data/README.md")
-    return [_open_shard(Path(name)) for name in names]
+    return [open_shard(Path(name)) for name in names]
 
 
-def _open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> Shard:
+    """A shard as its header describes it. DataError where that does not fit the file."""
     try:
-        size, header = path.stat().st_size, np.fromfile(path, "<i4", SHARD_HEADER_BYTES // 4).tolist()
-    except OSError as error:
+        magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
+        got = (magic, version, path.stat().st_size)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
-    magic, version, tokens = (*header, 0, 0, 0)[:3]
-    sizes = ("size in bytes", size, SHARD_HEADER_BYTES + 2 * max(tokens, 1))
-    for what, got, expected in (("magic", magic, SHARD_MAGIC), ("version", version, SHARD_VERSION), sizes):
-        if got != expected:
-            raise DataError(f"{path}: {what} is {got}, expected {expected}; fetch or export this shard again")
+    if got != (expected := (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))):
+        raise DataError(f"{path}: magic, version and bytes are {got}, expected {expected}; fetch it again")
     return Shard(path, tokens)
 
 
-def read_into(file: Any, buffer: np.ndarray) -> int:
-    """Fill `buffer` from `file`; returns how many bytes there were. All tokens of a run come through here."""
-    return file.readinto(buffer)
-
-
-def read_tokens(
-    shard: Shard, start: int = 0, stop: int | None = None, vocab_size: int = 1 << 16,
-    closed: Callable[[], bool] = lambda: False,
-) -> np.ndarray:  # fmt: skip
-    """Tokens [start, stop) of a shard, uint16; DataError names file and byte. LoaderError once `closed()`."""
-    if (now := _open_shard(shard.path)) != shard:
-        raise DataError(f"{shard.path}: has {now.tokens} tokens, expected {shard.tokens} as at the start")
-    out = np.empty(min(shard.tokens if stop is None else stop, shard.tokens) - start, np.uint16)
-    with open(shard.path, "rb") as file:
-        for first in range(0, len(out), READ_TOKENS):
-            part, byte = out[first : first + READ_TOKENS], SHARD_HEADER_BYTES + 2 * (start + first)
-            try:
-                file.seek(byte)
-                got = read_into(file, part)
-            except (Exception, SystemExit) as error:
-                raise DataError(f"{shard.path}, byte {byte}: {error!r}; check disk and file") from error
-            if got != part.nbytes:
-                raise DataError(f"{shard.path}, byte {byte}: {got} bytes, expected {part.nbytes}; cut?")
-            if part.max() >= vocab_size:
-                at = int(np.argmax(part >= vocab_size))
-                where = f"{shard.path}, token {start + first + at}, byte {byte + 2 * at}"
-                raise DataError(f"{where}: id {part[at]}, expected below VOCAB_SIZE={vocab_size}")
-            if closed():
-                raise LoaderError(f"{shard.path}: closed while it was read")
-    return out
+def read_tokens(shard: Shard, start: int = 0, stop: int = 1 << 40, vocab_size: int = 1 << 16) -> np.ndarray:
+    """Tokens [start, stop) of a shard, uint16, or DataError with file and byte."""
+    count, byte = min(stop, shard.tokens) - start, SHARD_HEADER_BYTES + 2 * start
+    now, ids = open_shard(shard.path), np.fromfile(shard.path, "<u2", count, offset=byte)
+    if now != shard or len(ids) != count:
+        raise DataError(f"{shard.path}, byte {byte}: {len(ids)} of {count} tokens, {now.tokens} in all where "
+                        f"there were {shard.tokens}; the file has changed or the disk fails")
+    if ids.max() >= vocab_size:
+        at = int(np.argmax(ids >= vocab_size))
+        raise DataError(f"{shard.path}, token {start + at}, byte {byte + 2 * at}: id {ids[at]}, "
+                        f"expected below VOCAB_SIZE={vocab_size}")
+    return ids
 
 
 def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
     """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
-    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else sum(shard.tokens for shard in shards)
-    before = np.cumsum([0, *(shard.tokens for shard in shards)])
-    kept = [(shard, int(wanted - skip)) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
+    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else 1 << 40
+    before = itertools.accumulate((shard.tokens for shard in shards), initial=0)
+    kept = [(shard, wanted - skip) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
     return np.concatenate([read_tokens(shard, 0, stop, config.vocab_size) for shard, stop in kept])
 
 
@@ -823,146 +767,45 @@ class TokenOrder:
     """The stream: each epoch permutes the shards and, within each, its sequences; any position in O(shards).
 
     Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped.
-    A visit is one reading of one shard, numbered on through the epochs. DataError: no sequence at all.
     """
 
     def __init__(self, shards: list[Shard], seq_len: int, seed: int, shuffle: bool) -> None:
         self.shards = [shard for shard in shards if shard.tokens > seq_len]
-        self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
-        if not self.shards:
-            longest = max((shard.tokens for shard in shards), default=0)
-            raise DataError(f"the longest training shard has {longest} tokens, expected TRAIN_SEQ_LEN + 1 = "
-                            f"{seq_len + 1}; fetch more or lower it")
-        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards], np.int64)
+        self.seed, self.shuffle = seed, shuffle
+        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards])
         self.epoch_sequences = int(self.sizes.sum())
+        if not self.shards:
+            raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {seq_len + 1} tokens; fetch more")
 
     def permutation(self, count: int, *key: int) -> np.ndarray:
         """The numbers below `count` in the order of random words (seed, *key); SHUFFLE=0: in their own."""
-        if not self.shuffle:
-            return np.arange(count)
-        return np.argsort(random_words(0, count, self.seed, *key), kind="stable")
+        words = random_words(0, count, self.seed, *key) if self.shuffle else np.zeros(count)
+        return np.argsort(words, kind="stable")
 
-    def visit(self, visit: int) -> tuple[Shard, tuple[int, int, int]]:
-        """The shard that a visit reads, and the arguments of `permutation` that order its sequences."""
-        epoch, turn = divmod(visit, len(self.shards))
-        number = int(self.permutation(len(self.shards), epoch)[turn])
-        return self.shards[number], (int(self.sizes[number]), epoch, number)
-
-    def segments(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """The parts (visit, start within it, length) of `count` sequences from position `first` of it."""
-        while count:
-            epoch, place = divmod(first, self.epoch_sequences)
-            ends = np.cumsum(sizes := self.sizes[self.permutation(len(self.shards), epoch)])
-            turn = int(np.searchsorted(ends, place, side="right"))
-            length = min(count, int(ends[turn]) - place)
-            yield epoch * len(ends) + turn, place - int(ends[turn] - sizes[turn]), length
-            first, count = first + length, count - length
+    def visits(self, position: int, trace: Trace) -> Iterator[tuple[int, Shard, np.ndarray]]:
+        """Shards without end, from the one that holds `position`: where it begins, itself, its order."""
+        for epoch in itertools.count(position // self.epoch_sequences):
+            numbers = self.permutation(len(self.shards), epoch)
+            ends = epoch * self.epoch_sequences + np.cumsum(self.sizes[numbers])
+            coming = np.stack((numbers, ends), axis=1)[ends > position].tolist()
+            with trace.span("epoch", "epochs", epoch=epoch):
+                for number, end in coming:
+                    size = int(self.sizes[number])
+                    yield end - size, self.shards[number], self.permutation(size, epoch, number)
 
 
-class ShardFeed:
-    """The stream in order, out of `visits`: (visit, its tokens, the order of its sequences), one by one."""
-
-    def __init__(self, order: TokenOrder, visits: Iterator[Any]) -> None:
-        self.order, self.visits = order, visits
-        self.visit, self.tokens, self.sequences = -1, np.empty(0, np.uint16), np.empty(0, np.int64)
-
-    def gather(self, first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> None:
-        """Write the sequences at position `first`… of the stream: T inputs and the token behind them."""
-        done, seq_len = 0, self.order.seq_len
-        for visit, start, length in self.order.segments(first, len(last_B)):
-            while self.visit != visit:
-                self.visit, self.tokens, self.sequences = next(self.visits)
-            picked, rows = self.sequences[start : start + length], slice(done, done + length)
-            whole = self.tokens[: len(self.sequences) * seq_len].reshape(-1, seq_len)
-            np.take(whole, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
-            last_B[rows] = self.tokens[(picked + 1) * seq_len]
-            done += length
-
-
-def loader_error(where: str, error: BaseException) -> LoaderError:
-    """`error`, of any kind, as `next_batch` raises it: with its place and the traceback of its origin."""
-    if isinstance(error, LoaderError):
-        return error
-    return LoaderError(f"{where}: {error!r}\n{''.join(traceback.format_exception(error))}")
-
-
-class Stage(Iterator[Any]):
-    """A thread that runs `items` ahead of its one reader; every `get` ends in the next item or an error.
-
-    With the item that the reader holds, `ahead + 1` exist: so many slots are never overwritten too soon.
-    """
-
-    def __init__(self, name: str, items: Iterator[Any], ahead: int, device: torch.device) -> None:
-        self.name, self.items, self.ahead, self.device = name, items, ahead, device
-        self.ready, self.end, self.changed = list[Any](), list[LoaderError](), threading.Condition()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a new thread is on device 0
-            for item in self.items:
-                self._put(item)
-        except BaseException as error:
-            self.stop(loader_error(self.name, error))
-
-    def _put(self, item: Any) -> None:
-        with self.changed:
-            self.ready.append(item)
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.end or len(self.ready) < self.ahead)
-            if self.end:
-                raise self.end[0]
-
-    def get(self, timeout_seconds: float = math.inf) -> Any:
-        """The next item. Raises LoaderError, or TimeoutError."""
-        deadline = time.monotonic() + timeout_seconds
-        with self.changed:
-            while not self.ready:
-                if self.end:
-                    raise self.end[0]
-                if not self.thread.is_alive():
-                    raise LoaderError(f"{self.name}: the worker thread ended without a word")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                self.changed.wait(LIVENESS_SECONDS)
-            self.changed.notify_all()
-            return self.ready.pop(0)
-
-    __next__ = get
-
-    def stop(self, error: LoaderError | None = None) -> None:
-        """Wake both sides: the thread ends at its next item, the reader after what is ready."""
-        with self.changed:
-            self.end.append((error or LoaderError(f"{self.name}: closed")).with_traceback(None))
-            self.changed.notify_all()
-
-
-class Slot:
-    """Room for one batch of uint16 ids, on the host (pinned for a GPU) or on the device.
-
-    Of its CUDA events `filled` lets the reader begin, and `free` the writer of the next batch.
-    """
-
-    def __init__(self, size: int, device: torch.device, cuda: bool) -> None:
-        pin = cuda and device.type == "cpu"
-        self.ids = torch.empty(size, dtype=torch.uint16, device=device, pin_memory=pin)
-        self.index = -1
-        self.meta: tuple[int, Tensor | None] = (0, None)  # hash, document starts
-        self.filled: Any = torch.cuda.Event(enable_timing=True) if cuda else None
-        self.free: Any = torch.cuda.Event(enable_timing=True, blocking=True) if cuda else None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch on the device: B sequences of T tokens."""
-
-    inputs_BT: Tensor  # int64
-    targets_BT: Tensor  # int64, the inputs one token later
-    cu_seqlens: Tensor | None  # `document_starts` of the inputs; None without DOC_MASK
-    step: int
-    micro_step: int
+def gather(visits: Any, visit: Any, position: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> Any:
+    """Write the sequences at `position`… of the stream, from a visit and those after it; returns the last."""
+    done = 0
+    while done < len(last_B):
+        begin, inputs_NT, last_N, order = visit = visit or next(visits)
+        picked = order[position + done - begin :][: len(last_B) - done]
+        rows = slice(done, done + len(picked))
+        np.take(inputs_NT, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
+        last_B[rows] = last_N[picked]
+        done += len(picked)
+        visit = visit if done == len(last_B) else None
+    return visit
 
 
 def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
@@ -975,214 +818,152 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
 
 
 def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
-    """64-bit hash of the sequences at position `first`… of the stream; hashes of parts add up modulo 2**64.
+    """Sum of the 64-bit hashes of the sequences at position `first`… of the stream, modulo 2**64.
 
-    A sequence is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its place.
+    Each is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its position.
     """
-    words = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
-    words = np.ascontiguousarray(words).view(np.uint32)
-    keys = random_words(0, words.shape[1] + 1, 1)
-    sums = np.einsum("bw,w->b", words, keys[1:]) + last_B * keys[:1]
+    even_BT = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
+    keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
+    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + last_B * keys[0]
     return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch on the device: B sequences of T tokens, int64, their targets one token later."""
+
+    inputs_BT: Tensor
+    targets_BT: Tensor
+    cu_seqlens: Tensor | None  # `document_starts` of the inputs; None without DOC_MASK
+
+
 class Loader(contextlib.AbstractContextManager["Loader"]):
-    """Micro-batches of one rank, without end: disk → stage → transfer → `next_batch`, in fixed memory.
+    """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
     Step k is the sequences [k S, (k + 1) S) of `TokenOrder` for any number of ranks; rank r takes the r-th
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(
-        self, config: Any, shards: list[Shard],
-        *, rank: int, world_size: int, device: torch.device, trace: Trace,
-    ) -> None:  # fmt: skip
-        self.config, self.device, self.trace, self.cuda = config, device, trace, device.type == "cuda"
-        self.rank, self.world_size, self.name = rank, world_size, f"rank {rank} loader"
-        self.micro_steps, self.seq_len = micro_steps_per_step(config, world_size), config.train_seq_len
-        self.step_rows = config.train_batch_tokens // self.seq_len
-        self.rows = self.step_rows // world_size // self.micro_steps
+    def __init__(self, config: Any, shards: list[Shard], *, rank: int, world_size: int,
+                 device: torch.device, trace: Trace) -> None:  # fmt: skip
+        self.config, self.rank, self.device, self.trace = config, rank, device, trace
+        self.world_size, self.seq_len, self.pools = world_size, config.train_seq_len, list[Any]()
+        copies = config.train_copy_stream and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if copies else None
         self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
-        names = "\n".join(f"{shard.path.name} {shard.tokens}" for shard in shards)
-        self.fingerprint = {"version": 1, "shard_tokens": sum(shard.tokens for shard in shards),
-                            "shards_sha256": hashlib.sha256(names.encode()).hexdigest()}
-        for name in ("seed", "shuffle", "train_seq_len", "train_batch_tokens"):
-            self.fingerprint[name] = getattr(config, name)
-        self._open(0)
+        self.micro_steps = micro_steps_per_step(config, world_size)
+        self.rows = config.train_batch_tokens // self.seq_len // world_size // self.micro_steps
+        names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
+        settings = ("seed", "shuffle", "train_seq_len", "train_batch_tokens")
+        self.fingerprint = {name: getattr(config, name) for name in settings}
+        self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
+        self.seek(0)
 
-    def _open(self, index: int) -> None:
-        self.index, self.stream_hash, self.waits_ms = index, 0, list[float]()
-        ahead, size = self.config.train_prefetch_queue, self.rows * (self.seq_len + 1)
-        transfer = self.config.train_prefetch and self.config.train_copy_stream
-        host = [Slot(size, torch.device("cpu"), self.cuda) for _ in range(ahead + 1)]
-        room = [Slot(size, self.device, self.cuda) for _ in range(3 if transfer else 0)]
-        self.stream = torch.cuda.Stream(self.device) if transfer and self.cuda else None
-        if self.stream is not None:  # memory of the new slots may still be in use by earlier work
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.closed, self.stages = False, list[Stage]()
-        atexit.register(self.close)
-        visits = self._ahead("disk", self._read(next(self.order.segments(self._position(index), 1))[0]), 1)
-        self.batches = self._ahead("stage", self._fill(ShardFeed(self.order, visits), host, index), ahead)
-        if transfer:
-            self.batches = self._ahead("transfer", self._transfer(self.batches, room), len(room) - 1)
+    def seek(self, step: int) -> None:
+        """Go to the start of a step; the stream hash begins at zero."""
+        self.close()
+        self.index, self.stream_hash, self.waits_ms = step * self.micro_steps, 0, list[float]()
+        visits = self._ahead("disk", self._read(self._position(self.index)), 1)
+        self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
 
-    def _ahead(self, stage: str, items: Iterator[Any], ahead: int) -> Iterator[Any]:
+    def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
         if not self.config.train_prefetch:
             return items
-        self.stages.append(Stage(f"{self.name} {stage}", items, ahead, self.device))
-        return self.stages[-1]
+        self.pools.append(pool := futures.ThreadPoolExecutor(1, f"loader {stage}"))
+        pending = collections.deque(pool.submit(next, items) for _ in range(count))
+
+        def in_order() -> Iterator[Any]:
+            while True:
+                pending.append(pool.submit(next, items))
+                self.trace.add("C", "ready", stage, args={stage: sum(item.done() for item in pending)})
+                yield pending.popleft().result(self.config.loader_timeout_seconds)
+
+        return in_order()
 
     def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
-        return step * self.step_rows + (self.rank * self.micro_steps + micro_step) * self.rows
+        return ((step * self.world_size + self.rank) * self.micro_steps + micro_step) * self.rows
 
-    def _read(self, first: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        while True:
-            epoch, turn = divmod(first, len(self.order.shards))
-            last = first + len(self.order.shards) - turn
-            with self.trace.span("epoch", "epochs", epoch=epoch):
-                yield from map(self._read_visit, range(first, last))
-            first = last
+    def _read(self, position: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        for begin, shard, order in self.order.visits(position, self.trace):
+            with self.trace.span("disk_load", "disk", shard=shard.path.name):
+                tokens = read_tokens(shard, vocab_size=self.config.vocab_size)
+            inputs_NT = tokens[: len(order) * self.seq_len].reshape(len(order), self.seq_len)
+            yield begin, inputs_NT, tokens[self.seq_len :: self.seq_len], order
 
-    def _read_visit(self, visit: int) -> tuple[int, np.ndarray, np.ndarray]:
-        shard, key = self.order.visit(visit)
-        with self.trace.span("disk_load", f"{self.name} disk", shard=shard.path.name):
-            tokens = read_tokens(shard, 0, None, self.config.vocab_size, lambda: self.closed)
-            return visit, tokens, self.order.permutation(*key)
-
-    def _fill(self, feed: ShardFeed, slots: list[Slot], first: int) -> Iterator[Slot]:
+    def _stage(self, visits: Iterator[Any], first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        # Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
+        # the event behind its last copy, device memory when the streams told by `record_stream` are past it.
+        # A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
+        visit, size, pin = None, self.rows * (self.seq_len + 1), self.device.type == "cuda"
         for index in itertools.count(first):
-            slot = slots[index % len(slots)]
-            if self.cuda:
-                slot.free.synchronize()
-            if self.stream is not None and slot.index >= 0:  # the copy before this one is over now
-                self.trace.cuda_complete("gpu_transfer", f"{self.name} copy stream", slot.filled, slot.free)
-            with self.trace.span("stage", f"{self.name} stage", batch=index):
-                slot.index, slot.meta = index, self._gather(feed, index, slot.ids.numpy())
-                self.trace.point("s", "batch", f"{self.name} stage", id=self.rank << 40 | index)
-            yield slot
-
-    def _gather(self, feed: ShardFeed, index: int, ids: np.ndarray) -> tuple[int, Tensor | None]:
-        first, inputs_BT = self._position(index), ids[: -self.rows].reshape(self.rows, self.seq_len)
-        try:
-            feed.gather(first, inputs_BT, ids[-self.rows :])
-            cu_seqlens = torch.from_numpy(document_starts(inputs_BT)) if self.config.doc_mask else None
-            if cu_seqlens is not None and self.cuda:
-                cu_seqlens = cu_seqlens.pin_memory()
-            return hash_sequences(first, inputs_BT, ids[-self.rows :]), cu_seqlens
-        except (Exception, SystemExit) as error:
-            visit, start, _ = next(self.order.segments(first, 1))
-            shard, key = self.order.visit(visit)
-            byte = SHARD_HEADER_BYTES + 2 * self.seq_len * int(self.order.permutation(*key)[start])
-            where = f"rank {self.rank}, step {index // self.micro_steps}, from {shard.path}, byte {byte}"
-            raise loader_error(where, error) from error
-
-    def _transfer(self, staged: Iterator[Slot], slots: list[Slot]) -> Iterator[Slot]:
-        for host in staged:
-            slot = slots[host.index % len(slots)]
-            with self.trace.span("gpu_transfer", f"{self.name} transfer", batch=host.index):
-                slot.index, slot.meta = host.index, host.meta
-                self._copy(host, slot)
-            yield slot
-
-    def _copy(self, host: Slot, slot: Slot) -> None:
-        if self.stream is None:  # numpy: torch's CPU operators stall in the threads of a busy machine
-            np.copyto(slot.ids.numpy(), host.ids.numpy())
-            return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(slot.free)
-            host.filled.record(self.stream)
-            slot.ids.copy_(host.ids, non_blocking=True)
-            host.free.record(self.stream)
-            slot.filled.record(self.stream)
+            with self.trace.span("stage", "stage", batch=index):
+                position, ids = self._position(index), torch.empty(size, dtype=torch.uint16, pin_memory=pin)
+                inputs_BT, last_B = np.split(ids.numpy(), [-self.rows])
+                inputs_BT = inputs_BT.reshape(self.rows, self.seq_len)
+                visit = gather(visits, visit, position, inputs_BT, last_B)
+                sequence_hash = hash_sequences(position, inputs_BT, last_B)
+                starts = torch.from_numpy(document_starts(inputs_BT))
+                self.trace.add("s", "batch", "stage", id=self.rank << 40 | index)
+            if self.stream is not None:
+                with self.trace.span("gpu_transfer", "copy stream"), torch.cuda.stream(self.stream):
+                    ids = ids.to(self.device, non_blocking=True)
+                    starts = starts.pin_memory().to(self.device, non_blocking=True)
+                    self.stream.synchronize()
+            yield ids, starts, sequence_hash
 
     def next_batch(self) -> Batch:
-        """The next micro-batch. Raises LoaderError."""
+        """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
-        with self.trace.span("gpu_queue_wait", "main", batch=self.index):
-            slot = self._wait()
-        self.waits_ms.append(1e3 * (time.perf_counter() - start))
-        self.trace.point("f", "batch", id=self.rank << 40 | self.index)
-        self.trace.point("C", "ready", args={stage.name: len(stage.ready) for stage in self.stages})
-        if self.cuda:
-            slot.filled.wait()
-        ids = slot.ids.to(self.device, non_blocking=True).to(torch.int64)  # 2 bytes a token cross the bus
-        if self.cuda:
-            slot.free.record()
-        sequence_hash, cu_seqlens = slot.meta
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.to(self.device, non_blocking=True)
-        inputs_BT = ids[: -self.rows].view(self.rows, self.seq_len)
-        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None]), dim=1)
-        step, micro_step = divmod(self.index, self.micro_steps)
-        self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
-        return Batch(inputs_BT, targets_BT, cu_seqlens, step, micro_step)
-
-    def _wait(self) -> Slot:
         try:
-            if self.stages:
-                return self.stages[-1].get(self.config.loader_timeout_seconds)
-            return next(self.batches)
-        except StopIteration:
-            raise LoaderError(f"{self.name}: next_batch() after an error or close()") from None
-        except TimeoutError as error:
-            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-            ready = ", ".join(f"{stage.name} {len(stage.ready)}" for stage in self.stages)
-            raise LoaderError(
-                f"{self.name}, batch {self.index}: none for LOADER_TIMEOUT_SECONDS="
-                f"{self.config.loader_timeout_seconds:g}; ready: {ready}. All stacks are on stderr: see what "
-                "the first stage without items waits for"
-            ) from error
+            with self.trace.span("gpu_queue_wait", "main", batch=self.index):
+                ids, starts, sequence_hash = next(self.batches)
+        except (Exception, SystemExit, GeneratorExit) as error:
+            step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
+            _, shard, _ = next(self.order.visits(last, self.trace))
+            where = f"rank {self.rank}, step {step}, position {last} of the stream, {shard.path}"
+            if isinstance(error, futures.TimeoutError):
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+                where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
+            raise LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}") from error
+        self.waits_ms.append(1e3 * (time.perf_counter() - start))
+        self.trace.add("f", "batch", "main", id=self.rank << 40 | self.index)
+        ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
+        if self.stream is not None:
+            for part in (ids, starts):
+                part.record_stream(torch.cuda.current_stream(self.device))
+        inputs_BT = ids[: -self.rows].long().view(self.rows, self.seq_len)
+        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None].long()), dim=1)
+        self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
+        return Batch(inputs_BT, targets_BT, starts if self.config.doc_mask else None)
 
     def take_waits_ms(self) -> list[float]:
         """Milliseconds that each batch since the last call was waited for (`data_wait`)."""
         waits_ms, self.waits_ms = self.waits_ms, []
         return waits_ms
 
-    def seek(self, step: int, rows: int = 0) -> None:
-        """Go to a step, behind the first `rows` sequences of this rank in it. The hash starts at zero."""
-        self.close()
-        self._open(step * self.micro_steps + rows // self.rows)
-
-    def state_dict(self, total_hash: int | None = None) -> dict[str, Any]:
-        """Where the last batch delivered ended, as JSON; with the sum of all hashes a state for all ranks."""
-        step, micro_step = divmod(self.index, self.micro_steps)
-        state = {"step": step, "rows": micro_step * self.rows, "world_size": self.world_size}
-        whose = {"rank": self.rank, "stream_hash": self.stream_hash}
-        return self.fingerprint | state | (whose if total_hash is None else {"stream_hash": total_hash})
+    def state_dict(self, total_hash: int) -> dict[str, Any]:
+        """A state for all ranks, as JSON: the steps delivered, and the sum of the ranks' hashes of them."""
+        assert self.index % self.micro_steps == 0, "a state is of whole steps"
+        return self.fingerprint | {"step": self.index // self.micro_steps, "stream_hash": total_hash}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state ends. LoaderError names the field that would make the data differ."""
-        rows, own = state.get("rows", 0), "rank" in state  # a whole step of all ranks suits any world size
-        expected = self.fingerprint | {"rows": rows // self.rows * self.rows}
-        expected |= {"world_size": self.world_size} if own or rows else {}
-        expected |= {"rank": self.rank} if own else {}
-        for name, value in expected.items():
+        """Go on where a state ends, on any number of ranks. LoaderError names what would make it differ."""
+        for name, value in self.fingerprint.items():
             if state.get(name) != value:
                 raise LoaderError(f"loader state: {name} is {state.get(name)!r}, expected {value!r}; resume "
                                   "with the data and settings it was saved with, or start a new run")
-        self.seek(state["step"], rows)
-        self.stream_hash = state["stream_hash"] if own or self.rank == 0 else 0
+        self.seek(state["step"])
+        self.stream_hash = state["stream_hash"] if self.rank == 0 else 0
 
     def close(self) -> None:
-        """Stop the workers, waiting CLOSE_SECONDS at most; at any time and any number of times."""
-        self.closed, deadline = True, time.monotonic() + CLOSE_SECONDS
-        atexit.unregister(self.close)
-        for stage in self.stages:
-            stage.stop()
-        for stage in self.stages:
-            stage.thread.join(max(0.0, deadline - time.monotonic()))
-            if stage.thread.is_alive():
-                print(f"{stage.name}: busy {CLOSE_SECONDS} s after close(), left behind", file=sys.stderr)
-        if self.stream is not None:  # who gets the memory of the slots next comes after their last copy
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        self.batches, self.stages = iter(()), []
+        """Let the threads end after the item under way; at any time, any number of times."""
+        for pool in self.pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.batches, self.pools = iter(()), []
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-make_loader = Loader
 
 
 # ============================================================================================================
@@ -2862,8 +2643,8 @@ class Training:
         window = (int(first), int(after)) if config.trace_steps else None
         self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
         self.timer = StepTimer(config, run.device, self.trace)
-        self.loader = make_loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
-                                  device=run.device, trace=self.trace)  # fmt: skip
+        self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
+                             device=run.device, trace=self.trace)  # fmt: skip
         compiled = compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
