@@ -1700,47 +1700,41 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor
     return (x.mT if tall else x).contiguous()
 
 
-def optimizer_groups(config: Config, names: Iterable[str]) -> dict[str, list[str]]:
-    """Which optimizer owns which parameter: `muon`, or AdamW's `embed`, `head`, `scalar`; each one."""
-    owner = dict.fromkeys(BANKS, "muon") | {"token_embedding_VD": "embed", "lm_head_VD": "head"}
-    groups: dict[str, list[str]] = {"muon": [], "embed": [], "head": [], "scalar": []}
-    for name in names:
-        groups[owner.get(name, "scalar")].append(name)
-    assert sorted(itertools.chain(*groups.values())) == sorted(parameter_shapes(config)), "an owner for each"
-    return groups
-
-
 class Optimizer:
     """One step over all parameters, which all ranks take together; the same on any number, to rounding."""
 
-    def __init__(
-        self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False
-    ) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
+    def __init__(self, model: GPT, c: Config, rank: int, world_size: int, compiled: bool = False) -> None:
+        self.config, self.rank, self.world_size = c, rank, world_size
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
-        groups = optimizer_groups(config, [name for name, _ in model.named_parameters()])
-        owned = {group: [getattr(model, name) for name in names] for group, names in groups.items()}
-        embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
-        rates = (embed_lr, config.embed_wd), (config.head_lr, 0.0), (config.scalar_lr, config.adam_wd)
-        rated = zip(("embed", "head", "scalar"), rates, strict=True)
-        adam = [{"params": owned[group], "base_lr": lr, "weight_decay": decay}
-                for group, (lr, decay) in rated if owned[group]]
-        betas = config.beta1, config.beta2
-        self.adam = torch.optim.AdamW(adam, betas=betas, eps=config.adam_eps, fused=True)
-        self.small = [*owned["embed"], *owned["head"], *owned["scalar"]]
-        self.banks = sorted(owned["muon"], key=Tensor.numel, reverse=True)
-        self.momenta = [torch.zeros_like(self._slice(bank)) for bank in self.banks]
+        rest = dict(model.named_parameters())  # Muon takes the banks, AdamW what remains
+        self.banks = sorted(map(rest.pop, BANKS), key=Tensor.numel, reverse=True)
+        self.small, embed_lr = list(rest.values()), c.tied_embed_lr if c.tie_embeddings else c.embed_lr
+        self.momenta = [bank.new_zeros(-(-len(bank) // world_size), *bank.shape[1:]) for bank in self.banks]
+        rates = {"token_embedding_VD": (embed_lr, c.embed_wd), "lm_head_VD": (c.head_lr, 0.0)}
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name, parameter in rest.items():
+            groups.setdefault(rates.get(name, (c.scalar_lr, c.adam_wd)), []).append(parameter)
+        adam = [{"params": group, "base_lr": lr, "weight_decay": wd} for (lr, wd), group in groups.items()]
+        self.adam = torch.optim.AdamW(adam, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
-    def _slice(self, bank: Tensor) -> Tensor:
-        """This rank's matrices of a bank, which zero matrices fill up so that all ranks hold equally many."""
-        filled = F.pad(bank.detach(), (0, 0, 0, 0, 0, -len(bank) % self.world_size))
-        return filled.chunk(self.world_size)[self.rank]
+    def _fill(self, bank: Tensor) -> Tensor:  # with zero matrices, so that all ranks hold equally many
+        return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.world_size))
 
     @torch.no_grad()
     def step(self, scale: float, momentum: float) -> Tensor:
         """Update all from their gradients (this rank's means), which are used up, at `scale` times each LR.
         Returns the global gradient norm before clipping, on the device."""
-        c, slices, small = self.config, *self._mean_gradients()
+        gradients: Any = [[parameter.grad for parameter in group] for group in (self.banks, self.small)]
+        c, (slices, small) = self.config, gradients
+        if self.world_size > 1:  # means over ranks: own slices of the banks, all on the way at once; the rest
+            whole, flat = map(self._fill, slices), nn.utils.parameters_to_vector(small)
+            slices = [torch.empty_like(buffer) for buffer in self.momenta]
+            pairs = zip(slices, whole, strict=True)
+            sent = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in pairs]
+            for handle in [*sent, dist.all_reduce(flat, async_op=True)]:
+                handle.wait()
+            torch._foreach_div_([*slices, flat], self.world_size)
+            nn.utils.vector_to_parameters(flat, small)
         squared = torch.stack([gradient.square().sum() for gradient in slices]).sum()
         if self.world_size > 1:
             dist.all_reduce(squared)
@@ -1751,28 +1745,12 @@ class Optimizer:
             group["lr"] = scale * group["base_lr"]
         self.adam.step()
         pairs, lr = zip(slices, self.momenta, strict=True), scale * c.matrix_lr
-        updates = [self._gather(self._muon_update(*pair, momentum)) for pair in pairs]
-        for bank, update in zip(self.banks, updates, strict=True):  # sent while later ones were made
+        for bank, update in self._gather(self._muon_update(*pair, momentum) for pair in pairs):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
-            bank.mul_(1.0 - lr * c.muon_wd).add_(update()[: len(bank)], alpha=-lr * factor)
+            bank.mul_(1.0 - lr * c.muon_wd).add_(update, alpha=-lr * factor)
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
         return norm
-
-    def _mean_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Means over ranks: this rank's slice of each bank, all on the way at once; small ones whole."""
-        small, size = [parameter.grad for parameter in self.small], self.world_size
-        if size == 1:
-            return [bank.grad for bank in self.banks], small
-        slices = [torch.empty_like(buffer) for buffer in self.momenta]
-        whole = [F.pad(bank.grad, (0, 0, 0, 0, 0, -len(bank) % size)) for bank in self.banks]
-        work = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in zip(slices, whole, strict=True)]
-        flat = nn.utils.parameters_to_vector(small)
-        for handle in [*work, dist.all_reduce(flat, async_op=True)]:
-            handle.wait()
-        torch._foreach_div_([*slices, flat], size)
-        nn.utils.vector_to_parameters(flat, small)
-        return slices, small
 
     def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation."""
@@ -1781,23 +1759,28 @@ class Optimizer:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
         return self.orthogonalize(update, self.config.muon_backend_steps, self.config.muon_polar_express)
 
-    def _gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Send this rank's slice of a bank to all; what is returned waits for the whole bank (PR #399)."""
+    def _gather(self, slices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each bank, and what its slices on all ranks make; they travel while the next are made (PR #399)."""
         if self.world_size == 1:
-            return lambda: mine
-        whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
-        handle = dist.all_gather_into_tensor(whole, mine, async_op=True)
-        return lambda: (handle.wait(), whole)[1]
+            yield from zip(self.banks, slices, strict=True)
+            return
+        sent = []
+        for mine in slices:
+            whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
+            sent.append((whole, dist.all_gather_into_tensor(whole, mine, async_op=True)))
+        for bank, (whole, handle) in zip(self.banks, sent, strict=True):
+            handle.wait()
+            yield bank, whole[: len(bank)]
 
     def state(self) -> dict[str, Any]:
         """A copy of the whole state, the same whatever the world size; all ranks call it together."""
-        pairs = zip(self.banks, self.momenta, strict=True)
-        momenta = [self._gather(buffer)()[: len(bank)] for bank, buffer in pairs]
+        momenta = [whole for _, whole in self._gather(self.momenta)]
         return copy.deepcopy({"momenta": momenta, "adam": self.adam.state_dict()})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned, on any world size."""
-        torch._foreach_copy_(self.momenta, [self._slice(whole) for whole in state["momenta"]])
+        mine = [self._fill(whole).chunk(self.world_size)[self.rank] for whole in state["momenta"]]
+        torch._foreach_copy_(self.momenta, mine)
         self.adam.load_state_dict(state["adam"])
 
 
@@ -1818,10 +1801,7 @@ class WeightAverage:
 
 
 def learning_rate_scale(progress: float, step: int, c: Config) -> float:
-    """Factor on every learning rate: 1, then linear to MIN_LR over the warm-down (PR #1493).
-
-    WARMDOWN_ITERS becomes a share of the run by the mean progress of a step so far (upstream baseline).
-    """
+    """1, then linear to MIN_LR over the warm-down: a share of the run, or WARMDOWN_ITERS mean steps."""
     share = c.warmdown_iters * progress / max(step, 1) if c.warmdown_iters else c.warmdown_frac
     return max(c.min_lr, min(1.0, (1.0 - progress) / share)) if share else 1.0
 
@@ -1840,8 +1820,8 @@ def loop_is_on(progress: float, c: Config) -> bool:
 
 def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: Config) -> float:
     """Share of the run that is over: of the steps, or of the clock less the reserve if that is more."""
-    limit = c.max_wallclock_seconds - reserve_seconds
-    return max(step / c.iterations, elapsed_seconds / max(limit, 1e-9) if c.max_wallclock_seconds else 0.0)
+    limit = max(c.max_wallclock_seconds - reserve_seconds, 1e-9) if c.max_wallclock_seconds else math.inf
+    return max(step / c.iterations, elapsed_seconds / limit)
 
 
 # ============================================================================================================
