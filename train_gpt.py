@@ -1854,9 +1854,8 @@ class Ledger:
 def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
     """Rows of sliding windows by chunk of targets: first token, first target to score, one after its last.
 
-    Window 0 scores all its targets, others their last `stride`. The last window that holds the document of
-    the first unscored target stands for those between: attention stays in documents, they agree to rounding.
-    `begins`: where the document of each target's input does (zeros: a row per window).
+    Window 0 scores all its targets, others their last `stride`. The last window with all of the document of
+    the first unscored target (it starts at `begins`) stands for those between: they agree to rounding.
     """
     chunks, stop = [list[tuple[int, int, int]]() for _ in range(0, targets, chunk)], 0
     while stop < targets:
@@ -1872,7 +1871,6 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     """Bytes of text that each target stands for: from the byte sidecar of the shards, else from the pieces.
     DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897)."""
     import sentencepiece
-
     sidecar, path = f"{find_path(config.data_path)}/fineweb_val_bytes_*.bin", find_path(config.tokenizer_path)
     if glob.glob(sidecar):
         counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
@@ -1883,16 +1881,14 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
         raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
-    size, spaces = pieces.vocab_size(), int(pieces.piece_to_id("▁") != pieces.unk_id())
-    if size != config.vocab_size or not spaces:
-        raise DataError(f"TOKENIZER_PATH={path}: {size} pieces, {spaces} of them a lone space; "
-                        f"expected VOCAB_SIZE={config.vocab_size} with one lone space")
-    ids, kinds = list(range(size)), (pieces.is_control, pieces.is_unknown, pieces.is_unused)
+    if pieces.vocab_size() != config.vocab_size or pieces.piece_to_id("▁") == pieces.unk_id():
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
+                        f"VOCAB_SIZE={config.vocab_size} with a lone space among them")
+    ids, kinds = list(range(config.vocab_size)), (pieces.is_control, pieces.is_unknown, pieces.is_unused)
     texts, silent = pieces.id_to_piece(ids), np.any([is_kind(ids) for is_kind in kinds], axis=0)
     # A leading space is a byte, but not after a control, unknown or unused id, where decoding drops it.
     leads = np.array([text.startswith("▁") for text in texts]) & ~silent
-    lengths = np.array([len(text.removeprefix("▁").encode()) for text in texts]) * ~silent
-    lengths[pieces.is_byte(ids)] = 1
+    lengths = np.where(pieces.is_byte(ids), 1, [len(t.removeprefix("▁").encode()) for t in texts]) * ~silent
     return lengths[tokens[1:]] + (leads[tokens[1:]] & ~silent[tokens[:-1]])
 
 
@@ -1914,8 +1910,7 @@ def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> 
 
 @torch.no_grad()
 def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
-    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context.
-    Ranks share the batches, which are the same for any number of ranks."""
+    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
     begins = np.where(config.doc_mask & (tokens[:-1] == BOS_ID), np.arange(len(ledger)), 0)
     chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
@@ -1932,7 +1927,7 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
         if begin < ledger.scored:  # by the run that this one continues
             continue
         nats = torch.zeros(end - begin, dtype=torch.float64, device=device)
-        for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):
+        for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):  # for any number alike
             first, start, stop = chunk[at : at + batch_rows].T
             offset = np.repeat(np.arange(len(start)) * context - first, stop - start)
             parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
@@ -1991,7 +1986,6 @@ def compiling(config: Config, device: torch.device) -> bool:
 def generate_text(model: GPT, config: Config, prompt: str) -> str:
     """The prompt and GENERATE_TOKENS more tokens, sampled with temperature and top-k from SEED."""
     import sentencepiece
-
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
     source, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
     ids = [BOS_ID, *pieces.encode(prompt)]
@@ -2010,17 +2004,17 @@ class Progress:
     """Tells how far evaluation is, and keeps it in evaluation.pt, from which a resumed run goes on."""
 
     def __init__(self, model: GPT, config: Config, run: Run, tokens: np.ndarray) -> None:
-        self.model, self.config, self.run, self.saved = model, config, run, time.perf_counter()
+        self.model, self.config, self.run, self.ledgers = model, config, run, dict[str, Ledger]()
         settings = [item for item in config.as_env().items() if item[0].startswith(("EVAL_", "TTT_", "VAL_"))]
         weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy()
         inputs = repr(settings).encode() + tokens.tobytes() + weights.tobytes()
-        self.of, self.ledgers = hashlib.sha256(inputs).hexdigest(), dict[str, Ledger]()
-        self.found: dict[str, Any] = {"phases": {}, "nats": {}}
+        self.found: dict[str, Any] = {"of": hashlib.sha256(inputs).hexdigest(), "phases": {}, "nats": {}}
         if config.resume:
             with contextlib.suppress(OSError, RuntimeError, ValueError, pickle.UnpicklingError):
                 found = read_state(run.path("evaluation.pt"))
-                self.found = found if found["of"] == self.of else self.found
+                self.found = found if found["of"] == self.found["of"] else self.found
         run.phases.update(self.found["phases"])
+        self.saved = time.perf_counter()
 
     def begin(self, ledger: Ledger, sgd: torch.optim.SGD | None) -> None:
         """Give the scorer of this phase what the run that this one continues had scored and learned."""
@@ -2038,14 +2032,15 @@ class Progress:
         phases = {name: seconds for name, seconds in run.phases.items() if name.startswith("eval_")}
         phases[phase] = phases.get(phase, 0.0) + now - self.start
         left = phases[phase] * (len(ledger) / ledger.scored - 1)
-        total, mean = sum(phases.values()) + left, ledger.nats[: ledger.scored].mean()
+        total = sum(phases.values()) + left
         over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
         if tell:
+            mean = ledger.nats[: ledger.scored].mean()
             run.log(f"val_progress:{phase.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
                     f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
         if 0 < config.checkpoint_every_seconds <= now - self.saved and run.rank == 0:
             nats = {name: torch.tensor(done.nats[: done.scored]) for name, done in self.ledgers.items()}
-            state = {"of": self.of, "phases": phases, "nats": nats, "weights": self.model.state_dict()}
+            state = self.found | {"phases": phases, "nats": nats, "weights": self.model.state_dict()}
             with contextlib.suppress(ConfigError):  # a full disk ends no evaluation
                 write_state(run.path("evaluation.pt"), state | {"sgd": self.sgd and self.sgd.state_dict()})
             self.saved = time.perf_counter()
