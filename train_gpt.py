@@ -1475,8 +1475,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The model. Parameters are fp32 masters, drawn from (SEED, name): switching a feature leaves the others.
-    `compute_dtype` is what they are cast to at use."""
+    """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -1854,9 +1853,8 @@ class Ledger:
 def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
     """Rows of sliding windows by chunk of targets: first token, first target to score, one after its last.
 
-    Window 0 scores all its targets, others their last `stride`. The last window with all of the document of
-    the first unscored target (it starts at `begins`) stands for those between: they agree to rounding.
-    """
+    Window 0 scores all its targets, others their last `stride`. The last one that holds the document of the
+    first unscored target, from `begins` on, stands for those between: they agree to rounding."""
     chunks, stop = [list[tuple[int, int, int]]() for _ in range(0, targets, chunk)], 0
     while stop < targets:
         start, chunk_end = stop, min((stop // chunk + 1) * chunk, targets)

@@ -489,7 +489,7 @@ def test_the_state_of_another_evaluation_is_ignored(other: str, tmp_path: Path) 
         evaluated(ResumableRun(tmp_path, "eval_legal_ttt", 3), lab)
     content, tokens = path.read_bytes(), lab.tokens()
     if other == "weights":
-        lab = probes.make_subject(train_gpt, 1, **{k: v for k, v in lab.config.as_env().items() if k != "CONFIG"})
+        lab = probes.make_subject(train_gpt, 1, **lab.config.as_env())
     elif other == "settings":
         lab = resumable(tmp_path, TTT_LR="0.01")
     elif other == "tokens":
@@ -546,7 +546,7 @@ def test_a_run_killed_in_each_scorer_goes_on_to_the_same_scores(lab: Lab) -> Non
     chunks = tokens_seen(straight)
     assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [3, 3]
     changes, done = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1e-9}, 0
-    for saves in (2, 3, 7):  # to the second chunk of one scorer, the second of the next, the sixth of the last
+    for saves in (2, 3, 7):  # in the third chunk of each scorer; of the last, in the seventh
         ended = lab.run(fault=KILLED.replace("NUMBER", str(saves)), **changes)
         done += saves
         assert ended.status == -signal.SIGKILL and tokens_seen(ended) == chunks[:done]
