@@ -228,7 +228,6 @@ class Config:
     ttt_chunk_tokens: int = knob(32_768, "targets scored before the next update", 1)
     ttt_batch_seqs: int = knob(32, "sequences of one SGD step, all ranks together", 1)
     ttt_grad_clip: float = knob(1.0, "bound on the gradient norm; 0: none", 0)
-    ttt_freeze_blocks: int = knob(0, "first layers that are not updated", 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -364,7 +363,6 @@ def _cross_check(c: Config) -> None:
          "TTT_CHUNK_TOKENS must be a multiple of EVAL_STRIDE"),
         (not c.ttt_enabled or c.ttt_chunk_tokens >= c.eval_length,
          "TTT_CHUNK_TOKENS must hold EVAL_SEQ_LEN (0 is TRAIN_SEQ_LEN )"),
-        (c.ttt_freeze_blocks <= c.num_layers, "TTT_FREEZE_BLOCKS must not exceed NUM_LAYERS"),
         (c.max_wallclock_seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS must fit ITERATIONS"),
         (c.ema_decay < 1, "EMA_DECAY must be below 1"),
         (not c.max_wallclock_seconds or c.gptq_reserve_seconds < c.max_wallclock_seconds,
@@ -1951,27 +1949,21 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
 @torch.enable_grad()
 def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) -> None:
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
-    weights, device = dict(model.named_parameters()), next(model.parameters()).device
+    weights, device = list(model.parameters()), next(model.parameters()).device
     loss_of = torch.compile(GPT.loss, dynamic=False) if compiling(config, device) else GPT.loss
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     length, stream = config.eval_length, torch.from_numpy(tokens.astype(np.int64))
     for batch_NT in stream.unfold(0, length + 1, length).split(config.ttt_batch_seqs) * config.ttt_epochs:
-        for weight in weights.values():
+        for weight in weights:
             weight.grad = torch.zeros_like(weight)
         mine_NT = batch_NT[rank::world_size].to(device)
         if len(mine_NT):  # a rank without a share takes part below, with zeros
             inputs_NT, targets_NT = mine_NT[:, :-1], mine_NT[:, 1:]
             loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
             (loss * (len(mine_NT) / len(batch_NT))).backward()
-        for name, gradient in ((name, weight.grad) for name, weight in weights.items()):
-            assert gradient is not None
-            if world_size > 1:
-                dist.all_reduce(gradient)
-            if name in BANKS or "_L" in name:
-                gradient.unflatten(0, (-1, config.num_layers))[:, : config.ttt_freeze_blocks] = 0.0
-            elif "_P" in name:  # lanes start at PARALLEL_START_LAYER
-                gradient[: max(0, config.ttt_freeze_blocks - config.parallel_start_layer)] = 0.0
-        nn.utils.clip_grad_norm_(weights.values(), config.ttt_grad_clip or math.inf)
+        for weight in weights if world_size > 1 else []:
+            dist.all_reduce(weight.grad)
+        nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
         sgd.step()
 
 
