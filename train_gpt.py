@@ -1475,27 +1475,26 @@ def rms_norm(x: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, c: Config) -> None:
         super().__init__()
-        self.config, self.compute_dtype, self.looping = config, torch.float32, config.num_loops > 0
+        self.config, self.compute_dtype, self.looping = c, torch.float32, c.num_loops > 0
         self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
         self.cross_entropy: Callable[..., Tensor] = softcapped_cross_entropy_plain
         self.observer: Callable[[str, int, Tensor], None] | None = None
-        self.register_buffer("rotary_train", rotary_table(config.train_seq_len, config), persistent=False)
-        self.register_buffer("rotary_eval", rotary_table(config.eval_length, config), persistent=False)
+        self.register_buffer("rotary_train", rotary_table(c.train_seq_len, c), persistent=False)
+        self.register_buffer("rotary_eval", rotary_table(c.eval_length, c), persistent=False)
         ones = dict.fromkeys(("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "skip_weight_KD"), 1.0)
-        constants = {**ones, "qk_gain_LH": config.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}
+        constants = {**ones, "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}
         uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
-        draw = nn.init.orthogonal_ if config.matrix_init == "orthogonal" else uniform
-        for name, shape in parameter_shapes(config).items():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+        draw = nn.init.orthogonal_ if c.matrix_init == "orthogonal" else uniform
+        for name, shape in parameter_shapes(c).items():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{c.seed} {name}".encode()))
             weights = torch.empty(shape).copy_(torch.tensor(constants.get(name, 0.0)))
             if name == "token_embedding_VD":
-                deviation = config.tied_embed_init_std if config.tie_embeddings else 1.0
-                weights.normal_(0.0, deviation, generator=generator)
+                weights.normal_(0.0, c.tied_embed_init_std if c.tie_embeddings else 1.0, generator=generator)
             elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # what writes to the residual stream is zero
-                for matrix in weights[: config.num_layers] if name == "qo_bank" else weights:
+                for matrix in weights[: c.num_layers] if name == "qo_bank" else weights:
                     draw(matrix, generator=generator)
             self.register_parameter(name, nn.Parameter(weights))
 
@@ -1625,9 +1624,9 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     return attention_varlen
 
 
-def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
+def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
     """The first kernel within 3 % of float64, both passes, at the real shape, on all ranks; logged."""
-    c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
+    shape, tried = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len), list[str]()
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
     qkv = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
@@ -1639,7 +1638,6 @@ def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
         return [t[:2].double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))]
 
     ladder = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if run.device.type == "cuda" else ["sdpa"]
-    tried = list[str]()
     for name in ladder if c.attention == "auto" else [c.attention]:
         try:
             attend, exact = load_attention(name), both_passes(attention_sdpa, 2, torch.float64)
