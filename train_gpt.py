@@ -229,7 +229,6 @@ class Config:
     ttt_chunk_tokens: int = knob(32_768, "targets scored before the next update", 1)
     ttt_batch_seqs: int = knob(32, "sequences of one SGD step, all ranks together", 1)
     ttt_grad_clip: float = knob(1.0, "bound on the gradient norm; 0: none", 0)
-    ttt_freeze_blocks: int = knob(0, "first layers that are not updated", 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -365,7 +364,6 @@ def _cross_check(c: Config) -> None:
          "TTT_CHUNK_TOKENS must be a multiple of EVAL_STRIDE"),
         (not c.ttt_enabled or c.ttt_chunk_tokens >= c.eval_length,
          "TTT_CHUNK_TOKENS must hold EVAL_SEQ_LEN (0 is TRAIN_SEQ_LEN )"),
-        (c.ttt_freeze_blocks <= c.num_layers, "TTT_FREEZE_BLOCKS must not exceed NUM_LAYERS"),
         (c.max_wallclock_seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS must fit ITERATIONS"),
         (c.ema_decay < 1, "EMA_DECAY must be below 1"),
         (not c.max_wallclock_seconds or c.gptq_reserve_seconds < c.max_wallclock_seconds,
@@ -1202,11 +1200,10 @@ def choose_kernels(
 # MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring, calibration.
 # ============================================================================================================
 
-BANKS = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
-ROLES = ("attn", "attn", "mlp", "mlp", "embed", "embed")
-MATRIX_ROLES = dict(zip((*BANKS, "token_embedding_VD", "lm_head_VD"), ROLES, strict=True))
-Documents = tuple[Tensor | None, Tensor | None]  # a (B, T, T) mask, or int32 starts in the flattened batch
-Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Documents]  # rows of all parameters, rotary table
+MATRIX_ROLES = {"qo_bank": "attn", "kv_bank": "attn", "mlp_up_bank": "mlp", "mlp_down_bank": "mlp",
+                "token_embedding_VD": "embed", "lm_head_VD": "embed"}  # fmt: skip
+BANKS = tuple(MATRIX_ROLES)[:4]
+Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Tensor | None]  # parameters by row, angles, documents
 
 
 def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
@@ -1221,6 +1218,7 @@ def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter; a feature that is off owns none."""
     layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
     lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
+    per_layer = ("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "resid_inject_LD")
     shapes = {
         "token_embedding_VD": (c.vocab_size, width),
         "lm_head_VD": (0 if c.tie_embeddings else c.vocab_size, width),
@@ -1228,38 +1226,16 @@ def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
         "kv_bank": (2 * layers, c.num_kv_heads * c.head_dim, width),
         "mlp_up_bank": (layers, c.mlp_dim, width),
         "mlp_down_bank": (layers, width, c.mlp_dim),
-        "attn_scale_LD": (layers, width),
-        "mlp_scale_LD": (layers, width),
-        "resid_keep_LD": (layers, width),
-        "resid_inject_LD": (layers, width),
+        **dict.fromkeys(per_layer, (layers, width)),
         "qk_gain_LH": (layers, c.num_heads),
         "skip_weight_KD": (skips, width),
-        "skip_gate_KD": (skips if c.skip_gates_enabled else 0, width),
-        "attn_gate_LHW": (layers if c.sparse_attn_gate_enabled else 0, c.num_heads, c.gate_window),
-        "smear_gate_1W": (1 if c.smear_gate_enabled else 0, c.gate_window),
-        "smear_scale_1": (1 if c.smear_gate_enabled else 0,),
+        "skip_gate_KD": (skips * c.skip_gates_enabled, width),
+        "attn_gate_LHW": (layers * c.sparse_attn_gate_enabled, c.num_heads, c.gate_window),
+        "smear_gate_1W": (int(c.smear_gate_enabled), c.gate_window),
+        "smear_scale_1": (int(c.smear_gate_enabled),),
         "lane_mix_P23": (lanes, 2, 3),
     }
     return {name: shape for name, shape in shapes.items() if 0 not in shape}
-
-
-def build_model(config: Config) -> GPT:
-    """A model on the CPU, its weights drawn from (SEED, name): switching a feature leaves the others."""
-    model = GPT(config)
-    constants: dict[str, Any] = {"qk_gain_LH": config.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}
-    constants |= dict.fromkeys(("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "skip_weight_KD"), 1.0)
-    uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
-    draw = nn.init.orthogonal_ if config.matrix_init == "orthogonal" else uniform
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-        weights = parameter.detach().copy_(torch.tensor(constants.get(name, 0.0)))
-        if name == "token_embedding_VD":
-            deviation = config.tied_embed_init_std if config.tie_embeddings else 1.0
-            weights.normal_(0.0, deviation, generator=generator)
-        elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # what writes to the residual stream stays zero
-            for matrix in weights[: config.num_layers] if name == "qo_bank" else weights:
-                draw(matrix, generator=generator)
-    return model
 
 
 def rotary_table(length: int, config: Config) -> Tensor:
@@ -1286,26 +1262,37 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The model. Parameters are fp32 masters; `compute_dtype` is what they are cast to at use."""
+    """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, c: Config) -> None:
         super().__init__()
-        self.config, self.compute_dtype, self.looping = config, torch.float32, config.num_loops > 0
+        self.config, self.compute_dtype, self.looping = c, torch.float32, c.num_loops > 0
         self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
         self.cross_entropy: Callable[..., Tensor] = softcapped_cross_entropy_plain
         self.observer: Callable[[str, int, Tensor], None] | None = None
-        for name, shape in parameter_shapes(config).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-        self.register_buffer("rotary_train", rotary_table(config.train_seq_len, config), persistent=False)
-        self.register_buffer("rotary_eval", rotary_table(config.eval_length, config), persistent=False)
+        self.register_buffer("rotary_train", rotary_table(c.train_seq_len, c), persistent=False)
+        self.register_buffer("rotary_eval", rotary_table(c.eval_length, c), persistent=False)
+        ones = dict.fromkeys(("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "skip_weight_KD"), 1.0)
+        constants = {**ones, "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}
+        uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
+        draw = nn.init.orthogonal_ if c.matrix_init == "orthogonal" else uniform
+        for name, shape in parameter_shapes(c).items():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{c.seed} {name}".encode()))
+            weights = torch.empty(shape).copy_(torch.tensor(constants.get(name, 0.0)))
+            if name == "token_embedding_VD":
+                weights.normal_(0.0, c.tied_embed_init_std if c.tie_embeddings else 1.0, generator=generator)
+            elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # what writes to the residual stream is zero
+                for matrix in weights[: c.num_layers] if name == "qo_bank" else weights:
+                    draw(matrix, generator=generator)
+            self.register_parameter(name, nn.Parameter(weights))
 
     def forward(self, inputs_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Hidden states (B, T, D) after the last norm. cu_seqlens: as in `Batch`; varlen kernels read it."""
         c, dtype, length = self.config, self.compute_dtype, inputs_BT.size(1)
         rows = {n: p.to(dtype).unbind(0) for n, p in self.named_parameters() if not n.endswith("_VD")}
         rotary = getattr(self, "rotary_train" if length <= c.train_seq_len else "rotary_eval")[:, :length]
-        context = rows, rotary.to(dtype), find_documents(inputs_BT, cu_seqlens, self.attend, c.doc_mask)
+        context = rows, rotary.to(dtype), find_documents(inputs_BT, cu_seqlens, self.attend, c)
         x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(dtype)
         if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, a document (PR #1851)
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0])
@@ -1320,18 +1307,13 @@ class GPT(nn.Module):
                 lanes = lanes * 2 if two else [(lanes[0] + lanes[1]) / 2]
             if visit >= 0 and stack:
                 skip, gates = rows["skip_weight_KD"][visit] * stack.pop(), rows.get("skip_gate_KD")
-                x = lanes[0]
-                lanes[0] = torch.lerp(skip, x, gates[visit].sigmoid()) if gates else x + skip
+                lanes[0] = torch.lerp(skip, lanes[0], gates[visit].sigmoid()) if gates else lanes[0] + skip
             lanes = self._block(layer, lanes, x0, context)
             stack += lanes[:1] if visit < 0 else []
         hidden = rms_norm(lanes[0] if len(lanes) == 1 else (lanes[0] + lanes[1]) / 2)
-        self._observe("head_in", 0, hidden)
+        if self.observer is not None:
+            self.observer("head_in", 0, hidden)
         return hidden
-
-    def cu_seqlens(self, inputs_BT: Tensor) -> Tensor | None:
-        """What compiled code must be given beside inputs that no loader made; None where nothing reads it."""
-        packed = self.config.doc_mask and self.attend is not attention_sdpa
-        return starts_on_device(inputs_BT) if packed else None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
@@ -1349,69 +1331,67 @@ class GPT(nn.Module):
     def _block(self, layer: int, lanes: list[Tensor], x0: Tensor, context: Context) -> list[Tensor]:
         """One visit. Sequential: the MLP reads what attention wrote. Parallel: both read first, the same lane
         (GPT-J, PR #1493) or one each, into which learned weights mix what both wrote (PR #1529)."""
-        c, rows = self.config, context[0]
+        c, total, (rows, rotary, documents) = self.config, self.config.num_layers, context
         scale, parallel = (layer + 1) ** -0.5 if c.ln_scale else 1.0, 0 <= c.parallel_start_layer <= layer
         mixed = torch.addcmul(rows["resid_keep_LD"][layer] * lanes[0], rows["resid_inject_LD"][layer], x0)
-        attended = rows["attn_scale_LD"][layer] * self._attention(layer, rms_norm(mixed) * scale, context)
-        x = mixed if parallel else mixed + attended
-        mlp_in = rms_norm(lanes[1] if len(lanes) == 2 else x) * scale
-        up, down = rows["mlp_up_bank"][layer], rows["mlp_down_bank"][layer]
-        self._observe("mlp_in", layer, mlp_in)
-        if self.observer is not None:
-            self.observer("mlp_hidden", layer, F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square())
-        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
-        written = rows["mlp_scale_LD"][layer] * written
-        if len(lanes) == 1:
-            return [x + attended + written if parallel else x + written]
-        mixes = rows["lane_mix_P23"][layer - c.parallel_start_layer]
-        return [m[0] * x + m[1] * attended + m[2] * written for m, x in zip(mixes, lanes, strict=True)]
-
-    def _attention(self, layer: int, x_BTD: Tensor, context: Context) -> Tensor:
-        c, total, (rows, rotary, documents) = self.config, self.config.num_layers, context
-        self._observe("attn_in", layer, x_BTD)
-        q = F.linear(x_BTD, rows["qo_bank"][layer]).unflatten(-1, (c.num_heads, -1))
-        k = F.linear(x_BTD, rows["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, -1))
-        v = F.linear(x_BTD, rows["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, -1))
+        attn_in = rms_norm(mixed) * scale
+        q = F.linear(attn_in, rows["qo_bank"][layer]).unflatten(-1, (c.num_heads, -1))
+        k = F.linear(attn_in, rows["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, -1))
+        v = F.linear(attn_in, rows["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, -1))
         q = rotate(rms_norm(q), *rotary) * rows["qk_gain_LH"][layer][:, None]
-        y = self.attend(q, rotate(rms_norm(k), *rotary), v, *documents)
+        y = self.attend(q, rotate(rms_norm(k), *rotary), v, documents)
         if layer >= total - c.xsa_last_n:  # XSA: drop what lies along the value at the own position (PR #287)
             y, own = y.unflatten(2, (c.num_kv_heads, -1)), F.normalize(v, dim=-1, eps=1e-12).unsqueeze(3)
             y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if c.sparse_attn_gate_enabled:
-            gate = F.linear(x_BTD[..., : c.gate_window], rows["attn_gate_LHW"][layer])
+            gate = F.linear(attn_in[..., : c.gate_window], rows["attn_gate_LHW"][layer])
             y = y * torch.sigmoid(c.sparse_attn_gate_scale * gate)[..., None]
-        self._observe("attn_out", layer, y.flatten(2))
-        return F.linear(y.flatten(2), rows["qo_bank"][total + layer])
-
-    def _observe(self, site: str, layer: int, x: Tensor) -> None:
+        attn_out = y.flatten(2)
+        attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
+        x = mixed if parallel else mixed + attended
+        mlp_in = rms_norm(lanes[1] if len(lanes) == 2 else x) * scale
+        up, down = rows["mlp_up_bank"][layer], rows["mlp_down_bank"][layer]
+        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
+        written = rows["mlp_scale_LD"][layer] * written
         if self.observer is not None:
-            self.observer(site, layer, x)
+            hidden = F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square()
+            seen = {"attn_in": attn_in, "attn_out": attn_out, "mlp_in": mlp_in, "mlp_hidden": hidden}
+            for site, value in seen.items():
+                self.observer(site, layer, value)
+        if len(lanes) == 1:
+            return [x + attended + written if parallel else x + written]
+        mixes = rows["lane_mix_P23"][layer - c.parallel_start_layer]
+        return [m[0] * lane + m[1] * attended + m[2] * written for m, lane in zip(mixes, lanes, strict=True)]
 
 
-def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, doc_mask: bool) -> Documents:
-    """Who sees whom, as `attend` reads it; a mask of None means whole rows."""
+build_model = GPT  # whose constructor draws the weights
+
+
+def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, config: Config) -> Tensor | None:
+    """Who sees whom, as `attend` reads it: a (B, 1, T, T) mask (None: whole rows), or `Batch.cu_seqlens`."""
     if attend is attention_sdpa:
         document_BT = (ids_BT == BOS_ID).cumsum(1)
-        return (document_BT[:, :, None] == document_BT[:, None]).tril() if doc_mask else None, None
-    if not doc_mask:
-        starts = torch.arange(0, ids_BT.numel() + 1, ids_BT.size(1), dtype=torch.int32, device=ids_BT.device)
-    return None, starts_on_device(ids_BT) if starts is None else starts
+        same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
+        return same_B1TT.tril() if config.doc_mask else None
+    if not config.doc_mask:
+        return torch.arange(0, ids_BT.numel() + 1, ids_BT.size(1), dtype=torch.int32, device=ids_BT.device)
+    return starts_on_device(ids_BT, config) if starts is None else starts
 
 
-def starts_on_device(ids_BT: Tensor) -> Tensor:
+def starts_on_device(ids_BT: Tensor, config: Config) -> Tensor | None:
     """`Batch.cu_seqlens` of any ids. Waits for the device, which compiled code cannot."""
     starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy())).to(ids_BT.device)
     torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
-    return starts
+    return starts if config.doc_mask else None
 
 
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, starts: None) -> Tensor:
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """torch's attention: q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E). On CPU nothing is faster."""
     if mask is not None and q.is_cuda:  # there the fast kernels that take a mask know no grouped heads
         k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    given, causal = (None, True) if mask is None else (mask[:, None], False)
-    return F.scaled_dot_product_attention(q, k, v, given, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+    return y.transpose(1, 2)
 
 
 def load_attention(name: str) -> Callable[..., Tensor]:
@@ -1423,7 +1403,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
 
-    def attention_varlen(q: Tensor, k: Tensor, v: Tensor, mask: None, starts: Tensor) -> Tensor:
+    def attention_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         if not {"causal", "enable_gqa"} & options.keys():  # torch 2.10: equal numbers of heads only
             k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
         flat, length = [t.flatten(0, 1) for t in (q, k, v)], q.size(1)
@@ -1433,9 +1413,9 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     return attention_varlen
 
 
-def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
+def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
     """The first kernel within 3 % of float64, both passes, at the real shape, on all ranks; logged."""
-    c, shape = config, (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
+    shape, tried = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len), list[str]()
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
     qkv = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
@@ -1443,19 +1423,18 @@ def choose_attention(config: Config, run: Run) -> Callable[..., Tensor]:
     def both_passes(attend: Callable[..., Tensor], rows: int, dtype: torch.dtype) -> list[Tensor]:
         leaves = [t[:rows].to(dtype, copy=True).requires_grad_() for t in qkv]
         run_it = torch.compile(attend, fullgraph=True) if compiling(c, run.device) else attend
-        y = run_it(*leaves, *find_documents(ids_BT[:rows], None, attend, c.doc_mask))
+        y = run_it(*leaves, find_documents(ids_BT[:rows], None, attend, c))
         return [t[:2].double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))]
 
-    ladder, tried = ["fa3", *["varlen"] * c.doc_mask, "sdpa"], list[str]()
-    asked = ladder if run.device.type == "cuda" else ladder[-1:]
-    for name in asked if c.attention == "auto" else [c.attention]:
+    ladder = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if run.device.type == "cuda" else ["sdpa"]
+    for name in ladder if c.attention == "auto" else [c.attention]:
         try:
             attend, exact = load_attention(name), both_passes(attention_sdpa, 2, torch.float64)
             pairs = zip(both_passes(attend, shape[0], run.dtype), exact, strict=True)
             errors = [(found - true).abs().max() / true.abs().max() for found, true in pairs]
             error = torch.stack(errors).max().item()
             tried.append(f"{name} error:{error:.1e}")
-        except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as failure:
+        except Exception as failure:
             error = math.inf
             tried.append(f"{name} {type(failure).__name__}: {failure}".splitlines()[0])
         if all(error <= 0.03 for error in run.gather(error)):
@@ -1490,47 +1469,41 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor
     return (x.mT if tall else x).contiguous()
 
 
-def optimizer_groups(config: Config, names: Iterable[str]) -> dict[str, list[str]]:
-    """Which optimizer owns which parameter: `muon`, or AdamW's `embed`, `head`, `scalar`; each one."""
-    owner = dict.fromkeys(BANKS, "muon") | {"token_embedding_VD": "embed", "lm_head_VD": "head"}
-    groups: dict[str, list[str]] = {"muon": [], "embed": [], "head": [], "scalar": []}
-    for name in names:
-        groups[owner.get(name, "scalar")].append(name)
-    assert sorted(itertools.chain(*groups.values())) == sorted(parameter_shapes(config)), "an owner for each"
-    return groups
-
-
 class Optimizer:
     """One step over all parameters, which all ranks take together; the same on any number, to rounding."""
 
-    def __init__(
-        self, model: GPT, config: Config, rank: int, world_size: int, compiled: bool = False
-    ) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
+    def __init__(self, model: GPT, c: Config, rank: int, world_size: int, compiled: bool = False) -> None:
+        self.config, self.rank, self.world_size = c, rank, world_size
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
-        groups = optimizer_groups(config, [name for name, _ in model.named_parameters()])
-        owned = {group: [getattr(model, name) for name in names] for group, names in groups.items()}
-        embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
-        rates = (embed_lr, config.embed_wd), (config.head_lr, 0.0), (config.scalar_lr, config.adam_wd)
-        rated = zip(("embed", "head", "scalar"), rates, strict=True)
-        adam = [{"params": owned[group], "base_lr": lr, "weight_decay": decay}
-                for group, (lr, decay) in rated if owned[group]]
-        betas = config.beta1, config.beta2
-        self.adam = torch.optim.AdamW(adam, betas=betas, eps=config.adam_eps, fused=True)
-        self.small = [*owned["embed"], *owned["head"], *owned["scalar"]]
-        self.banks = sorted(owned["muon"], key=Tensor.numel, reverse=True)
-        self.momenta = [torch.zeros_like(self._slice(bank)) for bank in self.banks]
+        rest = dict(model.named_parameters())  # Muon takes the banks, AdamW what remains
+        self.banks = sorted(map(rest.pop, BANKS), key=Tensor.numel, reverse=True)
+        self.small, embed_lr = list(rest.values()), c.tied_embed_lr if c.tie_embeddings else c.embed_lr
+        self.momenta = [bank.new_zeros(-(-len(bank) // world_size), *bank.shape[1:]) for bank in self.banks]
+        rates = {"token_embedding_VD": (embed_lr, c.embed_wd), "lm_head_VD": (c.head_lr, 0.0)}
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name, parameter in rest.items():
+            groups.setdefault(rates.get(name, (c.scalar_lr, c.adam_wd)), []).append(parameter)
+        adam = [{"params": group, "base_lr": lr, "weight_decay": wd} for (lr, wd), group in groups.items()]
+        self.adam = torch.optim.AdamW(adam, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
-    def _slice(self, bank: Tensor) -> Tensor:
-        """This rank's matrices of a bank, which zero matrices fill up so that all ranks hold equally many."""
-        filled = F.pad(bank.detach(), (0, 0, 0, 0, 0, -len(bank) % self.world_size))
-        return filled.chunk(self.world_size)[self.rank]
+    def _fill(self, bank: Tensor) -> Tensor:  # with zero matrices, so that all ranks hold equally many
+        return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.world_size))
 
     @torch.no_grad()
     def step(self, scale: float, momentum: float) -> Tensor:
         """Update all from their gradients (this rank's means), which are used up, at `scale` times each LR.
         Returns the global gradient norm before clipping, on the device."""
-        c, slices, small = self.config, *self._mean_gradients()
+        gradients: Any = [[parameter.grad for parameter in group] for group in (self.banks, self.small)]
+        c, (slices, small) = self.config, gradients
+        if self.world_size > 1:  # means over ranks: own slices of the banks, all on the way at once; the rest
+            whole, flat = map(self._fill, slices), nn.utils.parameters_to_vector(small)
+            slices = [torch.empty_like(buffer) for buffer in self.momenta]
+            pairs = zip(slices, whole, strict=True)
+            sent = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in pairs]
+            for handle in [*sent, dist.all_reduce(flat, async_op=True)]:
+                handle.wait()
+            torch._foreach_div_([*slices, flat], self.world_size)
+            nn.utils.vector_to_parameters(flat, small)
         squared = torch.stack([gradient.square().sum() for gradient in slices]).sum()
         if self.world_size > 1:
             dist.all_reduce(squared)
@@ -1541,28 +1514,12 @@ class Optimizer:
             group["lr"] = scale * group["base_lr"]
         self.adam.step()
         pairs, lr = zip(slices, self.momenta, strict=True), scale * c.matrix_lr
-        updates = [self._gather(self._muon_update(*pair, momentum)) for pair in pairs]
-        for bank, update in zip(self.banks, updates, strict=True):  # sent while later ones were made
+        for bank, update in self._gather(self._muon_update(*pair, momentum) for pair in pairs):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
-            bank.mul_(1.0 - lr * c.muon_wd).add_(update()[: len(bank)], alpha=-lr * factor)
+            bank.mul_(1.0 - lr * c.muon_wd).add_(update, alpha=-lr * factor)
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
         return norm
-
-    def _mean_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Means over ranks: this rank's slice of each bank, all on the way at once; small ones whole."""
-        small, size = [parameter.grad for parameter in self.small], self.world_size
-        if size == 1:
-            return [bank.grad for bank in self.banks], small
-        slices = [torch.empty_like(buffer) for buffer in self.momenta]
-        whole = [F.pad(bank.grad, (0, 0, 0, 0, 0, -len(bank) % size)) for bank in self.banks]
-        work = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in zip(slices, whole, strict=True)]
-        flat = nn.utils.parameters_to_vector(small)
-        for handle in [*work, dist.all_reduce(flat, async_op=True)]:
-            handle.wait()
-        torch._foreach_div_([*slices, flat], size)
-        nn.utils.vector_to_parameters(flat, small)
-        return slices, small
 
     def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation."""
@@ -1571,23 +1528,28 @@ class Optimizer:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
         return self.orthogonalize(update, self.config.muon_backend_steps, self.config.muon_polar_express)
 
-    def _gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Send this rank's slice of a bank to all; what is returned waits for the whole bank (PR #399)."""
+    def _gather(self, slices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each bank, and what its slices on all ranks make; they travel while the next are made (PR #399)."""
         if self.world_size == 1:
-            return lambda: mine
-        whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
-        handle = dist.all_gather_into_tensor(whole, mine, async_op=True)
-        return lambda: (handle.wait(), whole)[1]
+            yield from zip(self.banks, slices, strict=True)
+            return
+        sent = []
+        for mine in slices:
+            whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
+            sent.append((whole, dist.all_gather_into_tensor(whole, mine, async_op=True)))
+        for bank, (whole, handle) in zip(self.banks, sent, strict=True):
+            handle.wait()
+            yield bank, whole[: len(bank)]
 
     def state(self) -> dict[str, Any]:
         """A copy of the whole state, the same whatever the world size; all ranks call it together."""
-        pairs = zip(self.banks, self.momenta, strict=True)
-        momenta = [self._gather(buffer)()[: len(bank)] for bank, buffer in pairs]
+        momenta = [whole for _, whole in self._gather(self.momenta)]
         return copy.deepcopy({"momenta": momenta, "adam": self.adam.state_dict()})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned, on any world size."""
-        torch._foreach_copy_(self.momenta, [self._slice(whole) for whole in state["momenta"]])
+        mine = [self._fill(whole).chunk(self.world_size)[self.rank] for whole in state["momenta"]]
+        torch._foreach_copy_(self.momenta, mine)
         self.adam.load_state_dict(state["adam"])
 
 
@@ -1608,10 +1570,7 @@ class WeightAverage:
 
 
 def learning_rate_scale(progress: float, step: int, c: Config) -> float:
-    """Factor on every learning rate: 1, then linear to MIN_LR over the warm-down (PR #1493).
-
-    WARMDOWN_ITERS becomes a share of the run by the mean progress of a step so far (upstream baseline).
-    """
+    """1, then linear to MIN_LR over the warm-down: a share of the run, or WARMDOWN_ITERS mean steps."""
     share = c.warmdown_iters * progress / max(step, 1) if c.warmdown_iters else c.warmdown_frac
     return max(c.min_lr, min(1.0, (1.0 - progress) / share)) if share else 1.0
 
@@ -1630,8 +1589,8 @@ def loop_is_on(progress: float, c: Config) -> bool:
 
 def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: Config) -> float:
     """Share of the run that is over: of the steps, or of the clock less the reserve if that is more."""
-    limit = c.max_wallclock_seconds - reserve_seconds
-    return max(step / c.iterations, elapsed_seconds / max(limit, 1e-9) if c.max_wallclock_seconds else 0.0)
+    limit = max(c.max_wallclock_seconds - reserve_seconds, 1e-9) if c.max_wallclock_seconds else math.inf
+    return max(step / c.iterations, elapsed_seconds / limit)
 
 
 # ============================================================================================================
@@ -1639,14 +1598,15 @@ def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: C
 # ============================================================================================================
 
 HEAD_ROWS = 4096  # scored positions that pass the output head at once
-Progress = Callable[["Ledger", int], None] | None  # is given the ledger and how many targets are scored
+Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
+Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
 
 
 class Ledger:
-    """Nats of every target of a token stream (target i is token i + 1), each written once, in float64."""
+    """Nats of every target of a token stream (target i is token i + 1), each written once, in order; fp64."""
 
     def __init__(self, tokens: np.ndarray | Tensor) -> None:
-        self._tokens, self._nats = np.array(tokens), np.full(len(tokens) - 1, np.nan)
+        self._tokens, self._nats, self.scored = np.array(tokens), np.full(len(tokens) - 1, np.nan), 0
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
@@ -1654,191 +1614,144 @@ class Ledger:
         return len(self.nats)
 
     def record(self, start: int, nats: np.ndarray) -> None:
-        """Write the targets from `start` on. ScoringError for a second score or one that is not finite."""
-        free = np.isnan(self._nats[start : start + len(nats)])
-        good = np.isfinite(nats) & np.pad(free, (0, len(nats) - len(free)))
-        if not good.all():
-            raise ScoringError(f"target {start + int(good.argmin())} is scored, or absent, or not finite")
+        """Write the next targets, from `start` on. ScoringError for any other, and for what is no number."""
+        good = np.isfinite(nats)
+        if start != self.scored or start + len(nats) > len(self) or not good.all():
+            raise ScoringError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
         self._nats[start : start + len(nats)] = nats
+        self.scored += len(nats)
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop: all that an update may learn from. ScoringError if one is not scored yet."""
-        if stop > len(self._tokens) or np.isnan(self.nats[max(start - 1, 0) : max(stop - 1, 0)]).any():
+        if stop > self.scored + 1:
             raise ScoringError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
         return self._tokens[start:stop].copy()
 
-    def total_nats(self) -> float:
-        """Sum over all targets. ScoringError when one was never scored."""
-        gaps = np.flatnonzero(np.isnan(self.nats))
-        if len(gaps):
-            raise ScoringError(f"{len(gaps)} targets were never scored, the first is {gaps[0]}")
-        return float(self.nats.sum())
+    def score(self, bytes_total: int) -> Score:
+        """The result, for text of so many bytes. ScoringError when a target was never scored."""
+        if left := len(self) - self.scored:
+            raise ScoringError(f"{left} targets were never scored, the first is {self.scored}")
+        nats = float(self.nats.sum())
+        return Score(nats / len(self), nats / math.log(2) / bytes_total, len(self), bytes_total)
 
 
-def window_rows(
-    targets: int, context: int, stride: int, document_begin: np.ndarray, chunk_tokens: int
-) -> Iterator[tuple[int, int, int]]:
-    """Rows of sliding windows: first token, first target to score, one after its last; all inside a chunk.
+def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
+    """Rows of sliding windows by chunk of targets: first token, first target to score, one after its last.
 
-    Window 0 scores all its targets, others their last `stride`. The last window that holds the document of
-    the first unscored target stands for those between: attention stays in documents, they agree to rounding.
-    `document_begin` is that of each target's input (zeros: a row per window); only the past decides the rows.
-    """
-    stop = 0
+    Window 0 scores all its targets, others their last `stride`. The last one that holds the document of the
+    first unscored target, from `begins` on, stands for those between: they agree to rounding."""
+    chunks, stop = [list[tuple[int, int, int]]() for _ in range(0, targets, chunk)], 0
     while stop < targets:
-        start, chunk_end = stop, min((stop // chunk_tokens + 1) * chunk_tokens, targets)
+        start, chunk_end = stop, min((stop // chunk + 1) * chunk, targets)
         own, last = (max(0, (target - context) // stride + 1) for target in (start, chunk_end - 1))
-        window = max(own, min(int(document_begin[start]) // stride, last))
+        window = max(own, min(int(begins[start]) // stride, last))
         stop = min(window * stride + context, targets)
-        yield window * stride, start, stop
+        chunks[start // chunk].append((window * stride, start, stop))
+    return [np.array(rows) for rows in chunks]
 
 
 def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     """Bytes of text that each target stands for: from the byte sidecar of the shards, else from the pieces.
-
-    A leading space counts one byte, but none after a control, unknown or unused id, where decoding drops it.
-    Raises DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897).
-    """
+    DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897)."""
     import sentencepiece
-
-    path, sidecar = find_path(config.tokenizer_path), find_path(config.data_path) / "fineweb_val_bytes_*.bin"
-    counted = bool(glob.glob(str(sidecar)))
+    sidecar, path = f"{find_path(config.data_path)}/fineweb_val_bytes_*.bin", find_path(config.tokenizer_path)
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
         raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
-    size, spaces = pieces.vocab_size(), int(pieces.piece_to_id("▁") != pieces.unk_id())
-    if size != config.vocab_size or not (spaces or counted):
-        raise DataError(f"TOKENIZER_PATH={path}: {size} pieces, {spaces} of them a lone space; "
-                        f"expected VOCAB_SIZE={config.vocab_size} with one lone space")
+    counted, lone = bool(glob.glob(sidecar)), pieces.piece_to_id("▁") != pieces.unk_id()
+    if pieces.vocab_size() != config.vocab_size or not (lone or counted):
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
+                        f"VOCAB_SIZE={config.vocab_size} with a lone space among them")
     if counted:
-        counts = np.concatenate([read_tokens(shard) for shard in open_shards(str(sidecar))])[1 : len(tokens)]
+        counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
         if len(counts) < len(tokens) - 1:
             raise DataError(f"{sidecar}: {len(counts)} counts for {len(tokens) - 1} targets; export it again")
         return counts.astype(np.int64)
-    kinds = (pieces.is_control, pieces.is_unknown, pieces.is_unused)
-    silent = np.array([any(is_kind(i) for is_kind in kinds) for i in range(size)])
-    texts = ["" if silent[i] else "?" if pieces.is_byte(i) else pieces.id_to_piece(i) for i in range(size)]
-    leads = np.array([text.startswith("▁") for text in texts])
-    lengths = np.array([len(text.removeprefix("▁").encode()) for text in texts])
+    ids, kinds = list(range(config.vocab_size)), (pieces.is_control, pieces.is_unknown, pieces.is_unused)
+    texts, silent = pieces.id_to_piece(ids), np.any([is_kind(ids) for is_kind in kinds], axis=0)
+    # A leading space is a byte, but not after a control, unknown or unused id, where decoding drops it.
+    leads = np.array([text.startswith("▁") for text in texts]) & ~silent
+    lengths = np.where(pieces.is_byte(ids), 1, [len(t.removeprefix("▁").encode()) for t in texts]) * ~silent
     return lengths[tokens[1:]] + (leads[tokens[1:]] & ~silent[tokens[:-1]])
 
 
-@dataclass(frozen=True)
-class Score:
-    """Mean nats per token and bits per byte, and what they were taken over."""
-
-    nats: float
-    bits_per_byte: float
-    scored_tokens: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Validation:
-    """The validation stream and the bytes of text its targets stand for; `limited`: not all of it."""
-
-    tokens: np.ndarray
-    bytes_total: int
-    limited: bool
-
-    @property
-    def mark(self) -> str:
-        """What every line says about a result that must not be compared with others."""
-        return " comparable:0" if self.limited else ""
-
-    def score(self, ledger: Ledger) -> Score:
-        """The result of a complete ledger, from the ledger and nothing else."""
-        nats = ledger.total_nats()
-        return Score(nats / len(ledger), nats / math.log(2) / self.bytes_total, len(ledger), self.bytes_total)
-
-
-def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Progress = None) -> Ledger:
+def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
     """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest score, with the least context."""
-    return _score(model, tokens, config, config.eval_length, None, progress)
+    return score_sliding(model, tokens, dataclasses.replace(config, eval_stride=config.eval_length), progress)
 
 
-def score_sliding(model: GPT, tokens: Any, config: Config, progress: Progress = None) -> Ledger:
-    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
-    return _score(model, tokens, config, config.eval_stride, None, progress)
-
-
-def score_ttt(model: GPT, tokens: Any, config: Config, progress: Progress = None) -> Ledger:
+def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
     """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), undone at the end."""
-    found = {name: value.clone() for name, value in model.state_dict().items()}
     sgd = torch.optim.SGD(model.parameters(), momentum=config.ttt_momentum)
+    found = copy.deepcopy(model.state_dict())
     try:
-        return _score(model, tokens, config, config.eval_stride, sgd, progress)
+        return score_sliding(model, tokens, config, progress, sgd)
     finally:
         model.load_state_dict(found)
         sgd.zero_grad()
 
 
 @torch.no_grad()
-def _score(
-    model: GPT, tokens: Any, config: Config, stride: int, sgd: torch.optim.SGD | None, progress: Progress
-) -> Ledger:
-    """Score chunk after chunk. Ranks share its batches, which are the same for any number of ranks."""
+def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
+    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
     begins = np.where(config.doc_mask & (tokens[:-1] == BOS_ID), np.arange(len(ledger)), 0)
     chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    rows = np.array([*window_rows(len(ledger), context, stride, np.maximum.accumulate(begins), chunk_tokens)])
-    chunks = np.split(rows, np.flatnonzero(np.diff(rows[:, 1] // chunk_tokens)) + 1)
+    layout = len(ledger), context, config.eval_stride, np.maximum.accumulate(begins), chunk_tokens
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
     stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
     windows, fixed_shapes = stream.unfold(0, context + 1, 1), compiling(config, device)
     forward: Any = torch.compile(GPT.forward, dynamic=False, fullgraph=True) if fixed_shapes else GPT.forward
-    for index, chunk in enumerate(chunks):
+    if progress:
+        progress.begin(ledger, sgd)
+    for index, chunk in enumerate(chunks := window_rows(*layout)):
         begin, end = int(chunk[0, 1]), int(chunk[-1, 2])
+        if begin < ledger.scored:  # by the run that this one continues
+            continue
         nats = torch.zeros(end - begin, dtype=torch.float64, device=device)
-        for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):
+        for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):  # for any number alike
             first, start, stop = chunk[at : at + batch_rows].T
+            offset = np.repeat(np.arange(len(start)) * context - first, stop - start)
+            parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
             if fixed_shapes:  # the same rows again, until the batch is full
                 first = np.resize(first, batch_rows)
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
             inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
-            hidden_ND = forward(model, inputs_BT, model.cu_seqlens(inputs_BT)).flatten(0, 1)
-            offset = np.repeat(np.arange(len(start)) * context - first[: len(start)], stop - start)
-            parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
+            hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
             found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
             nats[start[0] - begin : stop[-1] - begin] = found
         if world_size > 1:
             dist.all_reduce(nats)
         ledger.record(begin, nats.cpu().numpy())
-        if progress and index % (config.val_progress_log_every or -(-len(chunks) // 20)) == 0:
-            progress(ledger, end)
-        if sgd is not None and end < len(ledger):
+        if sgd and end < len(ledger):
             share = 0.5 + 0.5 * math.cos(math.pi * index / (len(chunks) - 1))
             sgd.param_groups[0]["lr"] = config.ttt_lr * share
             learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
+        if progress:
+            progress.note(ledger, index % (config.val_progress_log_every or -(-len(chunks) // 20)) == 0)
     return ledger
 
 
 @torch.enable_grad()
 def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) -> None:
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
-    weights, device = dict(model.named_parameters()), next(model.parameters()).device
+    weights, device = list(model.parameters()), next(model.parameters()).device
     loss_of = torch.compile(GPT.loss, dynamic=False) if compiling(config, device) else GPT.loss
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     length, stream = config.eval_length, torch.from_numpy(tokens.astype(np.int64))
     for batch_NT in stream.unfold(0, length + 1, length).split(config.ttt_batch_seqs) * config.ttt_epochs:
-        for weight in weights.values():
+        for weight in weights:
             weight.grad = torch.zeros_like(weight)
         mine_NT = batch_NT[rank::world_size].to(device)
         if len(mine_NT):  # a rank without a share takes part below, with zeros
             inputs_NT, targets_NT = mine_NT[:, :-1], mine_NT[:, 1:]
-            loss = loss_of(model, inputs_NT, targets_NT, model.cu_seqlens(inputs_NT))
+            loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
             (loss * (len(mine_NT) / len(batch_NT))).backward()
-        for name, gradient in ((name, weight.grad) for name, weight in weights.items()):
-            assert gradient is not None
-            if world_size > 1:
-                dist.all_reduce(gradient)
-            if name in BANKS or "_L" in name:
-                gradient.unflatten(0, (-1, config.num_layers))[:, : config.ttt_freeze_blocks] = 0.0
-            elif "_P" in name:  # lanes start at PARALLEL_START_LAYER
-                gradient[: max(0, config.ttt_freeze_blocks - config.parallel_start_layer)] = 0.0
-        nn.utils.clip_grad_norm_(weights.values(), config.ttt_grad_clip or math.inf)
+        for weight in weights if world_size > 1 else []:
+            dist.all_reduce(weight.grad)
+        nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
         sgd.step()
 
 
@@ -1851,7 +1764,6 @@ def compiling(config: Config, device: torch.device) -> bool:
 def generate_text(model: GPT, config: Config, prompt: str) -> str:
     """The prompt and GENERATE_TOKENS more tokens, sampled with temperature and top-k from SEED."""
     import sentencepiece
-
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
     source, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
     ids = [BOS_ID, *pieces.encode(prompt)]
@@ -1866,24 +1778,66 @@ def generate_text(model: GPT, config: Config, prompt: str) -> str:
     return pieces.decode(ids)
 
 
+class Progress:
+    """Tells how far evaluation is, and keeps it in evaluation.pt, from which a resumed run goes on."""
+
+    def __init__(self, model: GPT, config: Config, run: Run, tokens: np.ndarray) -> None:
+        self.model, self.config, self.run, self.ledgers = model, config, run, dict[str, Ledger]()
+        settings = [item for item in config.as_env().items() if item[0].startswith(("EVAL_", "TTT_", "VAL_"))]
+        weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy()
+        inputs = repr(settings).encode() + tokens.tobytes() + weights.tobytes()
+        self.found: dict[str, Any] = {"of": hashlib.sha256(inputs).hexdigest(), "phases": {}, "nats": {}}
+        if config.resume:
+            with contextlib.suppress(OSError, RuntimeError, ValueError, pickle.UnpicklingError):
+                found = read_state(run.path("evaluation.pt"))
+                self.found = found if found["of"] == self.found["of"] else self.found
+        run.phases.update(self.found["phases"])
+        self.saved = time.perf_counter()
+
+    def begin(self, ledger: Ledger, sgd: torch.optim.SGD | None) -> None:
+        """Give the scorer of this phase what the run that this one continues had scored and learned."""
+        self.sgd, nats = sgd, self.found["nats"].get(self.run.phase_name, torch.empty(0))
+        ledger.record(0, nats.numpy())
+        if sgd and len(nats):
+            self.model.load_state_dict(self.found["weights"])
+            sgd.load_state_dict(self.found["sgd"])
+        self.ledgers[self.run.phase_name], self.start = ledger, time.perf_counter()
+
+    def note(self, ledger: Ledger, tell: bool) -> None:
+        """After a chunk: tell what all of evaluation is projected to take, and save every so often."""
+        run, config, phase, now = self.run, self.config, self.run.phase_name, time.perf_counter()
+        run.alive()
+        phases = {name: seconds for name, seconds in run.phases.items() if name.startswith("eval_")}
+        phases[phase] = phases.get(phase, 0.0) + now - self.start
+        left = phases[phase] * (len(ledger) / ledger.scored - 1)
+        total = sum(phases.values()) + left
+        over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
+        if tell:
+            mean = ledger.nats[: ledger.scored].mean()
+            run.log(f"val_progress:{phase.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
+                    f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
+        if 0 < config.checkpoint_every_seconds <= now - self.saved and run.rank == 0:
+            nats = {name: torch.tensor(done.nats[: done.scored]) for name, done in self.ledgers.items()}
+            state = self.found | {"phases": phases, "nats": nats, "weights": self.model.state_dict()}
+            with contextlib.suppress(ConfigError):  # a full disk ends no evaluation
+                write_state(run.path("evaluation.pt"), state | {"sgd": self.sgd and self.sgd.state_dict()})
+            self.saved = time.perf_counter()
+
+
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
-    modes: dict[str, Callable[..., Ledger]] = {f"final_{weights}_roundtrip": score_roundtrip}
-    if config.eval_stride:
-        modes[f"final_{weights}_sliding_window"] = score_sliding
-    if config.ttt_enabled:
-        modes["legal_ttt"] = score_ttt
+    scorers = {f"final_{weights}_roundtrip": score_roundtrip,
+               f"final_{weights}_sliding_window": score_sliding, "legal_ttt": score_ttt}  # fmt: skip
     noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=config.ttt_chunk_tokens + 2)
-    scores = {}
-    for label, scorer in modes.items():
+    progress, scores = Progress(model, config, run, validation.tokens), dict[str, Score]()
+    for label, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
         name = label.removeprefix(f"final_{weights}_")
         if compiling(config, run.device):
             with run.phase("eval_warmup"):  # on random tokens, over a chunk of them: an update is compiled
                 scorer(model, noise, config)
-        progress = functools.partial(log_progress, run, label, config, time.perf_counter())
         with run.phase(f"eval_{name}"):
             ledger = scorer(model, validation.tokens, config, progress)
-        score, seconds = validation.score(ledger), run.phases[f"eval_{name}"]
+        score, seconds = ledger.score(validation.bytes_total), run.phases[f"eval_{name}"]
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
         run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
@@ -1891,18 +1845,10 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
         run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
                   scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
         scores[name] = score
+    if (config.checkpoint_every_seconds or config.resume) and run.rank == 0:
+        run.path("evaluation.pt").unlink(missing_ok=True)
     return scores
 
-
-def log_progress(run: Run, label: str, config: Config, start: float, ledger: Ledger, scored: int) -> None:
-    """Print how far a scorer is and what all of evaluation is projected to take."""
-    run.alive()
-    seconds = time.perf_counter() - start
-    left = seconds * (len(ledger) / scored - 1)
-    total = sum(v for name, v in run.phases.items() if name.startswith("eval_")) + seconds + left
-    over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" if 0 < config.max_eval_seconds < total else ""
-    run.log(f"val_progress:{label} {scored / len(ledger):.0%} partial_mean_loss:"
-            f"{ledger.nats[:scored].mean():.4f} tokens_seen:{scored} eta:{left:.0f}s{over}")
 
 # ============================================================================================================
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
@@ -2805,7 +2751,7 @@ def validate(training: Training, label: str) -> None:
     """Score the current weights without overlap while the clock stands: a diagnostic, never the result."""
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
-        score = data.score(score_roundtrip(training.model, data.tokens, training.config))
+        score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
     val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.clock.elapsed_seconds()
     training.timer.val_ms = val_ms
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
@@ -2959,7 +2905,8 @@ def preflight(config: Config, run: Run) -> Inputs:
         if (first := int(read_tokens(shard, vocab_size=config.vocab_size)[0])) != BOS_ID:
             raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
     tokens = validation_tokens(config, val_shards)
-    validation = Validation(tokens, int(token_bytes(tokens, config).sum()), bool(config.val_tokens_limit))
+    mark = " comparable:0" if config.val_tokens_limit else ""
+    validation = Validation(tokens, int(token_bytes(tokens, config).sum()), mark)
     if not validation.bytes_total:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
@@ -3075,7 +3022,7 @@ def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Pat
         "hardware": {"gpus": devices if run.device.type == "cuda" else [], "cpu": platform.machine(),
                      "cores": os.cpu_count(), "world_size": run.world_size,
                      "peak_memory_mib": peak_memory_mib(run.device)[0]},
-        "phases": run.phases, "losses": {name: dataclasses.asdict(score) for name, score in scores.items()},
+        "phases": run.phases, "losses": {name: score._asdict() for name, score in scores.items()},
         "artifact": artifact, "limits": limits, "comparable": not val.mark, "exit": "finished",
     }  # fmt: skip
     files = {**inputs.files, "summary.json": (json.dumps(summary, indent=1) + "\n").encode()}

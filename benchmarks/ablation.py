@@ -15,7 +15,6 @@ share the cores. Seeds are the outer loop, so that drift of the machine meets ev
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import statistics
@@ -148,10 +147,10 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> Result:
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_*.bin")
     tokens = train_gpt.validation_tokens(config, shards)
     model.looping = train_gpt.loop_is_on(1.0, config)
-    nats = train_gpt.score_roundtrip(model, tokens, config).total_nats()
     text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
+    score = train_gpt.score_roundtrip(model, tokens, config).score(text_bytes)
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Result(count, steps, nats / math.log(2) / text_bytes)
+    return Result(count, steps, score.bits_per_byte)
 
 
 def row(name: str, results: list[Result], default: list[Result]) -> str:
