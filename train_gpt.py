@@ -1115,24 +1115,18 @@ make_loader = Loader
 # KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition it must equal.
 # ============================================================================================================
 if triton is not None:
-    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, nothing to tune
-    TILES = [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-        for m, n, k, warps, stages in (
-            (32, 32, 32, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
-    ]  # fmt: skip
+    SIZES = (32, 32, 32, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3)
 
     @triton.autotune(
-        TILES[:1] if INTERPRETED else TILES,
-        key=["M", "N", "K", "BACKWARD"],
-        # Without tensor cores (fp32) large tiles spill and take minutes to compile.
-        prune_configs_by={"early_config_prune": lambda t, at, **_: t[:1] if at["a"].itemsize == 4 else t},
-        cache_results=True,
-    )
+        [triton.Config(dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k), w, s) for m, n, k, w, s in SIZES],
+        key=["M", "N", "K", "BACKWARD"], cache_results=True, prune_configs_by={"early_config_prune": (
+            # Without tensor cores (fp32, the interpreter) large tiles spill and take minutes to compile.
+            lambda tiles, at, **_: tiles if at["a"].is_cuda and at["a"].itemsize == 2 else tiles[:1])},
+    )  # fmt: skip
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, pre, out, M, N, K, slope,
-        BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        a, b, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
         HALF_N: tl.constexpr = BLOCK_N // 2  # epilogue by halves: its stores need half the shared memory
@@ -1144,16 +1138,14 @@ if triton is not None:
         # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             row, column = tile // across * BLOCK_M, tile % across * BLOCK_N
-            product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(0, K, BLOCK_K):
-                b_tile = b_tiles.load([column, k])
-                product = tl.dot(a_tiles.load([row, k]), b_tile.T, product, input_precision="ieee")
-            halves = tl.split(product.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
+                acc = tl.dot(a_tiles.load([row, k]), b_tiles.load([column, k]).T, acc, input_precision="ieee")
+            halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
                 if BACKWARD:
-                    p = pre_tiles.load(corner).to(tl.float32)
-                    factor = 2.0 * halves[half]
+                    p, factor = pre_tiles.load(corner).to(tl.float32), 2.0 * halves[half]
                 else:  # the activation of the rounded P, which is what the backward pass reads
                     pre_tiles.store(corner, halves[half].to(pre.dtype.element_ty))
                     p = halves[half].to(pre.dtype.element_ty).to(tl.float32)
@@ -1162,68 +1154,57 @@ if triton is not None:
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
     @triton.jit
-    def softcapped(x, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    def load_softcapped(pointers, inside, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+        x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         if SOFTCAP != 0:  # tanh by a minimax polynomial below 0.75, by exp above it: neither cancels
             u = x * (1.0 / SOFTCAP)
-            s = u * u
+            s, e = u * u, tl.exp(-2.0 * tl.abs(u))
             tail = ((0.00173693453 * s - 0.00765725318) * s + 0.0214520339) * s - 0.0538927242
             small = u + u * s * ((tail * s + 0.133326948) * s - 0.333333164)
-            e = tl.exp(-2.0 * tl.abs(u))
-            large = (1.0 - e) / (1.0 + e)
-            x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, tl.where(u < 0, -large, large))
-        return x
+            large = tl.where(u < 0, e - 1.0, 1.0 - e) / (1.0 + e)
+            x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, large)
+        return tl.where(inside, x, -float("inf"))
 
     @triton.jit
     def cross_entropy_kernel(  # type: ignore[no-untyped-def]
-        logits, targets, stats, out, N, V,
+        logits, targets, d_loss, out, V: tl.constexpr,
         SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_V: tl.constexpr,
     ):  # fmt: skip
-        # stats: loss (backward: its gradient), log-sum-exp as peak and rest: their sum would lose digits.
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
         peak, total = -3.0e38, 0.0  # finite: a block of -inf logits must not give -inf minus -inf
         for start in range(0, V, BLOCK_V):
             column = start + tl.arange(0, BLOCK_V)
-            x = tl.load(logits + row * V + column, mask=column < V, other=0.0).to(tl.float32)
-            z = softcapped(x, SOFTCAP)
-            if BACKWARD:
-                p = tl.exp(z - tl.load(stats + N + row) - tl.load(stats + 2 * N + row))
-                d_x = tl.load(stats + row) * (p - tl.where(column == target, 1.0, 0.0))
+            z = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
+            new_peak = tl.maximum(peak, tl.max(z, 0))
+            total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
+            peak = new_peak
+        if not BACKWARD:
+            inside = (target >= 0) & (target < V)  # a target outside the vocabulary makes its loss NaN
+            z = load_softcapped(logits + row * V + target, inside, SOFTCAP)
+            tl.store(out + row, tl.where(inside, peak - z + tl.log(total), float("nan")))
+        else:  # the compiler keeps z of a row that is one block: it is read once
+            for start in range(0, V, BLOCK_V):
+                column = start + tl.arange(0, BLOCK_V)
+                z = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
+                p = tl.exp(z - peak - tl.log(total))
+                d_x = tl.load(d_loss + row) * (p - tl.where(column == target, 1.0, 0.0))
                 if SOFTCAP != 0:
                     d_x *= 1.0 - (z * (1.0 / SOFTCAP)) * (z * (1.0 / SOFTCAP))
                 tl.store(out + row * V + column, d_x.to(out.dtype.element_ty), mask=column < V)
-            else:
-                z = tl.where(column < V, z, -float("inf"))
-                new_peak = tl.maximum(peak, tl.max(z, 0))
-                total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
-                peak = new_peak
-        if not BACKWARD:
-            inside = (target >= 0) & (target < V)  # a target outside the vocabulary makes its loss NaN
-            x = tl.load(logits + row * V + target, mask=inside, other=float("nan")).to(tl.float32)
-            tl.store(stats + row, peak - softcapped(x, SOFTCAP) + tl.log(total))
-            tl.store(stats + N + row, peak)
-            tl.store(stats + 2 * N + row, tl.log(total))
-
-
-def aligned(matrix: Tensor) -> Tensor:
-    """The matrix as TMA reads it: contiguous, 16-byte start, sides zero-padded to multiples of 16."""
-    rows, columns = (-side % 16 for side in matrix.shape)
-    matrix = F.pad(matrix, (0, columns, 0, rows)) if rows or columns else matrix.contiguous()
-    return matrix.clone() if matrix.data_ptr() % 16 else matrix
 
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
     """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N)."""
-    a, b = aligned(a_MK), aligned(b_NK)
+    a, b = a_MK.contiguous(), b_NK.contiguous()
     planes = a.new_empty(2 if pre_MN is None else 1, len(a), len(b))
-    pre = planes[0] if pre_MN is None else aligned(pre_MN)
+    operands = a, b, planes[0] if pre_MN is None else pre_MN, planes[-1], len(a), len(b), a.shape[1], slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    sides = len(a), len(b), a.shape[1]
-    linear_leaky_square_kernel[(programs,)](a, b, pre, planes[-1], *sides, slope, BACKWARD=pre_MN is not None)
-    return planes[:, : len(a_MK), : len(b_NK)].contiguous()
+    linear_leaky_square_kernel[(programs,)](*operands, BACKWARD=pre_MN is not None)
+    return planes
 
 
 linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
@@ -1246,41 +1227,41 @@ class FusedMlp(torch.autograd.Function):
         return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
 
 
+def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
+    f, d = (-side % 16 for side in up_FD.shape)  # TMA wants rows of whole 16 bytes
+    padded = F.pad(x_ND, (0, d)), F.pad(up_FD, (0, d, 0, f)), F.pad(down_DF, (0, f, 0, d))
+    return FusedMlp.apply(*padded, slope)[:, : x_ND.shape[1]]
+
+
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
     """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu²."""
     return F.linear(F.leaky_relu(F.linear(x_ND, up_FD), slope).square(), down_DF)
 
 
-def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
-    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
-
-
 @torch.library.custom_op("train_gpt::cross_entropy", mutates_args=())
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, given_3N: Tensor | None, softcap: float) -> Tensor:
-    """(loss, peak, log-sum-exp - peak), (3, N) fp32. Given these, loss gradient first: that of the logits."""
-    logits_NV, (N, V) = logits_NV.contiguous(), logits_NV.shape
-    stats_3N = logits_NV.new_empty(3, N, dtype=torch.float32) if given_3N is None else given_3N.contiguous()
-    out = stats_3N if given_3N is None else torch.empty_like(logits_NV)
-    options = softcap, given_3N is not None, min(8192, triton.next_power_of_2(V))
-    cross_entropy_kernel[(N,)](logits_NV, targets_N.contiguous(), stats_3N, out, N, V, *options, num_warps=8)
+def softcapped_cross_entropy_fused(
+    logits_NV: Tensor, targets_N: Tensor, softcap: float, d_loss_N: Tensor | None = None
+) -> Tensor:
+    """`softcapped_cross_entropy_plain` in one kernel (PR #1787); given the losses' gradient, the logits'."""
+    (N, V), backward = logits_NV.shape, d_loss_N is not None
+    out = logits_NV.new_empty(N, V) if backward else logits_NV.new_empty(N, dtype=torch.float32)
+    gradient, block = out if d_loss_N is None else d_loss_N.contiguous(), min(8192, triton.next_power_of_2(V))
+    operands = logits_NV.contiguous(), targets_N.contiguous(), gradient, out, V, softcap, backward, block
+    cross_entropy_kernel[(N,)](*operands, num_warps=8)
     return out
 
 
-def _cross_entropy_gradients(ctx: Any, d_stats_3N: Tensor) -> tuple[Tensor, None, None, None]:
-    logits_NV, targets_N, stats_3N = ctx.saved_tensors
-    given_3N = torch.cat((d_stats_3N[:1], stats_3N[1:]))
-    return cross_entropy(logits_NV, targets_N, given_3N, ctx.softcap), None, None, None
+def _keep_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.softcap = inputs[2]
 
 
-def _cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits_NV, targets_N, _, ctx.softcap = inputs
-    ctx.save_for_backward(logits_NV, targets_N, output)
-
-
-cross_entropy.register_autograd(_cross_entropy_gradients, setup_context=_cross_entropy_context)
-cross_entropy.register_fake(lambda logits, targets, given, softcap: logits.new_empty(logits.shape)
-                            if given is not None else logits.new_empty(3, len(logits), dtype=torch.float32))
+softcapped_cross_entropy_fused.register_autograd(lambda ctx, d_loss_N: (
+    softcapped_cross_entropy_fused(*ctx.saved_tensors, ctx.softcap, d_loss_N), None, None, None),
+    setup_context=_keep_for_gradients)
+softcapped_cross_entropy_fused.register_fake(lambda logits, targets, softcap, d_loss=None: (
+    logits.new_empty(len(logits), dtype=torch.float32) if d_loss is None else logits.new_empty(logits.shape)))
 
 
 def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
@@ -1290,57 +1271,49 @@ def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap
     return F.cross_entropy(capped_NV, targets_N, reduction="none")
 
 
-def softcapped_cross_entropy_fused(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """`softcapped_cross_entropy_plain`, one kernel a pass, gradient in the logits' dtype (PR #1787)."""
-    return cross_entropy(logits_NV, targets_N, None, softcap)[0]
-
-
 def compare_with_twin(plain: Callable[..., Any], fused: Callable[..., Any], *inputs: Any) -> tuple[bool, str]:
     """Whether `fused` is `plain` to 4 units of rounding and faster; the figures. Compiled, both passes."""
     leaves = [x.requires_grad_() for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
-    d_out = torch.randn_like(fused(*inputs))
 
-    def step(function: Callable[..., Tensor]) -> list[Tensor]:
-        out = function(*inputs)
-        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+    def both_passes(form: Callable[..., Tensor]) -> list[Tensor]:
+        out = form(*inputs)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
 
     forms = [torch.compile(function, dynamic=False, fullgraph=True) for function in (plain, fused)]
-    pairs = zip(*map(step, forms), strict=True)
-    ulps = [(b - a).abs().max().float() / a.abs().max() / torch.finfo(a.dtype).eps for a, b in pairs]
-    gap = torch.stack(ulps).max()  # NaN if any is
-    plain_ms, fused_ms = (triton.testing.do_bench(lambda f=f: step(f), return_mode="median") for f in forms)
-    use = (gap <= 4) & (fused_ms < plain_ms)
-    if dist.is_initialized():
-        dist.all_reduce(use, dist.ReduceOp.MIN)
-    return bool(use), f"gap_ulp:{gap.item():.2f} compiled_plain_ms:{plain_ms:.3f} fused_ms:{fused_ms:.3f}"
+    pairs = zip(*map(both_passes, forms), strict=True)
+    gaps = [((b - a).abs().max() / a.abs().max()).item() / torch.finfo(a.dtype).eps for a, b in pairs]
+    bench = functools.partial(triton.testing.do_bench, return_mode="median")
+    plain_ms, fused_ms = (bench(functools.partial(both_passes, form)) for form in forms)
+    why = f"gap_ulp:{max(gaps):.2f} compiled_plain_ms:{plain_ms:.3f} faster:{plain_ms / fused_ms - 1:+.1%}"
+    return all(gap <= 4 for gap in gaps) and fused_ms < plain_ms, why
 
 
-def choose_kernels(
-    config: Config, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
-) -> tuple[bool, bool]:
-    """Whether FUSED_MLP and FUSED_CE run, logged; "auto": where a kernel is exact and faster at these shapes.
-
-    Every rank calls it and all get the same answer. Raises ConfigError for an impossible "1".
-    """
-    rows, dim, hidden = config.micro_batch_tokens, config.model_dim, int(config.mlp_mult * config.model_dim)
-    normal = functools.partial(torch.randn, device=device, dtype=dtype)
-    mlp = mlp_plain, mlp_fused, lambda: (
-        normal(rows, dim), normal(hidden, dim) / dim**0.5, normal(dim, hidden) / dim**0.5, config.leaky_slope)
+def choose_kernels(config: Config, run: Run) -> list[Callable[..., Tensor]]:
+    """The MLP and the cross-entropy that run, logged; auto: the kernel if exact and faster on every rank."""
+    c, cuda, chosen = config, triton is not None and run.device.type == "cuda", []
+    rows, up, vocab = c.micro_batch_tokens, (c.mlp_dim, c.model_dim), c.vocab_size
+    normal = functools.partial(torch.randn, device=run.device, dtype=run.dtype)
+    mlp = mlp_plain, mlp_fused, lambda: (normal(rows, up[1]), normal(up), normal(up[::-1]), c.leaky_slope)
     loss = softcapped_cross_entropy_plain, softcapped_cross_entropy_fused, lambda: (
-        normal(rows, config.vocab_size), torch.randint(config.vocab_size, (rows,), device=device),
-        config.logit_softcap)  # fmt: skip
-    choices, lines = [], []
-    for name, (plain, fused, inputs) in (("fused_mlp", mlp), ("fused_ce", loss)):
-        asked, cuda = getattr(config, name), triton is not None and device.type == "cuda"
-        use, why = asked == "1", f"asked:{asked} device:{device.type}"
-        if use and not cuda and (triton is None or not INTERPRETED):
-            raise ConfigError(f"{name.upper()}=1 needs Triton and CUDA, got {device.type}; set it to auto")
-        if asked == "auto" and cuda:
-            use, why = compare_with_twin(plain, fused, *inputs())
-        choices.append(use)
-        lines.append(f"{name}:{'kernel' if use else 'plain'} {why}")
-    log(" | ".join(lines))
-    return choices[0], choices[1]
+        normal(rows, vocab), torch.randint(vocab, (rows,), device=run.device), c.logit_softcap)  # fmt: skip
+    for name, asked, (plain, fused, inputs) in (("mlp", c.fused_mlp, mlp), ("ce", c.fused_ce, loss)):
+        use, why = asked == "1", f"asked:{asked} device:{run.device.type}"
+        if use and not cuda and (triton is None or not triton.knobs.runtime.interpret):
+            raise ConfigError(f"FUSED_{name.upper()}=1 needs Triton and CUDA, not {run.device}; set auto")
+        try:
+            if cuda and asked != "0":
+                pays, why = compare_with_twin(plain, fused, *inputs())
+                use = use or pays
+        except Exception as error:  # the kernel does not compile or run here
+            if use:
+                raise
+            why = f"failed: {error!r:.300}"
+        use, why = min(run.gather((use, why)), key=lambda vote: vote[0])  # one rank's no is that of all
+        run.log(f"fused_{name}:{'kernel' if use else 'plain'} {why}")
+        chosen.append(fused if use else plain)
+    for sides, tile in linear_leaky_square_kernel.cache.items() if cuda else ():
+        run.log(f"fused_mlp tile for M, N, K, backward = {sides[:4]}: {tile}")
+    return chosen
 
 
 # ============================================================================================================
@@ -2859,9 +2832,7 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     model.to(run.device)
     model.compute_dtype, model.looping = run.dtype, loop_is_on(1.0, config)
     model.attend = choose_attention(config, run)
-    fused_mlp, fused_ce = choose_kernels(config, run.device, run.dtype, run.log)
-    model.mlp = mlp_fused if fused_mlp else mlp_plain
-    model.cross_entropy = softcapped_cross_entropy_fused if fused_ce else softcapped_cross_entropy_plain
+    model.mlp, model.cross_entropy = choose_kernels(config, run)
     return model
 
 
