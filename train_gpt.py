@@ -1155,15 +1155,16 @@ if triton is not None:
 
     @triton.jit
     def load_softcapped(pointers, inside, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        x, slope = tl.load(pointers, mask=inside, other=0.0).to(tl.float32), 1.0
         if SOFTCAP != 0:  # tanh by a minimax polynomial below 0.75, by exp above it: neither cancels
             u = x * (1.0 / SOFTCAP)
             s, e = u * u, tl.exp(-2.0 * tl.abs(u))
             tail = ((0.00173693453 * s - 0.00765725318) * s + 0.0214520339) * s - 0.0538927242
             small = u + u * s * ((tail * s + 0.133326948) * s - 0.333333164)
-            large = tl.where(u < 0, e - 1.0, 1.0 - e) / (1.0 + e)
-            x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, large)
-        return tl.where(inside, x, -float("inf"))
+            large = (1.0 - e) / (1.0 + e)
+            x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, tl.where(u < 0, -large, large))
+            slope = tl.where(tl.abs(u) < 0.75, 1.0 - small * small, e * (1.0 + large) * (1.0 + large))
+        return tl.where(inside, x, -float("inf")), slope
 
     @triton.jit
     def cross_entropy_kernel(  # type: ignore[no-untyped-def]
@@ -1175,22 +1176,20 @@ if triton is not None:
         peak, total = -3.0e38, 0.0  # finite: a block of -inf logits must not give -inf minus -inf
         for start in range(0, V, BLOCK_V):
             column = start + tl.arange(0, BLOCK_V)
-            z = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
+            z, _ = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
             new_peak = tl.maximum(peak, tl.max(z, 0))
             total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
             peak = new_peak
         if not BACKWARD:
             inside = (target >= 0) & (target < V)  # a target outside the vocabulary makes its loss NaN
-            z = load_softcapped(logits + row * V + target, inside, SOFTCAP)
+            z, _ = load_softcapped(logits + row * V + target, inside, SOFTCAP)
             tl.store(out + row, tl.where(inside, peak - z + tl.log(total), float("nan")))
         else:  # the compiler keeps z of a row that is one block: it is read once
             for start in range(0, V, BLOCK_V):
                 column = start + tl.arange(0, BLOCK_V)
-                z = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
-                p = tl.exp(z - peak - tl.log(total))
-                d_x = tl.load(d_loss + row) * (p - tl.where(column == target, 1.0, 0.0))
-                if SOFTCAP != 0:
-                    d_x *= 1.0 - (z * (1.0 / SOFTCAP)) * (z * (1.0 / SOFTCAP))
+                z, slope = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
+                p = tl.exp(z - peak) * (1.0 / total)
+                d_x = tl.load(d_loss + row) * (p - tl.where(column == target, 1.0, 0.0)) * slope
                 tl.store(out + row * V + column, d_x.to(out.dtype.element_ty), mask=column < V)
 
 
@@ -1246,9 +1245,9 @@ def softcapped_cross_entropy_fused(
     """`softcapped_cross_entropy_plain` in one kernel (PR #1787); given the losses' gradient, the logits'."""
     (N, V), backward = logits_NV.shape, d_loss_N is not None
     out = logits_NV.new_empty(N, V) if backward else logits_NV.new_empty(N, dtype=torch.float32)
-    gradient, block = out if d_loss_N is None else d_loss_N.contiguous(), min(8192, triton.next_power_of_2(V))
-    operands = logits_NV.contiguous(), targets_N.contiguous(), gradient, out, V, softcap, backward, block
-    cross_entropy_kernel[(N,)](*operands, num_warps=8)
+    tensors = logits_NV.contiguous(), targets_N.contiguous(), out if d_loss_N is None else d_loss_N, out
+    block = min(8192, triton.next_power_of_2(V))
+    cross_entropy_kernel[(N,)](*tensors, V, softcap, backward, block, num_warps=8)
     return out
 
 
@@ -1258,7 +1257,7 @@ def _keep_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 softcapped_cross_entropy_fused.register_autograd(lambda ctx, d_loss_N: (
-    softcapped_cross_entropy_fused(*ctx.saved_tensors, ctx.softcap, d_loss_N), None, None, None),
+    softcapped_cross_entropy_fused(*ctx.saved_tensors, ctx.softcap, d_loss_N.contiguous()), None, None, None),
     setup_context=_keep_for_gradients)
 softcapped_cross_entropy_fused.register_fake(lambda logits, targets, softcap, d_loss=None: (
     logits.new_empty(len(logits), dtype=torch.float32) if d_loss is None else logits.new_empty(logits.shape)))

@@ -138,6 +138,20 @@ def test_cross_entropy_is_as_exact_as_its_twin(
 
 
 @needs_runnable_kernels
+@pytest.mark.parametrize(("scale", "softcap"), [(0.01, 30.0), (1.0, 15.0), (10.0, 5.0), (30.0, 5.0)])
+def test_cross_entropy_is_exact_far_from_the_cap_and_deep_inside_it(scale: float, softcap: float) -> None:
+    logits_NV, targets_N = random_logits(33, 1024)
+    logits_NV *= scale / 12
+    assert_as_exact_as_plain(
+        lambda logits, targets: train_gpt.softcapped_cross_entropy_fused(logits, targets, softcap),
+        lambda logits, targets: train_gpt.softcapped_cross_entropy_plain(logits, targets, softcap),
+        [logits_NV, targets_N],
+        torch.float32,
+        operands=float((softcap * torch.tanh(logits_NV / softcap)).abs().max()),
+    )
+
+
+@needs_runnable_kernels
 def test_strided_and_offset_operands_give_the_same_result() -> None:
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     plain = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
