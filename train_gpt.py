@@ -1206,9 +1206,6 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     return planes
 
 
-linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
-
-
 class FusedMlp(torch.autograd.Function):
     """Only the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
 
@@ -1259,6 +1256,7 @@ def _keep_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 softcapped_cross_entropy_fused.register_autograd(lambda ctx, d_loss_N: (
     softcapped_cross_entropy_fused(*ctx.saved_tensors, ctx.softcap, d_loss_N.contiguous()), None, None, None),
     setup_context=_keep_for_gradients)
+linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
 softcapped_cross_entropy_fused.register_fake(lambda logits, targets, softcap, d_loss=None: (
     logits.new_empty(len(logits), dtype=torch.float32) if d_loss is None else logits.new_empty(logits.shape)))
 
