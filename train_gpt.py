@@ -5,14 +5,11 @@
     EVAL_ONLY=runs/x/model.bin python train_gpt.py                  # score an artifact in a fresh process
     python train_gpt.py --help                                      # every variable
 
-setup: what a user can get wrong is checked before the first step. warm-up: compiles on real shapes, then
-restores weights, optimizer and data position. train: timed; over, Hessians included, within
-MAX_WALLCLOCK_SECONDS. quantize: artifact and code end just under ARTIFACT_BYTES_MAX. reload: nothing but the
-weights in that file is ever scored. evaluate: timed; each target scored once, before any learning from it.
-
-runs/<RUN_ID>/ then holds log.txt, metrics.jsonl, config.env, summary.json, model.bin (the artifact),
-train_gpt.py (the source that ran), train_gpt.shipped.py (the form that is counted); on demand, checkpoint.pt
-and traces.
+A run checks what a user can get wrong; warms up (compiles, then undone); trains, Hessians included, within
+MAX_WALLCLOCK_SECONDS; writes an artifact that ends, with the code, just under ARTIFACT_BYTES_MAX; and scores
+the weights in that file, timed, each target once, before any learning from it. runs/<RUN_ID>/ then holds
+log.txt, metrics.jsonl, config.env, summary.json, model.bin (the artifact), train_gpt.py (what ran),
+train_gpt.shipped.py (the form that is counted); on demand, checkpoint.pt and traces.
 
 Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
 head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C matrix columns.
@@ -25,7 +22,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import difflib
 import faulthandler
 import functools
 import glob
@@ -96,23 +92,51 @@ class ScoringError(RuntimeError):
     """A score was written twice, left out, or asked for before it existed."""
 
 
-def knob(default: Any, meaning: str, low: float = -math.inf, high: float = math.inf, among: str = "") -> Any:
+def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
     """One setting: its default, what it means with its unit, and its range or its space-separated choices."""
-    return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=among.split()))
+    choices = "0 1" if isinstance(default, bool) else among
+    return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
 
 
 @dataclass(frozen=True)
 class Config:
     """All settings. A field's environment name is its name in upper case; the defaults are the 8-GPU run."""
 
-    # --- data ---
+    train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
+    doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
+    vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
+    num_layers: int = knob(11, "blocks that own weights", 1, 256)
+    model_dim: int = knob(512, "width of the residual stream", 8)
+    num_heads: int = knob(8, "query heads", 1)
+    num_kv_heads: int = knob(4, "key and value heads", 1)
+    mlp_mult: float = knob(4.0, "MLP width / MODEL_DIM", 0.125, 64)
+    leaky_slope: float = knob(0.5, "MLP activation LeakyReLU(slope)²; 0: relu²", 0, 1)
+    rope_base: float = knob(10_000.0, "rotary base", 1)
+    rope_dims: int = knob(16, "rotated dimensions of each head; 0: all", 0)
+    rope_train_seq_len: int = knob(0, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN", 0)
+    ln_scale: bool = knob(True, "scale block inputs by 1/sqrt(layer + 1)")
+    qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
+    xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
+    sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
+    sparse_attn_gate_scale: float = knob(0.5, "steepness of that gate", 0)
+    gate_window: int = knob(12, "channels that feed the gates", 1)
+    smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
+    skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
+    num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
+    loop_start: int = knob(3, "first looped layer", 0)
+    loop_end: int = knob(5, "last looped layer", 0)
+    enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
+    parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
+    parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
+    tie_embeddings: bool = knob(True, "the output head is the input embedding")
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of the embedding", 0)
+    matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
+    logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
     data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
-    train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
-    doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
     train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
@@ -121,7 +145,6 @@ class Config:
     val_bytecount_device: str = knob("cpu", "accepted; bytes are summed once, on the host", among="cpu cuda")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
     loader_timeout_seconds: float = knob(60.0, "seconds without data before the loader gives up", 0.1)
-    # --- run ---
     run_id: str = knob("", "name of the run directory; empty: date, time and seed")
     runs_dir: str = knob("runs", "folder that holds the run directories")
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
@@ -153,36 +176,6 @@ class Config:
     generate_tokens: int = knob(200, "tokens to write", 1, 1 << 20)
     generate_temperature: float = knob(0.8, "0: always the likeliest token", 0)
     generate_top_k: int = knob(40, "choose among this many; 0: all", 0)
-    # --- model ---
-    vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
-    num_layers: int = knob(11, "blocks that own weights", 1, 256)
-    model_dim: int = knob(512, "width of the residual stream", 8)
-    num_heads: int = knob(8, "query heads", 1)
-    num_kv_heads: int = knob(4, "key and value heads", 1)
-    mlp_mult: float = knob(4.0, "MLP width / MODEL_DIM", 0.1, 64)
-    leaky_slope: float = knob(0.5, "MLP activation LeakyReLU(slope)²; 0: relu²", 0, 1)
-    rope_base: float = knob(10_000.0, "rotary base", 1)
-    rope_dims: int = knob(16, "rotated dimensions of each head; 0: all", 0)
-    rope_train_seq_len: int = knob(0, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN", 0)
-    ln_scale: bool = knob(True, "scale block inputs by 1/sqrt(layer + 1)")
-    qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
-    xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
-    sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
-    sparse_attn_gate_scale: float = knob(0.5, "steepness of that gate", 0)
-    gate_window: int = knob(12, "channels that feed the gates", 1)
-    smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
-    skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
-    num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
-    loop_start: int = knob(3, "first looped layer", 0)
-    loop_end: int = knob(5, "last looped layer", 0)
-    enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
-    parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
-    parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
-    tie_embeddings: bool = knob(True, "the output head is the input embedding")
-    tied_embed_init_std: float = knob(0.005, "initial standard deviation of the embedding", 0)
-    matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
-    logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
-    # --- optimizer and schedule ---
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
     tied_embed_lr: float = knob(0.03, "AdamW, tied embedding", 0)
@@ -202,11 +195,10 @@ class Config:
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
     grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
-    ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: the last", 0, 1)
+    ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
-    # --- artifact ---
     artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
     code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
     rate_control: bool = knob(True, "search bits and clips that fill the budget; 0: take them as given")
@@ -219,7 +211,6 @@ class Config:
     gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = knob(0.0, "seconds of the clock for Hessians; 0: as measured", 0)
-    # --- evaluation ---
     eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
     eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
@@ -232,22 +223,23 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """Settings from names and strings: `environ` over the file that its CONFIG names over the defaults.
-
-        Raises ConfigError for a misspelt name, a wrong type or range, or settings that contradict each other.
-        """
+        """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
         fields = {f.name.upper(): f for f in dataclasses.fields(cls)}
         given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
-        for name in sorted(given):
-            _refuse_near_miss(name, list(fields))
+        common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
+        for name in sorted(given.keys() - fields.keys()):
+            word = name.split("_")[0]
+            kin = [other for other in fields if other.split("_")[0] == word and word not in common]
+            near = [other for other in fields if len(name) >= 6 and _within(2, name, other)]
+            if near or kin:
+                raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(near or kin)}?")
         config = cls(**{f.name: _parse(name, given[name], f) for name, f in fields.items() if name in given})
         _cross_check(config)
         return config
 
     def as_env(self) -> dict[str, str]:
         """Every setting as the string that `from_env` reads back to the same value."""
-        values = {f.name.upper(): getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: str(int(v)) if isinstance(v, bool) else str(v) for name, v in values.items()}
+        return {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
@@ -255,47 +247,13 @@ class Config:
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
     def model_env(self) -> dict[str, str]:
-        """The settings that decide what the weights mean."""
-        names = [f.name.upper() for f in dataclasses.fields(self)]
-        model = names[names.index("VOCAB_SIZE") : names.index("LOGIT_SOFTCAP") + 1]
-        everything = self.as_env()
-        return {name: everything[name] for name in ["TRAIN_SEQ_LEN", "DOC_MASK", *model]}
+        """The settings that decide what the weights mean: those up to LOGIT_SOFTCAP."""
+        names = list(settings := self.as_env())
+        return {name: settings[name] for name in names[: names.index("LOGIT_SOFTCAP") + 1]}
 
-    @property
-    def eval_length(self) -> int:
-        """Tokens of context in evaluation."""
-        return self.eval_seq_len or self.train_seq_len
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.model_dim // self.num_heads
-
-    @property
-    def mlp_dim(self) -> int:
-        """Width of the MLP's hidden layer."""
-        return int(self.mlp_mult * self.model_dim)
-
-
-OUR_PREFIXES = tuple(
-    "TTT_ MUON_ TRAIN_ TRAINING_ VAL_ EVAL_ GPTQ_ WARMDOWN_ WARMUP_ EMA_ QK_ ROPE_ XSA_ SMEAR_ SPARSE_ATTN_ "
-    "GATE_ LOOP_ PARALLEL_ ARTIFACT_ LOADER_ GENERATE_ LOGIT_ TIE_ TIED_ EMBED_ MATRIX_ SCALAR_ FUSED_ "
-    "LEAKY_ MLP_ CHECKPOINT_ PREFLIGHT_ PHASE_".split()
-)
-FOREIGN_PREFIXES = tuple(
-    "RANK WORLD_SIZE LOCAL_ MASTER_ GROUP_ ROLE_ TORCH PYTORCH NCCL_ GLOO_ OMP_ MKL_ KMP_ GOMP_ CUDA NVIDIA_ "
-    "CUBLAS_ TRITON_ HF_ PYTHON PYTEST_ VIRTUAL_ CONFIG".split()
-)
-
-
-def _refuse_near_miss(name: str, known: list[str]) -> None:
-    """Raise ConfigError when an unknown variable looks like one of ours; leave the others alone."""
-    if name in known or name.startswith(FOREIGN_PREFIXES):
-        return
-    if name.startswith(OUR_PREFIXES) or (len(name) >= 6 and any(_within(2, name, other) for other in known)):
-        kin = [other for other in known if other.split("_")[0] == name.split("_")[0]]
-        nearest = difflib.get_close_matches(name, kin or known, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown variable {name}: did you mean {nearest}? --help lists them all")
+    eval_length = property(lambda self: self.eval_seq_len or self.train_seq_len)  # tokens of context
+    head_dim = property(lambda self: self.model_dim // self.num_heads)  # channels of one head
+    mlp_dim = property(lambda self: int(self.mlp_mult * self.model_dim))  # width of the hidden layer
 
 
 def _within(edits: int, a: str, b: str) -> bool:
@@ -308,106 +266,84 @@ def _within(edits: int, a: str, b: str) -> bool:
 
 
 def _read_config_file(path: str) -> dict[str, str]:
-    """KEY=VALUE lines of a file; `#` starts a comment. Every key must be a setting."""
-    if not path:
-        return {}
+    """KEY=VALUE lines of a file; ` #` starts a comment. Every key must be a setting."""
     try:
-        text = find_path(path).read_text(encoding="utf-8")
+        lines = find_path(path).read_text(encoding="utf-8").split("\n") if path else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    values: dict[str, str] = {}
-    for number, line in enumerate(text.split("\n"), 1):  # `#` inside a word is part of it
+    values, known = dict[str, str](), Config().as_env()
+    for number, line in enumerate(lines, 1):
         key, equals, value = (part.strip() for part in f" {line}".split(" #")[0].partition("="))
-        if (key or equals) and not (equals and key in Config().as_env()):
+        if equals and key in known:
+            values[key] = value
+        elif equals or key:
             raise ConfigError(f"CONFIG={path} line {number}: {line.strip()!r} sets no known variable")
-        values[key] = value
-    return {key: value for key, value in values.items() if key}
+    return values
 
 
 def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
+    meaning, low, high, among = spec.metadata.values()
     kind: Any = type(spec.default)
-    rules = spec.metadata
-    low, high, among = rules["low"], rules["high"], rules["among"]
-    words = {"0": False, "false": False, "1": True, "true": True}
-    try:
-        value = words[text.lower()] if kind is bool else kind(text)
-        fits = low <= value <= high if kind in (int, float) else text in among or not among
-        if not fits or not text.isprintable() or (kind is float and not math.isfinite(value)):
-            raise ValueError
-    except (ValueError, KeyError) as error:
-        bounds = "" if (low, high) == (-math.inf, math.inf) else f" from {low:g} to {high:g}"
-        numbers = {int: f"a whole number{bounds}", float: f"a number{bounds}"}
-        expected = " or ".join(among) or {bool: "0 or 1", str: "printable text", **numbers}[kind]
-        raise ConfigError(f"{name}={text!r}: expected {expected}; {rules['meaning']}") from error
-    return value
+    with contextlib.suppress(ValueError):
+        value = kind(int(text) if kind is bool else text)
+        in_range = kind is str or low <= value <= high
+        if in_range and text.isprintable() and (text in among or not among):
+            return value
+    numbers = {int: f"a whole number from {low:g} to {high:g}", float: f"a number from {low:g} to {high:g}"}
+    expected = " or ".join(among) or numbers.get(kind, "printable text")
+    raise ConfigError(f"{name}={text!r}: expected {expected}; {meaning}")
 
 
 def _cross_check(c: Config) -> None:
     """Raise ConfigError for settings that are fine alone and wrong together."""
+    chunk, seconds = c.ttt_chunk_tokens, c.max_wallclock_seconds
     rules = [
-        (c.train_batch_tokens % c.train_seq_len == 0, "TRAIN_BATCH_TOKENS must hold whole TRAIN_SEQ_LEN"),
-        (c.micro_batch_tokens % c.train_seq_len == 0, "MICRO_BATCH_TOKENS must hold whole TRAIN_SEQ_LEN"),
-        (c.model_dim % c.num_heads == 0, "MODEL_DIM must be a multiple of NUM_HEADS"),
-        (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS must be a multiple of NUM_KV_HEADS"),
-        ((c.rope_dims or c.head_dim) % 2 == 0, "ROPE_DIMS (0 is MODEL_DIM / NUM_HEADS ) must be even"),
-        (c.rope_dims <= c.head_dim, "ROPE_DIMS must not exceed MODEL_DIM / NUM_HEADS"),
-        (c.xsa_last_n <= c.num_layers, "XSA_LAST_N must not exceed NUM_LAYERS"),
-        (c.mlp_dim >= 1, "MLP_MULT * MODEL_DIM must be 1 or more"),
-        (c.gate_window <= c.model_dim, "GATE_WINDOW must not exceed MODEL_DIM"),
-        (not c.num_loops or c.loop_start <= c.loop_end, "LOOP_START must not exceed LOOP_END"),
-        (not c.num_loops or c.loop_end < c.num_layers, "LOOP_END must be below NUM_LAYERS"),
-        (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER must be below NUM_LAYERS (-1 is none)"),
-        (c.eval_stride <= c.eval_length, "EVAL_STRIDE must not exceed EVAL_SEQ_LEN (0 is TRAIN_SEQ_LEN )"),
-        (not c.ttt_enabled or c.eval_stride, "EVAL_STRIDE must be above 0 for TTT_ENABLED"),
-        (not c.ttt_enabled or c.ttt_chunk_tokens % max(c.eval_stride, 1) == 0,
-         "TTT_CHUNK_TOKENS must be a multiple of EVAL_STRIDE"),
-        (not c.ttt_enabled or c.ttt_chunk_tokens >= c.eval_length,
-         "TTT_CHUNK_TOKENS must hold EVAL_SEQ_LEN (0 is TRAIN_SEQ_LEN )"),
-        (c.max_wallclock_seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS must fit ITERATIONS"),
-        (c.ema_decay < 1, "EMA_DECAY must be below 1"),
-        (not c.max_wallclock_seconds or c.gptq_reserve_seconds < c.max_wallclock_seconds,
-         "GPTQ_RESERVE_SECONDS must be below MAX_WALLCLOCK_SECONDS"),
-        (not c.trace_steps or [part.isdecimal() for part in c.trace_steps.split(":")] == [True, True],
-         "TRACE_STEPS must be a:b, two steps"),
-        (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID must be a plain name"),
+        (c.model_dim % c.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
+        (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
+        ((c.rope_dims or c.head_dim) % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS ) even"),
+        (c.rope_dims <= c.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
+        (c.gate_window <= c.model_dim, "GATE_WINDOW <= MODEL_DIM"),
+        (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
+        (not c.num_loops or c.loop_start <= c.loop_end < c.num_layers, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+        (c.eval_stride <= c.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN )"),
+        (not c.ttt_enabled or (c.eval_stride and chunk % c.eval_stride == 0 and chunk >= c.eval_length),
+         "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN ) for TTT_ENABLED"),
+        (seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS <= ITERATIONS"),
+        (c.gptq_reserve_seconds < (seconds or math.inf), "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
+        ([x.isdecimal() for x in (c.trace_steps or "0:1").split(":")] == [True, True], "TRACE_STEPS as a:b"),
+        (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID as a plain name"),
     ]  # fmt: skip
-    for holds, rule in rules:
-        if not holds:
-            found = {name: c.as_env()[name] for name in rule.replace("=", " ").split() if name in c.as_env()}
-            raise ConfigError(f"{rule}; got {', '.join(f'{name}={value}' for name, value in found.items())}")
+    for rule in (rule for holds, rule in rules if not holds):
+        got = [f"{name}={value}" for name, value in c.as_env().items() if name in rule.split()]
+        raise ConfigError(f"expected {rule}; got {', '.join(got)}")
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
     """Micro-batches of one rank per optimizer step; ConfigError when the batch does not split evenly."""
-    sequences = config.train_batch_tokens // config.train_seq_len
-    wanted = config.micro_batch_tokens // config.train_seq_len
-    rows = min(wanted, sequences // world_size)
-    if rows < 1 or sequences % (world_size * rows):
-        raise ConfigError(
-            f"TRAIN_BATCH_TOKENS={config.train_batch_tokens} is {sequences} sequences of TRAIN_SEQ_LEN="
-            f"{config.train_seq_len}, expected a multiple of {world_size} ranks times the {wanted} sequences "
-            f"of MICRO_BATCH_TOKENS={config.micro_batch_tokens}; change one of them"
-        )
-    return sequences // world_size // rows
+    wanted, length = config.train_batch_tokens, config.train_seq_len
+    rows = min(config.micro_batch_tokens // length, wanted // length // world_size)
+    if not rows or wanted % (unit := world_size * rows * length):
+        raise ConfigError(f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {world_size} ranks times the "
+                          f"whole TRAIN_SEQ_LEN={length} in MICRO_BATCH_TOKENS={config.micro_batch_tokens}")
+    return wanted // unit
 
 
 def help_text() -> str:
     """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
-    for spec in dataclasses.fields(Config):
-        choices = f" [{' | '.join(spec.metadata['among'])}]" if spec.metadata["among"] else ""
-        lines.append(f"  {spec.name.upper()}={spec.default!s:<34} {spec.metadata['meaning']}{choices}")
+    for f in dataclasses.fields(Config):
+        meaning, among = f.metadata["meaning"], " | ".join(f.metadata["among"])
+        lines.append(f"  {f.name.upper()}={f.default!s:<34} {meaning}{among and f' [{among}]'}")
     return "\n".join(lines)
 
 
 def find_path(path: str) -> Path:
     """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
     given = Path(path).expanduser()
-    if given.exists() or given.is_absolute():
-        return given
-    above = [folder / given for folder in Path(__file__).resolve().parents]
-    return next((candidate for candidate in above if candidate.exists()), given)
+    places = (folder / given for folder in (Path(), *Path(__file__).resolve().parents))
+    return next((place for place in places if place.exists()), given)
+
 
 # ============================================================================================================
 # RUNTIME — device, ranks, run directory, log and clock: one object, the same on a laptop and on many nodes.
@@ -968,24 +904,18 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
 # KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition it must equal.
 # ============================================================================================================
 if triton is not None:
-    INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, nothing to tune
-    TILES = [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-        for m, n, k, warps, stages in (
-            (32, 32, 32, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
-    ]  # fmt: skip
+    SIZES = (32, 32, 32, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3)
 
     @triton.autotune(
-        TILES[:1] if INTERPRETED else TILES,
-        key=["M", "N", "K", "BACKWARD"],
-        # Without tensor cores (fp32) large tiles spill and take minutes to compile.
-        prune_configs_by={"early_config_prune": lambda t, at, **_: t[:1] if at["a"].itemsize == 4 else t},
-        cache_results=True,
-    )
+        [triton.Config(dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k), w, s) for m, n, k, w, s in SIZES],
+        key=["M", "N", "K", "BACKWARD"], cache_results=True, prune_configs_by={"early_config_prune": (
+            # Without tensor cores (fp32, the interpreter) large tiles spill and take minutes to compile.
+            lambda tiles, at, **_: tiles if at["a"].is_cuda and at["a"].itemsize == 2 else tiles[:1])},
+    )  # fmt: skip
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, pre, out, M, N, K, slope,
-        BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        a, b, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
         HALF_N: tl.constexpr = BLOCK_N // 2  # epilogue by halves: its stores need half the shared memory
@@ -997,16 +927,14 @@ if triton is not None:
         # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             row, column = tile // across * BLOCK_M, tile % across * BLOCK_N
-            product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(0, K, BLOCK_K):
-                b_tile = b_tiles.load([column, k])
-                product = tl.dot(a_tiles.load([row, k]), b_tile.T, product, input_precision="ieee")
-            halves = tl.split(product.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
+                acc = tl.dot(a_tiles.load([row, k]), b_tiles.load([column, k]).T, acc, input_precision="ieee")
+            halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
                 if BACKWARD:
-                    p = pre_tiles.load(corner).to(tl.float32)
-                    factor = 2.0 * halves[half]
+                    p, factor = pre_tiles.load(corner).to(tl.float32), 2.0 * halves[half]
                 else:  # the activation of the rounded P, which is what the backward pass reads
                     pre_tiles.store(corner, halves[half].to(pre.dtype.element_ty))
                     p = halves[half].to(pre.dtype.element_ty).to(tl.float32)
@@ -1015,71 +943,56 @@ if triton is not None:
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
     @triton.jit
-    def softcapped(x, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    def load_softcapped(pointers, inside, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+        x, slope = tl.load(pointers, mask=inside, other=0.0).to(tl.float32), 1.0
         if SOFTCAP != 0:  # tanh by a minimax polynomial below 0.75, by exp above it: neither cancels
             u = x * (1.0 / SOFTCAP)
-            s = u * u
+            s, e = u * u, tl.exp(-2.0 * tl.abs(u))
             tail = ((0.00173693453 * s - 0.00765725318) * s + 0.0214520339) * s - 0.0538927242
             small = u + u * s * ((tail * s + 0.133326948) * s - 0.333333164)
-            e = tl.exp(-2.0 * tl.abs(u))
             large = (1.0 - e) / (1.0 + e)
             x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, tl.where(u < 0, -large, large))
-        return x
+            slope = tl.where(tl.abs(u) < 0.75, 1.0 - small * small, e * (1.0 + large) * (1.0 + large))
+        return tl.where(inside, x, -float("inf")), slope
 
     @triton.jit
     def cross_entropy_kernel(  # type: ignore[no-untyped-def]
-        logits, targets, stats, out, N, V,
+        logits, targets, d_loss, out, V: tl.constexpr,
         SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_V: tl.constexpr,
     ):  # fmt: skip
-        # stats: loss (backward: its gradient), log-sum-exp as peak and rest: their sum would lose digits.
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
         peak, total = -3.0e38, 0.0  # finite: a block of -inf logits must not give -inf minus -inf
         for start in range(0, V, BLOCK_V):
             column = start + tl.arange(0, BLOCK_V)
-            x = tl.load(logits + row * V + column, mask=column < V, other=0.0).to(tl.float32)
-            z = softcapped(x, SOFTCAP)
-            if BACKWARD:
-                p = tl.exp(z - tl.load(stats + N + row) - tl.load(stats + 2 * N + row))
-                d_x = tl.load(stats + row) * (p - tl.where(column == target, 1.0, 0.0))
-                if SOFTCAP != 0:
-                    d_x *= 1.0 - (z * (1.0 / SOFTCAP)) * (z * (1.0 / SOFTCAP))
-                tl.store(out + row * V + column, d_x.to(out.dtype.element_ty), mask=column < V)
-            else:
-                z = tl.where(column < V, z, -float("inf"))
-                new_peak = tl.maximum(peak, tl.max(z, 0))
-                total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
-                peak = new_peak
+            z, _ = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
+            new_peak = tl.maximum(peak, tl.max(z, 0))
+            total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
+            peak = new_peak
         if not BACKWARD:
             inside = (target >= 0) & (target < V)  # a target outside the vocabulary makes its loss NaN
-            x = tl.load(logits + row * V + target, mask=inside, other=float("nan")).to(tl.float32)
-            tl.store(stats + row, peak - softcapped(x, SOFTCAP) + tl.log(total))
-            tl.store(stats + N + row, peak)
-            tl.store(stats + 2 * N + row, tl.log(total))
-
-
-def aligned(matrix: Tensor) -> Tensor:
-    """The matrix as TMA reads it: contiguous, 16-byte start, sides zero-padded to multiples of 16."""
-    rows, columns = (-side % 16 for side in matrix.shape)
-    matrix = F.pad(matrix, (0, columns, 0, rows)) if rows or columns else matrix.contiguous()
-    return matrix.clone() if matrix.data_ptr() % 16 else matrix
+            z, _ = load_softcapped(logits + row * V + target, inside, SOFTCAP)
+            tl.store(out + row, tl.where(inside, peak - z + tl.log(total), float("nan")))
+        else:  # the compiler keeps z of a row that is one block: it is read once
+            for start in range(0, V, BLOCK_V):
+                column = start + tl.arange(0, BLOCK_V)
+                z, slope = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
+                p = tl.exp(z - peak) * (1.0 / total)
+                d_x = tl.load(d_loss + row) * (p - tl.where(column == target, 1.0, 0.0)) * slope
+                tl.store(out + row * V + column, d_x.to(out.dtype.element_ty), mask=column < V)
 
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
     """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N)."""
-    a, b = aligned(a_MK), aligned(b_NK)
+    a, b = a_MK.contiguous(), b_NK.contiguous()
     planes = a.new_empty(2 if pre_MN is None else 1, len(a), len(b))
-    pre = planes[0] if pre_MN is None else aligned(pre_MN)
+    operands = a, b, planes[0] if pre_MN is None else pre_MN, planes[-1], len(a), len(b), a.shape[1], slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    sides = len(a), len(b), a.shape[1]
-    linear_leaky_square_kernel[(programs,)](a, b, pre, planes[-1], *sides, slope, BACKWARD=pre_MN is not None)
-    return planes[:, : len(a_MK), : len(b_NK)].contiguous()
-
-
-linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
+    linear_leaky_square_kernel[(programs,)](*operands, BACKWARD=pre_MN is not None)
+    return planes
 
 
 class FusedMlp(torch.autograd.Function):
@@ -1099,41 +1012,42 @@ class FusedMlp(torch.autograd.Function):
         return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
 
 
+def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
+    f, d = (-side % 16 for side in up_FD.shape)  # TMA wants rows of whole 16 bytes
+    padded = F.pad(x_ND, (0, d)), F.pad(up_FD, (0, d, 0, f)), F.pad(down_DF, (0, f, 0, d))
+    return FusedMlp.apply(*padded, slope)[:, : x_ND.shape[1]]
+
+
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
     """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu²."""
     return F.linear(F.leaky_relu(F.linear(x_ND, up_FD), slope).square(), down_DF)
 
 
-def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
-    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
-
-
 @torch.library.custom_op("train_gpt::cross_entropy", mutates_args=())
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, given_3N: Tensor | None, softcap: float) -> Tensor:
-    """(loss, peak, log-sum-exp - peak), (3, N) fp32. Given these, loss gradient first: that of the logits."""
-    logits_NV, (N, V) = logits_NV.contiguous(), logits_NV.shape
-    stats_3N = logits_NV.new_empty(3, N, dtype=torch.float32) if given_3N is None else given_3N.contiguous()
-    out = stats_3N if given_3N is None else torch.empty_like(logits_NV)
-    options = softcap, given_3N is not None, min(8192, triton.next_power_of_2(V))
-    cross_entropy_kernel[(N,)](logits_NV, targets_N.contiguous(), stats_3N, out, N, V, *options, num_warps=8)
+def softcapped_cross_entropy_fused(
+    logits_NV: Tensor, targets_N: Tensor, softcap: float, d_loss_N: Tensor | None = None
+) -> Tensor:
+    """`softcapped_cross_entropy_plain` in one kernel (PR #1787); given the losses' gradient, the logits'."""
+    (N, V), backward = logits_NV.shape, d_loss_N is not None
+    out = logits_NV.new_empty(N, V) if backward else logits_NV.new_empty(N, dtype=torch.float32)
+    tensors = logits_NV.contiguous(), targets_N.contiguous(), out if d_loss_N is None else d_loss_N, out
+    block = min(8192, triton.next_power_of_2(V))
+    cross_entropy_kernel[(N,)](*tensors, V, softcap, backward, block, num_warps=8)
     return out
 
 
-def _cross_entropy_gradients(ctx: Any, d_stats_3N: Tensor) -> tuple[Tensor, None, None, None]:
-    logits_NV, targets_N, stats_3N = ctx.saved_tensors
-    given_3N = torch.cat((d_stats_3N[:1], stats_3N[1:]))
-    return cross_entropy(logits_NV, targets_N, given_3N, ctx.softcap), None, None, None
+def _keep_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.softcap = inputs[2]
 
 
-def _cross_entropy_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits_NV, targets_N, _, ctx.softcap = inputs
-    ctx.save_for_backward(logits_NV, targets_N, output)
-
-
-cross_entropy.register_autograd(_cross_entropy_gradients, setup_context=_cross_entropy_context)
-cross_entropy.register_fake(lambda logits, targets, given, softcap: logits.new_empty(logits.shape)
-                            if given is not None else logits.new_empty(3, len(logits), dtype=torch.float32))
+softcapped_cross_entropy_fused.register_autograd(lambda ctx, d_loss_N: (
+    softcapped_cross_entropy_fused(*ctx.saved_tensors, ctx.softcap, d_loss_N.contiguous()), None, None, None),
+    setup_context=_keep_for_gradients)
+linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
+softcapped_cross_entropy_fused.register_fake(lambda logits, targets, softcap, d_loss=None: (
+    logits.new_empty(len(logits), dtype=torch.float32) if d_loss is None else logits.new_empty(logits.shape)))
 
 
 def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
@@ -1143,57 +1057,49 @@ def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap
     return F.cross_entropy(capped_NV, targets_N, reduction="none")
 
 
-def softcapped_cross_entropy_fused(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """`softcapped_cross_entropy_plain`, one kernel a pass, gradient in the logits' dtype (PR #1787)."""
-    return cross_entropy(logits_NV, targets_N, None, softcap)[0]
-
-
 def compare_with_twin(plain: Callable[..., Any], fused: Callable[..., Any], *inputs: Any) -> tuple[bool, str]:
     """Whether `fused` is `plain` to 4 units of rounding and faster; the figures. Compiled, both passes."""
     leaves = [x.requires_grad_() for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
-    d_out = torch.randn_like(fused(*inputs))
 
-    def step(function: Callable[..., Tensor]) -> list[Tensor]:
-        out = function(*inputs)
-        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+    def both_passes(form: Callable[..., Tensor]) -> list[Tensor]:
+        out = form(*inputs)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
 
     forms = [torch.compile(function, dynamic=False, fullgraph=True) for function in (plain, fused)]
-    pairs = zip(*map(step, forms), strict=True)
-    ulps = [(b - a).abs().max().float() / a.abs().max() / torch.finfo(a.dtype).eps for a, b in pairs]
-    gap = torch.stack(ulps).max()  # NaN if any is
-    plain_ms, fused_ms = (triton.testing.do_bench(lambda f=f: step(f), return_mode="median") for f in forms)
-    use = (gap <= 4) & (fused_ms < plain_ms)
-    if dist.is_initialized():
-        dist.all_reduce(use, dist.ReduceOp.MIN)
-    return bool(use), f"gap_ulp:{gap.item():.2f} compiled_plain_ms:{plain_ms:.3f} fused_ms:{fused_ms:.3f}"
+    pairs = zip(*map(both_passes, forms), strict=True)
+    gaps = [((b - a).abs().max() / a.abs().max()).item() / torch.finfo(a.dtype).eps for a, b in pairs]
+    bench = functools.partial(triton.testing.do_bench, return_mode="median")
+    plain_ms, fused_ms = (bench(functools.partial(both_passes, form)) for form in forms)
+    why = f"gap_ulp:{max(gaps):.2f} compiled_plain_ms:{plain_ms:.3f} faster:{plain_ms / fused_ms - 1:+.1%}"
+    return all(gap <= 4 for gap in gaps) and fused_ms < plain_ms, why
 
 
-def choose_kernels(
-    config: Config, device: torch.device, dtype: torch.dtype, log: Callable[[str], None]
-) -> tuple[bool, bool]:
-    """Whether FUSED_MLP and FUSED_CE run, logged; "auto": where a kernel is exact and faster at these shapes.
-
-    Every rank calls it and all get the same answer. Raises ConfigError for an impossible "1".
-    """
-    rows, dim, hidden = config.micro_batch_tokens, config.model_dim, int(config.mlp_mult * config.model_dim)
-    normal = functools.partial(torch.randn, device=device, dtype=dtype)
-    mlp = mlp_plain, mlp_fused, lambda: (
-        normal(rows, dim), normal(hidden, dim) / dim**0.5, normal(dim, hidden) / dim**0.5, config.leaky_slope)
+def choose_kernels(config: Config, run: Run) -> list[Callable[..., Tensor]]:
+    """The MLP and the cross-entropy that run, logged; auto: the kernel if exact and faster on every rank."""
+    c, cuda, chosen = config, triton is not None and run.device.type == "cuda", []
+    rows, up, vocab = c.micro_batch_tokens, (c.mlp_dim, c.model_dim), c.vocab_size
+    normal = functools.partial(torch.randn, device=run.device, dtype=run.dtype)
+    mlp = mlp_plain, mlp_fused, lambda: (normal(rows, up[1]), normal(up), normal(up[::-1]), c.leaky_slope)
     loss = softcapped_cross_entropy_plain, softcapped_cross_entropy_fused, lambda: (
-        normal(rows, config.vocab_size), torch.randint(config.vocab_size, (rows,), device=device),
-        config.logit_softcap)  # fmt: skip
-    choices, lines = [], []
-    for name, (plain, fused, inputs) in (("fused_mlp", mlp), ("fused_ce", loss)):
-        asked, cuda = getattr(config, name), triton is not None and device.type == "cuda"
-        use, why = asked == "1", f"asked:{asked} device:{device.type}"
-        if use and not cuda and (triton is None or not INTERPRETED):
-            raise ConfigError(f"{name.upper()}=1 needs Triton and CUDA, got {device.type}; set it to auto")
-        if asked == "auto" and cuda:
-            use, why = compare_with_twin(plain, fused, *inputs())
-        choices.append(use)
-        lines.append(f"{name}:{'kernel' if use else 'plain'} {why}")
-    log(" | ".join(lines))
-    return choices[0], choices[1]
+        normal(rows, vocab), torch.randint(vocab, (rows,), device=run.device), c.logit_softcap)  # fmt: skip
+    for name, asked, (plain, fused, inputs) in (("mlp", c.fused_mlp, mlp), ("ce", c.fused_ce, loss)):
+        use, why = asked == "1", f"asked:{asked} device:{run.device.type}"
+        if use and not cuda and (triton is None or not triton.knobs.runtime.interpret):
+            raise ConfigError(f"FUSED_{name.upper()}=1 needs Triton and CUDA, not {run.device}; set auto")
+        try:
+            if cuda and asked != "0":
+                pays, why = compare_with_twin(plain, fused, *inputs())
+                use = use or pays
+        except Exception as error:  # the kernel does not compile or run here
+            if use:
+                raise
+            why = f"failed: {error!r:.300}"
+        use, why = min(run.gather((use, why)), key=lambda vote: vote[0])  # one rank's no is that of all
+        run.log(f"fused_{name}:{'kernel' if use else 'plain'} {why}")
+        chosen.append(fused if use else plain)
+    for sides, tile in linear_leaky_square_kernel.cache.items() if cuda else ():
+        run.log(f"fused_mlp tile for M, N, K, backward = {sides[:4]}: {tile}")
+    return chosen
 
 
 # ============================================================================================================
@@ -2629,9 +2535,7 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     model.to(run.device)
     model.compute_dtype, model.looping = run.dtype, loop_is_on(1.0, config)
     model.attend = choose_attention(config, run)
-    fused_mlp, fused_ce = choose_kernels(config, run.device, run.dtype, run.log)
-    model.mlp = mlp_fused if fused_mlp else mlp_plain
-    model.cross_entropy = softcapped_cross_entropy_fused if fused_ce else softcapped_cross_entropy_plain
+    model.mlp, model.cross_entropy = choose_kernels(config, run)
     return model
 
 
