@@ -17,7 +17,9 @@ head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C 
 
 from __future__ import annotations
 
+import ast
 import base64
+import bisect
 import collections
 import contextlib
 import copy
@@ -1760,32 +1762,22 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
 # ============================================================================================================
 
-# What the matrices of a bank multiply, for their Hessians; two sites: one run of layers for each.
-HESSIAN_SITES = {
-    "qo_bank": ("attn_in", "attn_out"),
-    "kv_bank": ("attn_in", "attn_in"),
-    "mlp_up_bank": ("mlp_in",),
-    "mlp_down_bank": ("mlp_hidden",),
-    "token_embedding_VD": ("head_in",),
-    "lm_head_VD": ("head_in",),
-}
-Factor = tuple[Tensor, Tensor, Tensor]  # column order (N, C), Cholesky factor (N, C, C), dead columns (N, C)
-Codes = dict[str, tuple[np.ndarray, np.ndarray]]  # codes (N, R, C) int8 and scale indices (N, R) by parameter
+HESSIAN_SITES = {  # what the matrices of a bank multiply; two sites: one run of layers for each
+    "qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"], "mlp_up_bank": ["mlp_in"],
+    "mlp_down_bank": ["mlp_hidden"], "token_embedding_VD": ["head_in"], "lm_head_VD": ["head_in"],
+}  # fmt: skip
+Hessians = Mapping[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
+Bank = tuple[Tensor, Tensor, Tensor, Tensor]  # weights NRC, spreads NR, order NC, factor NCC
 
 
 @torch.no_grad()
 def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> dict[tuple[str, int], Tensor]:
-    """Mean of x xᵀ over the tokens of training `batches` of all ranks: (site, layer) -> (C, C) fp32.
-
-    Every rank calls it; each visit of a looped layer counts. One all-reduce carries everything.
-    """
+    """Sums of x xᵀ over the tokens of training `batches`, each visit of a looped layer; all ranks call it."""
     sums: dict[tuple[str, int], Tensor] = {}
-    tokens: dict[tuple[str, int], int] = {}
 
     def observe(site: str, layer: int, x: Tensor) -> None:
-        x_NC, key = x.reshape(-1, x.size(-1)).float(), (site, layer)
-        sums[key] = torch.addmm(sums[key], x_NC.T, x_NC) if key in sums else x_NC.T @ x_NC
-        tokens[key] = tokens.get(key, 0) + x_NC.size(0)
+        x_NC = x.reshape(-1, x.size(-1)).float()
+        sums[site, layer] = sums.get((site, layer), 0.0) + x_NC.T @ x_NC
 
     model.observer = observe
     try:
@@ -1793,559 +1785,264 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
             model(batch.inputs_BT, batch.cu_seqlens)
     finally:
         model.observer = None
-    flat = torch.cat([total.flatten() / (tokens[key] * world_size) for key, total in sums.items()])
-    if world_size > 1:
-        dist.all_reduce(flat)
-    means = flat.split([total.numel() for total in sums.values()])
-    return {key: mean.view_as(sums[key]) for key, mean in zip(sums, means, strict=True)}
+    for total in sums.values() if world_size > 1 else ():
+        dist.all_reduce(total)
+    return sums
 
 
-def hessian_factor(hessians_NCC: Tensor, damping: float) -> Factor:
-    """Columns by descending diagonal, the upper Cholesky factor of H⁻¹ in that order, and columns never used.
+def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Bank:
+    """What GPTQ needs of a parameter: weights, zero in unused columns; deviations of rows, maxima if it is no
+    matrix; columns by descending diagonal of H; the upper Cholesky factor of H⁻¹ in that order. H is the
+    identity, which rounds to nearest, where nobody observed the inputs."""
+    weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
+    spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
+    looked_up = name == "token_embedding_VD" and not config.tie_embeddings
+    sites = ["none"] if looked_up else HESSIAN_SITES.get(name, ["none"])
+    keys = [(site, layer) for site in sites for layer in range(len(weights_NRC) // len(sites))]
+    identity_CC = torch.eye(weights_NRC.size(2), device=weights_NRC.device)
+    h_NCC = torch.stack([hessians.get(key, identity_CC) for key in keys]).double()
+    if not (weights_NRC.isfinite().all() and h_NCC.isfinite().all()):
+        raise ArtifactError(f"{name} or its inputs are not finite: nothing written; resume from a checkpoint")
+    diagonal_NC = h_NCC.diagonal(dim1=1, dim2=2)
+    ridge_N11 = max(config.gptq_damping, 1e-6) * diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
+    order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
+    h_NCC = h_NCC.take_along_dim(order_NC[:, :, None], 1).take_along_dim(order_NC[:, None], 2)
+    lower_NCC = torch.linalg.cholesky(h_NCC + ridge_N11 * identity_CC)
+    upper_NCC = torch.linalg.cholesky(torch.cholesky_inverse(lower_NCC), upper=True).float()
+    return weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0), spreads_NR, order_NC, upper_NCC
 
-    `damping`, a share of the mean diagonal, grows tenfold until the factorisation succeeds.
-    """
-    diagonal_NC = hessians_NCC.diagonal(dim1=1, dim2=2)
-    dead_NC, order_NC = diagonal_NC == 0, diagonal_NC.argsort(dim=1, descending=True, stable=True)
-    mean_N1 = (diagonal_NC + dead_NC).mean(dim=1, keepdim=True)
-    hessians_NCC = hessians_NCC.gather(1, order_NC[:, :, None].expand_as(hessians_NCC))
-    hessians_NCC = hessians_NCC.gather(2, order_NC[:, None, :].expand_as(hessians_NCC))
-    while damping < 1e4:
-        ridge_NC = dead_NC.gather(1, order_NC) + damping * mean_N1
-        lower_NCC, failed = torch.linalg.cholesky_ex(hessians_NCC + ridge_NC.diag_embed())
-        if not failed.any():
-            upper_NCC, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_NCC), upper=True)
-        if not failed.any() and upper_NCC.isfinite().all():
-            return order_NC, upper_NCC, dead_NC
-        damping = max(10 * damping, 1e-4)
-    raise ArtifactError("a Hessian holds non-finite values; raise GPTQ_CALIBRATION_BATCHES or set GPTQ=0")
 
-
-def gptq(
-    weights_NRC: Tensor, factor: Factor | None, bits: int, clip_sigmas: float, block: int = 128
-) -> tuple[Tensor, Tensor]:
-    """Codes (N, R, C) int8 and scales (N, R) fp16 of a bank; without a factor, each weight's nearest code.
-
-    The range is `clip_sigmas` deviations of a row; `block` only batches the lazy updates. Scales are above
-    zero and have 4 mantissa bits, to take less than a byte; the codes fit them, so that this costs nothing.
-    (Frantar et al., arXiv 2210.17323; PR #1394)
-    """
-    levels = 2 ** (bits - 1) - 1
-    steps_NR = weights_NRC.std(dim=2).mul(clip_sigmas / levels).clamp(2.0**-16, 2.0**15).half()
-    index_NR = (steps_NR.view(torch.int16) + (1 << SCALE_SHIFT >> 1)) >> SCALE_SHIFT
-    index_NR = index_NR.clamp(min=scale_center(index_NR.cpu().numpy()) - 120)
-    scales_NR = (index_NR << SCALE_SHIFT).view(torch.float16)
-    scale_NR = scales_NR.float()
-    if factor is None:
-        nearest_NRC = (weights_NRC / scale_NR[:, :, None]).round_().clamp_(-levels, levels)
-        return nearest_NRC.to(torch.int8), scales_NR
-    order_NC, upper_NCC, dead_NC = factor
-    order_NRC = order_NC[:, None, :].expand_as(weights_NRC)
-    work_NRC = weights_NRC.masked_fill(dead_NC[:, None, :], 0.0).gather(2, order_NRC)
-    codes_NRC = torch.empty_like(work_NRC)
-    for left in range(0, work_NRC.size(2), block):
-        right = min(left + block, work_NRC.size(2))
-        errors = []
-        for column in range(left, right):
-            codes_NRC[:, :, column] = (work_NRC[:, :, column] / scale_NR).round_().clamp_(-levels, levels)
-            error_NR = work_NRC[:, :, column] - codes_NRC[:, :, column] * scale_NR
-            errors.append(error_NR / upper_NCC[:, column, column, None])
-            work_NRC[:, :, column:right] -= errors[-1][:, :, None] * upper_NCC[:, None, column, column:right]
+def gptq(bank: Bank, step: float, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next
+    to step * spread; int8 both. Columns go in order, those to come make up for what one loses in rounding;
+    blocks of 128 only batch the work. (Frantar et al., arXiv 2210.17323; PR #1394)"""
+    weights_NRC, spreads_NR, order_NC, upper_NCC = bank
+    exponents_NR = (8 * (step * spreads_NR).clamp(min=1e-9).log2()).round().clamp(-127, 127).to(torch.int8)
+    scales_NR = torch.exp2(exponents_NR / 8).half().float()
+    work_NRC = weights_NRC.take_along_dim(order_NC[:, None], 2)
+    for left in range(0, work_NRC.size(2), 128):
+        right, errors = min(left + 128, work_NRC.size(2)), []
+        for c in range(left, right):
+            codes_NR = (work_NRC[:, :, c] / scales_NR).round().clamp(-levels, levels)
+            errors.append((work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None])
+            work_NRC[:, :, c:right] -= errors[-1][:, :, None] * upper_NCC[:, None, c, c:right]
+            work_NRC[:, :, c] = codes_NR
         work_NRC[:, :, right:] -= torch.stack(errors, dim=2) @ upper_NCC[:, left:right, right:]
-    return codes_NRC.scatter(2, order_NRC, codes_NRC).to(torch.int8), scales_NR
-
-
-def scale_center(index_NR: np.ndarray) -> int:
-    """From where scale indices of a bank are counted: their median, or what keeps the largest within 120."""
-    return max(int(np.median(index_NR)), int(index_NR.max()) - 120)
+    codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).to(torch.int8)
+    return codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()
 
 
 # The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows
 # before it, in one table per class of column (by its mean |code| so far): no table is stored, none can be
 # forged, and columns of different spread do not share one. Integers, and float operations that IEEE 754
 # rounds exactly, give the same bytes on every machine. (Duda, arXiv 1311.2540)
-CODE_HEAD = struct.Struct("<BHH")
-SCALE_SHIFT, PROBABILITY_BITS, STATE_BITS, WORD_BITS = 6, 15, 24, 16
-STATE_BYTES, TABLE_SIZE = (STATE_BITS + WORD_BITS) // 8, 1 << PROBABILITY_BITS
+SLOTS = 1 << 15  # of a table; lane states have 17 to 32 bits, and move in words of 16
 CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])  # 256ths
-CLASS_MEANS = np.append(2.0, CLASS_EDGES * 1.1) / 256
 
 
-class CodeModel:
-    """What encoder and decoder both know, before each row, of an array of codes in [-peak, peak]."""
-
-    def __init__(self, columns: int, peak: int, mean_256ths: int, prior_rows: int) -> None:
-        self.symbols, self.rows, self.prior_rows, self.next_tables = 2 * peak + 1, 0, prior_rows, 0
-        tails = 1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * CLASS_MEANS * CLASS_MEANS + 1.5)[:, None]
-        self.counts = np.floor(64.0 / (tails * tails * tails * tails)).astype(np.int64)
-        self.sums_256ths = np.full(columns, mean_256ths * prior_rows, np.int64)
-
-    def next_row(self) -> tuple[np.ndarray, bool]:
-        """Where each column's table begins in `frequencies` and `starts`; whether the tables have changed."""
-        changed = self.rows >= self.next_tables
-        if changed:
-            self.next_tables = self.rows + 1 + self.rows // 16
-            totals = np.maximum(self.counts.sum(1, keepdims=True), 1)
-            frequencies = 1 + self.counts * (TABLE_SIZE - self.symbols) // totals
-            frequencies[range(len(CLASS_MEANS)), self.counts.argmax(1)] += TABLE_SIZE - frequencies.sum(1)
-            self.frequencies = frequencies.ravel()
-            self.starts = (np.cumsum(frequencies, 1) - frequencies).ravel()
-        means_256ths = self.sums_256ths // (self.prior_rows + self.rows)
-        return np.searchsorted(CLASS_EDGES, means_256ths, side="right") * self.symbols, changed
-
-    def learn(self, tables: np.ndarray, symbols: np.ndarray) -> None:
-        """Take in the row just coded; symbols are codes + peak."""
-        self.counts += np.bincount(tables + symbols, minlength=self.counts.size).reshape(self.counts.shape)
-        self.sums_256ths += np.abs(symbols - self.symbols // 2) << 8
-        self.rows += 1
+def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Parts of an array of symbols (integers + peak), to be read or written before the next; where the tables
+    of their columns begin; frequencies and first slots of all symbols, table after table."""
+    means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
+    bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
+    counts, size = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64), 2 * peak + 1
+    sums_256ths, renewal = np.full(array.shape[1], 2 * 256 * peak // 6), 0
+    for row, symbols in enumerate(array):
+        if row >= renewal:
+            renewal = row + 1 + row // 16
+            frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
+            frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
+            frequencies = frequencies.ravel()
+            starts = frequencies.cumsum() - frequencies
+        tables = size * np.searchsorted(CLASS_EDGES, sums_256ths // (2 + row), side="right")
+        for left in range(0, len(symbols), lanes):
+            yield symbols[left : left + lanes], tables[left : left + lanes], frequencies, starts
+        counts += np.bincount(tables + symbols, minlength=counts.size).reshape(counts.shape)
+        sums_256ths += np.abs(symbols - peak) << 8
 
 
-def code_statistics(array: np.ndarray) -> tuple[int, int, int]:
-    """Peak and mean (256ths) of |code|, and how many rows that mean counts for in a column's own mean: the
-    variance inside columns over that between them, so few where columns differ, many where they do not."""
-    magnitudes = np.abs(array.astype(np.int64))
-    size, total, squares = max(array.size, 1), int(magnitudes.sum()), int(np.square(magnitudes).sum())
-    inside = squares * size - total * total
-    between = int(np.square(magnitudes.sum(0)).sum()) * array.shape[1] - total * total
-    prior_rows = inside * array.shape[0] / max(between * array.shape[0] - inside, 1)
-    return int(magnitudes.max(initial=0)), total * 256 // size, int(min(max(prior_rows, 1), 65_535))
-
-
-def lane_count(symbols: int) -> int:
-    """rANS states that run side by side: more are faster, and each costs four bytes."""
-    return 1 << min(max((symbols >> 14).bit_length(), 4), 10)
+def first_states(symbols: int) -> np.ndarray:
+    """States of rANS lanes that run side by side: more are faster, and each costs four bytes."""
+    return np.full(min(16 + symbols // 16_384, 1024), 1 << 16)
 
 
 def encode(arrays: list[np.ndarray]) -> bytes:
     """Bytes of integer arrays (rows, columns) with values in [-127, 127]."""
-    heads, rows, words = [], [], []
-    for array in arrays:
-        heads.append(code_statistics(array))
-        model = CodeModel(array.shape[1], *heads[-1])
-        for codes in array:
-            tables, _ = model.next_row()
-            used = tables + codes + heads[-1][0]
-            rows.append((model.frequencies[used].astype(np.uint16), model.starts[used].astype(np.uint16)))
-            model.learn(tables, used - tables)
-    lanes = lane_count(sum(array.size for array in arrays))
-    states = np.full(lanes, 1 << STATE_BITS, np.int64)
-    for row_frequencies, row_starts in reversed(rows):
-        for left in reversed(range(0, len(row_starts), lanes)):
-            frequencies = row_frequencies[left : left + lanes].astype(np.int64)
-            state = states[: len(frequencies)]
-            full = state >= frequencies << (STATE_BITS + WORD_BITS - PROBABILITY_BITS)
-            words.append(state[full].astype("<u2").tobytes())
-            quotients, rests = np.divmod(np.where(full, state >> WORD_BITS, state), frequencies)
-            state[:] = (quotients << PROBABILITY_BITS) + rests + row_starts[left : left + lanes]
-    final = states.astype("<i8").view(np.uint8).reshape(lanes, 8)[:, :STATE_BYTES].tobytes()
-    return b"".join([*(CODE_HEAD.pack(*head) for head in heads), final, *reversed(words)])
+    states = first_states(sum(array.size for array in arrays))
+    peaks = bytes(int(np.abs(array).max(initial=0)) for array in arrays)
+    parts, words = [], []
+    for array, peak in zip(arrays, peaks, strict=True):
+        array = array.astype(np.int64) + peak
+        for symbols, tables, frequencies, starts in code_rows(array, peak, len(states)):
+            chosen = tables + symbols
+            parts.append((frequencies[chosen].astype(np.uint16), (starts[chosen] % SLOTS).astype(np.uint16)))
+    for frequencies, starts in reversed(parts):
+        state = states[: len(starts)]
+        full = state >> 17 >= frequencies
+        words.append(state[full].astype("<u2").tobytes())
+        quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
+        state[:] = quotients * SLOTS + rests + starts
+    return b"".join([peaks, states.astype("<u4").tobytes(), *reversed(words)])
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Inverse of `encode`. ArtifactError where the data end early, late, or in the wrong state."""
-    lanes, head = lane_count(sum(math.prod(shape) for shape in shapes)), CODE_HEAD.size * len(shapes)
-    body = data[head + lanes * STATE_BYTES :]
-    if len(data) < head + lanes * STATE_BYTES or len(body) % 2:
-        raise ArtifactError(f"{len(data)} bytes are not {lanes} lane states and whole words")
-    state_bytes = np.zeros((lanes, 8), np.uint8)
-    state_bytes[:, :STATE_BYTES] = np.frombuffer(data, np.uint8, lanes * STATE_BYTES, head).reshape(lanes, -1)
-    states = state_bytes.view("<i8").ravel().astype(np.int64)
-    words, used, arrays = np.frombuffer(body, "<u2").astype(np.int64), 0, []
-    for (rows, columns), statistics in zip(shapes, CODE_HEAD.iter_unpack(data[:head]), strict=True):
-        peak, mean_256ths, prior_rows = statistics
-        if peak > 127 or mean_256ths > peak << 8 or not prior_rows:
-            raise ArtifactError(f"codes up to {peak}, mean {mean_256ths}/256, prior {prior_rows}: impossible")
-        model, array = CodeModel(columns, *statistics), np.empty((rows, columns), np.int64)
-        for row in array:
-            tables, changed = model.next_row()
-            if changed:
-                every = np.tile(np.arange(model.symbols, dtype=np.uint8), len(CLASS_MEANS))
-                lookup = every.repeat(model.frequencies)
-            used = decode_row(row, model, tables, lookup, states, words, used)
-            model.learn(tables, row)
+    """Inverse of `encode`. ValueError where the data end early, late, or in the wrong state."""
+    final, arrays, used = first_states(sum(map(math.prod, shapes))), [], 0
+    states = np.frombuffer(data, "<u4", len(final), len(shapes)).astype(np.int64)
+    words = np.frombuffer(data[len(shapes) + 4 * len(states) :], "<u2").astype(np.int64)
+    for shape, peak in zip(shapes, data, strict=False):
+        array = np.empty(shape, np.int64)
+        for symbols, tables, frequencies, starts in code_rows(array, peak, len(states)):
+            state = states[: len(symbols)]
+            slots = starts[tables] + state % SLOTS
+            chosen = starts.searchsorted(slots, side="right") - 1
+            symbols[:] = chosen - tables
+            state[:] = frequencies[chosen] * (state // SLOTS) + slots - starts[chosen]
+            low = np.flatnonzero(state < 1 << 16)
+            state[low] = (state[low] << 16) + words[used : used + len(low)]
+            used += len(low)
         arrays.append((array - peak).astype(np.int8))
-    if used != len(words) or (states != 1 << STATE_BITS).any():
-        raise ArtifactError("the words do not end where the arrays end")
+    if used != len(words) or (states != final).any():
+        raise ValueError("the words do not end where the arrays end")
     return arrays
 
 
-def decode_row(
-    row: np.ndarray, model: CodeModel, tables: np.ndarray, lookup: np.ndarray, states: np.ndarray,
-    words: np.ndarray, used: int,
-) -> int:  # fmt: skip
-    """Write the next row's symbols into `row`, advance the lane states, and return the words used so far."""
-    slots, lanes = tables // model.symbols << PROBABILITY_BITS, len(states)
-    for left in range(0, len(row), lanes):
-        state = states[: min(lanes, len(row) - left)]
-        slot = state & (TABLE_SIZE - 1)
-        row[left : left + lanes] = symbols = lookup[slots[left : left + lanes] + slot]
-        entries = tables[left : left + lanes] + symbols
-        state[:] = model.frequencies[entries] * (state >> PROBABILITY_BITS) + slot
-        state -= model.starts[entries]
-        low = np.flatnonzero(state < 1 << STATE_BITS)
-        if used + len(low) > len(words):
-            raise ArtifactError(f"the {len(words)} words end early")
-        state[low] = state[low] << WORD_BITS | words[used : used + len(low)]
-        used += len(low)
-    return used
+MULTIPLIERS = [2 ** (n / 8192) for n in range(-7 * 8192, 12 * 8192)]  # of the configured steps
+TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest steps RATE_CONTROL={:d} "
+             "allows: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
 
 
-def matrix_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, int, int]]]:
-    """Role and (N, R, C) of what is quantized: the matrices, and any table of more than 65,536 entries."""
-    chosen = {}
-    for name, shape in shapes.items():
-        if name in MATRIX_ROLES or (len(shape) > 1 and math.prod(shape) > 65_536):
-            chosen[name] = MATRIX_ROLES.get(name, "embed"), (math.prod(shape[:-2]), shape[-2], shape[-1])
-    return chosen
+def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
+    """Step of a bank's codes in spreads of a row, and the largest code, which reaches the configured clip.
+    The configured step is multiplied, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
+    if name not in MATRIX_ROLES:
+        return 1 / 120, 127
+    clip = getattr(config, f"{MATRIX_ROLES[name]}_clip_sigmas")
+    bits = config.embed_bits if MATRIX_ROLES[name] == "embed" else config.matrix_bits
+    configured = clip / (2 ** (bits - 1) - 1)
+    step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
+    return step, round(clip / step)
 
 
-class SizeModel:
-    """Bytes of the file for one multiplier on every role's quantization step, before anything is quantized.
-
-    It is the entropy of a sample of |weight| / row deviation, rounded: for Gaussian rows the closed form
-    2.05 - log2(step) bits. GPTQ and the coder move it by a factor that each pass measures (`correction`).
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], config: Config, gaussian: bool = False) -> None:
-        """Of these weights or, before training, of Gaussian ones in their shapes."""
-        chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
-        self.entries = dict.fromkeys((role for role, _ in chosen.values()), 0)
-        samples: dict[str, list[Tensor]] = {role: [] for role in self.entries}
-        self.correction, self.fixed_bytes = 1.0, 512 + sum(p.numel() for p in parameters.values())
-        for role, shape in chosen.values():
-            self.entries[role] += math.prod(shape)
-            self.fixed_bytes += int(shape[0] * shape[1] * (0.6 - shape[2]))  # a byte per control value
-        for name, (role, shape) in chosen.items():
-            rows_NRC = parameters[name].detach().view(shape)[:, :: (self.entries[role] >> 20) + 1]
-            if gaussian:
-                rows_NRC = torch.special.ndtri((torch.arange(1 << 16) + 0.5) / (1 << 16)).view(1, 1, -1)
-            deviation_NR1 = rows_NRC.std(dim=2, keepdim=True).clamp(min=1e-12)
-            samples[role].append((rows_NRC / deviation_NR1).abs().flatten().cpu())
-        self.deviates = {role: torch.cat(parts).numpy() for role, parts in samples.items()}
-        self.clips: dict[str, float] = {role: getattr(config, f"{role}_clip_sigmas") for role in samples}
-        self.bits = {role: config.embed_bits if role == "embed" else config.matrix_bits for role in samples}
-        self.finest = min(2 ** (bits - 1) - 1 for bits in self.bits.values()) / 127
-        self.coarsest = max(2 ** self.bits[role] / self.clips[role] for role in samples)
-
-    def step(self, role: str, multiplier: float) -> float:
-        """Step in row deviations, from 8 bits at the configured clip to 2.0, where 2 bits are enough."""
-        step = multiplier * self.clips[role] / (2 ** (self.bits[role] - 1) - 1)
-        return min(max(step, self.clips[role] / 127), 2.0)
-
-    def fewest_bits(self, role: str, multiplier: float) -> int:
-        """Fewest of 2 to 8 bits whose clipping adds below 0.1 % to the rounding error; at the limit 2."""
-        deviates, step = self.deviates[role], self.step(role, multiplier)
-        codes, errors = np.rint(deviates / step), []
-        for bits in range(8, 1, -1):
-            errors.append(float(np.square(deviates - step * np.minimum(codes, 2 ** (bits - 1) - 1)).sum()))
-        return 2 if multiplier == self.coarsest else 9 - sum(error <= 1.001 * errors[0] for error in errors)
-
-    def bytes(self, multiplier: float) -> float:
-        """Expected bytes of the file."""
-        code_bits = 0.0
-        for role, deviates in self.deviates.items():
-            codes = np.minimum(np.rint(deviates / self.step(role, multiplier)), 127).astype(np.int64)
-            shares = np.bincount(codes) / codes.size
-            signs, shares = 1 - shares[0], shares[shares > 0]
-            code_bits += self.entries[role] * (signs - (shares * np.log2(shares)).sum())
-        return self.fixed_bytes + self.correction * code_bits / 8
-
-    def solve(self, target_bytes: float) -> float:
-        """The multiplier, within its limits, whose file comes nearest to `target_bytes` from below."""
-        low, high = self.finest, self.coarsest
-        if self.bytes(low) <= target_bytes:
-            return low
-        for _ in range(30):
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if self.bytes(middle) <= target_bytes else (middle, high)
-        return high
+def expected_bytes(config: Config, multiplier: float) -> float:
+    """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
+    total = 1000.0
+    for name, shape in parameter_shapes(config).items():
+        step, _ = step_of(name, config, multiplier)
+        total += math.prod(shape) * math.log2(1 + 2 * math.pi * math.e / step**2) / 16
+    return total
 
 
 def estimate_artifact_bytes(model: nn.Module, config: Config, code_bytes: int = 0) -> tuple[int, int]:
-    """Fewest and most bytes (2 and 8 bits) of such a model; ArtifactError if the fewest are too many."""
-    size = SizeModel(dict(model.named_parameters()), config, gaussian=True)
-    low, high = int(size.bytes(size.coarsest)), int(size.bytes(size.finest))
-    check_fit(low - (config.artifact_bytes_max - code_bytes), "even at 2 bits")
-    return low, high
-
-
-def check_fit(excess_bytes: int, how: str) -> None:
-    """Raise ArtifactError when there are too many bytes."""
-    if excess_bytes > 0:
-        raise ArtifactError(
-            f"code and artifact are {excess_bytes} bytes above ARTIFACT_BYTES_MAX, {how}: "
-            "lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit"
-        )
-
-
-def blend(coarse: Codes, fine: Codes, share: float) -> Codes:
-    """A share of the rows from `fine`, the rest from `coarse`: to GPTQ rows are independent."""
-    left, mixed = round(share * sum(index.size for _, index in fine.values())), {}
-    for name, (codes, index) in fine.items():
-        take, (other_codes, other) = (np.arange(index.size) < left).reshape(index.shape), coarse[name]
-        mixed[name] = np.where(take[:, :, None], codes, other_codes), np.where(take, index, other)
-        left -= index.size
-    return mixed
+    """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
+    most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
+    excess = fewest + code_bytes - config.artifact_bytes_max
+    if excess > 0:
+        raise ArtifactError(TOO_LARGE.format(excess, True))
+    return fewest, most
 
 
 def fill_budget(
-    size: SizeModel,
-    quantize: Callable[[float], Codes],
-    assemble: Callable[[Codes], bytes],
-    budget: int,
-    slack: float,
-) -> tuple[bytes, Codes, list[float]]:
-    """The file that ends at most `slack` bytes under the budget, its codes, and the multipliers tried.
+    banks: Mapping[str, Bank], config: Config, budget: int, assemble: Callable[[list[np.ndarray]], bytes]
+) -> tuple[bytes, str]:
+    """The file that ends at most 0.05 % of ARTIFACT_BYTES_MAX under its budget, and how it came about.
 
-    Three passes, more only while none fits. The size model chooses the first and aims the others; where none
-    ends in the slack, some rows of a pass above the budget fill up a pass below it.
+    Three passes, more only while none fits: each corrects the expectation and aims beyond the budget, on the
+    side not seen yet. Then rows of the finer pass replace the coarser's: to GPTQ rows are independent.
     """
-    tried: list[float] = []
-    below: tuple[bytes, Codes] | None = None
-    above: tuple[bytes, Codes] | None = None
-    multiplier = size.solve(budget - slack / 2)
-    while multiplier not in tried and not (below and (above or len(tried) == 3)):
-        codes = quantize(multiplier)
-        data = assemble(codes)
-        tried.append(multiplier)
-        below, above = ((data, codes), above) if len(data) <= budget else (below, (data, codes))
-        if budget - slack < len(data) <= budget:
+    multipliers = MULTIPLIERS if config.rate_control else [1.0]
+    enough = budget - 5e-4 * config.artifact_bytes_max
+    fits, over, best = list[np.ndarray](), list[np.ndarray](), b""
+    share, part, aim, ratio = 0.0, 0.5, (budget + enough) / 2, 1.0
+    for passes in itertools.count(1):
+        index = bisect.bisect_left(multipliers[:-1], -aim / ratio, key=lambda m: -expected_bytes(config, m))
+        m = multipliers[index]
+        arrays = [array for name, bank in banks.items() for array in gptq(bank, *step_of(name, config, m))]
+        data = assemble(arrays)
+        ratio = len(data) / expected_bytes(config, m)
+        if len(data) > budget and m == multipliers[-1]:
+            raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
+        fits, over, best = (arrays, over, data) if len(data) <= budget else (fits, arrays, best)
+        if len(best) > enough or (fits and (over or passes > 2 or not index)):
             break
-        missed = len(data) - size.bytes(multiplier)
-        size.correction *= 1 + missed / (size.bytes(multiplier) - size.fixed_bytes)
-        margin = -slack / 2 if len(tried) == 1 else 2 * (slack + abs(missed)) * (1 if below else -1)
-        multiplier = size.solve(budget + margin)
-    if below is None:
-        check_fit(len(data) - budget, "even at 2 bits")
-    assert below is not None
-    coarse, fine, low, high = below, above, (0.0, len(below[0])), (1.0, len(above[0]) if above else 0)
-    while fine and len(below[0]) <= budget - slack and high[0] - low[0] > 1e-6:
-        share = low[0] + (high[0] - low[0]) * (budget - slack / 2 - low[1]) / (high[1] - low[1])
-        codes = blend(coarse[1], fine[1], share)
-        data = assemble(codes)
-        if len(data) <= budget:
-            below, low = (data, codes), (share, len(data))
-        else:
-            high = (share, len(data))
-    return *below, tried
+        aim = budget * (1 + (0.01 if fits else -0.01) * passes)
+    while over and len(best) <= enough and part > 1e-6:
+        cuts = [round((share + part) * len(rows)) for rows in fits]
+        data = assemble([np.concatenate([f[:n], c[n:]]) for f, c, n in zip(over, fits, cuts, strict=True)])
+        share, best, part = (share + part, data, part / 2) if len(data) <= budget else (share, best, part / 2)
+    short = " unused: 8 bits cannot fill it" if config.rate_control and len(best) <= enough else ""
+    return best, f"step_multiplier:{m:.4f} passes:{passes}{short}"
+
+
+MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # bytes of config, CRC-32 of config and weights
 
 
 def write_artifact(
-    model: nn.Module,
-    config: Config,
-    hessians: Mapping[tuple[str, int], Tensor],
-    path: Path,
-    code_bytes: int,
-    tokenizer_sha256: str,
+    model: nn.Module, config: Config, hessians: Hessians, path: Path, code_bytes: int, tokenizer_sha256: str,
     log: Callable[[str], None],
-) -> None:
-    """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX; rank 0 alone calls it.
+) -> None:  # fmt: skip
+    """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX, with RATE_CONTROL=0 as
+    bits and clips are given; rank 0 alone calls it. ArtifactError, and no file, when it does not fit."""
+    banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
+    budget = config.artifact_bytes_max - code_bytes
 
-    RATE_CONTROL=0 takes bits and clips as given. ArtifactError, and no file, when it does not fit.
-    """
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, parameter in parameters.items():
-        if not parameter.isfinite().all():
-            raise ArtifactError(f"{name} holds non-finite weights: nothing written; resume from a checkpoint")
-    size = SizeModel(parameters, config)
-    chosen = matrix_shapes({name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    factors = {name: bank_factor(name, shape[0], hessians, config) for name, (_, shape) in chosen.items()}
-    small = [parameter.flatten().cpu() for name, parameter in parameters.items() if name not in chosen]
-    control = pack_control(torch.cat([torch.zeros(0), *small]).numpy())
-
-    def quantize(multiplier: float) -> Codes:
-        codes = {}
-        for name, (role, shape) in chosen.items():
-            bits, clip_sigmas = size.bits[role], size.clips[role]
-            if config.rate_control:
-                bits = size.fewest_bits(role, multiplier)
-                clip_sigmas = size.step(role, multiplier) * (2 ** (bits - 1) - 1)
-            codes_NRC, scales_NR = gptq(parameters[name].view(shape), factors[name], bits, clip_sigmas)
-            codes[name] = codes_NRC.cpu().numpy(), (scales_NR.view(torch.int16) >> SCALE_SHIFT).cpu().numpy()
-        return codes
-
-    def assemble(codes: Codes) -> bytes:
-        bits, _ = describe_codes(codes, chosen)
+    def assemble(arrays: list[np.ndarray]) -> bytes:
+        peaks = {name: int(abs(codes).max()) for name, codes in zip(banks, arrays[::2], strict=True)}
+        bits = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
         header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
-        sections = zlib.compress(json.dumps(header).encode(), 9), control, *pack_codes(codes)
-        return pack_container(dict(zip(SECTIONS, sections, strict=True)))
+        about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
+        return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
-    budget, slack = config.artifact_bytes_max - code_bytes, config.artifact_bytes_max * 5e-4
-    if config.rate_control:
-        data, codes, tried = fill_budget(size, quantize, assemble, budget, slack)
-    else:
-        codes, tried = quantize(1.0), [1.0]
-        data = assemble(codes)
-        check_fit(len(data) - budget, "with RATE_CONTROL=0")
+    data, how = fill_budget(banks, config, budget, assemble)
     write_atomically(path, data)
-    bits, entropy_bytes = describe_codes(codes, chosen)
-    excess = len(read_container(path)["codes"]) / max(entropy_bytes, 1.0) - 1
-    unused = " unused: 8 bits cannot fill it" if config.rate_control and len(data) < budget - slack else ""
-    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{bits} step_multiplier:{tried[-1]:.4f} "
-        f"passes:{len(tried)} codes_over_entropy:{excess:.4%}{unused}")
-
-
-def describe_codes(
-    codes: Codes, chosen: Mapping[str, tuple[str, tuple[int, int, int]]]
-) -> tuple[dict[str, int], float]:
-    """Bits that hold the codes of each role, and the bytes of their zeroth-order entropies together."""
-    counts = {role: np.zeros(256, np.int64) for role, _ in chosen.values()}
-    for name, (role, _) in chosen.items():
-        counts[role] += np.bincount(codes[name][0].view(np.uint8).ravel() ^ 128, minlength=256)
-    peaks = {role: int(np.abs(np.flatnonzero(count) - 128).max(initial=1)) for role, count in counts.items()}
-    entropy_bits = -sum((n * np.log2(np.maximum(n, 1) / n.sum())).sum() for n in counts.values())
-    return {role: peak.bit_length() + 1 for role, peak in peaks.items()}, float(entropy_bits) / 8
-
-
-def bank_factor(
-    name: str, matrices: int, hessians: Mapping[tuple[str, int], Tensor], config: Config
-) -> Factor | None:
-    """Factor of a bank's Hessians; None with GPTQ=0, and for tables that are only looked up."""
-    looked_up = name not in HESSIAN_SITES or (name == "token_embedding_VD" and not config.tie_embeddings)
-    if looked_up or not config.gptq:
-        return None
-    sites, layers = HESSIAN_SITES[name], matrices // len(HESSIAN_SITES[name])
-    stacked_NCC = torch.stack([hessians[sites[index // layers], index % layers] for index in range(matrices)])
-    return hessian_factor(stacked_NCC, config.gptq_damping)
-
-
-MAGIC, VERSION, SECTIONS = b"\x89PGA\r\n\x1a\n", 1, ("config", "control", "scales", "codes")
-HEAD, ENTRY = struct.Struct("<8sHH"), struct.Struct("<8sQI")
-MAX_FILE_BYTES, MAX_ENTRIES = 1 << 30, 1 << 28
-
-
-def pack_container(sections: Mapping[str, bytes]) -> bytes:
-    """Magic, version, count; name, size and CRC-32 of each section; the sections."""
-    entries = [ENTRY.pack(name.encode(), len(data), zlib.crc32(data)) for name, data in sections.items()]
-    return b"".join([HEAD.pack(MAGIC, VERSION, len(entries)), *entries, *sections.values()])
-
-
-def read_container(path: Path) -> dict[str, bytes]:
-    """Sections of an artifact, checksums verified. ArtifactError names file, section and reason."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error})") from error
-    offset = HEAD.size + len(SECTIONS) * ENTRY.size
-    if data[: len(MAGIC)] != MAGIC or not offset <= len(data) <= MAX_FILE_BYTES:
-        raise ArtifactError(f"{path}: header: {len(data)} bytes, not an artifact; expected a run's model.bin")
-    _, version, count = HEAD.unpack_from(data)
-    if version != VERSION or count != len(SECTIONS):
-        raise ArtifactError(f"{path}: header: version {version}; this program reads version {VERSION}")
-    sections = {}
-    for index, expected in enumerate(SECTIONS):
-        name, size, checksum = ENTRY.unpack_from(data, HEAD.size + index * ENTRY.size)
-        section = data[offset : offset + size]
-        intact = len(section) == size and zlib.crc32(section) == checksum
-        if not intact or name.rstrip(b"\0") != expected.encode():
-            raise ArtifactError(f"{path}: section {expected}: truncated or damaged; copy the file again")
-        sections[expected], offset = section, offset + size
-    if offset != len(data):
-        raise ArtifactError(f"{path}: {len(data) - offset} bytes after section codes; copy the file again")
-    return sections
-
-
-def pack_control(values_N: np.ndarray) -> bytes:
-    """Section `control`: fp16 with 5 mantissa bits; the upper 7 and the lower 4 bits as rows of 64 codes."""
-    patterns_N = np.clip(values_N, -6e4, 6e4).astype(np.float16).view(np.uint16).astype(np.int64) + 16
-    patterns = np.pad(patterns_N, (0, -len(patterns_N) % 64)).reshape(-1, 64)
-    return encode([(patterns >> 9) - 30, (patterns >> 5) % 16 - 8])
-
-
-def unpack_control(data: bytes, count: int) -> Tensor:
-    """Inverse of `pack_control` (count,) fp32."""
-    high, low = (plane.astype(np.int64) for plane in decode(data, [(-(-count // 64), 64)] * 2))
-    patterns = ((high + 30 << 9) + (low + 8 << 5)).ravel()[:count]
-    values_N = patterns.astype(np.uint16).view(np.float16).astype(np.float32)
-    if (patterns >> 16).any() or not np.isfinite(values_N).all():
-        raise ArtifactError("a value is not finite")
-    return torch.from_numpy(values_N)
-
-
-def pack_codes(codes: Codes) -> tuple[bytes, bytes]:
-    """Sections `scales` and `codes`."""
-    centers, scales, arrays = [], [], []
-    for codes_NRC, index_NR in codes.values():
-        centers.append(scale_center(index_NR))
-        scales.append((index_NR - centers[-1]).reshape(-1, math.gcd(index_NR.size, 64)))
-        arrays.append(codes_NRC.transpose(1, 0, 2).reshape(codes_NRC.shape[1], -1))
-    return struct.pack(f"<{len(centers)}h", *centers) + encode(scales), encode(arrays)
-
-
-def unpack_codes(scales: bytes, codes: bytes, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
-    """Weights (N, R, C) fp32 of each bank."""
-    if len(scales) < 2 * len(shapes):
-        raise ArtifactError("the scales end early")
-    centers = struct.unpack_from(f"<{len(shapes)}h", scales)
-    widths = [math.gcd(n * r, 64) for n, r, _ in shapes]
-    scale_shapes = [(n * r // width, width) for (n, r, _), width in zip(shapes, widths, strict=True)]
-    indices = decode(scales[2 * len(shapes) :], scale_shapes)
-    arrays, weights = decode(codes, [(r, n * c) for n, r, c in shapes]), []
-    for (n, r, c), index, center, array in zip(shapes, indices, centers, arrays, strict=True):
-        patterns = (index.astype(np.int64) + center) << SCALE_SHIFT
-        if ((patterns <= 0) | (patterns >= 0x7C00)).any():
-            raise ArtifactError("a row's scale is not a positive finite number")
-        scale_NR1 = torch.from_numpy(patterns.astype(np.uint16).view(np.float16).reshape(n, r, 1)).float()
-        codes_NRC = torch.from_numpy(array.reshape(r, n, c).transpose(1, 0, 2).astype(np.float32))
-        weights.append(codes_NRC * scale_NR1)
-    return weights
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """What the file says of itself: `config` (the model's settings), `tokenizer_sha256`, `bits` per role."""
-    try:
-        header = json.loads(zlib.decompressobj().decompress(read_container(path)["config"], 1 << 16))
-        settings, bits = header["config"], header["bits"]
-        if set(settings) != set(Config().model_env()) or "attn" not in bits:
-            raise ValueError("fields are missing or unknown")
-        if not {*map(type, settings.values())} == {str} or not {*bits.values()} <= {*range(2, 9)}:
-            raise ValueError("a field holds a value of the wrong kind")
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, zlib.error) as error:
-        raise ArtifactError(f"{path}: section config: {error}") from error
-    return header
+    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
 
 
 def describe_artifact(path: Path) -> dict[str, Any]:
-    """Bytes, sha256, bytes of each section, bits per role and label of a file: `int6` where the widest codes
-    of block matrices take six bits. Raises ArtifactError."""
-    sections, bits = read_container(path), read_header(path)["bits"]
-    return {
-        "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "sections": {name: len(section) for name, section in sections.items()}, "bits": bits,
-        "label": f"int{max(width for role, width in bits.items() if role != 'embed')}",
-    }  # fmt: skip
-
-
-def load_artifact(path: Path, settings: Mapping[str, str] | None = None) -> tuple[GPT, Config]:
-    """Model on the CPU and config of a file; nothing is executed, memory stays in proportion to the file.
-
-    `settings`, named as in the environment, supply what is not the model's own. ArtifactError, and nothing
-    else, whatever the bytes.
-    """
-    stored, sections, section = read_header(path)["config"], read_container(path), "config"
+    """What a file says of itself, checksums verified: config (the model's settings), tokenizer_sha256, bits
+    of each bank, label (int6: the widest block matrices), bytes. ArtifactError names section and reason."""
+    section = "head"
     try:
-        if settings is None:  # what else a config must hold, in agreement with any model
-            settings = {"EVAL_STRIDE": "0", "TTT_ENABLED": "0"}
-            settings |= dict.fromkeys(("TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"), stored["TRAIN_SEQ_LEN"])
-        config = Config.from_env({**settings, **stored})
+        with open(path, "rb") as file:
+            data = file.read(1 << 30)
+        magic, size, *checksums = HEAD.unpack_from(data)
+        if magic != MAGIC:
+            raise ValueError("not an artifact, or of another version; expected the model.bin of a run")
+        parts = {"config": data[HEAD.size : HEAD.size + size], "weights": data[HEAD.size + size :]}
+        for section, checksum in zip(parts, checksums, strict=True):
+            if zlib.crc32(parts[section]) != checksum:
+                raise ValueError("truncated or damaged; copy the file again")
+        section, header = "config", json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
+        if set(header["config"]) != set(Config().model_env()) or "tokenizer_sha256" not in header:
+            raise ValueError("fields are missing or unknown")
+        header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
+    except Exception as error:  # whatever the bytes are
+        raise ArtifactError(f"{path}: section {section}: {error}") from error
+    sizes = {name: len(part) for name, part in parts.items()}
+    return {**header, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "sections": sizes}
+
+
+def load_artifact(path: Path) -> tuple[GPT, Config]:
+    """Model on the CPU and config of a file; nothing is executed, memory stays in proportion to the file.
+    ArtifactError, and nothing else, whatever the bytes."""
+    about, section, tensors = describe_artifact(path), "config", {}
+    batch = dict.fromkeys(("TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"), about["config"]["TRAIN_SEQ_LEN"])
+    try:
+        config = Config.from_env({**about["config"], **batch, "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
         shapes = parameter_shapes(config)
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
-        if entries > min(MAX_ENTRIES, 1024 * sum(map(len, sections.values()))):
-            raise ArtifactError(f"{entries} weights and angles are more than such a file can hold")
-        chosen, section = matrix_shapes(shapes), "control"
-        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in chosen}
-        control = unpack_control(sections["control"], sum(sizes.values()))
-        section = "codes"
-        matrices = [shape for _, shape in chosen.values()]
-        weights = unpack_codes(sections["scales"], sections["codes"], matrices)
-        tensors = dict(zip(sizes, control.split(list(sizes.values())), strict=True))
-        tensors.update(zip(chosen, weights, strict=True))
-        model = build_model(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(tensors[name].view_as(parameter))
-    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        if entries > min(1 << 28, 1024 * about["bytes"]):
+            raise ValueError(f"{entries} weights and angles are more than such a file can hold")
+        section, banks = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()]
+        coded = path.read_bytes()[-about["sections"]["weights"] :]
+        arrays = decode(coded, [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
+        for name, (n, r, c), codes, exponents in zip(shapes, banks, arrays[::2], arrays[1::2], strict=True):
+            scales_RN1 = torch.exp2(torch.from_numpy(exponents)[:, :, None] / 8).half().float()
+            weights_RNC = torch.from_numpy(codes).view(r, n, c) * scales_RN1
+            tensors[name] = weights_RNC.transpose(0, 1).reshape(shapes[name])
+        model = GPT(config)
+        model.load_state_dict(tensors)
+    except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: section {section}: {error}") from error
     return model, config
 
@@ -2359,15 +2056,19 @@ exec(compile(s,n,"exec"))
 
 
 def shipped_code(source: bytes, mode: str) -> bytes:
-    """The script in the form that CODE_BYTES=`mode` ships and counts.
+    """The script in the form that CODE_BYTES=`mode` ships and counts; one already wrapped stays as it is.
 
-    `wrapped`: a script that unpacks the source and runs it under its own `__file__`, where `inspect` and
-    tracebacks still find it; one that is already wrapped stays as it is.
+    `wrapped`: a script that unpacks the program, without docstrings and comments, and runs it under its own
+    `__file__`, where `inspect` and tracebacks still find it.
     """
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
-    packed = lzma.compress(source, lzma.FORMAT_ALONE, filters=filters)
+    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
     return (WRAPPER % base64.b85encode(packed).decode()).encode()
 
 
@@ -2785,7 +2486,7 @@ def trained_before(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] |
 
 def with_stored_model(config: Config) -> Config:
     """The settings with those of the model in EVAL_ONLY. ConfigError where its tokenizer is another one."""
-    header, path = read_header(Path(config.eval_only)), find_path(config.tokenizer_path)
+    header, path = describe_artifact(Path(config.eval_only)), find_path(config.tokenizer_path)
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != header["tokenizer_sha256"]:
         raise ConfigError(f"TOKENIZER_PATH={path}: expected the tokenizer of {config.eval_only}, "
                           f"with sha256 {header['tokenizer_sha256']}")
