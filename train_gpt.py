@@ -335,8 +335,8 @@ def help_text() -> str:
     """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
     for f in dataclasses.fields(Config):
-        meaning, among = f.metadata["meaning"], " | ".join(f.metadata["among"])
-        lines.append(f"  {f.name.upper()}={f.default!s:<34} {meaning}{among and f' [{among}]'}")
+        setting, among = f"{f.name.upper()}={f.default}", " | ".join(f.metadata["among"])
+        lines.append(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}")
     return "\n".join(lines)
 
 
