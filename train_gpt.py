@@ -104,6 +104,7 @@ def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, a
 class Config:
     """All settings. A field's environment name is its name in upper case; the defaults are the 8-GPU run."""
 
+    # Up to LOGIT_SOFTCAP the model, kept by an artifact; up to MIN_LR its training, kept by a checkpoint.
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
     doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
     vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
@@ -134,6 +135,29 @@ class Config:
     tied_embed_init_std: float = knob(0.005, "initial standard deviation of the embedding", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
+    matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
+    scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
+    tied_embed_lr: float = knob(0.03, "AdamW, tied embedding", 0)
+    embed_lr: float = knob(0.6, "AdamW, untied embedding", 0)
+    head_lr: float = knob(0.008, "AdamW, untied head", 0)
+    muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
+    muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
+    muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
+    muon_momentum_warmup_steps: int = knob(0, "the same in steps; 0: use the fraction", 0)
+    muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
+    muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
+    muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
+    muon_wd: float = knob(0.095, "decoupled weight decay of matrices", 0)
+    embed_wd: float = knob(0.085, "decoupled weight decay of embeddings", 0)
+    adam_wd: float = knob(0.02, "decoupled weight decay of small tensors", 0)
+    beta1: float = knob(0.9, "AdamW", 0, 0.9999)
+    beta2: float = knob(0.99, "AdamW", 0, 0.99999)
+    adam_eps: float = knob(1e-8, "AdamW", 0)
+    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
+    ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
+    warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
+    warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
+    min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
     data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
@@ -178,29 +202,6 @@ class Config:
     generate_tokens: int = knob(200, "tokens to write", 1, 1 << 20)
     generate_temperature: float = knob(0.8, "0: always the likeliest token", 0)
     generate_top_k: int = knob(40, "choose among this many; 0: all", 0)
-    matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
-    scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
-    tied_embed_lr: float = knob(0.03, "AdamW, tied embedding", 0)
-    embed_lr: float = knob(0.6, "AdamW, untied embedding", 0)
-    head_lr: float = knob(0.008, "AdamW, untied head", 0)
-    muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
-    muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
-    muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
-    muon_momentum_warmup_steps: int = knob(0, "the same in steps; 0: use the fraction", 0)
-    muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
-    muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
-    muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
-    muon_wd: float = knob(0.095, "decoupled weight decay of matrices", 0)
-    embed_wd: float = knob(0.085, "decoupled weight decay of embeddings", 0)
-    adam_wd: float = knob(0.02, "decoupled weight decay of small tensors", 0)
-    beta1: float = knob(0.9, "AdamW", 0, 0.9999)
-    beta2: float = knob(0.99, "AdamW", 0, 0.99999)
-    adam_eps: float = knob(1e-8, "AdamW", 0)
-    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
-    ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
-    warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
-    warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
-    min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
     artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
     code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
     rate_control: bool = knob(True, "search bits and clips that fill the budget; 0: take them as given")
@@ -306,6 +307,8 @@ def _cross_check(c: Config) -> None:
         ((c.rope_dims or c.head_dim) % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS ) even"),
         (c.rope_dims <= c.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
         (c.gate_window <= c.model_dim, "GATE_WINDOW <= MODEL_DIM"),
+        (c.xsa_last_n <= c.num_layers, "XSA_LAST_N <= NUM_LAYERS"),
+        (c.ttt_freeze_blocks <= c.num_layers, "TTT_FREEZE_BLOCKS <= NUM_LAYERS"),
         (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
         (not c.num_loops or c.loop_start <= c.loop_end < c.num_layers, "LOOP_START <= LOOP_END < NUM_LAYERS"),
         (c.eval_stride <= c.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN )"),
@@ -335,8 +338,8 @@ def help_text() -> str:
     """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
     for f in dataclasses.fields(Config):
-        meaning, among = f.metadata["meaning"], " | ".join(f.metadata["among"])
-        lines.append(f"  {f.name.upper()}={f.default!s:<34} {meaning}{among and f' [{among}]'}")
+        setting, among = f"{f.name.upper()}={f.default}", " | ".join(f.metadata["among"])
+        lines.append(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}")
     return "\n".join(lines)
 
 
