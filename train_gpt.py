@@ -661,7 +661,7 @@ def open_shard(path: Path) -> Shard:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
     if got != (expected := (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))):
-        raise DataError(f"{path}: magic, version and bytes are {got}, expected {expected}; fetch it again")
+        raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
     return Shard(path, tokens)
 
 

@@ -692,7 +692,7 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) ->
     "content,message",
     [
         (b"", "expected a token shard"),
-        (b"\1" * 1000, "magic, version and bytes are (16843009, 16843009, 1000), expected (20240520, 1, "),
+        (b"\1" * 1000, "magic, version and size are (16843009, 16843009, 1000), expected (20240520, 1, "),
         (header(20240520, 2, 8) + b"\0" * 16, "(20240520, 2, 1040), expected (20240520, 1, 1040)"),
         (header(20240520, 1, 8) + b"\0" * 15, "(20240520, 1, 1039), expected (20240520, 1, 1040)"),
         (header(20240520, 1, 0), "(20240520, 1, 1024), expected (20240520, 1, 1026)"),
