@@ -2413,8 +2413,8 @@ exec(compile(s,n,"exec"))
 
 
 def shipped_code(source: bytes, mode: str) -> bytes:
-    """The script in the form that CODE_BYTES=`mode` ships and counts. `wrapped`: it unpacks the program without
-    docstrings and comments, where `inspect` still finds it; one already wrapped stays as it is."""
+    """The script in the form that CODE_BYTES=`mode` ships and counts; wrapped, it unpacks the program without
+    docstrings and comments, where `inspect` still finds it. One already wrapped stays as it is."""
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     tree = ast.parse(source)
