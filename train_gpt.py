@@ -1783,11 +1783,9 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
         sums[site, layer] = sums.get((site, layer), 0.0) + x_NC.T @ x_NC
 
     model.observer = observe
-    try:
-        for batch in batches:
-            model(batch.inputs_BT, batch.cu_seqlens)
-    finally:
-        model.observer = None
+    for batch in batches:
+        model(batch.inputs_BT, batch.cu_seqlens)
+    model.observer = None
     for total in sums.values() if world_size > 1 else ():
         dist.all_reduce(total)
     return sums
@@ -1866,7 +1864,7 @@ def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.nda
 
 def first_states(symbols: int) -> np.ndarray:
     """States of rANS lanes that run side by side: more are faster, and each costs four bytes."""
-    return np.full(min(16 + symbols // 16_384, 1024), 1 << 16)
+    return np.full(min(16 + symbols // 16_384, 1024), 1 << 16, np.int64)
 
 
 def encode(arrays: list[np.ndarray]) -> bytes:
@@ -1911,8 +1909,8 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 MULTIPLIERS = [2 ** (n / 8192) for n in range(-7 * 8192, 12 * 8192)]  # of the configured steps
-TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest steps RATE_CONTROL={:d} "
-             "allows: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
+TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
+             "RATE_CONTROL={:d}: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
 
 
 def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
@@ -1950,7 +1948,7 @@ def fill_budget(
 ) -> tuple[bytes, str]:
     """The file that ends at most 0.05 % of ARTIFACT_BYTES_MAX under its budget, and how it came about.
 
-    Three passes, more only while none fits: each corrects the expectation and aims beyond the budget, on the
+    Three passes, more only while none fits. Each corrects the expectation, and aims beyond the budget on the
     side not seen yet. Then rows of the finer pass replace the coarser's: to GPTQ rows are independent.
     """
     multipliers = MULTIPLIERS if config.rate_control else [1.0]
@@ -1973,8 +1971,8 @@ def fill_budget(
         cuts = [round((share + part) * len(rows)) for rows in fits]
         data = assemble([np.concatenate([f[:n], c[n:]]) for f, c, n in zip(over, fits, cuts, strict=True)])
         share, best, part = (share + part, data, part / 2) if len(data) <= budget else (share, best, part / 2)
-    short = " unused: 8 bits cannot fill it" if config.rate_control and len(best) <= enough else ""
-    return best, f"step_multiplier:{m:.4f} passes:{passes}{short}"
+    unused = config.rate_control and not index and len(best) <= enough
+    return best, f"step_multiplier:{m:.4f} passes:{passes}{' unused: 8 bits cannot fill it' * unused}"
 
 
 MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # bytes of config, CRC-32 of config and weights
@@ -2015,7 +2013,8 @@ def describe_artifact(path: Path) -> dict[str, Any]:
         for section, checksum in zip(parts, checksums, strict=True):
             if zlib.crc32(parts[section]) != checksum:
                 raise ValueError("truncated or damaged; copy the file again")
-        section, header = "config", json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
+        section = "config"
+        header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
         if set(header["config"]) != set(Config().model_env()) or "tokenizer_sha256" not in header:
             raise ValueError("fields are missing or unknown")
         header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
@@ -2059,11 +2058,8 @@ exec(compile(s,n,"exec"))
 
 
 def shipped_code(source: bytes, mode: str) -> bytes:
-    """The script in the form that CODE_BYTES=`mode` ships and counts; one already wrapped stays as it is.
-
-    `wrapped`: a script that unpacks the program, without docstrings and comments, and runs it under its own
-    `__file__`, where `inspect` and tracebacks still find it.
-    """
+    """The script in the form that CODE_BYTES=`mode` ships and counts; wrapped, it unpacks the program without
+    docstrings and comments, where `inspect` still finds it. One already wrapped stays as it is."""
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     tree = ast.parse(source)
