@@ -2076,7 +2076,7 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # ============================================================================================================
 
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
-CHECKPOINT_FIXES = "TRAIN_SEQ_LEN DOC_MASK SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()
+CHECKPOINT_FIXES = "SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()  # with the model's
 
 
 def write_state(path: Path, state: Any) -> None:
@@ -2139,7 +2139,8 @@ def load_checkpoint(training: Training) -> None:
     else:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
     names, theirs = list(ours), state["config"]
-    for name in CHECKPOINT_FIXES + names[names.index("VOCAB_SIZE") : names.index("MIN_LR") + 1]:
+    names = names[names.index("MATRIX_LR") : names.index("MIN_LR") + 1]  # of optimizer and schedule
+    for name in (*CHECKPOINT_FIXES, *training.config.model_env(), *names):
         if theirs.get(name) != ours[name]:
             raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs.get(name)}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")

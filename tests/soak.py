@@ -129,7 +129,7 @@ def disturbed(
         ended = lives[-1].started.wait()
         if [*lab.folder.glob("runs/*/summary.json")]:
             return ended, lives
-        if ended.status not in (-signal.SIGKILL, 128 + signal.SIGTERM):
+        if ended.status not in (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM):
             raise AssertionError(f"ended by itself with status {ended.status}: {ended.out}{ended.err}")
 
 
