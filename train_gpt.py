@@ -104,7 +104,7 @@ def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, a
 class Config:
     """All settings. A field's environment name is its name in upper case; the defaults are the 8-GPU run."""
 
-    # Up to LOGIT_SOFTCAP the model, kept by an artifact; up to MIN_LR its training, kept by a checkpoint.
+    # --- the model: an artifact keeps these ---
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
     doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
     vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
@@ -135,6 +135,12 @@ class Config:
     tied_embed_init_std: float = knob(0.005, "initial standard deviation of the embedding", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
+    # --- its training: a checkpoint keeps these as well ---
+    seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
+    train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
+    shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
+    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
+    max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
     tied_embed_lr: float = knob(0.03, "AdamW, tied embedding", 0)
@@ -158,11 +164,33 @@ class Config:
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
+    # --- the artifact ---
+    artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
+    code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
+    rate_control: bool = knob(True, "search bits and clips that fill the budget; 0: take them as given")
+    matrix_bits: int = knob(6, "bits of block matrices; a start for the search", 2, 8)
+    embed_bits: int = knob(7, "bits of embeddings; a start for the search", 2, 8)
+    mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
+    attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
+    embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
+    gptq: bool = knob(True, "round with second-order information; 0: to nearest")
+    gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
+    gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
+    gptq_reserve_seconds: float = knob(0.0, "seconds of the clock for Hessians; 0: as measured", 0)
+    # --- its evaluation ---
+    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
+    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
+    ttt_enabled: bool = knob(True, "score with legal test-time training as well")
+    ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
+    ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
+    ttt_momentum: float = knob(0.9, "SGD", 0, 0.9999)
+    ttt_chunk_tokens: int = knob(32_768, "targets scored before the next update", 1)
+    ttt_batch_seqs: int = knob(32, "sequences of one SGD step, all ranks together", 1)
+    ttt_grad_clip: float = knob(1.0, "bound on the gradient norm; 0: none", 0)
+    # --- the data and their way to the device ---
     data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
-    train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
-    shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
     train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
@@ -171,11 +199,9 @@ class Config:
     val_bytecount_device: str = knob("cpu", "accepted; bytes are summed once, on the host", among="cpu cuda")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
     loader_timeout_seconds: float = knob(60.0, "seconds without data before the loader gives up", 0.1)
+    # --- the run ---
     run_id: str = knob("", "name of the run directory; empty: date, time and seed")
     runs_dir: str = knob("runs", "folder that holds the run directories")
-    seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
-    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
-    max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
     max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
     train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
@@ -202,27 +228,6 @@ class Config:
     generate_tokens: int = knob(200, "tokens to write", 1, 1 << 20)
     generate_temperature: float = knob(0.8, "0: always the likeliest token", 0)
     generate_top_k: int = knob(40, "choose among this many; 0: all", 0)
-    artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
-    code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
-    rate_control: bool = knob(True, "search bits and clips that fill the budget; 0: take them as given")
-    matrix_bits: int = knob(6, "bits of block matrices; a start for the search", 2, 8)
-    embed_bits: int = knob(7, "bits of embeddings; a start for the search", 2, 8)
-    mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
-    attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
-    embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
-    gptq: bool = knob(True, "round with second-order information; 0: to nearest")
-    gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
-    gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
-    gptq_reserve_seconds: float = knob(0.0, "seconds of the clock for Hessians; 0: as measured", 0)
-    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
-    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
-    ttt_enabled: bool = knob(True, "score with legal test-time training as well")
-    ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
-    ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
-    ttt_momentum: float = knob(0.9, "SGD", 0, 0.9999)
-    ttt_chunk_tokens: int = knob(32_768, "targets scored before the next update", 1)
-    ttt_batch_seqs: int = knob(32, "sequences of one SGD step, all ranks together", 1)
-    ttt_grad_clip: float = knob(1.0, "bound on the gradient norm; 0: none", 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -249,10 +254,14 @@ class Config:
         default = Config().as_env()
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
-    def model_env(self) -> dict[str, str]:
-        """The settings that decide what the weights mean: those up to LOGIT_SOFTCAP."""
+    def up_to(self, last: str) -> dict[str, str]:
+        """The settings down to and with `last`, which stand in the order of what they decide."""
         names = list(settings := self.as_env())
-        return {name: settings[name] for name in names[: names.index("LOGIT_SOFTCAP") + 1]}
+        return {name: settings[name] for name in names[: names.index(last) + 1]}
+
+    def model_env(self) -> dict[str, str]:
+        """The settings that decide what the weights mean."""
+        return self.up_to("LOGIT_SOFTCAP")
 
     eval_length = property(lambda self: self.eval_seq_len or self.train_seq_len)  # tokens of context
     head_dim = property(lambda self: self.model_dim // self.num_heads)  # channels of one head
@@ -308,7 +317,6 @@ def _cross_check(c: Config) -> None:
         (c.rope_dims <= c.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
         (c.gate_window <= c.model_dim, "GATE_WINDOW <= MODEL_DIM"),
         (c.xsa_last_n <= c.num_layers, "XSA_LAST_N <= NUM_LAYERS"),
-        (c.ttt_freeze_blocks <= c.num_layers, "TTT_FREEZE_BLOCKS <= NUM_LAYERS"),
         (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
         (not c.num_loops or c.loop_start <= c.loop_end < c.num_layers, "LOOP_START <= LOOP_END < NUM_LAYERS"),
         (c.eval_stride <= c.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN )"),
@@ -2076,7 +2084,6 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # ============================================================================================================
 
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
-CHECKPOINT_FIXES = "SEED TRAIN_BATCH_TOKENS ITERATIONS MAX_WALLCLOCK_SECONDS".split()  # with the model's
 
 
 def write_state(path: Path, state: Any) -> None:
@@ -2129,7 +2136,7 @@ def find_checkpoint(config: Config) -> Path:
 
 def load_checkpoint(training: Training) -> None:
     """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run, ours = training.run, training.config.as_env()
+    run, ours = training.run, training.config.up_to("MIN_LR")
     for path in map(run.path, CHECKPOINT_NAMES):
         try:
             training.saved, state = path, read_state(path)
@@ -2138,11 +2145,9 @@ def load_checkpoint(training: Training) -> None:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
     else:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
-    names, theirs = list(ours), state["config"]
-    names = names[names.index("MATRIX_LR") : names.index("MIN_LR") + 1]  # of optimizer and schedule
-    for name in (*CHECKPOINT_FIXES, *training.config.model_env(), *names):
-        if theirs.get(name) != ours[name]:
-            raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs.get(name)}; "
+    for name in ours:
+        if (theirs := state["config"].get(name)) != ours[name]:
+            raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
     training.load_state(state)
     run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
@@ -2532,9 +2537,7 @@ def preflight(config: Config, run: Run) -> Inputs:
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
     if config.attention != "auto":  # one that does not work is refused before anything is written
         choose_attention(config, run)
-    decide = [*CHECKPOINT_FIXES, "SHUFFLE", *hashes]
-    decide += [*mine][[*mine].index("VOCAB_SIZE") : [*mine].index("EVAL_SEQ_LEN")]
-    recipe = {name: mine[name] for name in decide}
+    recipe = {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}
     text = "".join(f"{name}={value}\n" for name, value in settings.items())
     files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text.encode()}
     return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
