@@ -1745,12 +1745,11 @@ class Progress:
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
-    scorers = {f"final_{weights}_roundtrip": score_roundtrip,
-               f"final_{weights}_sliding_window": score_sliding, "legal_ttt": score_ttt}  # fmt: skip
+    scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
     noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=config.ttt_chunk_tokens + 2)
     progress, scores = Progress(model, config, run, validation.tokens), dict[str, Score]()
-    for label, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
-        name = label.removeprefix(f"final_{weights}_")
+    for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
+        label = name if name == "legal_ttt" else f"final_{weights}_{name}"
         if compiling(config, run.device):
             with run.phase("eval_warmup"):  # on random tokens, over a chunk of them: an update is compiled
                 scorer(model, noise, config)
