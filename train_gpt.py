@@ -563,7 +563,7 @@ class Trace:
         block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
         return block
 
-    def step(self, step: int) -> None:
+    def step(self, step: float) -> None:
         """Tell the current step: it opens and closes the window, and what has gathered is written."""
         inside = self.path is not None and self.steps[0] <= step < self.steps[1]
         if inside != self.recording:
@@ -580,9 +580,8 @@ class Trace:
                     file.write(text.encode() + TRACE_TAIL)
 
     def close(self) -> None:
-        """Flush; what comes later is dropped."""
-        self.flush()
-        self.path, self.recording, self.window_ns = None, False, [math.inf, math.inf]
+        """Write what there is; what ends later is dropped."""
+        self.step(math.inf)
 
 
 class StepTimer:
@@ -765,10 +764,7 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
 
 
 def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
-    """Sum of the 64-bit hashes of the sequences at position `first`… of the stream, modulo 2**64.
-
-    Each is the sum of its 32-bit words times random words (a collision: 2**-33), mixed with its position.
-    """
+    """Sum modulo 2**64 of a hash of each sequence: words times random words, mixed with its position."""
     even_BT = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
     keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
     sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + last_B * keys[0]
