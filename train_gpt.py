@@ -2271,10 +2271,11 @@ TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coa
 def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
     """Step of a bank's codes in spreads of a row, and the largest code, which reaches the configured clip.
     The configured step is multiplied, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
-    if name not in MATRIX_ROLES:
+    role = MATRIX_ROLES.get(name)
+    if not role:
         return 1 / 120, 127
-    clip = getattr(config, f"{MATRIX_ROLES[name]}_clip_sigmas")
-    bits = config.embed_bits if MATRIX_ROLES[name] == "embed" else config.matrix_bits
+    clip = getattr(config, f"{role}_clip_sigmas")
+    bits = config.embed_bits if role == "embed" else config.matrix_bits
     configured = clip / (2 ** (bits - 1) - 1)
     step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
     return step, round(clip / step)
