@@ -2263,7 +2263,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-MULTIPLIERS = [2 ** (n / 8192) for n in range(-7 * 8192, 12 * 8192)]  # of the configured steps
+MULTIPLIERS = [2 ** (n / 2048) for n in range(-7 * 2048, 12 * 2048)]  # of the configured steps
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
 
@@ -2290,7 +2290,7 @@ def expected_bytes(config: Config, multiplier: float) -> float:
     return total
 
 
-def estimate_artifact_bytes(model: nn.Module, config: Config, code_bytes: int = 0) -> tuple[int, int]:
+def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
     most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
@@ -2922,9 +2922,7 @@ def preflight(config: Config, run: Run) -> Inputs:
     if micro_steps:  # its errors, before anything is written
         TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
     source = Path(__file__).read_bytes()
-    with torch.device("meta"):
-        shapes = GPT(config)
-    estimate = estimate_artifact_bytes(shapes, config, len(shipped_code(source, config.code_bytes)))
+    estimate = estimate_artifact_bytes(config, len(shipped_code(source, config.code_bytes)))
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
     read = {"code": source, "tokenizer": tokenizer.read_bytes(),
             "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip
