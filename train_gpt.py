@@ -1911,7 +1911,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-MULTIPLIERS = [2 ** (n / 8192) for n in range(-7 * 8192, 12 * 8192)]  # of the configured steps
+MULTIPLIERS = [2 ** (n / 2048) for n in range(-7 * 2048, 12 * 2048)]  # of the configured steps
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
 
@@ -1919,10 +1919,11 @@ TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coa
 def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
     """Step of a bank's codes in spreads of a row, and the largest code, which reaches the configured clip.
     The configured step is multiplied, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
-    if name not in MATRIX_ROLES:
+    role = MATRIX_ROLES.get(name)
+    if not role:
         return 1 / 120, 127
-    clip = getattr(config, f"{MATRIX_ROLES[name]}_clip_sigmas")
-    bits = config.embed_bits if MATRIX_ROLES[name] == "embed" else config.matrix_bits
+    clip = getattr(config, f"{role}_clip_sigmas")
+    bits = config.embed_bits if role == "embed" else config.matrix_bits
     configured = clip / (2 ** (bits - 1) - 1)
     step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
     return step, round(clip / step)
@@ -1937,7 +1938,7 @@ def expected_bytes(config: Config, multiplier: float) -> float:
     return total
 
 
-def estimate_artifact_bytes(model: nn.Module, config: Config, code_bytes: int = 0) -> tuple[int, int]:
+def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
     most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
@@ -2519,9 +2520,7 @@ def preflight(config: Config, run: Run) -> Inputs:
         TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
     source, settings = Path(__file__).read_bytes(), config.as_env()
     shipped = shipped_code(source, config.code_bytes)
-    with torch.device("meta"):
-        shapes = GPT(config)
-    estimate = estimate_artifact_bytes(shapes, config, len(shipped))
+    estimate = estimate_artifact_bytes(config, len(shipped))
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip

@@ -439,7 +439,7 @@ def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config,
 def test_a_model_too_large_is_refused_before_and_after_training(tmp_path: Path) -> None:
     config = Config.from_env(settings_of(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
     with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX at the coarsest step"):
-        train_gpt.estimate_artifact_bytes(train_gpt.build_model(config), config)
+        train_gpt.estimate_artifact_bytes(config)
     with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX at the coarsest step"):
         write(tmp_path / "model.bin", config)
     assert not list(tmp_path.iterdir())
@@ -447,9 +447,7 @@ def test_a_model_too_large_is_refused_before_and_after_training(tmp_path: Path) 
 
 def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
     env = settings_of(2, 64, 256)
-    low, high = train_gpt.estimate_artifact_bytes(
-        train_gpt.build_model(Config.from_env(env)), Config.from_env(env)
-    )
+    low, high = train_gpt.estimate_artifact_bytes(Config.from_env(env))
     _, report, _ = write(tmp_path / "model.bin", Config.from_env(env))
     assert low < report["bytes"] and abs(report["bytes"] / high - 1) < 0.05
     tight = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(int(1.3 * low))})

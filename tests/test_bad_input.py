@@ -154,7 +154,7 @@ def test_damaged_data(damage: Callable[[Path], None], named: list[str], lab: Lab
         ({"TOKENIZER_PATH": "/no/such.model"}, ["TOKENIZER_PATH=/no/such.model"]),
         ({"VOCAB_SIZE": 1024}, ["TOKENIZER_PATH", "VOCAB_SIZE=1024", "320"]),
         ({"TRAIN_BATCH_TOKENS": 224, "MICRO_BATCH_TOKENS": 64}, ["TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"]),
-        ({"ARTIFACT_BYTES_MAX": 70000, "CODE_BYTES": "wrapped"}, ["ARTIFACT_BYTES_MAX"]),
+        ({"ARTIFACT_BYTES_MAX": 20000, "CODE_BYTES": "wrapped"}, ["ARTIFACT_BYTES_MAX"]),
         ({"RUNS_DIR": "/dev/null/runs"}, ["RUNS_DIR", "/dev/null/runs"]),
         ({"RUNS_DIR": "/proc"}, ["RUNS_DIR", "/proc"]),
         ({"RUN_ID": "x" * 300}, ["RUN_ID"]),
