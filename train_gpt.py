@@ -1474,9 +1474,11 @@ class WeightAverage:
     def __init__(self, model: GPT, decay: float) -> None:
         self.live = [parameter.detach() for parameter in model.parameters()]
         self.average = [parameter.clone() for parameter in self.live] if decay else self.live
-        self.update = functools.partial(torch._foreach_lerp_, self.average, self.live, 1.0 - decay)
-        self.reset = functools.partial(torch._foreach_copy_, self.average, self.live)  # start again
         self.apply = functools.partial(torch._foreach_copy_, self.live, self.average)  # to the model
+
+    def update(self, decay: float) -> None:
+        """Take in the weights of one more step."""
+        torch._foreach_lerp_(self.average, self.live, 1.0 - decay)
 
 
 # ============================================================================================================
@@ -1495,6 +1497,11 @@ def muon_momentum(progress: float, step: int, c: Config) -> float:
     steps, share = c.muon_momentum_warmup_steps, c.muon_momentum_warmup_frac
     rise = min(1.0, step / steps) if steps else min(1.0, progress / share) if share else 1.0
     return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
+
+
+def average_decay(step: int, c: Config) -> float:
+    """Decay of the average of weights: lower in the first steps, so that a short run forgets its start."""
+    return min(c.ema_decay, (1 + step) / (10 + step))
 
 
 def loop_is_on(progress: float, c: Config) -> bool:
@@ -2256,7 +2263,7 @@ def train_step(training: Training, progress: float) -> Tensor:
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
     norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config))
-    training.average.update()
+    training.average.update(average_decay(training.step, config))
     timer.lap("optimizer")
     if (line := timer.end()) is not None:
         training.run.log(line)

@@ -133,7 +133,7 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
             optimizer.step(scale, train_gpt.muon_momentum(progress, step, config))
-            average.update()
+            average.update(train_gpt.average_decay(step, config))
             step += 1
     average.apply()
     return step

@@ -233,16 +233,11 @@ def test_state_is_a_copy_that_repeats_the_run() -> None:
 
 
 def test_weight_average() -> None:
-    config = tiny()
-    model = build_model(config)
+    model = build_model(tiny())
     average, start = WeightAverage(model, 0.75), model.qo_bank.detach().clone()
     with torch.no_grad():
         model.qo_bank += 1.0
-    average.update()
-    average.apply()
-    torch.testing.assert_close(model.qo_bank.detach(), start + 0.25)
-    average.reset()
-    average.update()
+    average.update(0.75)
     average.apply()
     torch.testing.assert_close(model.qo_bank.detach(), start + 0.25)
 
@@ -253,6 +248,6 @@ def test_without_decay_the_average_is_the_last_weights() -> None:
     with torch.no_grad():
         model.qo_bank += 1.0
     last = model.qo_bank.detach().clone()
-    average.update()
+    average.update(0.0)
     average.apply()
     assert torch.equal(model.qo_bank, last)
