@@ -1918,7 +1918,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-MULTIPLIERS = [2 ** (n / 2048) for n in range(-7 * 2048, 12 * 2048)]  # of the configured steps
+MULTIPLIERS = [2 ** (n / 2048) for n in range(-7 * 2048, 12 * 2048)]  # of configured steps, to all limits
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
 
@@ -1982,11 +1982,11 @@ def fill_budget(
         cuts = [round((share + part) * len(rows)) for rows in fits]
         data = assemble([np.concatenate([f[:n], c[n:]]) for f, c, n in zip(over, fits, cuts, strict=True)])
         share, best, part = (share + part, data, part / 2) if len(data) <= budget else (share, best, part / 2)
-    unused = config.rate_control and not index and len(best) <= enough
-    return best, f"step_multiplier:{m:.4f} passes:{passes}{' unused: 8 bits cannot fill it' * unused}"
+    note = " unused: 8 bits cannot fill it" if m < 1 / 127 and len(best) <= enough else ""
+    return best, f"step_multiplier:{m:.4f} passes:{passes}{note}"
 
 
-MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # bytes of config, CRC-32 of config and weights
+MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
 
 
 def write_artifact(
@@ -2039,8 +2039,8 @@ def load_artifact(path: Path) -> tuple[GPT, Config]:
     """Model on the CPU and config of a file; nothing is executed, memory stays in proportion to the file.
     ArtifactError, and nothing else, whatever the bytes."""
     about, section, tensors = describe_artifact(path), "config", {}
-    batch = dict.fromkeys(("TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"), about["config"]["TRAIN_SEQ_LEN"])
     try:
+        batch = dict.fromkeys(("TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"), about["config"]["TRAIN_SEQ_LEN"])
         config = Config.from_env({**about["config"], **batch, "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
         shapes = parameter_shapes(config)
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim

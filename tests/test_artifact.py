@@ -600,8 +600,8 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": ["VOCAB_SIZE"]}, {"config": None}, {"bits": 3}, {"bits": {}}, {"bits": {"attn": 6}},
-        {"DOC_MASK": 1}, {"VOCAB_SIZE": ["32"]}, {"TRAIN_SEQ_LEN": {}},
+        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().model_env())}, {"config": None}, {"bits": 3},
+        {"bits": {}}, {"bits": {"attn": 6}}, {"DOC_MASK": 1}, {"VOCAB_SIZE": ["32"]}, {"TRAIN_SEQ_LEN": {}},
     ],
 )  # fmt: skip
 def test_headers_of_the_wrong_kind_are_refused(
@@ -613,7 +613,7 @@ def test_headers_of_the_wrong_kind_are_refused(
     target.update(change)
     damaged = reseal({**sections, "config": zlib.compress(json.dumps(header).encode())})
     assert "section config" in refused(damaged, tmp_path)
-    if target is header:
+    if target is header and len(change.get("config") or ()) < 2:
         with pytest.raises(ArtifactError, match="section config"):
             train_gpt.describe_artifact(tmp_path / "bad.bin")
 
