@@ -46,8 +46,12 @@ SMALL = {
     "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
 }  # fmt: skip
 GEOMETRY = ("NUM_LAYERS", "MODEL_DIM", "TRAIN_BATCH_TOKENS", "TRAIN_SEQ_LEN")
-# The default's choice of layers, scaled from 11 layers to 4.
-DEFAULT_SMALL = {"XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3"}
+# The default's choice of layers, scaled from 11 layers to 4, and the baseline's learning rates: the default's
+# own are tuned for steps of 786,432 tokens.
+DEFAULT_SMALL = {
+    "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3",
+    "MATRIX_LR": "0.04", "SCALAR_LR": "0.04", "TIED_EMBED_LR": "0.05",
+}  # fmt: skip
 BASELINE_SCHEDULE = {
     "WARMDOWN_ITERS": "0", "WARMDOWN_FRAC": str(1200 / 13_780),
     "MUON_MOMENTUM_WARMUP_STEPS": "0", "MUON_MOMENTUM_WARMUP_FRAC": str(500 / 13_780),
