@@ -167,9 +167,9 @@ class Config:
     # --- the artifact ---
     artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
     code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
-    rate_control: bool = knob(True, "search bits and clips that fill the budget; 0: take them as given")
-    matrix_bits: int = knob(6, "bits of block matrices; a start for the search", 2, 8)
-    embed_bits: int = knob(7, "bits of embeddings; a start for the search", 2, 8)
+    rate_control: bool = knob(True, "scale steps until the budget is full; 0: bits and clips as given")
+    matrix_bits: int = knob(6, "bits of block matrices at their clip; RATE_CONTROL scales the step", 2, 8)
+    embed_bits: int = knob(7, "bits of embeddings, in the same way", 2, 8)
     mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
     attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
@@ -209,7 +209,7 @@ class Config:
     val_batch_size: int = knob(65_536, "tokens; one scoring pass of one rank", 1)
     val_progress_log_every: int = knob(0, "chunks between scoring progress lines; 0: twenty lines", 0)
     training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
-    training_timing_every: int = knob(200, "steps between those lines; the first ten are always printed", 1)
+    training_timing_every: int = knob(200, "steps between those lines", 1)
     trace: bool = knob(False, "write trace_rank<r>.json for ui.perfetto.dev")
     trace_steps: str = knob("", "a:b; trace only these steps; empty: all")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
@@ -575,7 +575,7 @@ class Trace:
         with self.lock:
             if self.path is not None and (count := len(self.events)):
                 text = "".join(f",\n{json.dumps(self.events.popleft())}" for _ in range(count))
-                with open(self.path, "r+b", buffering=0) as file:
+                with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
                     file.seek(-len(TRACE_TAIL), os.SEEK_END)
                     file.write(text.encode() + TRACE_TAIL)
 
@@ -1918,7 +1918,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-MULTIPLIERS = [2 ** (n / 2048) for n in range(-7 * 2048, 12 * 2048)]  # of configured steps, to all limits
+FINENESS, NOTCHES = 2048, range(-7 * 2048, 12 * 2048)  # multipliers of steps are 2 ** (notch / FINENESS)
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
 
@@ -1947,7 +1947,7 @@ def expected_bytes(config: Config, multiplier: float) -> float:
 
 def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
+    most, fewest = (round(expected_bytes(config, 2 ** (NOTCHES[end] / FINENESS))) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
     if excess > 0:
         raise ArtifactError(TOO_LARGE.format(excess, True))
@@ -1962,17 +1962,18 @@ def fill_budget(
     Three passes, more only while none fits. Each corrects the expectation, and aims beyond the budget on the
     side not seen yet. Then rows of the finer pass replace the coarser's: to GPTQ rows are independent.
     """
-    multipliers = MULTIPLIERS if config.rate_control else [1.0]
+    notches = NOTCHES if config.rate_control else range(1)
     enough = budget - 5e-4 * config.artifact_bytes_max
     fits, over, best = list[np.ndarray](), list[np.ndarray](), b""
     share, part, aim, ratio = 0.0, 0.5, (budget + enough) / 2, 1.0
     for passes in itertools.count(1):
-        index = bisect.bisect_left(multipliers[:-1], -aim / ratio, key=lambda m: -expected_bytes(config, m))
-        m = multipliers[index]
+        index = bisect.bisect_left(
+            notches[:-1], -aim / ratio, key=lambda notch: -expected_bytes(config, 2 ** (notch / FINENESS)))
+        m = 2 ** (notches[index] / FINENESS)
         arrays = [array for name, bank in banks.items() for array in gptq(bank, *step_of(name, config, m))]
         data = assemble(arrays)
         ratio = len(data) / expected_bytes(config, m)
-        if len(data) > budget and m == multipliers[-1]:
+        if len(data) > budget and notches[index] == notches[-1]:
             raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
         fits, over, best = (arrays, over, data) if len(data) <= budget else (fits, arrays, best)
         if len(best) > enough or (fits and (over or passes > 2 or not index)):
