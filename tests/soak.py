@@ -1,6 +1,6 @@
 """A long run under random faults, against the same run left alone: nothing lost, nothing that grows.
 
-    make soak                       # 20 minutes of faults, then the run to compare with
+    make soak                       # 20 minutes of faults, and the runs to compare with
     SECONDS=60 SEED=2 python tests/soak.py
 
 One run trains on the CPU while its process is stopped and continued, ended by SIGTERM or SIGKILL and resumed,
@@ -133,32 +133,41 @@ def disturbed(
             raise AssertionError(f"ended by itself with status {ended.status}: {ended.out}{ended.err}")
 
 
+def step_seconds(ended: Ended) -> float:
+    """Seconds that a step took, over a whole run."""
+    last = [event for event in ended.events if event["event"] == "train"][-1]
+    return last["train_time_ms"] / 1e3 / last["step"]
+
+
 def soak(folder: Path, seconds: float, seed: int) -> tuple[str, list[str]]:
-    """Run both. Returns the line to print, and what was wrong."""
+    """Runs under faults for so many seconds, each against its twin. Returns the line, and what was wrong."""
     source, counts, start = random.Random(seed), Counter[str](), time.monotonic()
     data = folder / "data"
     data.mkdir()
     make_dataset(data)
     SERVER.set_forkserver_preload(PRELOAD.split())
-    lab = Lab(folder, data)
-    tried, _ = left_alone(lab.elsewhere("try"), **WATCHED, ITERATIONS=100)
-    step_ms = [event["train_time_ms"] for event in tried.events if event["event"] == "train"][-1] / 100
-    steps = max(100, int(TRAINING_SHARE * 1e3 * seconds / step_ms))
-    changes: dict[str, Any] = {**WATCHED, "ITERATIONS": steps}
-    saving = {"CHECKPOINT_EVERY_SECONDS": max(0.2, seconds / 200)}
-    ended, lives = disturbed(lab.elsewhere("faults"), seconds, source, counts, **saving, **changes)
-    alone, life = left_alone(lab.elsewhere("alone"), **changes)
-    compared = ("stream_hash", "losses", "steps", "tokens", "artifact")
-    wrong = [f"{key} differs" for key in compared if ended.summary[key] != alone.summary[key]]
-    growths = [growth for one in [*lives, life] if (growth := one.growth())]
+    lab, lives, wrong, left, total = Lab(folder, data), list[Life](), list[str](), seconds, 0
+    alone, _ = left_alone(lab.elsewhere("try"), **WATCHED, ITERATIONS=100)
+    while left > seconds / 10:  # a run may end before its time, when the machine has become faster
+        steps = max(100, int(TRAINING_SHARE * left / step_seconds(alone)))
+        changes: dict[str, Any] = {**WATCHED, "ITERATIONS": steps}
+        saving = {"CHECKPOINT_EVERY_SECONDS": max(0.2, seconds / 200)}
+        begun = time.monotonic()
+        ended, several = disturbed(lab.elsewhere(f"faults{total}"), left, source, counts, **saving, **changes)
+        left -= time.monotonic() - begun
+        alone, one = left_alone(lab.elsewhere(f"alone{total}"), **changes)
+        compared = ("stream_hash", "losses", "steps", "tokens", "artifact")
+        wrong += [f"{key} differs" for key in compared if ended.summary[key] != alone.summary[key]]
+        lives, total = [*lives, *several, one], total + steps
+    growths = [growth for one in lives if (growth := one.growth())]
     mib, threads, files = (max(values) for values in zip(*growths, strict=True)) if growths else (0.0, 0, 0)
     if mib > MOST_MIB or threads > 0 or files > 0:
         wrong.append("something grows")
     faults = ", ".join(f"{counts[name]} {name}" for name in ("SIGTERM", "SIGKILL", "pause", "stall"))
-    verdict = "; ".join(wrong) or "stream hash, artifact and scores equal those of a run left alone"
-    line = (f"soak: {time.monotonic() - start:.0f} s, {steps} steps, {len(lives)} processes, "
-            f"{faults}; in {len(growths)} of their lives memory {mib:+.1f} MiB, threads {threads:+d}, "
-            f"files {files:+d} at most; {verdict}")  # fmt: skip
+    verdict = "; ".join(wrong) or "stream hash, artifact and scores equal those of runs left alone"
+    line = (f"soak: {seconds - left:.0f} s of faults in {time.monotonic() - start:.0f} s, {total} steps, "
+            f"{len(lives)} processes, {faults}; in {len(growths)} of their lives memory {mib:+.1f} MiB, "
+            f"threads {threads:+d}, files {files:+d} at most; {verdict}")  # fmt: skip
     return line, wrong
 
 
