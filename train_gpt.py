@@ -132,7 +132,7 @@ class Config:
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
     tie_embeddings: bool = knob(True, "the output head is the input embedding")
-    tied_embed_init_std: float = knob(0.005, "initial standard deviation of the embedding", 0)
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of the tied embedding; untied: 1", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
     # --- its training: a checkpoint keeps these as well ---
@@ -195,7 +195,7 @@ class Config:
     train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
     val_prefetch: bool = knob(True, "copy validation to the device before scoring; 0: batch by batch")
-    val_copy_stream: bool = knob(True, "accepted; validation is copied once, by VAL_PREFETCH")
+    val_copy_stream: bool = knob(True, "accepted; VAL_PREFETCH decides how validation is copied")
     val_bytecount_device: str = knob("cpu", "accepted; bytes are summed once, on the host", among="cpu cuda")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
     loader_timeout_seconds: float = knob(60.0, "seconds without data before the loader gives up", 0.1)
@@ -221,7 +221,7 @@ class Config:
     deterministic: bool = knob(False, "refuse kernels whose result depends on timing")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue a run: its directory, or auto for the newest checkpoint in RUNS_DIR")
-    preflight_only: bool = knob(False, "stop after the checks that precede the first step")
+    preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
     phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life before a rank is ended", 1)
     eval_only: str = knob("", "score this artifact instead of training")
     generate: str = knob("", "write text after this prompt from the artifact")
@@ -255,7 +255,7 @@ class Config:
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
     def up_to(self, last: str) -> dict[str, str]:
-        """The settings down to and with `last`, which stand in the order of what they decide."""
+        """The settings from the first to `last`: fields stand in the order of what they decide."""
         names = list(settings := self.as_env())
         return {name: settings[name] for name in names[: names.index(last) + 1]}
 
@@ -477,7 +477,7 @@ def claim(directory: Path, config: Config) -> None:
         if config.resume or not config.preflight_only:
             lock(directory / "log.txt")
     except OSError as error:
-        advice = "nothing is ever overwritten: set another RUN_ID or RUNS_DIR, or RESUME"
+        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
         raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
     finally:
         with contextlib.suppress(OSError):  # the directory of a run holds its log by now
@@ -523,14 +523,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room, start again") from error
+        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room on that disk") from error
 
 
 # ============================================================================================================
 # TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
 # ============================================================================================================
 
-TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
+TRACE_TAIL = b"\n]}\n"
 
 
 class Trace:
@@ -558,7 +558,7 @@ class Trace:
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread does inside the `with` block, also when that raises."""
         if self.path is None:
-            return NO_SPAN
+            return contextlib.nullcontext()
         block = contextlib.ExitStack()
         block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
         return block
@@ -618,7 +618,7 @@ class StepTimer:
     def end(self) -> str | None:
         """End of a step. Returns the line of the oldest step not yet read, if its GPU work is over."""
         self.active = False
-        if not self.pending or (self.cuda and not self.pending[0][-1][-1][-1].query()):
+        if not self.pending or (self.cuda and not self.pending[0][-1][-1][-1].query()):  # its last event
             return None
         step, val_ms, laps = self.pending.pop(0)
         names, host_ns, events = zip(*laps, strict=True)
@@ -626,7 +626,7 @@ class StepTimer:
         if self.cuda:
             lanes["compute stream"] = [self.anchor_ns + 1e6 * self.anchor.elapsed_time(e) for e in events]
             self.anchor, self.anchor_ns = events[-1], lanes["compute stream"][-1]
-        for lane, ns in lanes.items():
+        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
             for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
                 self.trace.add("X", name, lane, start, end, args={"step": step})
                 ms[lane, name] += (end - start) / 1e6
@@ -875,13 +875,15 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         if self.stream is not None:
             for part in (ids, starts):
                 part.record_stream(torch.cuda.current_stream(self.device))
+        if self.device.type == "cuda":  # or code is compiled anew for every length
+            torch._dynamo.mark_dynamic(starts, 0)
         inputs_BT = ids[: -self.rows].long().view(self.rows, self.seq_len)
         targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None].long()), dim=1)
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
         return Batch(inputs_BT, targets_BT, starts if self.config.doc_mask else None)
 
     def take_waits_ms(self) -> list[float]:
-        """Milliseconds that each batch since the last call was waited for (`data_wait`)."""
+        """Milliseconds that each batch since the last call was waited for (`data_wait_ms`)."""
         waits_ms, self.waits_ms = self.waits_ms, []
         return waits_ms
 
@@ -1295,9 +1297,11 @@ def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, config: C
 
 def starts_on_device(ids_BT: Tensor, config: Config) -> Tensor | None:
     """`Batch.cu_seqlens` of any ids. Waits for the device, which compiled code cannot."""
+    if not config.doc_mask:
+        return None
     starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy())).to(ids_BT.device)
     torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
-    return starts if config.doc_mask else None
+    return starts
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -1355,7 +1359,7 @@ def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
         if all(error <= 0.03 for error in run.gather(error)):
             run.log(f"attention:{name} tried: {' | '.join(tried)}")
             return attend
-    raise ConfigError(f"ATTENTION={c.attention} fails here ({' | '.join(tried)}); set it to auto")
+    raise ConfigError(f"ATTENTION={c.attention}: {' | '.join(tried)}; set auto, or lower MICRO_BATCH_TOKENS")
 
 
 # ============================================================================================================
@@ -1725,7 +1729,7 @@ class Progress:
             sgd.load_state_dict(self.found["sgd"])
         self.ledgers[self.run.phase_name], self.start = ledger, time.perf_counter()
 
-    def note(self, ledger: Ledger, tell: bool) -> None:
+    def note(self, ledger: Ledger, report: bool) -> None:
         """After a chunk: tell what all of evaluation is projected to take, and save every so often."""
         run, config, phase, now = self.run, self.config, self.run.phase_name, time.perf_counter()
         run.alive()
@@ -1734,7 +1738,7 @@ class Progress:
         left = phases[phase] * (len(ledger) / ledger.scored - 1)
         total = sum(phases.values()) + left
         over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
-        if tell:
+        if report:
             mean = ledger.nats[: ledger.scored].mean()
             run.log(f"val_progress:{phase.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
                     f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
@@ -1920,7 +1924,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
 
 FINENESS, NOTCHES = 2048, range(-7 * 2048, 12 * 2048)  # multipliers of steps are 2 ** (notch / FINENESS)
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
-             "RATE_CONTROL={:d}: lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS, or raise the limit")
+             "RATE_CONTROL={:d}: keep it 1, or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
 
 
 def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
@@ -1950,7 +1954,7 @@ def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, i
     most, fewest = (round(expected_bytes(config, 2 ** (NOTCHES[end] / FINENESS))) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
     if excess > 0:
-        raise ArtifactError(TOO_LARGE.format(excess, True))
+        raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
     return fewest, most
 
 
@@ -1959,8 +1963,8 @@ def fill_budget(
 ) -> tuple[bytes, str]:
     """The file that ends at most 0.05 % of ARTIFACT_BYTES_MAX under its budget, and how it came about.
 
-    Three passes, more only while none fits. Each corrects the expectation, and aims beyond the budget on the
-    side not seen yet. Then rows of the finer pass replace the coarser's: to GPTQ rows are independent.
+    At most three passes, more only while none fits. Each corrects the expectation, and aims beyond the budget
+    on the side not seen yet. Then rows of the finer replace the coarser's: to GPTQ rows are independent.
     """
     notches = NOTCHES if config.rate_control else range(1)
     enough = budget - 5e-4 * config.artifact_bytes_max
@@ -2041,8 +2045,7 @@ def load_artifact(path: Path) -> tuple[GPT, Config]:
     ArtifactError, and nothing else, whatever the bytes."""
     about, section, tensors = describe_artifact(path), "config", {}
     try:
-        batch = dict.fromkeys(("TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"), about["config"]["TRAIN_SEQ_LEN"])
-        config = Config.from_env({**about["config"], **batch, "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
+        config = Config.from_env({**about["config"], "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
         shapes = parameter_shapes(config)
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
         if entries > min(1 << 28, 1024 * about["bytes"]):
@@ -2128,14 +2131,14 @@ def save_checkpoint(training: Training) -> None:
 
 
 def find_checkpoint(config: Config) -> Path:
-    """The run directory that RESUME names; `auto`: of the newest checkpoint in RUNS_DIR. ConfigError."""
+    """The run directory that RESUME names; `auto`: the newest unfinished one. ConfigError."""
     folders = Path(config.runs_dir).glob("*") if config.resume == "auto" else [Path(config.resume)]
-    found = [path for folder in folders for path in folder.glob("checkpoint*.pt")]
-    directory = max(found, key=lambda path: path.stat().st_mtime, default=Path()).parent
-    if not found or (directory / "summary.json").exists():
+    unfinished = [folder for folder in folders if not (folder / "summary.json").exists()]
+    found = [path for folder in unfinished for path in folder.glob("checkpoint*.pt")]
+    if not found:
         raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt of an unfinished run in it or in "
                           f"RUNS_DIR={config.runs_dir}; name the directory of a run that has one")
-    return directory
+    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
 def load_checkpoint(training: Training) -> None:
@@ -2214,7 +2217,7 @@ class Training:
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
         self.saved: Path | None = None  # the last good checkpoint
-        self.writer = threading.Thread()  # of the next one
+        self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
 
     def state(self) -> dict[str, Any]:
@@ -2243,7 +2246,7 @@ class Training:
 def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
     model.to(run.device)
-    model.compute_dtype, model.looping = run.dtype, loop_is_on(1.0, config)
+    model.compute_dtype = run.dtype
     model.attend = choose_attention(config, run)
     model.mlp, model.cross_entropy = choose_kernels(config, run)
     return model
@@ -2274,7 +2277,7 @@ def train_step(training: Training, progress: float) -> Tensor:
 def warm_up(training: Training) -> None:
     """Run WARMUP_STEPS real steps of each graph, to compile, and time Hessians; then undo it exactly."""
     config, run, before = training.config, training.run, training.state()
-    for progress in {loop_is_on(progress, config): progress for progress in (0.0, 1.0)}.values():
+    for progress in (0.0, 1.0) if loop_is_on(1.0, config) > loop_is_on(0.0, config) else (1.0,):
         for number in range(1, config.warmup_steps + 1):
             train_step(training, progress)
             run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{training.model.looping:d}")
@@ -2300,7 +2303,7 @@ def train(training: Training) -> bool:
     clock.count(True)
     while True:
         step, before, (seconds, caught) = training.step, seconds, clock.exchange()
-        step_seconds = max(0.9 * step_seconds, seconds - before)
+        step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
         over = caught or step >= config.iterations or seconds + 2 * step_seconds >= limit
         save = seconds // every > before // every and not over
         look = step and config.val_loss_every and step % config.val_loss_every == 0 and not over
@@ -2345,7 +2348,7 @@ def read_results(training: Training, leave: int) -> None:
             raise FloatingPointError(
                 f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
                 f"stream_hash {stream_hash:016x} on this rank, last good checkpoint: {saved}; lower "
-                "MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or set GRAD_CLIP_NORM")
+                "MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
         loss, seconds = sum(run.gather(loss)) / run.world_size, training.clock.elapsed_seconds()
@@ -2466,10 +2469,10 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] |
     with run.phase("setup"):
         training = Training(config, run, inputs)
     with contextlib.closing(training):
-        with run.phase("warmup"):
-            warm_up(training)
         if config.resume:
             load_checkpoint(training)
+        with run.phase("warmup"):
+            warm_up(training)
         with run.phase("train"):
             if not train(training):
                 return None
@@ -2515,7 +2518,7 @@ def preflight(config: Config, run: Run) -> Inputs:
                         "sample, data/README.md tells how to get shards, --help lists every variable")
     train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
     val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
-    for shard in (val_shards[0], *train_shards[:1]):  # the others are checked when they are read
+    for shard in (val_shards[0], *train_shards[:1]):  # later ones may begin inside a document
         if (first := int(read_tokens(shard, vocab_size=config.vocab_size)[0])) != BOS_ID:
             raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
     tokens = validation_tokens(config, val_shards)
