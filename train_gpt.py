@@ -530,7 +530,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 # TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
 # ============================================================================================================
 
-TRACE_TAIL = b"\n]}\n"
+TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 
 
 class Trace:
@@ -558,7 +558,7 @@ class Trace:
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread does inside the `with` block, also when that raises."""
         if self.path is None:
-            return contextlib.nullcontext()
+            return NO_SPAN
         block = contextlib.ExitStack()
         block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
         return block
