@@ -452,7 +452,7 @@ class Run:
         if self.phase_name == "train" and not self.stop_signal:
             self.stop_signal = number
             return
-        ways = [f"RESUME={self.directory}"] if self.path("checkpoint.pt").exists() else []
+        ways = [f"RESUME={self.directory}"] * any(self.path(name).exists() for name in CHECKPOINT_NAMES)
         ways += [f"EVAL_ONLY={path}" for path in [self.path("model.bin")] if path.exists()]
         tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
              f"{' or '.join(ways) or 'start again'}")  # fmt: skip
@@ -812,7 +812,9 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
     def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
         if not self.config.train_prefetch:
             return items
-        self.pools.append(pool := futures.ThreadPoolExecutor(1, f"loader {stage}"))
+        # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
+        on_device: Any = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()
+        self.pools.append(pool := futures.ThreadPoolExecutor(1, f"loader {stage}", *on_device))
         pending = collections.deque(pool.submit(next, items) for _ in range(count))
 
         def in_order() -> Iterator[Any]:
@@ -1692,7 +1694,7 @@ def generate_text(model: GPT, config: Config, prompt: str) -> str:
     import sentencepiece
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
     source, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
-    ids = [BOS_ID, *pieces.encode(prompt)]
+    model.mlp, ids = mlp_plain, [BOS_ID, *pieces.encode(prompt)]  # the kernel would be tuned for each length
     for _ in range(config.generate_tokens):
         hidden_BTD = model(torch.tensor([ids[-config.eval_length :]], device=device))
         logits = model.logits(hidden_BTD[0, -1]).float().cpu()
@@ -2200,8 +2202,6 @@ class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
     def __init__(self, config: Config, run: Run, inputs: Inputs) -> None:
-        torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
-        torch.use_deterministic_algorithms(config.deterministic)
         self.config, self.run, self.validation = config, run, inputs.validation
         self.clock, self.model = Clock(run), ready_model(build_model(config), config, run)
         first, _, after = config.trace_steps.partition(":")
@@ -2245,6 +2245,9 @@ class Training:
 
 def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
+    torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
+    torch.use_deterministic_algorithms(config.deterministic)
+    model.rotary_eval = rotary_table(config.eval_length, config)  # an artifact knows no EVAL_SEQ_LEN
     model.to(run.device)
     model.compute_dtype = run.dtype
     model.attend = choose_attention(config, run)
@@ -2325,8 +2328,8 @@ def train(training: Training) -> bool:
     clock.count(False)
     if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
         save_checkpoint(training)
-    if caught:
         training.writer.join()
+    if caught:
         run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
     elif step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "

@@ -304,3 +304,8 @@ def test_one_process_at_a_time_works_in_a_run_directory(lab: Lab, finished: Ende
 def test_a_disk_without_locks_stops_no_run(lab: Lab) -> None:
     fault = "import fcntl, errno\ndef none(*given):\n    raise OSError(errno.ENOLCK, 'No locks available')\n"
     lab.succeed(fault=fault + "fcntl.flock = none", EVAL_STRIDE=0, TTT_ENABLED=0)
+
+
+def test_evaluation_may_see_more_context_than_training(lab: Lab) -> None:
+    losses = lab.succeed(EVAL_SEQ_LEN=64).summary["losses"]
+    assert set(losses) == {"roundtrip", "sliding_window", "legal_ttt"}
