@@ -51,7 +51,7 @@ soak: $(STAMP)
 	@SECONDS=$(SECONDS) $(RUN) tests/soak.py
 
 bench: $(STAMP)
-	@for bench in loader coder; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md || exit 1; done
+	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md || exit 1; done
 	@$(RUN) benchmarks/kernels.py --out benchmarks/RESULTS.md || test $$? -eq 2  # 2: no GPU, and it says so
 
 lint: $(STAMP)

@@ -38,16 +38,16 @@ Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | N
 
 
 def codes_of(path: Path) -> Roles:
-    """Codes of an artifact by role, as the coder sees them."""
-    sections = train_gpt.read_container(path)
+    """Codes of an artifact's matrices by role, as the coder sees them."""
+    sizes = train_gpt.describe_artifact(path)["sections"]
     _, config = train_gpt.load_artifact(path)
-    matrices = train_gpt.matrix_shapes(train_gpt.parameter_shapes(config))
-    arrays = train_gpt.decode(
-        sections["codes"], [(rows, n * columns) for _, (n, rows, columns) in matrices.values()]
-    )
+    shapes = {name: (1, 1, *shape)[-3:] for name, shape in train_gpt.parameter_shapes(config).items()}
+    both = [shape for n, rows, columns in shapes.values() for shape in ((rows, n * columns), (rows, n))]
+    arrays = train_gpt.decode(path.read_bytes()[-sizes["weights"] :], both)
     roles: Roles = {}
-    for (role, _), array in zip(matrices.values(), arrays, strict=True):
-        roles.setdefault(role, []).append(array)
+    for name, codes in zip(shapes, arrays[::2], strict=True):
+        if name in train_gpt.MATRIX_ROLES:
+            roles.setdefault(train_gpt.MATRIX_ROLES[name], []).append(codes)
     return roles
 
 

@@ -187,15 +187,12 @@ def measure_roof() -> Roof:
 
 def training_step(fused_mlp: bool, fused_ce: bool) -> Callable[[], None]:
     """One optimizer step of the default model on one micro-batch of random tokens; compiled as in a run."""
-    switches = {"FUSED_MLP": str(int(fused_mlp)), "FUSED_CE": str(int(fused_ce))}
-    config = train_gpt.Config.from_env({"DOC_MASK": "0", **switches})
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    use_mlp, use_ce = train_gpt.choose_kernels(config, device, dtype, print)
+    config, device = train_gpt.Config.from_env({"DOC_MASK": "0"}), torch.device("cuda")
     model = train_gpt.build_model(config).to(device)
-    model.compute_dtype, model.attend = dtype, train_gpt.attention_sdpa
-    model.mlp = train_gpt.mlp_fused if use_mlp else train_gpt.mlp_plain
+    model.compute_dtype, model.attend = torch.bfloat16, train_gpt.attention_sdpa
+    model.mlp = train_gpt.mlp_fused if fused_mlp else train_gpt.mlp_plain
     plain, fused = train_gpt.softcapped_cross_entropy_plain, train_gpt.softcapped_cross_entropy_fused
-    model.cross_entropy = fused if use_ce else plain
+    model.cross_entropy = fused if fused_ce else plain
     loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
     optimizer = train_gpt.Optimizer(model, config, 0, 1, True)
     shape = (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)

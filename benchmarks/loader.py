@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,28 +143,23 @@ def median_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str,
     return {name: float(np.median(values[3:])) for name, values in times.items()}
 
 
-def visits(order: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """What the disk stage delivers, read when it is asked for."""
-    for visit in itertools.count():
-        shard, key = order.visit(visit)
-        yield visit, train_gpt.read_tokens(shard), order.permutation(*key)
-
-
 def staging_table(shards: list[Any], rounds: int) -> list[str]:
     """CPU of the thread that builds one step of 786,432 tokens."""
     rows, at = STEP_TOKENS // SEQ_LEN, {"memcpy": 0, "gather": 0}
-    order = train_gpt.TokenOrder(shards, SEQ_LEN, 1337, True)
-    feed = train_gpt.ShardFeed(order, visits(order))
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
     inputs_BT, last_B = slot[:-rows].reshape(rows, SEQ_LEN), slot[-rows:]
-    data = load_shard(shards[0], 0.0)
+    data, visit = load_shard(shards[0], 0.0), None
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
+    with train_gpt.Loader(make_config(train_prefetch=False), shards, **place) as loader:
+        visits = loader._read(0)
 
     def memcpy() -> None:
         at["memcpy"] = (at["memcpy"] + len(slot)) % (len(data) - len(slot))
         np.copyto(slot, data[at["memcpy"] : at["memcpy"] + len(slot)])
 
     def gather() -> None:
-        feed.gather(at["gather"], inputs_BT, last_B)
+        nonlocal visit
+        visit = train_gpt.gather(visits, visit, at["gather"], inputs_BT, last_B)
         at["gather"] += rows
 
     gather()
@@ -199,7 +193,7 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> float:
     config = make_config(train_prefetch=prefetch)
     place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
     times = []
-    with train_gpt.make_loader(config, shards, **place) as loader:
+    with train_gpt.Loader(config, shards, **place) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
             loader.next_batch()
@@ -212,7 +206,7 @@ def handover_ms(shards: list[Any], batches: int = 2000) -> float:
     """Median time of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
     config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
     place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
-    with train_gpt.make_loader(config, shards, **place) as loader:
+    with train_gpt.Loader(config, shards, **place) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()
@@ -224,14 +218,13 @@ def handover_ms(shards: list[Any], batches: int = 2000) -> float:
 def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> dict[str, float]:
     """Rank 0 of 8 with steps of 83 ms: how long it waits for batches, the read of every shard delayed."""
     shards, tokens = train_gpt.open_shards(f"{folder}/*.bin"), STEP_TOKENS // RANKS
-    real = train_gpt.read_into
+    real = train_gpt.read_tokens
 
-    def slow(file: Any, buffer: np.ndarray) -> int:
-        if file.tell() == train_gpt.SHARD_HEADER_BYTES:
-            time.sleep(latency_seconds)
-        return real(file, buffer)
+    def slow(*args: Any, **options: Any) -> np.ndarray:
+        time.sleep(latency_seconds)
+        return real(*args, **options)
 
-    train_gpt.read_into = slow
+    train_gpt.read_tokens = slow
     if design.startswith("ours"):
         config = make_config(train_prefetch=design == "ours")
         place: dict[str, Any] = {
@@ -240,7 +233,7 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> di
             "device": CPU,
             "trace": train_gpt.Trace(None),
         }
-        loader = train_gpt.make_loader(config, shards, **place)
+        loader = train_gpt.Loader(config, shards, **place)
 
         def wait() -> float:
             loader.next_batch()

@@ -5,9 +5,9 @@
 
 DATA_PATH, RUNS_DIR and DEVICE are read as train_gpt.py reads them. All ranks measure at once, as they will
 work, and the slowest one counts. Exit status 1: the ranks have different GPUs, drivers or versions.
-`reference` figures and their marks ([pub], [log], [cpu], [est]) are those of the project's performance report
-(design/reference/performance.md). A disk is slow below the need of the default run, all else below SLOW of
-its reference.
+`reference` figures are published by others ([pub]), follow from public logs ([log]), were measured on a CPU
+([cpu]) or are estimates ([est]). A disk is slow below the need of the default run, all else below SLOW of its
+reference.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SLOW, CHUNK_BYTES, REPEATS = 0.8, 1 << 24, 5
 READ_NEED = 1e-6 * 2 * 786_432 / 0.083  # MB/s: the tokens of a default step in the time of one
 WRITE_NEED = 1e-6 * 16 * 36_000_000 / 30  # MB/s: a checkpoint of the default model every 30 s
 REFERENCES = {  # figure, where it is from, from where on a measurement is ok
-    "data read MB/s": (1626.0, "reference §2.4: a shard of 200 MB in 123 ms [log]", 2 * READ_NEED),
+    "data read MB/s": (1626.0, "a shard of 200 MB in 123 ms [log]", 2 * READ_NEED),
     "runs write MB/s": (WRITE_NEED, "need: a checkpoint of 36 M weights every 30 s", 2 * WRITE_NEED),
-    "matmul TFLOP/s H200": (790.0, "reference §1.7: an H200 in bf16", SLOW * 790),
-    "matmul TFLOP/s H100": (720.0, "reference §1.6: an H100 in bf16 [pub]", SLOW * 720),
-    "matmul TFLOP/s cpu": (0.365, "reference §3.1: 2 cores in fp32 [cpu]", SLOW * 0.365),
-    "pinned copy GB/s": (50.0, "reference §2.1: PCIe 5", SLOW * 50),
-    "all-reduce GB/s": (350.0, "reference §1.3: on the bus, 8 GPUs with NVLink [est]", SLOW * 350),
+    "matmul TFLOP/s H200": (790.0, "an H200 in bf16", SLOW * 790),
+    "matmul TFLOP/s H100": (720.0, "an H100 in bf16 [pub]", SLOW * 720),
+    "matmul TFLOP/s cpu": (0.365, "2 cores in fp32 [cpu]", SLOW * 0.365),
+    "pinned copy GB/s": (50.0, "PCIe 5", SLOW * 50),
+    "all-reduce GB/s": (350.0, "on the bus, 8 GPUs with NVLink [est]", SLOW * 350),
 }
 
 

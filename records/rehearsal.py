@@ -183,7 +183,7 @@ def artifact_returns(script: ModuleType, laboratory: Laboratory, directory: Path
     summary, path = json.loads((directory / "summary.json").read_text()), directory / "model.bin"
     with contextlib.redirect_stdout(sys.stderr):
         model, config = script.load_artifact(path)
-        nats = script.score_roundtrip(model, laboratory.tokens("val"), config).total_nats()
+        nats = float(np.sum(script.score_roundtrip(model, laboratory.tokens("val"), config).nats))
     reported = summary["losses"]["roundtrip"]["nats"] * summary["losses"]["roundtrip"]["scored_tokens"]
     if path.stat().st_size != summary["artifact"]["bytes"]:
         text = f"artifact has {path.stat().st_size} bytes, {summary['artifact']['bytes']} were counted"

@@ -154,7 +154,7 @@ def test_damaged_data(damage: Callable[[Path], None], named: list[str], lab: Lab
         ({"TOKENIZER_PATH": "/no/such.model"}, ["TOKENIZER_PATH=/no/such.model"]),
         ({"VOCAB_SIZE": 1024}, ["TOKENIZER_PATH", "VOCAB_SIZE=1024", "320"]),
         ({"TRAIN_BATCH_TOKENS": 224, "MICRO_BATCH_TOKENS": 64}, ["TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"]),
-        ({"ARTIFACT_BYTES_MAX": 70000, "CODE_BYTES": "wrapped"}, ["ARTIFACT_BYTES_MAX"]),
+        ({"ARTIFACT_BYTES_MAX": 20000, "CODE_BYTES": "wrapped"}, ["ARTIFACT_BYTES_MAX"]),
         ({"RUNS_DIR": "/dev/null/runs"}, ["RUNS_DIR", "/dev/null/runs"]),
         ({"RUNS_DIR": "/proc"}, ["RUNS_DIR", "/proc"]),
         ({"RUN_ID": "x" * 300}, ["RUN_ID"]),
@@ -176,20 +176,41 @@ def test_settings_that_do_not_fit_the_machine_or_the_data(
 
 def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None:
     before = {path: path.read_bytes() for path in finished.directory.iterdir()}
-    ended = lab.run(RUNS_DIR=finished.runs_dir)
-    assert ended.status == 1 and "Traceback" not in ended.err
-    assert all(name in ended.err for name in ("RUN_ID=run", str(finished.directory), "RUNS_DIR", "RESUME"))
+    for preflight_only in (0, 1):
+        ended = lab.run(RUNS_DIR=finished.runs_dir, PREFLIGHT_ONLY=preflight_only)
+        named = ("RUN_ID=run", str(finished.directory), "RUNS_DIR", "RESUME")
+        assert ended.status == 1 and "Traceback" not in ended.err
+        assert all(name in ended.err for name in named)
     assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
 
 
-def test_a_disk_too_small_for_the_run(lab: Lab) -> None:
+@pytest.mark.parametrize("preflight_only", [0, 1])
+def test_a_disk_too_small_for_the_run(preflight_only: int, lab: Lab) -> None:
     fault = "import shutil, collections; U = collections.namedtuple('U', 'total used free')\n"
-    refused(lab.run(fault=fault + "shutil.disk_usage = lambda path: U(9, 9, 0)"), "RUN_ID", "MiB free")
+    fault += "shutil.disk_usage = lambda path: U(9, 9, 0)"
+    ended = lab.run(fault=fault, PREFLIGHT_ONLY=preflight_only)
+    refused(ended, "RUN_ID", "MiB free")
+    assert not ended.runs_dir.exists()
 
 
-def test_an_attention_kernel_that_is_not_there(lab: Lab) -> None:
-    ended = lab.run(ATTENTION="fa3")
-    assert ended.status == 1 and "Traceback" not in ended.err and "ATTENTION=fa3" in ended.err
+@pytest.mark.parametrize("kernel", ["fa3", "varlen"])
+def test_an_attention_kernel_that_does_not_work_here(kernel: str, lab: Lab) -> None:
+    refused(lab.run(ATTENTION=kernel), f"ATTENTION={kernel}")
+
+
+@pytest.mark.parametrize("changes", [{"RUNS_DIR": "/dev/null/runs"}, {"RUN_ID": "x" * 300}], ids=str)
+def test_preflight_alone_finds_a_run_directory_that_cannot_be(changes: dict[str, object], lab: Lab) -> None:
+    ended = lab.run(PREFLIGHT_ONLY=1, **changes)
+    refused(Ended(ended.status, ended.out, ended.err, lab.folder / "runs"), "RUN_ID")
+    assert "preflight:ok" not in ended.out
+
+
+@pytest.mark.parametrize("changes", [{}, {"PREFLIGHT_ONLY": 1}], ids=str)
+def test_byte_counts_do_not_excuse_another_vocabulary(changes: dict[str, object], lab: Lab) -> None:
+    lab = lab.copy_dataset()
+    write_shard(lab.dataset / "fineweb_val_bytes_000000.bin", np.ones_like(tokens_of(lab.dataset / VAL)))
+    refused(lab.run(VOCAB_SIZE=324, **changes), "TOKENIZER_PATH", "VOCAB_SIZE=324", "320")
+    lab.succeed(PREFLIGHT_ONLY=1)
 
 
 def test_an_artifact_of_another_tokenizer_is_not_scored(finished: Ended, lab: Lab) -> None:

@@ -26,9 +26,7 @@ TRAIN_SEQ_LEN=1.5 : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN= : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=2k : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=99999999 : TRAIN_SEQ_LEN
-TRAIN_BATCH_TOKENS=1000 : TRAIN_BATCH_TOKENS
 TRAIN_BATCH_TOKENS=5e5 : TRAIN_BATCH_TOKENS
-MICRO_BATCH_TOKENS=1000 : MICRO_BATCH_TOKENS
 MICRO_BATCH_TOKENS=0 : MICRO_BATCH_TOKENS
 SHUFFLE=yes : SHUFFLE
 DOC_MASK=2 : DOC_MASK
@@ -114,7 +112,6 @@ EVAL_SEQ_LEN=65536 : TTT_CHUNK_TOKENS
 TTT_CHUNK_TOKENS=1000 : TTT_CHUNK_TOKENS
 TTT_CHUNK_TOKENS=64 : TTT_CHUNK_TOKENS
 TTT_MOMENTUM=1 : TTT_MOMENTUM
-TTT_FREEZE_BLOCKS=12 : TTT_FREEZE_BLOCKS
 """
 
 # A misspelt name, and the right one that the message must offer.
@@ -291,10 +288,9 @@ def values_of(field: Any) -> st.SearchStrategy[Any]:
 
 
 RELATED = """
-TRAIN_SEQ_LEN TRAIN_BATCH_TOKENS MICRO_BATCH_TOKENS MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS NUM_LAYERS
-XSA_LAST_N GATE_WINDOW NUM_LOOPS LOOP_START LOOP_END PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE
-TTT_ENABLED TTT_CHUNK_TOKENS TTT_FREEZE_BLOCKS MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS EMA_DECAY
-GPTQ_RESERVE_SECONDS TRACE_STEPS MLP_MULT ITERATIONS
+TRAIN_SEQ_LEN MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS NUM_LAYERS XSA_LAST_N GATE_WINDOW NUM_LOOPS
+LOOP_START LOOP_END PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED TTT_CHUNK_TOKENS
+MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS GPTQ_RESERVE_SECONDS TRACE_STEPS ITERATIONS
 """  # to others, by a cross-check
 FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
 
@@ -330,10 +326,23 @@ def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str
         assert Config.from_env(config.as_env()) == config
 
 
-def test_a_batch_that_no_number_of_ranks_can_share_is_refused_by_name() -> None:
-    config = Config()
-    with pytest.raises(ConfigError, match="TRAIN_BATCH_TOKENS"):
-        train_gpt.micro_steps_per_step(config, 7)
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
+        ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[str, str], ranks: int) -> None:
+    config = Config.from_env(settings)
+    with pytest.raises(ConfigError, match=r"TRAIN_BATCH_TOKENS.*TRAIN_SEQ_LEN.*MICRO_BATCH_TOKENS"):
+        train_gpt.micro_steps_per_step(config, ranks)
+
+
+def test_micro_steps_are_those_that_fill_the_batch() -> None:
+    assert [train_gpt.micro_steps_per_step(Config(), ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    rounded = Config(micro_batch_tokens=100_000)  # whole sequences count
+    assert train_gpt.micro_steps_per_step(rounded, 1) == 8
 
 
 def test_the_model_settings_are_those_that_decide_the_weights() -> None:

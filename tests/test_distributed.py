@@ -132,9 +132,34 @@ torch.optim.AdamW.step = fail
 def test_a_rank_that_raises_ends_all(lab: Lab) -> None:
     ended = all_end(lab, fault=RAISE_ON_RANK_1, ITERATIONS=10000)
     assert "an injected fault" in ended[1].err and "rank 1" in ended[1].err
+    assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
+    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has"
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
-    assert "an injected fault" in log
+    assert log.splitlines()[-1] == "RuntimeError: an injected fault"
     assert not (lab.folder / "runs" / "run" / "summary.json").exists()
+
+
+def test_the_error_of_the_rank_that_failed_comes_last_under_torchrun(lab: Lab) -> None:
+    (lab.folder / "sitecustomize.py").write_text(
+        "import os, sys, threading, time\n"
+        "def wait():\n"
+        "    while 'torch.optim' not in sys.modules:\n        time.sleep(0.1)\n    time.sleep(1)\n"
+        f"    exec({RAISE_ON_RANK_1!r}, globals())\n"
+        "if os.environ.get('RANK'):\n    threading.Thread(target=wait, daemon=True).start()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.run(
+        [*command, str(SCRIPT)],
+        env=lab.settings(ITERATIONS=100000, PYTHONPATH=lab.folder),
+        cwd=lab.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150,
+    )  # fmt: skip
+    assert process.returncode != 0
+    ranks, report = process.stdout.split("ChildFailedError", 1)
+    assert ranks.count("Traceback (most recent call last)") == 2, ranks  # of rank 1, and then torchrun's own
+    cause = report.split("Root Cause", 1)[1]
+    assert "rank      : 1 " in cause and "RuntimeError: an injected fault" in cause, report
+    log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
+    assert log.splitlines()[-1] == "RuntimeError: an injected fault"
 
 
 def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
@@ -142,7 +167,9 @@ def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
     ranks[0].wait_for("step:2/")
     ranks[1].send(signal.SIGKILL)
     ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
-    assert ended[0].status not in (0, None) and ended[1].status == -signal.SIGKILL
+    assert ended[0].status == 1 and ended[1].status == -signal.SIGKILL
+    assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
+    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has"
 
 
 @pytest.mark.slow

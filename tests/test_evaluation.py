@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Ended, Lab
 
 import train_gpt
 from records import probes, prove, rehearsal
@@ -89,12 +92,15 @@ def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
         ledger.record(3, np.ones(2))
     with pytest.raises(ScoringError, match="target 5 "):
         ledger.record(4, np.array([1.0, np.nan]))
+    with pytest.raises(ScoringError, match="target 6 "):
+        ledger.record(6, np.ones(2))
     with pytest.raises(ScoringError, match="6 targets were never scored, the first is 4"):
-        ledger.total_nats()
+        ledger.score(1)
     with pytest.raises(ValueError, match="read-only"):
         ledger.nats[0] = 0.0
     ledger.record(4, np.full(6, 0.5))
-    assert ledger.total_nats() == 7.0 and len(ledger) == 10
+    score = ledger.score(7)
+    assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7) and len(ledger) == 10
 
 
 @pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2)])
@@ -138,9 +144,10 @@ def test_the_source_learns_from_scored_tokens_only() -> None:
 
 def test_windows_and_chunks_have_the_published_counts() -> None:
     begins = np.zeros(GOLDEN_TARGETS, np.int32)
-    rows = np.array(list(window_rows(GOLDEN_TARGETS, 2048, 64, begins, 32_768)))
-    per_chunk = np.bincount(rows[:, 1] // 32_768)
-    assert len(rows) == GOLDEN_WINDOWS and len(per_chunk) == GOLDEN_CHUNKS
+    chunks = window_rows(GOLDEN_TARGETS, 2048, 64, begins, 32_768)
+    per_chunk = [len(rows) for rows in chunks]
+    assert sum(per_chunk) == GOLDEN_WINDOWS and len(per_chunk) == GOLDEN_CHUNKS
+    assert all((rows[:, 1] // 32_768 == index).all() for index, rows in enumerate(chunks))
     assert per_chunk[0] == 481 and per_chunk[-1] == 96 and set(per_chunk[1:-1]) == {512}
 
 
@@ -153,7 +160,8 @@ def test_rows_cover_each_target_once_with_its_context(
     starts = np.array([random.random() < 0.05 for _ in range(targets)])
     begins = np.maximum.accumulate(np.where(starts, np.arange(targets), 0))
     expected = 0
-    for first, start, stop in window_rows(targets, context, stride, begins, contexts * context):
+    chunks = window_rows(targets, context, stride, begins, contexts * context)
+    for first, start, stop in np.concatenate(chunks):
         assert start == expected < stop <= first + context
         assert start // (contexts * context) == (stop - 1) // (contexts * context)
         for target in range(start, stop):
@@ -256,21 +264,6 @@ def test_weights_come_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_frozen_layers_do_not_move_and_the_others_do() -> None:
-    lab = subject(TTT_FREEZE_BLOCKS="1", PARALLEL_START_LAYER="0", PARALLEL_MODE="lanes")
-    model, config = lab.model(), lab.config
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train_gpt.learn(model, sgd, lab.tokens()[:33], config)
-    for name, weight in model.named_parameters():
-        moved = (weight.detach() - before[name]).abs()
-        if name in train_gpt.BANKS or "_L" in name:
-            moved = moved.unflatten(0, (-1, config.num_layers))
-            assert moved[:, 0].max() == 0 and (moved.numel() == 0 or moved[:, 1].max() > 0), name
-        elif "_P" in name:
-            assert moved[0].max() == 0, name
-
-
 def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,12 +348,11 @@ def lines() -> Iterator[Any]:
     yield lambda run, label: [line for line in run.lines if line.startswith(label)]
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_final_lines_are_verbatim_and_marked(limited: bool, lines: Any) -> None:
+@pytest.mark.parametrize("mark", ["", " comparable:0"])
+def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
     lab, run = subject(VAL_PROGRESS_LOG_EVERY="2"), probes.RecordingRun()
-    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, limited), "int6")
+    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
     assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
-    mark = " comparable:0" if limited else ""
     for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
         short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
         assert re.fullmatch(
@@ -382,6 +374,205 @@ def test_text_is_generated_and_reproducible(laboratory: rehearsal.Laboratory) ->
     sampled_greedy = train_gpt.generate_text(model, greedy, "ab")
     other_seed = byte_config(laboratory, GENERATE_TOKENS="5", GENERATE_TEMPERATURE="0", SEED="10")
     assert train_gpt.generate_text(model, other_seed, "ab") == sampled_greedy
+
+
+# --- going on after a cut ---
+
+PHASES = ("eval_roundtrip", "eval_sliding_window", "eval_legal_ttt")
+
+
+class Cut(Exception):
+    """What ends an evaluation in a test, as a signal ends a process."""
+
+
+class ResumableRun(probes.RecordingRun):
+    """A run with a directory, which ends after so many chunks of a phase."""
+
+    def __init__(self, folder: Path, phase: str = "", chunks: int = 0) -> None:
+        super().__init__()
+        self.rank, self.folder, self.cut, self.left = 0, folder, phase, chunks
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add to the seconds of a phase, as a run does."""
+        self.phase_name = name
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + 1.0
+
+    def path(self, name: str) -> Path:
+        """A file of the run directory."""
+        return self.folder / name
+
+    def alive(self) -> None:
+        """Called after each chunk, before it is told of and saved."""
+        self.left -= self.phase_name == self.cut
+        if self.left < 0:
+            raise Cut
+
+
+def evaluated(run: ResumableRun, lab: probes.Subject, tokens: np.ndarray | None = None) -> dict[str, Any]:
+    validation = Validation(lab.tokens() if tokens is None else tokens, 321, "")
+    return train_gpt.evaluate(lab.model(), lab.config, run, validation, "int6")
+
+
+def resumable(folder: Path, **changes: str) -> probes.Subject:
+    """Settings under which every chunk is told of and saved."""
+    every = {"VAL_PROGRESS_LOG_EVERY": "1", "CHECKPOINT_EVERY_SECONDS": "1e-9", "VAL_BATCH_SIZE": "1"}
+    return subject(RESUME=str(folder), **every, **changes)
+
+
+def seen(run: ResumableRun) -> list[tuple[str, str]]:
+    return re.findall(r"val_progress:(\w+) .* tokens_seen:(\d+) ", "\n".join(run.lines))
+
+
+@pytest.mark.parametrize("chunks", range(5))
+@pytest.mark.parametrize("phase", PHASES)
+def test_evaluation_goes_on_behind_the_last_finished_chunk(phase: str, chunks: int, tmp_path: Path) -> None:
+    lab = resumable(tmp_path, TTT_LR="0.05")
+    whole, cut, rest = ResumableRun(tmp_path), ResumableRun(tmp_path, phase, chunks), ResumableRun(tmp_path)
+    expected = evaluated(whole, lab)
+    assert not (tmp_path / "evaluation.pt").exists()
+    with pytest.raises(Cut):
+        evaluated(cut, lab)
+    assert evaluated(rest, lab) == expected
+    assert seen(cut) + seen(rest) == seen(whole) and len(seen(cut)) >= chunks
+    assert not (tmp_path / "evaluation.pt").exists()
+
+
+def test_what_is_saved_is_neither_scored_nor_learned_from_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, whole, parts, saves = resumable(tmp_path), probes.Events(), probes.Events(), list[int]()
+    with probes.watched(lab, whole):
+        evaluated(ResumableRun(tmp_path), lab)
+    write = train_gpt.write_state
+
+    def write_and_end(path: Path, state: Any) -> None:
+        write(path, state)
+        saves.append(1)
+        if len(saves) == 12:
+            raise Cut
+
+    monkeypatch.setattr(train_gpt, "write_state", write_and_end)
+    with probes.watched(lab, parts):
+        with pytest.raises(Cut):
+            evaluated(ResumableRun(tmp_path), lab)
+        scored = train_gpt.read_state(tmp_path / "evaluation.pt")["nats"]
+        assert {name: len(nats) for name, nats in scored.items()} == {
+            "eval_roundtrip": 149, "eval_sliding_window": 149, "eval_legal_ttt": 64,
+        }  # fmt: skip
+        evaluated(ResumableRun(tmp_path), lab)
+    for events in (whole, parts):
+        events.log = [event for event in events.log if event[0] != "record"]
+    assert parts.log == whole.log
+
+
+@pytest.mark.parametrize("other", ["weights", "tokens", "settings", "cut file", "pickle", "no file"])
+def test_the_state_of_another_evaluation_is_ignored(other: str, tmp_path: Path) -> None:
+    lab, path = resumable(tmp_path), tmp_path / "evaluation.pt"
+    with pytest.raises(Cut):
+        evaluated(ResumableRun(tmp_path, "eval_legal_ttt", 3), lab)
+    content, tokens = path.read_bytes(), lab.tokens()
+    if other == "weights":
+        lab = probes.make_subject(train_gpt, 1, **lab.config.as_env())
+    elif other == "settings":
+        lab = resumable(tmp_path, TTT_LR="0.01")
+    elif other == "tokens":
+        tokens[100] = 5
+    elif other == "no file":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-99] if other == "cut file" else b"\x80\x04N.")
+    run = ResumableRun(tmp_path)
+    result = evaluated(run, lab, tokens)
+    assert len(seen(run)) == 3 * 5 and result == evaluated(ResumableRun(tmp_path), lab, tokens)
+
+
+def test_time_and_projection_hold_over_a_cut(tmp_path: Path) -> None:
+    """The seconds before a cut belong to what was scored in them, and count towards MAX_EVAL_SECONDS."""
+    lab, path = resumable(tmp_path, MAX_EVAL_SECONDS="250000"), tmp_path / "evaluation.pt"
+    with pytest.raises(Cut):
+        evaluated(ResumableRun(tmp_path, "eval_legal_ttt", 2), lab)
+    state, run = train_gpt.read_state(path), ResumableRun(tmp_path)
+    assert set(state["phases"]) == set(PHASES)
+    seconds = {"eval_roundtrip": 6e4, "eval_sliding_window": 4e4, "eval_legal_ttt": 1e5}
+    train_gpt.write_state(path, {**state, "phases": seconds})
+    evaluated(run, lab)
+    told = [line.split(" eta:")[1] for line in run.lines if line.startswith("val_progress:")]
+    left = [float(text.split("s")[0]) for text in told]
+    assert left == pytest.approx([1e5 * (149 / 96 - 1), 1e5 * (149 / 128 - 1), 0.0], rel=1e-3)
+    assert [" warning: above MAX_EVAL_SECONDS: 2552" in text for text in told] == [True, False, False]
+    assert run.phases == {name: before + 1.0 for name, before in seconds.items()}
+
+
+KILLED = """
+import os, signal, numpy
+replace, repeat, saves, batches = os.replace, numpy.repeat, [], []
+def counting_replace(source, target, *rest, **more):
+    replace(source, target, *rest, **more)
+    saves.extend([target] * str(target).endswith("evaluation.pt"))
+def fatal_repeat(*given, **more):
+    batches.extend([1] * (len(saves) == NUMBER))
+    if len(batches) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return repeat(*given, **more)
+os.replace, numpy.repeat = counting_replace, fatal_repeat
+"""  # in the second batch after so many saved chunks
+EVERY_CHUNK = {"VAL_TOKENS_LIMIT": 2500, "VAL_BATCH_SIZE": 32, "VAL_PROGRESS_LOG_EVERY": 1}
+
+
+def tokens_seen(ended: Ended) -> list[tuple[str, str]]:
+    log = (ended.directory / "log.txt").read_text("utf-8")
+    return re.findall(r"^val_progress:(\w+) .* tokens_seen:(\d+) ", log, re.M)
+
+
+def test_a_run_killed_in_each_scorer_goes_on_to_the_same_scores(lab: Lab) -> None:
+    straight = lab.elsewhere("straight").succeed(**EVERY_CHUNK)
+    chunks = tokens_seen(straight)
+    assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [3, 3]
+    changes, done = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1e-9}, 0
+    for saves in (2, 3, 7):  # in the third chunk of each scorer; of the last, in the seventh
+        ended = lab.run(fault=KILLED.replace("NUMBER", str(saves)), **changes)
+        done += saves
+        assert ended.status == -signal.SIGKILL and tokens_seen(ended) == chunks[:done]
+        changes["RESUME"] = ended.directory
+    last = lab.succeed(**changes)
+    assert tokens_seen(last) == chunks  # no chunk twice
+    assert last.summary["losses"] == straight.summary["losses"]
+    assert last.summary["artifact"]["sha256"] == straight.summary["artifact"]["sha256"]
+    assert not (last.directory / "evaluation.pt").exists()
+
+
+def test_two_ranks_go_on_where_they_were_killed(lab: Lab) -> None:
+    first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, **EVERY_CHUNK))
+    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1e-9}
+    fault = {0: {"fault": KILLED.replace("NUMBER", "9")}}
+    killed, peer = lab.ranks(2, fault, **changes)
+    ended = killed.wait()
+    peer.send(signal.SIGKILL)
+    peer.wait()
+    assert ended.status == -signal.SIGKILL and tokens_seen(ended) == tokens_seen(first)[:9]
+    last, _ = (rank.wait() for rank in lab.ranks(2, RESUME=ended.directory, **changes))
+    assert last.status == 0, last.err
+    assert tokens_seen(last) == tokens_seen(first)
+    assert last.summary["losses"] == first.summary["losses"]
+
+
+FULL_DISK = """
+import builtins, errno
+real = builtins.open
+def full(path, mode="r", *rest, **more):
+    if "w" in mode and str(path).endswith("evaluation.pt.tmp"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    return real(path, mode, *rest, **more)
+builtins.open = full
+"""
+
+
+def test_a_full_disk_ends_no_evaluation(lab: Lab, finished: Ended) -> None:
+    ended = lab.succeed(fault=FULL_DISK, CHECKPOINT_EVERY_SECONDS=1e-9)
+    assert ended.summary["losses"] == finished.summary["losses"]
+    assert not [*ended.directory.glob("*evaluation.pt*")]
 
 
 @pytest.mark.slow

@@ -202,15 +202,20 @@ def test_orthogonalised_singular_values_are_near_one(
     assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar), torch.zeros(shape))
 
 
-def test_every_parameter_has_one_owner(repo: Path) -> None:
-    for path in [None, *sorted((repo / "records/configs").glob("*.env"))]:
-        config = Config.from_env({"CONFIG": str(path)} if path else {})
-        names = list(train_gpt.parameter_shapes(config))
-        groups = train_gpt.optimizer_groups(config, names)
-        assert sorted(itertools.chain(*groups.values())) == sorted(names)
-        assert set(groups["muon"]) == set(train_gpt.BANKS)
-    with pytest.raises(AssertionError):
-        train_gpt.optimizer_groups(Config(), names[1:])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"TIE_EMBEDDINGS": 0}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
+     {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1}],
+    ids=str,
+)  # fmt: skip
+def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
+    model = build_model(tiny(**changes))
+    optimizer = Optimizer(model, model.config, 0, 1)
+    groups = [group["params"] for group in optimizer.adam.param_groups]
+    owned = [id(parameter) for parameter in itertools.chain(optimizer.banks, *groups)]
+    assert sorted(owned) == sorted(map(id, model.parameters()))
+    assert {id(bank) for bank in optimizer.banks} == {id(getattr(model, name)) for name in train_gpt.BANKS}
+    assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
 
 
 def test_state_is_a_copy_that_repeats_the_run() -> None:
@@ -228,16 +233,11 @@ def test_state_is_a_copy_that_repeats_the_run() -> None:
 
 
 def test_weight_average() -> None:
-    config = tiny()
-    model = build_model(config)
+    model = build_model(tiny())
     average, start = WeightAverage(model, 0.75), model.qo_bank.detach().clone()
     with torch.no_grad():
         model.qo_bank += 1.0
-    average.update()
-    average.apply()
-    torch.testing.assert_close(model.qo_bank.detach(), start + 0.25)
-    average.reset()
-    average.update()
+    average.update(0.75)
     average.apply()
     torch.testing.assert_close(model.qo_bank.detach(), start + 0.25)
 
@@ -248,6 +248,6 @@ def test_without_decay_the_average_is_the_last_weights() -> None:
     with torch.no_grad():
         model.qo_bank += 1.0
     last = model.qo_bank.detach().clone()
-    average.update()
+    average.update(0.0)
     average.apply()
     assert torch.equal(model.qo_bank, last)

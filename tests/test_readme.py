@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +39,7 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
 def test_the_results_follow_from_the_record(readme: str, repo: Path) -> None:
     summaries = [
         json.loads(path.read_text(encoding="utf-8"))
-        for path in (repo / "records" / "track_cpu_demo").glob("*/summary_seed*.json")
+        for path in max((repo / "records" / "track_cpu_demo").glob("*_*")).glob("summary_seed*.json")
     ]
     assert len(summaries) == 3
     for name in ("roundtrip", "sliding_window", "legal_ttt"):
@@ -51,3 +54,34 @@ def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
     listed = re.findall(r"for bench in ([a-z ]+);", makefile)
     names = [*listed[0].split(), *re.findall(r"benchmarks/(\w+)\.py", makefile)]
     assert "kernels" in names and [n for n in names if not (repo / "benchmarks" / f"{n}.py").is_file()] == []
+
+
+LOSS = """
+import torch, train_gpt
+sizes = {"VOCAB_SIZE": "64", "NUM_LAYERS": "4", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1",
+         "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3"}
+ids_BT = torch.arange(65).view(1, -1) % 64
+print(train_gpt.build_model(train_gpt.Config.from_env(sizes)).loss(ids_BT[:, :-1], ids_BT[:, 1:]).item())
+"""
+
+
+def test_the_technique_of_the_readme_works_and_its_off_is_off(
+    readme: str, repo: Path, tmp_path: Path
+) -> None:
+    patch = readme.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    for folder in (with_it, without):
+        folder.mkdir()
+        shutil.copy(repo / "train_gpt.py", folder)
+    subprocess.run(["git", "apply", "-C1", "-"], cwd=with_it, input=patch, text=True, check=True)
+    losses = [
+        subprocess.run(
+            [sys.executable, "-c", LOSS], cwd=folder, check=True, capture_output=True, text=True
+        ).stdout
+        for folder in (with_it, without)
+    ]
+    assert losses[0] == losses[1]
+    (test,) = (with_it / "tests").glob("test_*.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", str(test)]
+    done = subprocess.run(command, cwd=with_it, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

@@ -73,8 +73,11 @@ def test_reading_never_executes(tmp_path: Path) -> None:
     assert script.wrapped and script.text == program and not marker.exists()
 
 
-def test_same_program_ignores_layout_only() -> None:
+def test_same_program_ignores_layout_and_docstrings_only() -> None:
     assert same_program("x = 1  # one\n", "x=1\n")
+    documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
+    assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')
+    assert not same_program(documented, 'def f():\n    return "two"\nclass E(Exception):\n    pass\n')
     assert not same_program("x = 1\n", "x = 2\n")
     assert not same_program("x = 1\n", "x = (\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from records.__main__ import main
 def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
         trace = train_gpt.Trace(tmp_path / f"trace_rank{rank}.json", rank)
-        start_ns = 1_000_000_000
-        trace.complete("train", "main", start_ns, start_ns + 4_000_000, step=0)
-        trace.complete("forward", "main", start_ns, start_ns + 1_500_000, step=0)
-        trace.complete("stage", "loader stage", start_ns - 500_000, start_ns, batch=0)
+        start_ns = time.perf_counter_ns() + 1_000_000
+        trace.add("X", "train", "main", start_ns, start_ns + 4_000_000, args={"step": 0})
+        trace.add("X", "forward", "main", start_ns, start_ns + 1_500_000, args={"step": 0})
+        trace.add("X", "stage", "stage", start_ns - 500_000, start_ns, args={"batch": 0})
         trace.close()
     return tmp_path
 
@@ -28,7 +29,7 @@ def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[st
     assert main(["timeline", str(run_directory), "--out", str(out), "--merge", str(merged), "--json"]) == 0
     seconds = json.loads(capsys.readouterr().out)["seconds"]
     assert seconds["rank 0 main"] == pytest.approx({"train": 0.004, "forward": 0.0015})
-    assert seconds["rank 1 loader stage"] == pytest.approx({"stage": 0.0005})
+    assert seconds["rank 1 stage"] == pytest.approx({"stage": 0.0005})
     assert out.read_bytes()[:4] == b"\x89PNG"
     assert {event["pid"] for event in json.loads(merged.read_text())["traceEvents"]} == {0, 1}
 

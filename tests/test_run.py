@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import BOS_ID, SCRIPT, Ended, Lab
@@ -19,7 +22,6 @@ FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
 EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
-    r"val_bpb:enabled tokenizer_kind=sentencepiece tokenizer_path=\S+tokenizer.model$",
     r"train_loader:dataset:\S+ train_shards:2$",
     r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 ",
     r"model_params:\d+$",
@@ -204,7 +206,106 @@ def test_text_is_generated_from_the_artifact_alone(finished: Ended, lab: Lab) ->
     assert not lab.folder.joinpath("runs").exists()
 
 
-def test_preflight_alone_writes_nothing(lab: Lab) -> None:
-    ended = lab.succeed(PREFLIGHT_ONLY=1)
-    assert "preflight:ok" in ended.out
-    assert not ended.runs_dir.exists()
+@pytest.mark.parametrize("there_before", [False, True])
+def test_preflight_alone_leaves_nothing_behind(there_before: bool, lab: Lab) -> None:
+    folder = lab.folder / "far" / "away"
+    if there_before:
+        folder.mkdir(parents=True)
+    ended = lab.succeed(PREFLIGHT_ONLY=1, RUNS_DIR=folder)
+    assert "preflight:ok" in ended.out and "artifact:estimate" in ended.out
+    assert folder.exists() == there_before and not (there_before and [*folder.iterdir()])
+    assert (lab.folder / "far").exists() == there_before
+
+
+KILL_AT_SCORING = """
+import builtins
+opening = open
+def kill(path, *given, **more):
+    if str(path).endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in opening(path).read():
+        os.kill(os.getpid(), 9)
+    return opening(path, *given, **more)
+builtins.open = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+    """The directory of a run that was killed in its evaluation; to be copied, not used."""
+    lab = Lab(tmp_path_factory.mktemp("shipped"), dataset)
+    ended = lab.run(fault=KILL_AT_SCORING, CHECKPOINT_EVERY_SECONDS=1000)
+    assert ended.status == -signal.SIGKILL and (ended.directory / "model.bin").exists()
+    return ended.directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [
+        ({}, False),
+        ({"VAL_BATCH_SIZE": 1024, "VAL_PROGRESS_LOG_EVERY": 1, "WARMUP_STEPS": 3}, False),
+        ({"damage": "model.bin"}, True),
+        ({"damage": "metrics.jsonl"}, True),  # cut within the line that tells of model.bin
+        ({"MATRIX_BITS": 5, "RATE_CONTROL": 0}, True),
+    ],
+    ids=str,
+)
+def test_what_was_shipped_is_not_trained_again(
+    changes: dict[str, Any], again: bool, shipped: Path, finished: Ended, lab: Lab
+) -> None:
+    directory = Path(shutil.copytree(shipped, lab.folder / "runs" / "run"))
+    if "damage" in changes:
+        damaged = directory / changes["damage"]
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[: content.find(b'"trained"')])  # not found: all but the last byte
+    ended = lab.succeed(RESUME=directory, **{**changes, "damage": None})
+    assert ("resumed:" in ended.out) == ("Hessians" in ended.out) == ("passes:" in ended.out) == again
+    assert ("nothing is trained again" in ended.out) == (not again)
+    if "MATRIX_BITS" not in changes:
+        assert ended.summary["losses"] == finished.summary["losses"]
+        assert ended.summary["artifact"] == finished.summary["artifact"]
+    for key in ("stream_hash", "steps", "tokens"):
+        assert ended.summary[key] == finished.summary[key]
+    limit = ended.summary["limits"]["train_seconds"]
+    assert limit["value"] == ended.summary["train_seconds"] > 0.0
+
+
+def test_ranks_do_not_train_again_what_was_shipped(shipped: Path, finished: Ended, lab: Lab) -> None:
+    directory = Path(shutil.copytree(shipped, lab.folder / "runs" / "run"))
+    ended = [rank.wait() for rank in lab.ranks(2, RESUME=directory)]
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "nothing is trained again" in ended[0].out
+    assert ended[0].summary["stream_hash"] == finished.summary["stream_hash"]
+    assert ended[0].summary["artifact"] == finished.summary["artifact"]
+
+
+SLOW_STEPS = "import time, torch\nstep = torch.optim.AdamW.step\n"
+SLOW_STEPS += "def slow(*given):\n    time.sleep(0.3); return step(*given)\ntorch.optim.AdamW.step = slow\n"
+
+
+def test_one_process_at_a_time_works_in_a_run_directory(lab: Lab, finished: Ended) -> None:
+    first = lab.start(fault=SLOW_STEPS, CHECKPOINT_EVERY_SECONDS=0.1)
+    first.wait_for("checkpoint:")
+    directory = lab.folder / "runs" / "run"
+    for changes in ({"RESUME": "auto"}, {"RESUME": directory, "PREFLIGHT_ONLY": 1}):
+        second = lab.run(**changes)
+        assert second.status == 1 and "Traceback" not in second.err
+        assert str(directory) in second.err and f"process {first.process.pid} " in second.err
+    first.send(signal.SIGKILL)  # a lock that outlived its process would lose the run
+    first.process.join()
+    before = (directory / "log.txt").read_text("utf-8")
+    assert "is at work" not in before
+    resumed = lab.start(RESUME="auto", fault=SLOW_STEPS)
+    resumed.wait_for("resumed:")
+    third = lab.run(RESUME="auto")
+    assert third.status == 1 and f"process {resumed.process.pid} " in third.err
+    ended = resumed.wait()
+    assert ended.status == 0 and ended.summary["losses"] == finished.summary["losses"]
+
+
+def test_a_disk_without_locks_stops_no_run(lab: Lab) -> None:
+    fault = "import fcntl, errno\ndef none(*given):\n    raise OSError(errno.ENOLCK, 'No locks available')\n"
+    lab.succeed(fault=fault + "fcntl.flock = none", EVAL_STRIDE=0, TTT_ENABLED=0)
+
+
+def test_evaluation_may_see_more_context_than_training(lab: Lab) -> None:
+    losses = lab.succeed(EVAL_SEQ_LEN=64).summary["losses"]
+    assert set(losses) == {"roundtrip", "sliding_window", "legal_ttt"}

@@ -10,7 +10,7 @@ from records.findings import Finding, fail, info, warn
 from records.folder import Folder, SeedRun
 from records.source import Script, same_program
 
-PER_SEED_SETTINGS = {"seed", "run_id", "rank", "local_rank", "logfile", "artifact_dir"}
+PER_SEED_SETTINGS = {"seed", "run_id", "pid", "rank", "local_rank", "logfile", "artifact_dir"}
 PATH_SETTINGS = ("path", "dir", "file", "logs")
 
 
