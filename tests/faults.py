@@ -228,7 +228,7 @@ def rank_killed(lab: Lab, reference: Ended, source: random.Random) -> None:
         ranks[victim].send(signal.SIGKILL)
     ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
     if not [*lab.folder.glob("runs/*/summary.json")]:
-        assert all(one.status != 0 for one in ended)
+        assert any(one.status != 0 for one in ended)  # the other one may just have done its part
         whole = go_on(lab, ended[0])  # on one rank: the same data, and the same numbers to rounding
         if whole.summary["stream_hash"] != reference.summary["stream_hash"]:
             raise Corrupted("stream_hash differs")
