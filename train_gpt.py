@@ -24,6 +24,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import difflib
 import faulthandler
 import functools
 import glob
@@ -233,57 +234,42 @@ class Config:
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
         fields = {f.name.upper(): f for f in dataclasses.fields(cls)}
-        given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
         common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
-        for name in sorted(given.keys() - fields.keys()):
+        for name in sorted(environ.keys() - fields.keys()):
+            near = difflib.get_close_matches(name, fields, cutoff=0.83) if len(name) >= 6 else []
             word = name.split("_")[0]
             kin = [other for other in fields if other.split("_")[0] == word and word not in common]
-            near = [other for other in fields if len(name) >= 6 and _within(2, name, other)]
             if near or kin:
                 raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(near or kin)}?")
+        given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
         config = cls(**{f.name: _parse(name, given[name], f) for name, f in fields.items() if name in given})
         _cross_check(config)
         return config
 
-    def as_env(self) -> dict[str, str]:
-        """Every setting as the string that `from_env` reads back to the same value."""
-        return {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
+    def as_env(self, through: str = "") -> dict[str, str]:
+        """Settings as strings that `from_env` reads back to the same values: all, or the first ones through
+        the one named, as fields stand in the order of what they decide."""
+        env = {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
+        count = list(env).index(through) + 1 if through else len(env)
+        return dict(itertools.islice(env.items(), count))
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
         default = Config().as_env()
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
-    def up_to(self, last: str) -> dict[str, str]:
-        """The settings from the first to `last`: fields stand in the order of what they decide."""
-        names = list(settings := self.as_env())
-        return {name: settings[name] for name in names[: names.index(last) + 1]}
-
-    def model_env(self) -> dict[str, str]:
-        """The settings that decide what the weights mean."""
-        return self.up_to("LOGIT_SOFTCAP")
-
     eval_length = property(lambda self: self.eval_seq_len or self.train_seq_len)  # tokens of context
     head_dim = property(lambda self: self.model_dim // self.num_heads)  # channels of one head
     mlp_dim = property(lambda self: int(self.mlp_mult * self.model_dim))  # width of the hidden layer
 
 
-def _within(edits: int, a: str, b: str) -> bool:
-    """Whether so many insertions, deletions and replacements of a character turn a into b."""
-    if edits < 0 or not a or not b:
-        return len(a) + len(b) <= edits
-    if a[0] == b[0]:
-        return _within(edits, a[1:], b[1:])
-    return any(_within(edits - 1, *rest) for rest in ((a[1:], b), (a, b[1:]), (a[1:], b[1:])))
-
-
 def _read_config_file(path: str) -> dict[str, str]:
     """KEY=VALUE lines of a file; ` #` starts a comment. Every key must be a setting."""
+    values, known = dict[str, str](), Config().as_env()
     try:
         lines = find_path(path).read_text(encoding="utf-8").split("\n") if path else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    values, known = dict[str, str](), Config().as_env()
     for number, line in enumerate(lines, 1):
         key, equals, value = (part.strip() for part in f" {line}".split(" #")[0].partition("="))
         if equals and key in known:
@@ -302,8 +288,8 @@ def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
         in_range = kind is str or low <= value <= high
         if in_range and text.isprintable() and (text in among or not among):
             return value
-    numbers = {int: f"a whole number from {low:g} to {high:g}", float: f"a number from {low:g} to {high:g}"}
-    expected = " or ".join(among) or numbers.get(kind, "printable text")
+    number = f"a {'whole ' * (kind is int)}number from {low:g} to {high:g}"
+    expected = " or ".join(among) or ("printable text" if kind is str else number)
     raise ConfigError(f"{name}={text!r}: expected {expected}; {meaning}")
 
 
@@ -2008,7 +1994,7 @@ def write_artifact(
     def assemble(arrays: list[np.ndarray]) -> bytes:
         peaks = {name: int(abs(codes).max()) for name, codes in zip(banks, arrays[::2], strict=True)}
         bits = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
-        header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
+        header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
@@ -2033,7 +2019,7 @@ def describe_artifact(path: Path) -> dict[str, Any]:
                 raise ValueError("truncated or damaged; copy the file again")
         section = "config"
         header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
-        if set(header["config"]) != set(Config().model_env()) or "tokenizer_sha256" not in header:
+        if set(header["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in header:
             raise ValueError("fields are missing or unknown")
         header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
     except Exception as error:  # whatever the bytes are
@@ -2145,7 +2131,7 @@ def find_checkpoint(config: Config) -> Path:
 
 def load_checkpoint(training: Training) -> None:
     """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run, ours = training.run, training.config.up_to("MIN_LR")
+    run, ours = training.run, training.config.as_env("MIN_LR")
     for path in map(run.path, CHECKPOINT_NAMES):
         try:
             training.saved, state = path, read_state(path)
@@ -2545,7 +2531,7 @@ def preflight(config: Config, run: Run) -> Inputs:
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
     if config.attention != "auto":  # one that does not work is refused before anything is written
         choose_attention(config, run)
-    recipe = {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}
+    recipe = {**config.as_env("GPTQ_RESERVE_SECONDS"), **hashes}
     text = "".join(f"{name}={value}\n" for name, value in settings.items())
     files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text.encode()}
     return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)

@@ -346,7 +346,7 @@ def test_micro_steps_are_those_that_fill_the_batch() -> None:
 
 
 def test_the_model_settings_are_those_that_decide_the_weights() -> None:
-    stored = Config().model_env()
+    stored = Config().as_env("LOGIT_SOFTCAP")
     assert {
         "TRAIN_SEQ_LEN",
         "DOC_MASK",
