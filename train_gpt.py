@@ -103,7 +103,7 @@ def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, a
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. A field's environment name is its name in upper case; the defaults are the 8-GPU run."""
+    """All settings, in the order of what they decide. A field's name in the environment is in upper case."""
 
     # --- the model: an artifact keeps these ---
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
@@ -122,7 +122,6 @@ class Config:
     qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
     xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
     sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
-    sparse_attn_gate_scale: float = knob(0.5, "steepness of that gate", 0)
     gate_window: int = knob(12, "channels that feed the gates", 1)
     smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
     skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
@@ -247,8 +246,7 @@ class Config:
         return config
 
     def as_env(self, through: str = "") -> dict[str, str]:
-        """Settings as strings that `from_env` reads back to the same values: all, or the first ones through
-        the one named, as fields stand in the order of what they decide."""
+        """Settings as strings that `from_env` reads back: all, or the first ones through the one named."""
         env = {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
         count = list(env).index(through) + 1 if through else len(env)
         return dict(itertools.islice(env.items(), count))
@@ -354,12 +352,26 @@ class Run:
 
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        self.device, self.dtype, self.device_name = pick_device(config, int(environ.get("LOCAL_RANK", 0)))
         self.directory = Path(os.devnull)  # until it is opened, and what is written there is lost
-        self.phases, self.phase_name, self.stop_signal = dict[str, float](), "setup", 0
+        self.phases, self.phase_name = collections.defaultdict[str, float](float), "setup"
+        self.stop_signal = 0
+        local_rank, gpus = int(environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+        if on_gpu and local_rank >= gpus:
+            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {gpus} GPUs; start as"
+                              " many processes per node as it has GPUs, or set DEVICE=cpu")
+        self.device, fast = torch.device("cpu"), torch.cpu._is_amx_tile_supported()
+        self.device_name = f"{platform.machine()} CPU"
+        if on_gpu:
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+            self.device_name = torch.cuda.get_device_name()
+            fast = torch.cuda.get_device_capability()[0] >= 8
+        auto = "bfloat16" if fast else "float32"  # fast: matrix units take bfloat16
+        self.dtype = getattr(torch, auto if config.compute_dtype == "auto" else config.compute_dtype)
         if self.world_size > 1:
-            gpu = self.device if self.device.type == "cuda" else None
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=gpu)
+            backend, device = ("cpu:gloo,cuda:nccl", self.device) if on_gpu else ("gloo", None)
+            dist.init_process_group(backend, device_id=device)
         self.alive()
         threading.Thread(target=self._watch, args=(config.phase_timeout_seconds,), daemon=True).start()
 
@@ -370,29 +382,24 @@ class Run:
         if self.rank == 0:
             claim(directory, config)
         self.gather(None)  # no rank writes before the directory is there
-        self.directory = self.directory if config.preflight_only else directory
-        self.log(f"run:{directory} pid:{os.getpid()}")
+        if not config.preflight_only:
+            self.directory = directory
+        self.log(f"run:{directory}")
 
     def path(self, name: str) -> Path:
         """A file of the run directory."""
         return self.directory / name
 
     def log(self, line: str) -> None:
-        """One line to log.txt and the console, flushed; rank 0 only."""
+        """One line to log.txt and the console; rank 0 only."""
         self.alive()
         if self.rank == 0:
-            self.append("log.txt", line)
-            tell(line, sys.stdout)
+            tell(line, self.path("log.txt"), sys.stdout)
 
     def event(self, kind: str, **values: Any) -> None:
         """One JSON object to metrics.jsonl, for machines; rank 0 only."""
         if self.rank == 0:
-            self.append("metrics.jsonl", json.dumps({"event": kind, **values}))
-
-    def append(self, name: str, line: str) -> None:
-        """One line to a file of the run directory; a full disk costs the line, not the run."""
-        with contextlib.suppress(OSError), open(self.path(name), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            tell(json.dumps({"event": kind, **values}), self.path("metrics.jsonl"))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -400,11 +407,10 @@ class Run:
         self.sync()
         if self.stop_signal:  # it came when training had just ended
             self.leave(self.stop_signal)
-        outer, self.phase_name, start = self.phase_name, name, time.perf_counter()
+        self.phase_name, start = name, time.perf_counter()
         yield
         self.sync()
-        self.phase_name = outer
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+        self.phases[name] += time.perf_counter() - start
 
     def sync(self) -> None:
         """Wait until the device has finished what it was given."""
@@ -426,11 +432,9 @@ class Run:
     def _watch(self, limit_seconds: float) -> None:
         while time.monotonic() - self._last_sign_of_life < limit_seconds:
             time.sleep(min(1.0, limit_seconds / 4))
-        message = (f"rank {self.rank}: error: no progress in phase {self.phase_name} for "
-                   f"PHASE_TIMEOUT_SECONDS={limit_seconds:g}; all stacks are on stderr")  # fmt: skip
-        self.append("log.txt", message)
         faulthandler.dump_traceback(2)
-        tell(message)
+        tell(f"rank {self.rank}: error: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
+             f"{limit_seconds:g}; all stacks are on stderr", self.path("log.txt"), sys.stderr)  # fmt: skip
         os._exit(1)
 
     def leave(self, number: int, _frame: Any = None) -> None:
@@ -438,64 +442,50 @@ class Run:
         if self.phase_name == "train" and not self.stop_signal:
             self.stop_signal = number
             return
-        ways = [f"RESUME={self.directory}"] * any(self.path(name).exists() for name in CHECKPOINT_NAMES)
-        ways += [f"EVAL_ONLY={path}" for path in [self.path("model.bin")] if path.exists()]
+        way = f"RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}, where there is one"
         tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
-             f"{' or '.join(ways) or 'start again'}")  # fmt: skip
+             f"{way if self.directory.is_dir() else 'start again'}", sys.stderr)  # fmt: skip
         os._exit(128 + number)
 
 
-def tell(message: str, file: Any = None) -> None:
-    """One line to stderr or another file, flushed; a closed console never ends a run."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a signal may come while one is printed
-        print(message, file=file or sys.stderr, flush=True)
+def tell(line: str, *places: Any) -> None:
+    """One line to streams and to the ends of files; a closed console or a full disk costs no run."""
+    for place in places:  # RuntimeError: a signal's line, while another one is printed
+        with contextlib.suppress(OSError, RuntimeError, ValueError), contextlib.ExitStack() as opened:
+            if isinstance(place, Path):
+                place = opened.enter_context(open(place, "a", encoding="utf-8"))
+            print(line, file=place, flush=True)
 
 
 def claim(directory: Path, config: Config) -> None:
     """Make a run directory, or take over a stopped run's, for this process alone. ConfigError undoes it."""
-    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
     try:
         directory.mkdir(parents=True, exist_ok=bool(config.resume))
-        free = shutil.disk_usage(directory).free
-        if free < needed and not config.resume:  # by the artifact and two checkpoints
-            raise OSError(f"{free >> 20} MiB free, a run may need {needed >> 20} MiB")
+        if not config.resume and shutil.disk_usage(directory).free < needed:  # artifact and two checkpoints
+            raise OSError(f"less than {needed >> 20} MiB free")
         if config.resume or not config.preflight_only:
             lock(directory / "log.txt")
     except OSError as error:
-        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
+        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); nothing is overwritten: set "
+                          "another RUN_ID, a RUNS_DIR with room, or RESUME") from error
     finally:
         with contextlib.suppress(OSError):  # the directory of a run holds its log by now
-            for path in missing:
+            for path in made:
                 path.rmdir()
 
 
-def lock(log: Path) -> None:
-    """Hold a run's log until this process ends, however. OSError names the process that holds it already."""
+def lock(path: Path) -> None:
+    """Hold a file until this process ends, however. OSError when another process does."""
     try:
         import fcntl  # absent on Windows
 
-        fcntl.flock(os.open(log, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = log.read_text("utf-8", "replace").rpartition(" pid:")[2].split("\n")[0]
-        raise OSError(f"process {owner} is at work in it") from None
+        raise OSError("another process is at work in it") from None
     except (ImportError, OSError):  # nor has every disk locks
         return
-
-
-def pick_device(config: Config, local_rank: int) -> tuple[torch.device, torch.dtype, str]:
-    """Device, dtype of activations (bfloat16 where matrix units take it), the device's name. ConfigError."""
-    device, name, fast = torch.device("cpu"), f"{platform.machine()} CPU", torch.cpu._is_amx_tile_supported()
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        if local_rank >= (found := torch.cuda.device_count()):
-            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {found} GPUs; start"
-                              " as many processes per node as it has GPUs, or set DEVICE=cpu")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        name, fast = torch.cuda.get_device_name(), torch.cuda.get_device_capability()[0] >= 8
-    wanted = config.compute_dtype if config.compute_dtype != "auto" else ("bfloat16" if fast else "float32")
-    return device, getattr(torch, wanted), name
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -1250,7 +1240,7 @@ class GPT(nn.Module):
             y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if c.sparse_attn_gate_enabled:
             gate = F.linear(attn_in[..., : c.gate_window], rows["attn_gate_LHW"][layer])
-            y = y * torch.sigmoid(c.sparse_attn_gate_scale * gate)[..., None]
+            y = y * torch.sigmoid(0.5 * gate)[..., None]
         attn_out = y.flatten(2)
         attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
         x = mixed if parallel else mixed + attended
@@ -1994,7 +1984,8 @@ def write_artifact(
     def assemble(arrays: list[np.ndarray]) -> bytes:
         peaks = {name: int(abs(codes).max()) for name, codes in zip(banks, arrays[::2], strict=True)}
         bits = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
-        header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
+        header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": tokenizer_sha256,
+                  "bits": bits}  # fmt: skip
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
@@ -2416,14 +2407,14 @@ def main() -> int:
     except Exception as error:
         message = traceback.format_exc().strip()
         if run and ("gloo/" in str(error) or isinstance(error, dist.DistBackendError)):
-            tell(f"rank {run.rank}: ends, as another rank has")
+            tell(f"rank {run.rank}: ends, as another rank has", sys.stderr)
             return 1
     message = f"rank {run.rank}: {message}" if run and run.world_size > 1 else message
-    tell(message)
+    tell(message, sys.stderr)
     if run:
-        run.append("log.txt", message)
         record = {"message": message, "timestamp": int(time.time()) - 1}  # torchrun ends with the earliest
-        run.append(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), json.dumps(record))
+        tell(message, run.path("log.txt"))
+        tell(json.dumps(record), Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)))
     return 1
 
 
@@ -2562,7 +2553,7 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         for name, content in inputs.files.items() if not config.resume else ():
             write_atomically(run.path(name), content)
         for name, value in config.as_env().items():
-            run.append("log.txt", f"  {name}={value}{'  # changed' * (name in overrides)}")
+            tell(f"  {name}={value}{'  # changed' * (name in overrides)}", run.path("log.txt"))
     for line in (
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {run.device_name} "
         f"dtype:{run.dtype} compile:{compiling(config, run.device):d} threads:{torch.get_num_threads()}",

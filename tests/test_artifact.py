@@ -600,7 +600,8 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().as_env("LOGIT_SOFTCAP"))}, {"config": None}, {"bits": 3},
+        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().as_env("LOGIT_SOFTCAP"))}, {"config": None},
+        {"bits": 3},
         {"bits": {}}, {"bits": {"attn": 6}}, {"DOC_MASK": 1}, {"VOCAB_SIZE": ["32"]}, {"TRAIN_SEQ_LEN": {}},
     ],
 )  # fmt: skip
