@@ -23,7 +23,6 @@ import bisect
 import collections
 import contextlib
 import copy
-import dataclasses
 import difflib
 import faulthandler
 import functools
@@ -50,7 +49,7 @@ import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,16 +231,16 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
-        fields = {f.name.upper(): f for f in dataclasses.fields(cls)}
+        known = {f.name.upper(): f for f in fields(cls)}
         common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
-        for name in sorted(environ.keys() - fields.keys()):
-            near = difflib.get_close_matches(name, fields, cutoff=0.83) if len(name) >= 6 else []
+        for name in sorted(environ.keys() - known.keys()):
             word = name.split("_")[0]
-            kin = [other for other in fields if other.split("_")[0] == word and word not in common]
+            near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
+            kin = [other for other in known if other.split("_")[0] == word and word not in common]
             if near or kin:
                 raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(near or kin)}?")
-        given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
-        config = cls(**{f.name: _parse(name, given[name], f) for name, f in fields.items() if name in given})
+        given = {**_read_config_file(environ.get("CONFIG", ""), known), **environ}
+        config = cls(**{f.name: _parse(name, given[name], f) for name, f in known.items() if name in given})
         _cross_check(config)
         return config
 
@@ -261,9 +260,9 @@ class Config:
     mlp_dim = property(lambda self: int(self.mlp_mult * self.model_dim))  # width of the hidden layer
 
 
-def _read_config_file(path: str) -> dict[str, str]:
-    """KEY=VALUE lines of a file; ` #` starts a comment. Every key must be a setting."""
-    values, known = dict[str, str](), Config().as_env()
+def _read_config_file(path: str, known: Iterable[str]) -> dict[str, str]:
+    """KEY=VALUE lines of a file; ` #` starts a comment. ConfigError for a key that is no setting."""
+    values = dict[str, str]()
     try:
         lines = find_path(path).read_text(encoding="utf-8").split("\n") if path else []
     except (OSError, UnicodeDecodeError) as error:
@@ -277,7 +276,7 @@ def _read_config_file(path: str) -> dict[str, str]:
     return values
 
 
-def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
+def _parse(name: str, text: str, spec: Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
     meaning, low, high, among = spec.metadata.values()
     kind: Any = type(spec.default)
@@ -329,7 +328,7 @@ def micro_steps_per_step(config: Config, world_size: int) -> int:
 def help_text() -> str:
     """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         setting, among = f"{f.name.upper()}={f.default}", " | ".join(f.metadata["among"])
         lines.append(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}")
     return "\n".join(lines)
@@ -353,20 +352,18 @@ class Run:
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
         self.directory = Path(os.devnull)  # until it is opened, and what is written there is lost
-        self.phases, self.phase_name = collections.defaultdict[str, float](float), "setup"
-        self.stop_signal = 0
+        self.phases = collections.defaultdict[str, float](float)
+        self.phase_name, self.stop_signal = "setup", 0
         local_rank, gpus = int(environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if on_gpu and local_rank >= gpus:
             raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {gpus} GPUs; start as"
                               " many processes per node as it has GPUs, or set DEVICE=cpu")
-        self.device, fast = torch.device("cpu"), torch.cpu._is_amx_tile_supported()
-        self.device_name = f"{platform.machine()} CPU"
+        self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         if on_gpu:
-            self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
-            self.device_name = torch.cuda.get_device_name()
-            fast = torch.cuda.get_device_capability()[0] >= 8
+        self.device_name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
+        fast = torch.cuda.get_device_capability()[0] >= 8 if on_gpu else torch.cpu._is_amx_tile_supported()
         auto = "bfloat16" if fast else "float32"  # fast: matrix units take bfloat16
         self.dtype = getattr(torch, auto if config.compute_dtype == "auto" else config.compute_dtype)
         if self.world_size > 1:
@@ -1582,7 +1579,7 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
 
 def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
     """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest score, with the least context."""
-    return score_sliding(model, tokens, dataclasses.replace(config, eval_stride=config.eval_length), progress)
+    return score_sliding(model, tokens, replace(config, eval_stride=config.eval_length), progress)
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
