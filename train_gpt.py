@@ -102,7 +102,7 @@ def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, a
 
 @dataclass(frozen=True)
 class Config:
-    """All settings, in the order of what they decide. A field's name in the environment is in upper case."""
+    """All settings, in the order of what they decide; upper case in the environment. Default: 8 GPUs."""
 
     # --- the model: an artifact keeps these ---
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
@@ -455,13 +455,13 @@ def tell(line: str, *places: Any) -> None:
 
 
 def claim(directory: Path, config: Config) -> None:
-    """Make a run directory, or take over a stopped run's, for this process alone. ConfigError undoes it."""
+    """Take a directory, new or RESUME's, for this process alone; PREFLIGHT_ONLY and ConfigError undo it."""
     made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
     try:
         directory.mkdir(parents=True, exist_ok=bool(config.resume))
-        if not config.resume and shutil.disk_usage(directory).free < needed:  # artifact and two checkpoints
-            raise OSError(f"less than {needed >> 20} MiB free")
+        if not config.resume and (free := shutil.disk_usage(directory).free) < needed:
+            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
         if config.resume or not config.preflight_only:
             lock(directory / "log.txt")
     except OSError as error:
