@@ -2307,7 +2307,6 @@ def train(training: Training) -> None:
         if save:
             save_checkpoint(training)
         if look:
-            training.run_clock(False)
             validate(training, f"step:{step}/{config.iterations}")
             training.run_clock(True)
         training.trace.step(step)
@@ -2357,7 +2356,8 @@ def read_results(training: Training, leave: int) -> None:
 
 
 def validate(training: Training, label: str) -> None:
-    """Score the current weights without overlap while the clock stands: a diagnostic, never the result."""
+    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result."""
+    training.run_clock(False)
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
@@ -2377,21 +2377,11 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
         hessians = collect_hessians(training.model, batches, run.world_size)
-    training.run_clock(False)
-    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds():.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-    run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
+    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds():.2f}s")
+    run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+            f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     return hessians
-
-
-def peak_memory_mib(device: torch.device) -> tuple[int, int]:
-    """Most memory used and most reserved: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    import resource  # absent on Windows, where only this line would need it
-
-    shift = 20 if sys.platform == "darwin" else 10
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift,) * 2
 
 
 # ============================================================================================================
@@ -2533,11 +2523,9 @@ def preflight(config: Config, run: Run) -> Inputs:
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    if config.eval_only:
-        wanted = describe_artifact(Path(config.eval_only))["tokenizer_sha256"]
-        if hashes["tokenizer"] != wanted:
-            raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected the tokenizer of {config.eval_only}, "
-                              f"with sha256 {wanted}")
+    header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
+    if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
     return Inputs(
         train_shards, validation, {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text},
         hashes, {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}, micro_steps,
@@ -2597,9 +2585,8 @@ def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Pat
                  "val_tokens": len(val.tokens) - 1, "val_bytes": val.bytes_total},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                      "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
-        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "cpu": platform.machine(),
-                     "cores": os.cpu_count(), "world_size": run.world_size,
-                     "peak_memory_mib": peak_memory_mib(run.device)[0]},
+        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "world_size": run.world_size,
+                     "cores": os.cpu_count(), "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20},
         "phases": run.phases, "losses": {name: score._asdict() for name, score in scores.items()},
         "artifact": artifact, "limits": limits, "comparable": not val.mark, "exit": "finished",
     }  # fmt: skip
