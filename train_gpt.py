@@ -2294,12 +2294,11 @@ def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
     config, run, seconds, step_seconds = training.config, training.run, training.seconds(), 0.0
     save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
-    limit = (config.max_wallclock_seconds or math.inf) - training.reserve_seconds
     training.run_clock(True)
     while True:
         step, before, (seconds, caught) = training.step, seconds, training.exchange()
         step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
-        over = caught or step >= config.iterations or seconds + 2 * step_seconds >= limit
+        over = caught or run_progress(seconds + 2 * step_seconds, step, training.reserve_seconds, config) >= 1
         save, look = seconds // save_every > before // save_every, step > 0 == step % look_every
         read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
         if over:
@@ -2446,7 +2445,7 @@ def whole_run(config: Config, run: Run) -> int:
 
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
-    """Train, and write the artifact: rank 0 does, all wait. Returns what training came to, for the summary."""
+    """Train, and write the artifact: rank 0 does, all wait. Returns what training came to."""
     with run.phase("setup"):
         training = Training(config, run, inputs)
     with contextlib.closing(training):
@@ -2526,10 +2525,10 @@ def preflight(config: Config, run: Run) -> Inputs:
     header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
     if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
-    return Inputs(
-        train_shards, validation, {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text},
-        hashes, {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}, micro_steps,
-        estimate_artifact_bytes(config, len(shipped)))
+    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text}
+    recipe = {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}
+    estimate = estimate_artifact_bytes(config, len(shipped))
+    return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
