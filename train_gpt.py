@@ -2299,7 +2299,8 @@ def train(training: Training) -> None:
         step, before, (seconds, caught) = training.step, seconds, training.exchange()
         step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
         over = caught or run_progress(seconds + 2 * step_seconds, step, training.reserve_seconds, config) >= 1
-        save, look = seconds // save_every > before // save_every, step > 0 == step % look_every
+        save = seconds // save_every > before // save_every
+        look = step > 0 and step % look_every == 0
         read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
         if over:
             break
