@@ -2547,7 +2547,8 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
-        f"bytes:{data.bytes_total} bytecount_device:cpu{data.mark}",
+        f"bytes:{data.bytes_total}{data.mark} accepted:val_copy_stream={config.val_copy_stream:d},"
+        f"val_bytecount_device={config.val_bytecount_device} (bytes are counted once, on the host)",
         f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
         f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "

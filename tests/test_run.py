@@ -23,7 +23,7 @@ RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
 EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
     r"train_loader:dataset:\S+ train_shards:2$",
-    r"val_loader:shards pattern=\S+val_\*.bin tokens:1000 bytes:\d+ bytecount_device:cpu comparable:0$",
+    r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0 accepted:",
     r"model_params:\d+$",
     r"world_size:1 grad_accum_steps:4$",
     r"train_batch_tokens:256 train_seq_len:32 iterations:6 warmup_steps:1 max_wallclock_seconds:0.000$",
