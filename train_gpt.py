@@ -2513,8 +2513,8 @@ def preflight(config: Config, run: Run) -> Inputs:
     if config.attention != "auto":
         choose_attention(config, run)
     source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"
-    text = "".join(f"{name}={value}\n" for name, value in settings.items()).encode()
-    shipped = shipped_code(source, config.code_bytes)
+    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
+             "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
     read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": listing.encode(),
             "manifest": manifest.read_bytes() if manifest.is_file() else b""}  # fmt: skip
@@ -2526,9 +2526,8 @@ def preflight(config: Config, run: Run) -> Inputs:
     header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
     if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
-    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text}
     recipe = {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}
-    estimate = estimate_artifact_bytes(config, len(shipped))
+    estimate = estimate_artifact_bytes(config, len(files["train_gpt.shipped.py"]))
     return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
 
 
