@@ -2141,63 +2141,55 @@ def load_checkpoint(training: Training) -> None:
 # ============================================================================================================
 
 
-class Clock:
-    """Seconds of training. Rank 0's are everybody's, so that all ranks decide alike from them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.elapsed_before, self.reserve_seconds = run, 0.0, 0.0
-        self._started: float | None = None
-        self._sent: tuple[Tensor, Any] | None = None
-
-    def count(self, running: bool) -> None:
-        """Go on, or pause, once the device has finished what it was given."""
-        self.run.sync()
-        self.elapsed_before = self.elapsed_seconds()
-        self._started = time.perf_counter() if running else None
-
-    def elapsed_seconds(self) -> float:
-        """Seconds counted so far."""
-        return self.elapsed_before + (time.perf_counter() - self._started if self._started else 0.0)
-
-    def exchange(self) -> tuple[float, int]:
-        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
-        self.run.alive()
-        seconds = self.elapsed_seconds() if self.run.rank == 0 else 0.0
-        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
-        if self.run.world_size > 1:  # over the host-side group: no device is asked
-            work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
-        said, self._sent = self._sent or (message, work), (message, work)
-        if said[1] is not None:
-            said[1].wait()
-        return said[0][0].item(), int(said[0][1])
-
-
 class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
     def __init__(self, config: Config, run: Run, inputs: Inputs) -> None:
         self.config, self.run, self.validation = config, run, inputs.validation
-        self.clock, self.model = Clock(run), ready_model(build_model(config), config, run)
+        self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
+        self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
+        self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
+        self.average = WeightAverage(self.model, config.ema_decay)
         first, _, after = config.trace_steps.partition(":")
         window = (int(first), int(after)) if config.trace_steps else None
         self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
         self.timer = StepTimer(config, run.device, self.trace)
         self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
                              device=run.device, trace=self.trace)  # fmt: skip
-        compiled = compiling(config, run.device)
-        self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
-        self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
-        self.average = WeightAverage(self.model, config.ema_decay)
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
+        self.counted, self.started, self.reserve_seconds = 0.0, math.inf, 0.0  # the clock stands
+        self.said = collections.deque[tuple[Tensor, Any]](maxlen=2)
         self.saved: Path | None = None  # the last good checkpoint
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
 
+    def seconds(self) -> float:
+        """Seconds of training so far, by this rank's clock."""
+        return self.counted + max(0.0, time.perf_counter() - self.started)
+
+    def run_clock(self, running: bool) -> None:
+        """Go on counting, or pause, once the device has finished what it was given."""
+        self.run.sync()
+        self.counted, self.started = self.seconds(), time.perf_counter() if running else math.inf
+
+    def exchange(self) -> list[float]:
+        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
+        self.run.alive()
+        seconds = self.seconds() if self.run.rank == 0 else 0.0
+        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
+        if self.run.world_size > 1:  # over the host-side group: no device is asked
+            work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
+        self.said.append((message, work))
+        message, work = self.said[0]
+        if work is not None:
+            work.wait()
+        return message.tolist()
+
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
         stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
-        state = {"step": self.step, "seconds": self.clock.elapsed_seconds(), "config": self.config.as_env(),
+        state = {"step": self.step, "seconds": self.seconds(), "config": self.config.as_env(),
                  "weights": self.average.live, "average": self.average.average,
                  "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
         return copy.deepcopy(state) | {"optimizer": self.optimizer.state()}
@@ -2208,7 +2200,7 @@ class Training:
         self.optimizer.load_state(state["optimizer"])
         tensors = [*self.average.live, *self.average.average]
         torch._foreach_copy_(tensors, state["weights"] + state["average"])
-        self.step, self.clock.elapsed_before = state["step"], state["seconds"]
+        self.step, self.counted = state["step"], state["seconds"]
 
     def close(self) -> None:
         """End threads and files, from any state."""
@@ -2263,52 +2255,50 @@ def warm_up(training: Training) -> None:
             start = time.perf_counter()
             collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
             run.sync()
-            seconds = 1.25 * max(run.gather(time.perf_counter() - start))
+        seconds = 1.25 * max(run.gather(time.perf_counter() - start))
         limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
         batches = max(1, min(training.calibration_batches, int(limit / seconds)))
-        reserve = config.gptq_reserve_seconds or seconds * batches
-        training.calibration_batches, training.clock.reserve_seconds = batches, reserve
-        run.log(f"gptq:reserving {reserve:.2f}s for {batches} batches per rank")
+        training.calibration_batches = batches
+        training.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
+        run.log(f"gptq:reserving {training.reserve_seconds:.2f}s for {batches} batches per rank")
     training.load_state(before)
 
 
-def train(training: Training) -> bool:
-    """Step until the clock or ITERATIONS is over; False when a signal came first and all is saved."""
-    config, run, clock = training.config, training.run, training.clock
-    seconds, step_seconds, every = clock.elapsed_before, 0.0, config.checkpoint_every_seconds or math.inf
-    limit = (config.max_wallclock_seconds or math.inf) - clock.reserve_seconds
-    clock.count(True)
+def train(training: Training) -> None:
+    """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
+    config, run, seconds, step_seconds = training.config, training.run, training.seconds(), 0.0
+    save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
+    training.run_clock(True)
     while True:
-        step, before, (seconds, caught) = training.step, seconds, clock.exchange()
+        step, before, (seconds, caught) = training.step, seconds, training.exchange()
         step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
-        over = caught or step >= config.iterations or seconds + 2 * step_seconds >= limit
-        save = seconds // every > before // every and not over
-        look = step and config.val_loss_every and step % config.val_loss_every == 0 and not over
+        over = caught or run_progress(seconds + 2 * step_seconds, step, training.reserve_seconds, config) >= 1
+        save = seconds // save_every > before // save_every
+        look = step > 0 and step % look_every == 0
         read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
         if over:
             break
         if save:
             save_checkpoint(training)
         if look:
-            clock.count(False)
             validate(training, f"step:{step}/{config.iterations}")
-            clock.count(True)
+            training.run_clock(True)
         training.trace.step(step)
-        progress = run_progress(seconds, step, clock.reserve_seconds, config)
+        progress = run_progress(seconds, step, training.reserve_seconds, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
         training.unread.append((training.step, progress, training.loader.stream_hash, results, copied))
-    clock.count(False)
+    training.run_clock(False)
     if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
         save_checkpoint(training)
         training.writer.join()
     if caught:
-        run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
-    elif step < config.iterations:
-        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
+        run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
+        raise SystemExit(128 + int(caught))
+    if step < config.iterations:
+        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds():.0f}ms "
                 f"step:{step}/{config.iterations}")
-    return not caught
 
 
 def read_results(training: Training, leave: int) -> None:
@@ -2328,56 +2318,44 @@ def read_results(training: Training, leave: int) -> None:
                 "MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
-        loss, seconds = sum(run.gather(loss)) / run.world_size, training.clock.elapsed_seconds()
+        loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
         p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
         scale = learning_rate_scale(progress, step - 1, config)
-        left = (config.max_wallclock_seconds or math.inf) - seconds
-        left = min(left, (config.iterations / step - 1) * seconds)
+        left = seconds / run_progress(seconds, step, training.reserve_seconds, config) - seconds
         run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
                 f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
                 f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s")
         run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
-                  grad_norm=norm, progress=progress, data_wait_p50_ms=p50, data_wait_p99_ms=p99,
-                  data_wait_max_ms=most)
+                  grad_norm=norm, progress=progress, data_wait_max_ms=most)
 
 
 def validate(training: Training, label: str) -> None:
-    """Score the current weights without overlap while the clock stands: a diagnostic, never the result."""
+    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result."""
+    training.run_clock(False)
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
-    val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.clock.elapsed_seconds()
-    training.timer.val_ms = val_ms
+    training.timer.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=trained_ms, val_ms=val_ms)
+              train_time_ms=trained_ms, val_ms=training.timer.val_ms)
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     """Take the averaged weights, collect Hessians from training batches on the clock, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
-    training.clock.count(True)
+    training.run_clock(True)
     training.average.apply()
     training.model.looping = loop_is_on(1.0, config)
     if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
         hessians = collect_hessians(training.model, batches, run.world_size)
-    training.clock.count(False)
-    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.clock.elapsed_before:.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-    run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
+    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds():.2f}s")
+    run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+            f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     return hessians
-
-
-def peak_memory_mib(device: torch.device) -> tuple[int, int]:
-    """Most memory used and most reserved: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    import resource  # absent on Windows, where only this line would need it
-
-    shift = 20 if sys.platform == "darwin" else 10
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift,) * 2
 
 
 # ============================================================================================================
@@ -2397,6 +2375,8 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.leave)
         return whole_run(config, run)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
     except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -2417,8 +2397,8 @@ def main() -> int:
 
 def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless that is done; then reload the artifact, and score nothing but what it holds."""
-    if config.eval_only:
-        config = with_stored_model(config)
+    if config.eval_only:  # the artifact knows its model
+        config = Config.from_env({**config.as_env(), **describe_artifact(Path(config.eval_only))["config"]})
     if config.eval_only and config.generate:  # needs no data and leaves no trace
         model = ready_model(load_artifact(Path(config.eval_only))[0], config, run)
         run.log(generate_text(model, config, config.generate))
@@ -2429,8 +2409,6 @@ def whole_run(config: Config, run: Run) -> int:
     if config.preflight_only:
         return 0
     trained = trained_before(config, run, inputs) or train_and_ship(config, run, inputs)
-    if trained is None:
-        return 128 + (run.stop_signal or signal.SIGTERM)
     path = Path(config.eval_only or run.path("model.bin"))
     with run.phase("reload"):
         model = ready_model(load_artifact(path)[0], config, run)
@@ -2441,8 +2419,8 @@ def whole_run(config: Config, run: Run) -> int:
     return 0
 
 
-def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
-    """Make the artifact. Returns what training came to, for the summary; None when a signal ended it."""
+def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
+    """Train, and write the artifact: rank 0 does, all wait. Returns what training came to."""
     with run.phase("setup"):
         training = Training(config, run, inputs)
     with contextlib.closing(training):
@@ -2451,16 +2429,25 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] |
         with run.phase("warmup"):
             warm_up(training)
         with run.phase("train"):
-            if not train(training):
-                return None
+            train(training)
         with run.phase("hessians"):
             hessians = finish_training(training)
+        stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
+        trained = {"steps": training.step, "tokens": training.step * config.train_batch_tokens,
+                   "train_seconds": training.seconds(), "stream_hash": stream_hash}  # fmt: skip
         with run.phase("quantize"):
-            return ship(training, hessians, inputs)
+            if run.rank == 0:
+                path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
+                tokenizer = inputs.hashes["tokenizer"]
+                write_artifact(training.model, config, hessians, path, len(code), tokenizer, run.log)
+                sha256 = describe_artifact(path)["sha256"]
+                run.event("shipped", sha256=sha256, recipe=inputs.recipe, trained=trained)
+            run.gather(None)
+    return trained
 
 
 def trained_before(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
-    """What `ship` returned, where its file is there and of this recipe; of EVAL_ONLY nothing is known."""
+    """What training came to, if its artifact is there and of this recipe; of EVAL_ONLY nothing is known."""
     nothing = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}
     found = nothing if config.eval_only else None
     with contextlib.suppress(OSError, ValueError, LookupError, ArtifactError):
@@ -2473,15 +2460,6 @@ def trained_before(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] |
     return run.gather(found)[0]
 
 
-def with_stored_model(config: Config) -> Config:
-    """The settings with those of the model in EVAL_ONLY. ConfigError where its tokenizer is another one."""
-    header, path = describe_artifact(Path(config.eval_only)), find_path(config.tokenizer_path)
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != header["tokenizer_sha256"]:
-        raise ConfigError(f"TOKENIZER_PATH={path}: expected the tokenizer of {config.eval_only}, "
-                          f"with sha256 {header['tokenizer_sha256']}")
-    return Config.from_env({**config.as_env(), **header["config"]})
-
-
 # What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
 # which two runs know that they read the same; recipe: they and all settings that decide on an artifact.
 Inputs = namedtuple("Inputs", "train_shards validation files hashes recipe micro_steps artifact_bytes")
@@ -2489,7 +2467,7 @@ Inputs = namedtuple("Inputs", "train_shards validation files hashes recipe micro
 
 def preflight(config: Config, run: Run) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
-    folder = find_path(config.data_path)
+    folder, tokenizer = find_path(config.data_path), find_path(config.tokenizer_path)
     if not folder.is_dir():
         raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in "
                         "sample, data/README.md tells how to get shards, --help lists every variable")
@@ -2506,46 +2484,31 @@ def preflight(config: Config, run: Run) -> Inputs:
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
         TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
-    source, settings = Path(__file__).read_bytes(), config.as_env()
-    shipped = shipped_code(source, config.code_bytes)
-    estimate = estimate_artifact_bytes(config, len(shipped))
+    if config.attention != "auto":
+        choose_attention(config, run)
+    source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"
+    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
+             "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
-            "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip
+    read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": listing.encode(),
+            "manifest": manifest.read_bytes() if manifest.is_file() else b""}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
     mine = {**settings, **hashes, "torch": torch.__version__}
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    if config.attention != "auto":  # one that does not work is refused before anything is written
-        choose_attention(config, run)
+    header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
+    if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
     recipe = {**config.as_env("GPTQ_RESERVE_SECONDS"), **hashes}
-    text = "".join(f"{name}={value}\n" for name, value in settings.items())
-    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text.encode()}
+    estimate = estimate_artifact_bytes(config, len(files["train_gpt.shipped.py"]))
     return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
-
-
-def check_manifest(path: Path) -> bytes:
-    """The manifest's bytes, if there is one. DataError where training overlaps validation (issue #2127)."""
-    content, of = path.read_bytes() if path.is_file() else b"", dict[str, Any]()
-    try:
-        files = json.loads(content)["files"].items() if content else ()
-        for split in ("train", "val"):
-            of[split] = [(name, e["sha256"], *e["documents"]) for name, e in files if e["split"] == split]
-        for (name, digest, start, stop), (_, other, first, last) in itertools.product(of["train"], of["val"]):
-            if digest == other or max(start, first) < min(stop, last):
-                raise DataError(f"{path}: {name} holds validation documents {first}..{last}; export it again")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a manifest ({error!r}); export the shards again") from error
-    return content
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     """Open the run directory, put source and settings into it, and begin the log in upstream's words."""
     run.open_directory(config)
     overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
-    if config.val_bytecount_device != "cpu" or not config.val_copy_stream:
-        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted; bytes are summed and tokens copied once")
     if run.rank == 0 and not config.preflight_only:
         for name, content in inputs.files.items() if not config.resume else ():
             write_atomically(run.path(name), content)
@@ -2557,7 +2520,8 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
-        f"bytes:{data.bytes_total}{data.mark}",
+        f"bytes:{data.bytes_total}{data.mark} accepted:val_copy_stream={config.val_copy_stream:d},"
+        f"val_bytecount_device={config.val_bytecount_device} (bytes are counted once, on the host)",
         f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
         f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
@@ -2569,49 +2533,34 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         run.log(line)
 
 
-def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> dict[str, Any]:
-    """Write the artifact; rank 0 does, all ranks wait. Returns what training came to, for the summary."""
-    config, run, steps = training.config, training.run, training.step
-    stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
-    trained = {"steps": steps, "tokens": steps * config.train_batch_tokens,
-               "train_seconds": training.clock.elapsed_seconds(), "stream_hash": stream_hash}  # fmt: skip
-    if run.rank == 0:
-        path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
-        write_artifact(training.model, config, hessians, path, len(code), inputs.hashes["tokenizer"], run.log)
-        run.event("shipped", sha256=describe_artifact(path)["sha256"], recipe=inputs.recipe, trained=trained)
-    run.gather(None)
-    return trained
-
-
 def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Path, scores: dict) -> None:
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
-    artifact, devices = describe_artifact(path), run.gather(run.device_name)
+    artifact, devices, val = describe_artifact(path), run.gather(run.device_name), inputs.validation
     source, code_bytes = inputs.files["train_gpt.py"], len(inputs.files["train_gpt.shipped.py"])
     total, label = code_bytes + artifact["bytes"], f"{artifact['label']}+rans"
     eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
     run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
     run.log(f"Serialized model {label}: {artifact['bytes']} bytes")
     run.log(f"Total submission size {label}: {total} bytes")
-    used = {"train_seconds": trained["train_seconds"], "eval_seconds": eval_seconds, "artifact_bytes": total}
-    allowed = config.max_wallclock_seconds, config.max_eval_seconds, config.artifact_bytes_max
     limits = {}
-    for (name, value), limit in zip(used.items(), allowed, strict=True):
+    for name, value, limit in (
+        ("train_seconds", trained["train_seconds"], config.max_wallclock_seconds),
+        ("eval_seconds", eval_seconds, config.max_eval_seconds),
+        ("artifact_bytes", total, config.artifact_bytes_max),
+    ):
         limits[name] = {"value": value, "limit": limit, "ok": not limit or value <= limit}
         run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
-    shards, val = inputs.train_shards, inputs.validation
     summary = {
         "run_id": run.directory.name, "seed": config.seed, **trained,
         "config": config.as_env(), "overrides": config.overrides(),
         "code": {"sha256": inputs.hashes["code"], "bytes": len(source),
                  "bytes_wrapped": len(shipped_code(source, "wrapped"))},
-        "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(shards),
-                 "train_tokens": sum(shard.tokens for shard in shards),
+        "data": {"hashes": inputs.hashes, "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
                  "val_tokens": len(val.tokens) - 1, "val_bytes": val.bytes_total},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                      "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
-        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "cpu": platform.machine(),
-                     "cores": os.cpu_count(), "world_size": run.world_size,
-                     "peak_memory_mib": peak_memory_mib(run.device)[0]},
+        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "world_size": run.world_size,
+                     "cores": os.cpu_count(), "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20},
         "phases": run.phases, "losses": {name: score._asdict() for name, score in scores.items()},
         "artifact": artifact, "limits": limits, "comparable": not val.mark, "exit": "finished",
     }  # fmt: skip

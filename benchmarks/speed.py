@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -82,11 +83,13 @@ def step_row(name: str, training: Training, times_ms: list[float], waits_ms: lis
     per_second = config.train_batch_tokens / median_ms * 1e3
     mfu = flops_per_token(config, training.model.looping) * per_second / PEAK_TFLOPS / 1e12
     waits = statistics.quantiles(waits_ms, n=100)
-    peak = train_gpt.peak_memory_mib(training.run.device)[0]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
+    resident_mib = resident >> (20 if sys.platform == "darwin" else 10)
+    peak_mib = torch.cuda.max_memory_allocated() >> 20 if cuda else resident_mib
     return (
         f"| {name} | {config.train_prefetch:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} "
         f"| {per_second:,.0f} | {statistics.median(waits_ms):.2f}, {waits[98]:.2f} "
-        f"| {f'{mfu:.1%}' if cuda else '-'} | {peak} "
+        f"| {f'{mfu:.1%}' if cuda else '-'} | {peak_mib} "
         f"| {len(times_ms)} |"
     )
 

@@ -23,7 +23,7 @@ RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
 EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
     r"train_loader:dataset:\S+ train_shards:2$",
-    r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 ",
+    r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0 accepted:",
     r"model_params:\d+$",
     r"world_size:1 grad_accum_steps:4$",
     r"train_batch_tokens:256 train_seq_len:32 iterations:6 warmup_steps:1 max_wallclock_seconds:0.000$",
@@ -110,6 +110,8 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
         summary["data"]["hashes"]["tokenizer"]
         == hashlib.sha256((dataset / "tokenizer.model").read_bytes()).hexdigest()
     )
+    manifest = (dataset / "manifest.json").read_bytes()
+    assert summary["data"]["hashes"]["manifest"] == hashlib.sha256(manifest).hexdigest()
     assert set(summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
     assert {"setup", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
     assert all(limit["ok"] for limit in summary["limits"].values())
