@@ -2408,7 +2408,7 @@ def whole_run(config: Config, run: Run) -> int:
         open_run(config, run, inputs)
     if config.preflight_only:
         return 0
-    trained = trained_before(config, run, inputs) or train_and_ship(config, run, inputs)
+    trained = NOT_TRAINED if config.eval_only else train_and_ship(config, run, inputs)
     path = Path(config.eval_only or run.path("model.bin"))
     with run.phase("reload"):
         model = ready_model(load_artifact(path)[0], config, run)
@@ -2440,29 +2440,14 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
                 path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
                 tokenizer = inputs.hashes["tokenizer"]
                 write_artifact(training.model, config, hessians, path, len(code), tokenizer, run.log)
-                sha256 = describe_artifact(path)["sha256"]
-                run.event("shipped", sha256=sha256, recipe=inputs.recipe, trained=trained)
             run.gather(None)
     return trained
 
 
-def trained_before(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
-    """What training came to, if its artifact is there and of this recipe; of EVAL_ONLY nothing is known."""
-    nothing = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}
-    found = nothing if config.eval_only else None
-    with contextlib.suppress(OSError, ValueError, LookupError, ArtifactError):
-        lines = run.path("metrics.jsonl").read_text("utf-8").splitlines()
-        last = json.loads([line for line in lines if line.startswith('{"event": "shipped"')][-1])
-        sha256 = describe_artifact(run.path("model.bin"))["sha256"]
-        if (last["sha256"], last["recipe"]) == (sha256, inputs.recipe):
-            found = last["trained"]
-            run.log(f"artifact:{run.path('model.bin')} is this run's own, nothing is trained again")
-    return run.gather(found)[0]
-
-
 # What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
-# which two runs know that they read the same; recipe: they and all settings that decide on an artifact.
-Inputs = namedtuple("Inputs", "train_shards validation files hashes recipe micro_steps artifact_bytes")
+# which two runs know that they read the same.
+Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
+NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 
 
 def preflight(config: Config, run: Run) -> Inputs:
@@ -2500,9 +2485,8 @@ def preflight(config: Config, run: Run) -> Inputs:
     header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
     if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
-    recipe = {**config.as_env("GPTQ_RESERVE_SECONDS"), **hashes}
     estimate = estimate_artifact_bytes(config, len(files["train_gpt.shipped.py"]))
-    return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
+    return Inputs(train_shards, validation, files, hashes, micro_steps, estimate)
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
