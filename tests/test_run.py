@@ -253,8 +253,8 @@ def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(
         damaged.write_bytes(damaged.read_bytes()[:-1])
     ended = lab.succeed(RESUME=directory, **{**changes, "damage": None})
     assert f"resumed:{directory} step:{finished.summary['steps']} " in ended.out
-    steps = [[event["step"] for event in run.events if event["event"] == "train"] for run in (ended, finished)]
-    assert steps[0] == steps[1]
+    trained = [[e["step"] for e in run.events if e["event"] == "train"] for run in (ended, finished)]
+    assert trained[0] == trained[1]
     for key in ("losses", "artifact", "stream_hash", "steps", "tokens"):
         assert ended.summary[key] == finished.summary[key]
     limit = ended.summary["limits"]["train_seconds"]
