@@ -534,22 +534,26 @@ TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 
 
 class Trace:
-    """Perfetto trace of one rank, a lane per stage and stream; any thread may add to it. `path=None` is off.
+    """Spans of one rank for Perfetto, a lane per stage and stream, from any thread; `timing_breakdown` lines.
 
-    steps=(a, b) keeps what overlaps the steps a <= step < b. A resumed run continues its file.
+    path: None for no file; of a resumed run it is continued. steps=(a, b): only what overlaps a <= step < b.
+    every: steps between lines; 0: none. Milliseconds: batch_cpu and val, before the step, on the host,
+    batch_h2d that the compute stream waited for batches, the others on the device. On a GPU a step that has
+    spans or a line is waited for, and no other.
     """
 
-    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
-        self.path, self.rank, self.steps = path, rank, steps or (-1, math.inf)
-        self.recording, self.recorded_until_ns = False, -math.inf
+    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[float, float] | None = None,
+                 every: int = 0, cuda: bool = False) -> None:  # fmt: skip
+        self.path, self.rank, self.steps, self.every = path, rank, steps or (-1, math.inf), every
+        self.cuda, self.recording, self.recorded_until_ns, self.val_ms = cuda, False, -math.inf, 0.0
         self.events = collections.deque[str]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
-        self.step(-1)
+        self.begin(-1)
 
-    def step(self, step: float) -> None:
-        """Tell the current step, which may open or close the window; write what has gathered, in one call."""
+    def begin(self, step: float) -> None:
+        """Start of a step, which may open or close the window; writes what has gathered, in one call."""
         if self.recording:
             self.recorded_until_ns = time.perf_counter_ns()
         self.recording = self.path is not None and self.steps[0] <= step < self.steps[1]
@@ -558,6 +562,37 @@ class Trace:
             with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
                 file.seek(-len(TRACE_TAIL), os.SEEK_END)
                 file.write(text.encode() + TRACE_TAIL)
+        self.step, self.reported = step, self.every > 0 and step % self.every == 0
+        self.laps = list[tuple[str, int, Any]]()  # what ended, when on the host, and its event on the GPU
+        self.lap("begin")
+
+    def lap(self, name: str) -> None:
+        """Here ends a batch, forward, backward or optimizer."""
+        if self.recording or self.reported:
+            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
+            self.laps.append((name, time.perf_counter_ns(), event))
+            if event is not None:
+                event.record()
+
+    def end(self) -> str | None:
+        """End of a step. Returns its line, if it is one of those reported."""
+        val_ms, self.val_ms = self.val_ms, 0.0
+        if not self.laps:
+            return None
+        names, host_ns, events = zip(*self.laps, strict=True)
+        lanes, ms = {"main": [*host_ns]}, collections.defaultdict[tuple[str, str], float](float)
+        if self.cuda:
+            events[-1].synchronize()
+            now_ns = time.perf_counter_ns()
+            lanes["compute stream"] = [now_ns - 1e6 * event.elapsed_time(events[-1]) for event in events]
+        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
+            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
+                self.add("X", name, lane, start, end, args={"step": self.step})
+                ms[lane, name] += (end - start) / 1e6
+        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
+        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
+        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
+        return f"timing_breakdown step:{self.step} {line}" if self.reported else None
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
         """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
@@ -577,53 +612,7 @@ class Trace:
 
     def close(self) -> None:
         """Write what there is; what ends later is dropped."""
-        self.step(math.inf)
-
-
-class StepTimer:
-    """`timing_breakdown` lines and `train` spans; a step that is reported or traced is waited for, no other.
-
-    Milliseconds per step: batch_cpu on the host, batch_h2d that the compute stream waited for batches, val of
-    the validation before the step, the others on the device, from CUDA events.
-    """
-
-    def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
-        self.every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.cuda, self.trace, self.val_ms = device.type == "cuda", trace, 0.0
-
-    def begin(self, step: int) -> None:
-        """Start of a step."""
-        self.step, self.reported = step, self.every > 0 and step % self.every == 0
-        self.active, self.laps = self.reported or self.trace.recording, list[tuple[str, int, Any]]()
-        self.lap("begin")
-
-    def lap(self, name: str) -> None:
-        """Here ends a batch, forward, backward or optimizer."""
-        if self.active:
-            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
-            self.laps.append((name, time.perf_counter_ns(), event))
-            if event is not None:
-                event.record()
-
-    def end(self) -> str | None:
-        """End of a step. Returns its line, if it is one of those reported."""
-        val_ms, self.val_ms = self.val_ms, 0.0
-        if not self.active:
-            return None
-        names, host_ns, events = zip(*self.laps, strict=True)
-        lanes, ms = {"main": [*host_ns]}, collections.defaultdict[tuple[str, str], float](float)
-        if self.cuda:
-            events[-1].synchronize()
-            now_ns = time.perf_counter_ns()
-            lanes["compute stream"] = [now_ns - 1e6 * event.elapsed_time(events[-1]) for event in events]
-        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
-            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
-                self.trace.add("X", name, lane, start, end, args={"step": self.step})
-                ms[lane, name] += (end - start) / 1e6
-        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
-        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
-        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
-        return f"timing_breakdown step:{self.step} {line}" if self.reported else None
+        self.begin(math.inf)
 
 
 # ============================================================================================================
@@ -2159,8 +2148,9 @@ class Training:
         self.clock, self.model = Clock(run), ready_model(build_model(config), config, run)
         first, _, after = config.trace_steps.partition(":")
         window = (int(first), int(after)) if config.trace_steps else None
-        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
-        self.timer = StepTimer(config, run.device, self.trace)
+        every = config.training_timing_every if config.training_timing_breakdown else 0
+        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window,
+                           every, cuda=run.device.type == "cuda")  # fmt: skip
         self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
                              device=run.device, trace=self.trace)  # fmt: skip
         compiled = compiling(config, run.device)
@@ -2210,22 +2200,22 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
 
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, timer, loader, model = training.config, training.timer, training.loader, training.model
+    config, trace, loader, model = training.config, training.trace, training.loader, training.model
     model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
-    timer.begin(training.step)
+    trace.begin(training.step)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        timer.lap("batch")
+        trace.lap("batch")
         loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
-        timer.lap("forward")
+        trace.lap("forward")
         loss.backward()
-        timer.lap("backward")
+        trace.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
     norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config))
     training.average.update(average_decay(training.step, config))
-    timer.lap("optimizer")
-    if (line := timer.end()) is not None:
+    trace.lap("optimizer")
+    if (line := trace.end()) is not None:
         training.run.log(line)
     return torch.stack([total, norm])
 
@@ -2272,7 +2262,6 @@ def train(training: Training) -> bool:
             clock.count(False)
             validate(training, f"step:{step}/{config.iterations}")
             clock.count(True)
-        training.trace.step(step)
         progress = run_progress(seconds, step, clock.reserve_seconds, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
@@ -2326,7 +2315,7 @@ def validate(training: Training, label: str) -> None:
     with training.trace.span("val", "main", step=training.step):
         score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
     val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.clock.elapsed_seconds()
-    training.timer.val_ms = val_ms
+    training.trace.val_ms = val_ms
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
