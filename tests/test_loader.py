@@ -667,7 +667,7 @@ def test_a_stall_ends_in_an_error_with_all_stacks(
     assert "in read_tokens" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("fault", ["truncated", "grown", "vanished", "magic", "count"])
+@pytest.mark.parametrize("fault", ["truncated", "grown", "vanished", "magic", "count", "replaced"])
 def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
     files = write_shards(tmp_path / "data", (16 * 400 + 1, 16 * 8 + 1))
     with open_loader(files, shuffle=False, train_prefetch=False) as loader:
@@ -677,7 +677,8 @@ def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
             "truncated": content[:-2],
             "grown": content + b"\0\0",
             "magic": b"\0" + content[1:],
-            "count": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 128],
+            "count": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 130],
+            "replaced": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 128],
         }
         path.unlink() if fault == "vanished" else path.write_bytes(changed[fault])
         rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
