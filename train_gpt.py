@@ -625,8 +625,7 @@ CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels 
 
 # A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
 Shard = namedtuple("Shard", "path tokens")
-# A micro-batch on the device: B sequences of T tokens, int64, and their targets one token later; the
-# `document_starts` of the inputs, None without DOC_MASK.
+# On the device: B sequences of T tokens and their targets, int64; `document_starts`, None without DOC_MASK.
 Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
 
 
