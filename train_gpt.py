@@ -500,33 +500,80 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 # ============================================================================================================
-# TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
+# TRACE — where the time went: a Perfetto file that is valid JSON after every step, and the timing lines.
 # ============================================================================================================
 
 TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 
 
 class Trace:
-    """Perfetto trace of one rank, a lane per stage and stream; safe from any thread. `path=None` is off.
+    """Spans of one rank for Perfetto, a lane per stage and stream, from any thread; `timing_breakdown` lines.
 
-    steps=(a, b) keeps what overlaps the steps a <= step < b. A resumed run continues its file.
+    path: None for no file; of a resumed run it is continued. steps=(a, b): only what overlaps a <= step < b.
+    every: steps between lines; 0: none. Milliseconds: batch_cpu and val, before the step, on the host,
+    batch_h2d that the compute stream waited for batches, the others on the device. On a GPU a step that has
+    spans or a line is waited for, and no other.
     """
 
-    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
-        self.path, self.rank, self.steps, self.recording = path, rank, steps or (-1, math.inf), False
-        self.window_ns, self.lock = [math.inf, math.inf], threading.Lock()
-        self.events = collections.deque[dict[str, Any]]()
+    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[float, float] | None = None,
+                 every: int = 0, cuda: bool = False) -> None:  # fmt: skip
+        self.path, self.rank, self.steps, self.every = path, rank, steps or (-1, math.inf), every
+        self.cuda, self.recording, self.recorded_until_ns, self.val_ms = cuda, False, -math.inf, 0.0
+        self.events = collections.deque[str]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
-        self.step(-1)
+        self.begin(-1)
+
+    def begin(self, step: float) -> None:
+        """Start of a step, which may open or close the window; writes what has gathered, in one call."""
+        if self.recording:
+            self.recorded_until_ns = time.perf_counter_ns()
+        self.recording = self.path is not None and self.steps[0] <= step < self.steps[1]
+        text = "".join(self.events.popleft() for _ in range(len(self.events)))
+        if self.path is not None and text:
+            with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
+                file.seek(-len(TRACE_TAIL), os.SEEK_END)
+                file.write(text.encode() + TRACE_TAIL)
+        self.step, self.reported = step, self.every > 0 and step % self.every == 0
+        self.laps = list[tuple[str, int, Any]]()  # what ended, when on the host, and its event on the GPU
+        self.lap("begin")
+
+    def lap(self, name: str) -> None:
+        """Here ends a batch, forward, backward or optimizer."""
+        if self.recording or self.reported:
+            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
+            self.laps.append((name, time.perf_counter_ns(), event))
+            if event is not None:
+                event.record()
+
+    def end(self) -> str | None:
+        """End of a step. Returns its line, if it is one of those reported."""
+        val_ms, self.val_ms = self.val_ms, 0.0
+        if not self.laps:
+            return None
+        names, host_ns, events = zip(*self.laps, strict=True)
+        lanes, ms = {"main": [*host_ns]}, collections.defaultdict[tuple[str, str], float](float)
+        if self.cuda:
+            events[-1].synchronize()
+            now_ns = time.perf_counter_ns()
+            lanes["compute stream"] = [now_ns - 1e6 * event.elapsed_time(events[-1]) for event in events]
+        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
+            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
+                self.add("X", name, lane, start, end, args={"step": self.step})
+                ms[lane, name] += (end - start) / 1e6
+        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
+        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
+        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
+        return f"timing_breakdown step:{self.step} {line}" if self.reported else None
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
         """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
         start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
-        if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
+        if self.recording or start_ns <= self.recorded_until_ns:
             more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
-            self.events.append({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
+            event = {"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more
+            self.events.append(f",\n{json.dumps(event)}")
 
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread does inside the `with` block, also when that raises."""
@@ -536,77 +583,9 @@ class Trace:
         block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
         return block
 
-    def step(self, step: float) -> None:
-        """Tell the current step: it opens and closes the window, and what has gathered is written."""
-        inside = self.path is not None and self.steps[0] <= step < self.steps[1]
-        if inside != self.recording:
-            self.recording, self.window_ns[not inside] = inside, time.perf_counter_ns()
-        self.flush()
-
-    def flush(self) -> None:
-        """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
-        with self.lock:
-            if self.path is not None and (count := len(self.events)):
-                text = "".join(f",\n{json.dumps(self.events.popleft())}" for _ in range(count))
-                with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
-                    file.seek(-len(TRACE_TAIL), os.SEEK_END)
-                    file.write(text.encode() + TRACE_TAIL)
-
     def close(self) -> None:
         """Write what there is; what ends later is dropped."""
-        self.step(math.inf)
-
-
-class StepTimer:
-    """`timing_breakdown` lines and `train` spans of the steps reported or traced; none waits for the GPU.
-
-    Milliseconds per step: batch_cpu on the host, batch_h2d that the compute stream waited for batches, val of
-    the validation before the step, the others on the device, from CUDA events read once complete.
-    """
-
-    def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
-        self.every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.cuda, self.trace, self.active, self.val_ms = device.type == "cuda", trace, False, 0.0
-        self.pending = list[tuple[int, float, list[tuple[str, int, Any]]]]()  # step, val_ms, laps
-        if self.cuda:
-            torch.cuda.synchronize()  # an idle GPU: the event completes as it is recorded
-            self.anchor, self.anchor_ns = self._event(), time.perf_counter_ns()
-
-    def _event(self) -> Any:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-
-    def begin(self, step: int) -> None:
-        """Start of a step."""
-        self.active = self.trace.recording or (self.every > 0 and step % self.every == 0)
-        if self.active:
-            self.pending.append((step, self.val_ms, []))
-            self.lap("begin")
-        self.val_ms = 0.0
-
-    def lap(self, name: str) -> None:
-        """Here ends a batch, forward, backward or optimizer."""
-        if self.active:
-            self.pending[-1][-1].append((name, time.perf_counter_ns(), self.cuda and self._event()))
-
-    def end(self) -> str | None:
-        """End of a step. Returns the line of the oldest step not yet read, if its GPU work is over."""
-        self.active = False
-        if not self.pending or (self.cuda and not self.pending[0][-1][-1][-1].query()):  # its last event
-            return None
-        step, val_ms, laps = self.pending.pop(0)
-        names, host_ns, events = zip(*laps, strict=True)
-        lanes, ms = {"main": list(host_ns)}, collections.defaultdict[tuple[str, str], float](float)
-        if self.cuda:
-            lanes["compute stream"] = [self.anchor_ns + 1e6 * self.anchor.elapsed_time(e) for e in events]
-            self.anchor, self.anchor_ns = events[-1], lanes["compute stream"][-1]
-        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
-            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
-                self.trace.add("X", name, lane, start, end, args={"step": step})
-                ms[lane, name] += (end - start) / 1e6
-        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
-        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
-        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
-        return f"timing_breakdown step:{step} {line}" if self.every and step % self.every == 0 else None
+        self.begin(math.inf)
 
 
 # ============================================================================================================
@@ -617,13 +596,10 @@ BOS_ID = 1
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
 
-
-@dataclass(frozen=True)
-class Shard:
-    """A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids."""
-
-    path: Path
-    tokens: int
+# A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
+Shard = namedtuple("Shard", "path tokens")
+# On the device: B sequences of T tokens and their targets, int64; `document_starts`, None without DOC_MASK.
+Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
 
 
 def open_shards(pattern: str) -> list[Shard]:
@@ -645,26 +621,23 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, tokens)
 
 
-def read_tokens(shard: Shard, start: int = 0, stop: int = 1 << 40, vocab_size: int = 1 << 16) -> np.ndarray:
-    """Tokens [start, stop) of a shard, uint16, or DataError with file and byte."""
-    count, byte = min(stop, shard.tokens) - start, SHARD_HEADER_BYTES + 2 * start
-    now, ids = open_shard(shard.path), np.fromfile(shard.path, "<u2", count, offset=byte)
-    if now != shard or len(ids) != count:
-        raise DataError(f"{shard.path}, byte {byte}: {len(ids)} of {count} tokens, {now.tokens} in all where "
-                        f"there were {shard.tokens}; the file has changed or the disk fails")
+def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
+    """All tokens of a shard, uint16. DataError where it is no longer as it was opened, or an id too large."""
+    open_shard(shard.path)
+    ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
+    if len(ids) != shard.tokens:
+        raise DataError(f"{shard.path}: {len(ids)} tokens, not {shard.tokens} as before; fetch it again")
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
-        raise DataError(f"{shard.path}, token {start + at}, byte {byte + 2 * at}: id {ids[at]}, "
+        raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
                         f"expected below VOCAB_SIZE={vocab_size}")
     return ids
 
 
 def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
     """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
-    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else 1 << 40
-    before = itertools.accumulate((shard.tokens for shard in shards), initial=0)
-    kept = [(shard, wanted - skip) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
-    return np.concatenate([read_tokens(shard, 0, stop, config.vocab_size) for shard, stop in kept])
+    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else None
+    return np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])[:wanted]
 
 
 def mix64(words: np.ndarray) -> np.ndarray:
@@ -682,49 +655,30 @@ def random_words(start: int, count: int, *key: int) -> np.ndarray:
     return mix64(state + np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(gamma))
 
 
-class TokenOrder:
-    """The stream: each epoch permutes the shards and, within each, its sequences; any position in O(shards).
+def permutation(config: Any, count: int, *key: int) -> np.ndarray:
+    """The numbers below `count` in the order of random words (SEED, *key); SHUFFLE=0: in their own."""
+    words = random_words(0, count, config.seed, *key) if config.shuffle else np.zeros(count)
+    return np.argsort(words, kind="stable")
 
-    Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped.
+
+def shard_visits(config: Any, shards: list[Shard], position: int, trace: Trace) -> Iterator[Any]:
+    """The stream without end: (where it begins, shard, order of its sequences) from the one with `position`.
+
+    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
+    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
     """
-
-    def __init__(self, shards: list[Shard], seq_len: int, seed: int, shuffle: bool) -> None:
-        self.shards = [shard for shard in shards if shard.tokens > seq_len]
-        self.seed, self.shuffle = seed, shuffle
-        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards])
-        self.epoch_sequences = int(self.sizes.sum())
-        if not self.shards:
-            raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {seq_len + 1} tokens; fetch more")
-
-    def permutation(self, count: int, *key: int) -> np.ndarray:
-        """The numbers below `count` in the order of random words (seed, *key); SHUFFLE=0: in their own."""
-        words = random_words(0, count, self.seed, *key) if self.shuffle else np.zeros(count)
-        return np.argsort(words, kind="stable")
-
-    def visits(self, position: int, trace: Trace) -> Iterator[tuple[int, Shard, np.ndarray]]:
-        """Shards without end, from the one that holds `position`: where it begins, itself, its order."""
-        for epoch in itertools.count(position // self.epoch_sequences):
-            numbers = self.permutation(len(self.shards), epoch)
-            ends = epoch * self.epoch_sequences + np.cumsum(self.sizes[numbers])
-            coming = np.stack((numbers, ends), axis=1)[ends > position].tolist()
-            with trace.span("epoch", "epochs", epoch=epoch):
-                for number, end in coming:
-                    size = int(self.sizes[number])
-                    yield end - size, self.shards[number], self.permutation(size, epoch, number)
-
-
-def gather(visits: Any, visit: Any, position: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> Any:
-    """Write the sequences at `position`… of the stream, from a visit and those after it; returns the last."""
-    done = 0
-    while done < len(last_B):
-        begin, inputs_NT, last_N, order = visit = visit or next(visits)
-        picked = order[position + done - begin :][: len(last_B) - done]
-        rows = slice(done, done + len(picked))
-        np.take(inputs_NT, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
-        last_B[rows] = last_N[picked]
-        done += len(picked)
-        visit = visit if done == len(last_B) else None
-    return visit
+    length = config.train_seq_len
+    usable = [shard for shard in shards if shard.tokens > length]
+    if not usable:
+        raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
+    sizes = np.array([(shard.tokens - 1) // length for shard in usable])
+    for epoch in itertools.count(position // int(sizes.sum())):
+        numbers = permutation(config, len(usable), epoch)
+        ends = epoch * sizes.sum() + np.cumsum(sizes[numbers])
+        coming = np.stack((numbers, ends, sizes[numbers]), axis=1)[ends > position]
+        with trace.span("epoch", "epochs", epoch=epoch):
+            for number, end, size in coming.tolist():
+                yield end - size, usable[number], permutation(config, size, epoch, number)
 
 
 def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
@@ -736,41 +690,32 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
     return np.pad(starts, (0, padding), constant_values=inputs_BT.size)
 
 
-def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
-    """Sum modulo 2**64 of a hash of each sequence: words times random words, mixed with its position."""
-    even_BT = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
+def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
+    """Sum modulo 2**64 of a hash of each sequence of T + 1 ids: word by word, and mixed with its position."""
+    even_BT = ids_BT[:, :-1] if ids_BT.shape[1] % 2 else np.pad(ids_BT[:, :-1], ((0, 0), (0, 1)))
     keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
-    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + last_B * keys[0]
-    return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
+    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + ids_BT[:, -1] * keys[0]
+    return int(mix64(sums ^ random_words(first, len(ids_BT), 2)).sum(dtype=np.uint64))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch on the device: B sequences of T tokens, int64, their targets one token later."""
-
-    inputs_BT: Tensor
-    targets_BT: Tensor
-    cu_seqlens: Tensor | None  # `document_starts` of the inputs; None without DOC_MASK
-
-
-class Loader(contextlib.AbstractContextManager["Loader"]):
+class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
-    Step k is the sequences [k S, (k + 1) S) of `TokenOrder` for any number of ranks; rank r takes the r-th
+    Step k is the sequences [k S, (k + 1) S) of `shard_visits` for any number of ranks; rank r takes the r-th
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
     def __init__(self, config: Any, shards: list[Shard], *, rank: int, world_size: int,
                  device: torch.device, trace: Trace) -> None:  # fmt: skip
-        self.config, self.rank, self.device, self.trace = config, rank, device, trace
-        self.world_size, self.seq_len, self.pools = world_size, config.train_seq_len, list[Any]()
+        self.config, self.shards, self.device, self.trace = config, shards, device, trace
+        self.rank, self.world_size, self.pools = rank, world_size, list[Any]()
         copies = config.train_copy_stream and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if copies else None
-        self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
         self.micro_steps = micro_steps_per_step(config, world_size)
-        self.rows = config.train_batch_tokens // self.seq_len // world_size // self.micro_steps
-        names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
+        self.share = config.train_batch_tokens // config.train_seq_len // world_size  # sequences of each step
+        self.rows = self.share // self.micro_steps
         settings = ("seed", "shuffle", "train_seq_len", "train_batch_tokens")
+        names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
         self.fingerprint = {name: getattr(config, name) for name in settings}
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
         self.seek(0)
@@ -779,7 +724,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         """Go to the start of a step; the stream hash begins at zero."""
         self.close()
         self.index, self.stream_hash, self.waits_ms = step * self.micro_steps, 0, list[float]()
-        visits = self._ahead("disk", self._read(self._position(self.index)), 1)
+        visits = self._ahead("disk", self._read(self.index), 1)
         self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
 
     def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
@@ -800,28 +745,30 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
 
     def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
-        return ((step * self.world_size + self.rank) * self.micro_steps + micro_step) * self.rows
+        return (step * self.world_size + self.rank) * self.share + micro_step * self.rows
 
-    def _read(self, position: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        for begin, shard, order in self.order.visits(position, self.trace):
+    def _read(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        length, start = self.config.train_seq_len, self._position(first)
+        for begin, shard, order in shard_visits(self.config, self.shards, start, self.trace):
             with self.trace.span("disk_load", "disk", shard=shard.path.name):
-                tokens = read_tokens(shard, vocab_size=self.config.vocab_size)
-            inputs_NT = tokens[: len(order) * self.seq_len].reshape(len(order), self.seq_len)
-            yield begin, inputs_NT, tokens[self.seq_len :: self.seq_len], order
+                tokens = read_tokens(shard, self.config.vocab_size)
+            positions = begin + np.arange(len(order))
+            mine = (positions >= start) & (positions // self.share % self.world_size == self.rank)
+            yield np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length], order[mine]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         # Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         # the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         # A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
-        visit, size, pin = None, self.rows * (self.seq_len + 1), self.device.type == "cuda"
+        shape, pin = (self.rows, self.config.train_seq_len + 1), self.device.type == "cuda"
+        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order.tolist())
         for index in itertools.count(first):
             with self.trace.span("stage", "stage", batch=index):
-                position, ids = self._position(index), torch.empty(size, dtype=torch.uint16, pin_memory=pin)
-                inputs_BT, last_B = np.split(ids.numpy(), [-self.rows])
-                inputs_BT = inputs_BT.reshape(self.rows, self.seq_len)
-                visit = gather(visits, visit, position, inputs_BT, last_B)
-                sequence_hash = hash_sequences(position, inputs_BT, last_B)
-                starts = torch.from_numpy(document_starts(inputs_BT))
+                ids = torch.empty(shape, dtype=torch.uint16, pin_memory=pin)
+                ids_BT = ids.numpy()
+                np.concatenate(list(itertools.islice(sequences, self.rows)), out=ids_BT.reshape(-1))
+                sequence_hash = hash_sequences(self._position(index), ids_BT)
+                starts = torch.from_numpy(document_starts(ids_BT[:, :-1]))
                 self.trace.add("s", "batch", "stage", id=self.rank << 40 | index)
             if self.stream is not None:
                 with self.trace.span("gpu_transfer", "copy stream"), torch.cuda.stream(self.stream):
@@ -838,7 +785,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
                 ids, starts, sequence_hash = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:
             step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
-            _, shard, _ = next(self.order.visits(last, self.trace))
+            _, shard, _ = next(shard_visits(self.config, self.shards, last, self.trace))
             where = f"rank {self.rank}, step {step}, position {last} of the stream, {shard.path}"
             if isinstance(error, futures.TimeoutError):
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
@@ -847,15 +794,12 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
         self.trace.add("f", "batch", "main", id=self.rank << 40 | self.index)
         ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
-        if self.stream is not None:
-            for part in (ids, starts):
-                part.record_stream(torch.cuda.current_stream(self.device))
+        for part in (ids, starts) if self.stream is not None else ():
+            part.record_stream(torch.cuda.current_stream(self.device))
         if self.device.type == "cuda":  # or code is compiled anew for every length
             torch._dynamo.mark_dynamic(starts, 0)
-        inputs_BT = ids[: -self.rows].long().view(self.rows, self.seq_len)
-        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None].long()), dim=1)
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
-        return Batch(inputs_BT, targets_BT, starts if self.config.doc_mask else None)
+        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts if self.config.doc_mask else None)
 
     def take_waits_ms(self) -> list[float]:
         """Milliseconds that each batch since the last call was waited for (`data_wait_ms`)."""
@@ -881,9 +825,6 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         for pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.batches, self.pools = iter(()), []
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 # ============================================================================================================
@@ -2152,8 +2093,9 @@ class Training:
         self.average = WeightAverage(self.model, config.ema_decay)
         first, _, after = config.trace_steps.partition(":")
         window = (int(first), int(after)) if config.trace_steps else None
-        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
-        self.timer = StepTimer(config, run.device, self.trace)
+        every = config.training_timing_every if config.training_timing_breakdown else 0
+        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window,
+                           every, cuda=run.device.type == "cuda")  # fmt: skip
         self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
                              device=run.device, trace=self.trace)  # fmt: skip
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
@@ -2223,22 +2165,22 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
 
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, timer, loader, model = training.config, training.timer, training.loader, training.model
+    config, trace, loader, model = training.config, training.trace, training.loader, training.model
     model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
-    timer.begin(training.step)
+    trace.begin(training.step)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        timer.lap("batch")
+        trace.lap("batch")
         loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
-        timer.lap("forward")
+        trace.lap("forward")
         loss.backward()
-        timer.lap("backward")
+        trace.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
     norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config))
     training.average.update(average_decay(training.step, config))
-    timer.lap("optimizer")
-    if (line := timer.end()) is not None:
+    trace.lap("optimizer")
+    if (line := trace.end()) is not None:
         training.run.log(line)
     return torch.stack([total, norm])
 
@@ -2283,7 +2225,6 @@ def train(training: Training) -> None:
         if look:
             validate(training, f"step:{step}/{config.iterations}")
             training.run_clock(True)
-        training.trace.step(step)
         progress = run_progress(seconds, step, training.reserve_seconds, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
@@ -2335,11 +2276,11 @@ def validate(training: Training, label: str) -> None:
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
-    training.timer.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
+    training.trace.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=trained_ms, val_ms=training.timer.val_ms)
+              train_time_ms=trained_ms, val_ms=training.trace.val_ms)
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
@@ -2468,7 +2409,7 @@ def preflight(config: Config, run: Run) -> Inputs:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
-        TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
+        next(shard_visits(config, train_shards, 0, Trace(None)))
     if config.attention != "auto":
         choose_attention(config, run)
     source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"

@@ -15,6 +15,7 @@ share the cores. Seeds are the outer loop, so that drift of the machine meets ev
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import statistics
@@ -127,7 +128,8 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     optimizer = train_gpt.Optimizer(model, config, 0, 1)
     average = train_gpt.WeightAverage(model, config.ema_decay)
     device, trace, step = torch.device("cpu"), train_gpt.Trace(None), 0
-    with train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace) as loader:
+    loader = train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace)
+    with contextlib.closing(loader):
         start = now()
         while (progress := train_gpt.run_progress(now() - start, step, 0.0, config)) < 1.0:
             model.looping = train_gpt.loop_is_on(progress, config)
