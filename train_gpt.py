@@ -998,10 +998,10 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Ten
 
 
 def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> list[Tensor]:
-    """What a function makes of its inputs, and their gradients of the sum of its squares."""
+    """What a function makes of its inputs, and their gradients along the first, which has its shape."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves, *rest)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[0])]
 
 
 def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:
