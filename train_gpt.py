@@ -1104,8 +1104,7 @@ class GPT(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.looping = c, torch.float32, c.num_loops > 0
-        self.attend: Callable[..., Tensor] = attention_sdpa
-        self.mlp: Callable[..., Tensor] = mlp_plain
+        self.attend, self.mlp = attention_sdpa, mlp_plain  # `ready_model` may find faster ones
         self.observer: Callable[[str, int, Tensor], None] | None = None
         self.register_buffer("rotary_train", rotary_table(c.train_seq_len, c), persistent=False)
         self.register_buffer("rotary_eval", rotary_table(c.eval_length, c), persistent=False)
@@ -1135,8 +1134,7 @@ class GPT(nn.Module):
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
         x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
-        stack: list[Tensor] = []
-        lanes = [x0]  # the first one takes and gives the skips
+        stack, lanes = list[Tensor](), [x0]  # the first lane gives and takes the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
@@ -1189,9 +1187,8 @@ class GPT(nn.Module):
         attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
         x = mixed if parallel else mixed + attended
         mlp_in = rms_norm(lanes[1] if len(lanes) == 2 else x) * scale
-        up, down = rows["mlp_up_bank"][layer], rows["mlp_down_bank"][layer]
-        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
-        written = rows["mlp_scale_LD"][layer] * written
+        up, down, mlp_scale = (rows[name][layer] for name in ("mlp_up_bank", "mlp_down_bank", "mlp_scale_LD"))
+        written = mlp_scale * self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
         if self.observer is not None:
             hidden = F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square()
             seen = {"attn_in": attn_in, "attn_out": attn_out, "mlp_in": mlp_in, "mlp_hidden": hidden}
@@ -1258,15 +1255,15 @@ def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
     heads = c.num_heads, c.num_kv_heads, c.num_kv_heads
     qkv = [torch.randn(*shape, n, c.head_dim, device=run.device, dtype=run.dtype) for n in heads]
+    mask = find_documents(ids_BT[:2], None, attention_sdpa, c)
+    exact = both_passes(attention_sdpa, [t[:2].double() for t in qkv], mask)
     ladder = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if run.device.type == "cuda" else ["sdpa"]
     for name in ladder if c.attention == "auto" else [c.attention]:
-        error, first_rows = math.inf, [t[:2].double() for t in qkv]
+        error = math.inf
         try:
             attend = load_attention(name)
             compiled = torch.compile(attend, fullgraph=True) if compiling(c, run.device) else attend
             found = both_passes(compiled, qkv, find_documents(ids_BT, None, attend, c))
-            mask = find_documents(ids_BT[:2], None, attention_sdpa, c)
-            exact = both_passes(attention_sdpa, first_rows, mask)
             error = worst_error([t[:2] for t in found], exact)
             tried.append(f"{name} error:{error:.1e}")
         except Exception as failure:
@@ -1278,7 +1275,7 @@ def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
 
 
 # ============================================================================================================
-# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest, each parameter in one group; and the average.
+# OPTIMIZER — Parallel Muon for the banks, AdamW for what remains, and the average of all weights.
 # ============================================================================================================
 
 POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
