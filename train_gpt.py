@@ -915,7 +915,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
 # ============================================================================================================
 # KERNELS — the MLP in Triton beside its plain PyTorch twin; the twin is the definition it must equal.
 # ============================================================================================================
-LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # as modded-nanogpt's
+LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # for tensor cores
 SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
 
 if triton is not None:
@@ -960,7 +960,7 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    tile = LARGE_TILE if a.is_cuda and a.itemsize == 2 else SMALL_TILE  # large ones are for tensor cores
+    tile = LARGE_TILE if a.is_cuda and a.itemsize == 2 else SMALL_TILE  # in fp32 large ones spill
     linear_leaky_square_kernel[(programs,)](*operands, BACKWARD=pre_MN is not None, **tile)
     return planes
 
@@ -1016,8 +1016,8 @@ def choose_mlp(c: Config, run: Run) -> Callable[..., Tensor]:
     use, why = asked == "1", f"asked:{asked} device:{run.device.type}"
     if use and not cuda and (triton is None or not triton.knobs.runtime.interpret):
         raise ConfigError(f"FUSED_MLP=1 needs Triton and CUDA, not {run.device}; set auto")
-    try:
-        if asked == "auto" and cuda:
+    if asked == "auto" and cuda:
+        try:
             sizes = (c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)
             inputs = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
             forms = [torch.compile(form, dynamic=False, fullgraph=True) for form in (mlp_plain, mlp_fused)]
@@ -1026,8 +1026,8 @@ def choose_mlp(c: Config, run: Run) -> Callable[..., Tensor]:
             plain_ms, fused_ms = (triton.testing.do_bench(both, return_mode="median") for both in passes)
             use = gap <= 4 and fused_ms < plain_ms
             why = f"gap_ulp:{gap:.2f} compiled_plain_ms:{plain_ms:.3f} faster:{plain_ms / fused_ms - 1:+.1%}"
-    except Exception as error:  # the kernel does not compile or run here
-        why = f"failed: {error!r:.300}"
+        except Exception as error:  # the kernel does not compile or run here
+            why = f"failed: {error!r:.300}"
     use, why = min(run.gather((use, why)), key=lambda vote: vote[0])  # one rank's no is that of all
     run.log(f"fused_mlp:{'kernel' if use else 'plain'} {why}")
     return mlp_fused if use else mlp_plain
@@ -1173,8 +1173,8 @@ class GPT(nn.Module):
         mixed = torch.addcmul(rows["resid_keep_LD"][layer] * lanes[0], rows["resid_inject_LD"][layer], x0)
         attn_in = rms_norm(mixed) * scale
         q = F.linear(attn_in, rows["qo_bank"][layer]).unflatten(-1, (c.num_heads, -1))
-        kv = [F.linear(attn_in, rows["kv_bank"][row]) for row in (layer, total + layer)]
-        k, v = (t.unflatten(-1, (c.num_kv_heads, -1)) for t in kv)
+        k = F.linear(attn_in, rows["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, -1))
+        v = F.linear(attn_in, rows["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, -1))
         q = rotate(rms_norm(q), *rotary) * rows["qk_gain_LH"][layer][:, None]
         y = self.attend(q, rotate(rms_norm(k), *rotary), v, documents)
         if layer >= total - c.xsa_last_n:  # XSA: drop what lies along the value at the own position (PR #287)
