@@ -216,7 +216,6 @@ class Config:
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
     attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
-    fused_ce: str = knob("auto", "Triton cross-entropy; auto: where exact and faster", among="auto 0 1")
     deterministic: bool = knob(False, "refuse kernels whose result depends on timing")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue a run: its directory, or auto for the newest checkpoint in RUNS_DIR")
@@ -828,17 +827,13 @@ class Loader:
 
 
 # ============================================================================================================
-# KERNELS — each Triton kernel beside its plain PyTorch twin; the twin is the definition it must equal.
+# KERNELS — the MLP in Triton beside its plain PyTorch twin; the twin is the definition it must equal.
 # ============================================================================================================
-if triton is not None:
-    SIZES = (32, 32, 32, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3)
+LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # for tensor cores
+SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
 
-    @triton.autotune(
-        [triton.Config(dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k), w, s) for m, n, k, w, s in SIZES],
-        key=["M", "N", "K", "BACKWARD"], cache_results=True, prune_configs_by={"early_config_prune": (
-            # Without tensor cores (fp32, the interpreter) large tiles spill and take minutes to compile.
-            lambda tiles, at, **_: tiles if at["a"].is_cuda and at["a"].itemsize == 2 else tiles[:1])},
-    )  # fmt: skip
+if triton is not None:
+
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
         a, b, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
@@ -869,45 +864,6 @@ if triton is not None:
                 value = factor * tl.where(p > 0, p, slope * slope * p)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
-    @triton.jit
-    def load_softcapped(pointers, inside, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        x, slope = tl.load(pointers, mask=inside, other=0.0).to(tl.float32), 1.0
-        if SOFTCAP != 0:  # tanh by a minimax polynomial below 0.75, by exp above it: neither cancels
-            u = x * (1.0 / SOFTCAP)
-            s, e = u * u, tl.exp(-2.0 * tl.abs(u))
-            tail = ((0.00173693453 * s - 0.00765725318) * s + 0.0214520339) * s - 0.0538927242
-            small = u + u * s * ((tail * s + 0.133326948) * s - 0.333333164)
-            large = (1.0 - e) / (1.0 + e)
-            x = SOFTCAP * tl.where(tl.abs(u) < 0.75, small, tl.where(u < 0, -large, large))
-            slope = tl.where(tl.abs(u) < 0.75, 1.0 - small * small, e * (1.0 + large) * (1.0 + large))
-        return tl.where(inside, x, -float("inf")), slope
-
-    @triton.jit
-    def cross_entropy_kernel(  # type: ignore[no-untyped-def]
-        logits, targets, d_loss, out, V: tl.constexpr,
-        SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_V: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        target = tl.load(targets + row)
-        peak, total = -3.0e38, 0.0  # finite: a block of -inf logits must not give -inf minus -inf
-        for start in range(0, V, BLOCK_V):
-            column = start + tl.arange(0, BLOCK_V)
-            z, _ = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
-            new_peak = tl.maximum(peak, tl.max(z, 0))
-            total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
-            peak = new_peak
-        if not BACKWARD:
-            inside = (target >= 0) & (target < V)  # a target outside the vocabulary makes its loss NaN
-            z, _ = load_softcapped(logits + row * V + target, inside, SOFTCAP)
-            tl.store(out + row, tl.where(inside, peak - z + tl.log(total), float("nan")))
-        else:  # the compiler keeps z of a row that is one block: it is read once
-            for start in range(0, V, BLOCK_V):
-                column = start + tl.arange(0, BLOCK_V)
-                z, slope = load_softcapped(logits + row * V + column, column < V, SOFTCAP)
-                p = tl.exp(z - peak) * (1.0 / total)
-                d_x = tl.load(d_loss + row) * (p - tl.where(column == target, 1.0, 0.0)) * slope
-                tl.store(out + row * V + column, d_x.to(out.dtype.element_ty), mask=column < V)
-
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
@@ -918,8 +874,12 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    linear_leaky_square_kernel[(programs,)](*operands, BACKWARD=pre_MN is not None)
+    tile = LARGE_TILE if a.is_cuda and a.itemsize == 2 else SMALL_TILE  # in fp32 large ones spill
+    linear_leaky_square_kernel[(programs,)](*operands, BACKWARD=pre_MN is not None, **tile)
     return planes
+
+
+linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
 
 
 class FusedMlp(torch.autograd.Function):
@@ -935,7 +895,7 @@ class FusedMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_ND, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
-        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t().contiguous(), pre_NF, ctx.slope)
+        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), pre_NF, ctx.slope)
         return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
 
 
@@ -951,82 +911,40 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Ten
     return F.linear(F.leaky_relu(F.linear(x_ND, up_FD), slope).square(), down_DF)
 
 
-@torch.library.custom_op("train_gpt::cross_entropy", mutates_args=())
-def softcapped_cross_entropy_fused(
-    logits_NV: Tensor, targets_N: Tensor, softcap: float, d_loss_N: Tensor | None = None
-) -> Tensor:
-    """`softcapped_cross_entropy_plain` in one kernel (PR #1787); given the losses' gradient, the logits'."""
-    (N, V), backward = logits_NV.shape, d_loss_N is not None
-    out = logits_NV.new_empty(N, V) if backward else logits_NV.new_empty(N, dtype=torch.float32)
-    tensors = logits_NV.contiguous(), targets_N.contiguous(), out if d_loss_N is None else d_loss_N, out
-    block = min(8192, triton.next_power_of_2(V))
-    cross_entropy_kernel[(N,)](*tensors, V, softcap, backward, block, num_warps=8)
-    return out
+def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> list[Tensor]:
+    """What a function makes of its inputs, and their gradients along the first, which has its shape."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves, *rest)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[0])]
 
 
-def _keep_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.softcap = inputs[2]
+def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest difference as a share of the largest expected number, of the worst pair of tensors, or NaN."""
+    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    return torch.stack(errors).max().item()
 
 
-softcapped_cross_entropy_fused.register_autograd(lambda ctx, d_loss_N: (
-    softcapped_cross_entropy_fused(*ctx.saved_tensors, ctx.softcap, d_loss_N.contiguous()), None, None, None),
-    setup_context=_keep_for_gradients)
-linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
-softcapped_cross_entropy_fused.register_fake(lambda logits, targets, softcap, d_loss=None: (
-    logits.new_empty(len(logits), dtype=torch.float32) if d_loss is None else logits.new_empty(logits.shape)))
-
-
-def softcapped_cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """Nats per token (N,), at least fp32: cross-entropy of softcap·tanh(logits/softcap); softcap 0: none."""
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
-    return F.cross_entropy(capped_NV, targets_N, reduction="none")
-
-
-def compare_with_twin(plain: Callable[..., Any], fused: Callable[..., Any], *inputs: Any) -> tuple[bool, str]:
-    """Whether `fused` is `plain` to 4 units of rounding and faster; the figures. Compiled, both passes."""
-    leaves = [x.requires_grad_() for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
-
-    def both_passes(form: Callable[..., Tensor]) -> list[Tensor]:
-        out = form(*inputs)
-        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
-
-    forms = [torch.compile(function, dynamic=False, fullgraph=True) for function in (plain, fused)]
-    pairs = zip(*map(both_passes, forms), strict=True)
-    gaps = [((b - a).abs().max() / a.abs().max()).item() / torch.finfo(a.dtype).eps for a, b in pairs]
-    bench = functools.partial(triton.testing.do_bench, return_mode="median")
-    plain_ms, fused_ms = (bench(functools.partial(both_passes, form)) for form in forms)
-    why = f"gap_ulp:{max(gaps):.2f} compiled_plain_ms:{plain_ms:.3f} faster:{plain_ms / fused_ms - 1:+.1%}"
-    return all(gap <= 4 for gap in gaps) and fused_ms < plain_ms, why
-
-
-def choose_kernels(config: Config, run: Run) -> list[Callable[..., Tensor]]:
-    """The MLP and the cross-entropy that run, logged; auto: the kernel if exact and faster on every rank."""
-    c, cuda, chosen = config, triton is not None and run.device.type == "cuda", []
-    rows, up, vocab = c.micro_batch_tokens, (c.mlp_dim, c.model_dim), c.vocab_size
-    normal = functools.partial(torch.randn, device=run.device, dtype=run.dtype)
-    mlp = mlp_plain, mlp_fused, lambda: (normal(rows, up[1]), normal(up), normal(up[::-1]), c.leaky_slope)
-    loss = softcapped_cross_entropy_plain, softcapped_cross_entropy_fused, lambda: (
-        normal(rows, vocab), torch.randint(vocab, (rows,), device=run.device), c.logit_softcap)  # fmt: skip
-    for name, asked, (plain, fused, inputs) in (("mlp", c.fused_mlp, mlp), ("ce", c.fused_ce, loss)):
-        use, why = asked == "1", f"asked:{asked} device:{run.device.type}"
-        if use and not cuda and (triton is None or not triton.knobs.runtime.interpret):
-            raise ConfigError(f"FUSED_{name.upper()}=1 needs Triton and CUDA, not {run.device}; set auto")
+def choose_mlp(c: Config, run: Run) -> Callable[..., Tensor]:
+    """The MLP that runs, logged; auto: the kernel if it is exact to 4 ulp and faster, on all ranks."""
+    asked, cuda = c.fused_mlp, triton is not None and run.device.type == "cuda"
+    use, why = asked == "1", f"asked:{asked} device:{run.device.type}"
+    if use and not cuda and (triton is None or not triton.knobs.runtime.interpret):
+        raise ConfigError(f"FUSED_MLP=1 needs Triton and CUDA, not {run.device}; set auto")
+    if asked == "auto" and cuda:
         try:
-            if cuda and asked != "0":
-                pays, why = compare_with_twin(plain, fused, *inputs())
-                use = use or pays
+            sizes = (c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)
+            inputs = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
+            forms = [torch.compile(form, dynamic=False, fullgraph=True) for form in (mlp_plain, mlp_fused)]
+            passes = [functools.partial(both_passes, form, inputs, c.leaky_slope) for form in forms]
+            gap = worst_error(passes[1](), passes[0]()) / torch.finfo(run.dtype).eps
+            plain_ms, fused_ms = (triton.testing.do_bench(both, return_mode="median") for both in passes)
+            use = gap <= 4 and fused_ms < plain_ms
+            why = f"gap_ulp:{gap:.2f} compiled_plain_ms:{plain_ms:.3f} faster:{plain_ms / fused_ms - 1:+.1%}"
         except Exception as error:  # the kernel does not compile or run here
-            if use:
-                raise
             why = f"failed: {error!r:.300}"
-        use, why = min(run.gather((use, why)), key=lambda vote: vote[0])  # one rank's no is that of all
-        run.log(f"fused_{name}:{'kernel' if use else 'plain'} {why}")
-        chosen.append(fused if use else plain)
-    for sides, tile in linear_leaky_square_kernel.cache.items() if cuda else ():
-        run.log(f"fused_mlp tile for M, N, K, backward = {sides[:4]}: {tile}")
-    return chosen
+    use, why = min(run.gather((use, why)), key=lambda vote: vote[0])  # one rank's no is that of all
+    run.log(f"fused_mlp:{'kernel' if use else 'plain'} {why}")
+    return mlp_fused if use else mlp_plain
 
 
 # ============================================================================================================
@@ -1100,14 +1018,12 @@ class GPT(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.config, self.compute_dtype, self.looping = c, torch.float32, c.num_loops > 0
-        self.attend: Callable[..., Tensor] = attention_sdpa
-        self.mlp: Callable[..., Tensor] = mlp_plain
-        self.cross_entropy: Callable[..., Tensor] = softcapped_cross_entropy_plain
+        self.attend, self.mlp = attention_sdpa, mlp_plain  # `ready_model` may find faster ones
         self.observer: Callable[[str, int, Tensor], None] | None = None
         self.register_buffer("rotary_train", rotary_table(c.train_seq_len, c), persistent=False)
         self.register_buffer("rotary_eval", rotary_table(c.eval_length, c), persistent=False)
-        ones = dict.fromkeys(("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "skip_weight_KD"), 1.0)
-        constants = {**ones, "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}
+        constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "resid_keep_LD": 1.0, "skip_weight_KD": 1.0,
+                     "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}  # fmt: skip
         uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
         draw = nn.init.orthogonal_ if c.matrix_init == "orthogonal" else uniform
         for name, shape in parameter_shapes(c).items():
@@ -1132,8 +1048,7 @@ class GPT(nn.Module):
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
         x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
-        stack: list[Tensor] = []
-        lanes = [x0]  # the first one takes and gives the skips
+        stack, lanes = list[Tensor](), [x0]  # the first lane gives and takes the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
@@ -1154,8 +1069,11 @@ class GPT(nn.Module):
         return F.linear(hidden_ND, head.to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """Negative log-likelihood (N,) in nats, fp32, of each target under the full softcapped softmax."""
-        return self.cross_entropy(self.logits(hidden_ND), targets_N, self.config.logit_softcap)
+        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
+        logits_NV, softcap = self.logits(hidden_ND), self.config.logit_softcap
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
+        return F.cross_entropy(capped_NV, targets_N, reduction="none")
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mean loss of a batch in nats per token: what training minimises."""
@@ -1183,9 +1101,8 @@ class GPT(nn.Module):
         attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
         x = mixed if parallel else mixed + attended
         mlp_in = rms_norm(lanes[1] if len(lanes) == 2 else x) * scale
-        up, down = rows["mlp_up_bank"][layer], rows["mlp_down_bank"][layer]
-        written = self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
-        written = rows["mlp_scale_LD"][layer] * written
+        up, down, mlp_scale = (rows[name][layer] for name in ("mlp_up_bank", "mlp_down_bank", "mlp_scale_LD"))
+        written = mlp_scale * self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
         if self.observer is not None:
             hidden = F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square()
             seen = {"attn_in": attn_in, "attn_out": attn_out, "mlp_in": mlp_in, "mlp_hidden": hidden}
@@ -1202,19 +1119,17 @@ build_model = GPT  # whose constructor draws the weights
 
 def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, config: Config) -> Tensor | None:
     """Who sees whom, as `attend` reads it: a (B, 1, T, T) mask (None: whole rows), or `Batch.cu_seqlens`."""
-    if attend is attention_sdpa:
-        document_BT = (ids_BT == BOS_ID).cumsum(1)
-        same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
-        return same_B1TT.tril() if config.doc_mask else None
-    if not config.doc_mask:
+    if attend is not attention_sdpa:
+        return starts_on_device(ids_BT, config) if starts is None else starts
+    document_BT = (ids_BT == BOS_ID).cumsum(1)
+    same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
+    return same_B1TT.tril() if config.doc_mask else None
+
+
+def starts_on_device(ids_BT: Tensor, config: Config) -> Tensor:
+    """`Batch.cu_seqlens` of any ids. With DOC_MASK it waits for the device, which compiled code cannot."""
+    if not config.doc_mask:  # every row is one document
         return torch.arange(0, ids_BT.numel() + 1, ids_BT.size(1), dtype=torch.int32, device=ids_BT.device)
-    return starts_on_device(ids_BT, config) if starts is None else starts
-
-
-def starts_on_device(ids_BT: Tensor, config: Config) -> Tensor | None:
-    """`Batch.cu_seqlens` of any ids. Waits for the device, which compiled code cannot."""
-    if not config.doc_mask:
-        return None
     starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy())).to(ids_BT.device)
     torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
     return starts
@@ -1252,25 +1167,20 @@ def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
     """The first kernel within 3 % of float64, both passes, at the real shape, on all ranks; logged."""
     shape, tried = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len), list[str]()
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
-    sizes = [(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-    qkv = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
-
-    def both_passes(attend: Callable[..., Tensor], rows: int, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t[:rows].to(dtype, copy=True).requires_grad_() for t in qkv]
-        run_it = torch.compile(attend, fullgraph=True) if compiling(c, run.device) else attend
-        y = run_it(*leaves, find_documents(ids_BT[:rows], None, attend, c))
-        return [t[:2].double() for t in (y, *torch.autograd.grad(y.square().sum(), leaves))]
-
+    heads = c.num_heads, c.num_kv_heads, c.num_kv_heads
+    qkv = [torch.randn(*shape, n, c.head_dim, device=run.device, dtype=run.dtype) for n in heads]
+    mask = find_documents(ids_BT[:2], None, attention_sdpa, c)
+    exact = both_passes(attention_sdpa, [t[:2].double() for t in qkv], mask)
     ladder = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if run.device.type == "cuda" else ["sdpa"]
     for name in ladder if c.attention == "auto" else [c.attention]:
+        error = math.inf
         try:
-            attend, exact = load_attention(name), both_passes(attention_sdpa, 2, torch.float64)
-            pairs = zip(both_passes(attend, shape[0], run.dtype), exact, strict=True)
-            errors = [(found - true).abs().max() / true.abs().max() for found, true in pairs]
-            error = torch.stack(errors).max().item()
+            attend = load_attention(name)
+            compiled = torch.compile(attend, fullgraph=True) if compiling(c, run.device) else attend
+            found = both_passes(compiled, qkv, find_documents(ids_BT, None, attend, c))
+            error = worst_error([t[:2] for t in found], exact)
             tried.append(f"{name} error:{error:.1e}")
         except Exception as failure:
-            error = math.inf
             tried.append(f"{name} {type(failure).__name__}: {failure}".splitlines()[0])
         if all(error <= 0.03 for error in run.gather(error)):
             run.log(f"attention:{name} tried: {' | '.join(tried)}")
@@ -1279,7 +1189,7 @@ def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
 
 
 # ============================================================================================================
-# OPTIMIZER — Parallel Muon for the banks, AdamW for the rest; each parameter is in one group, checked.
+# OPTIMIZER — Parallel Muon for the banks, AdamW for what remains, and the average of all weights.
 # ============================================================================================================
 
 POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
@@ -1305,11 +1215,14 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor
 
 
 class Optimizer:
-    """One step over all parameters, which all ranks take together; the same on any number, to rounding."""
+    """One step over all parameters, which all ranks take together; the same on any number, to rounding.
+    `average`: exponential moving average of all weights (PR #287); with EMA_DECAY=0 it is the weights."""
 
     def __init__(self, model: GPT, c: Config, rank: int, world_size: int, compiled: bool = False) -> None:
         self.config, self.rank, self.world_size = c, rank, world_size
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+        self.weights = [parameter.detach() for parameter in model.parameters()]
+        self.average = [weight.clone() for weight in self.weights] if c.ema_decay else self.weights
         rest = dict(model.named_parameters())  # Muon takes the banks, AdamW what remains
         self.banks = sorted(map(rest.pop, BANKS), key=Tensor.numel, reverse=True)
         self.small, embed_lr = list(rest.values()), c.tied_embed_lr if c.tie_embeddings else c.embed_lr
@@ -1325,9 +1238,9 @@ class Optimizer:
         return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.world_size))
 
     @torch.no_grad()
-    def step(self, scale: float, momentum: float) -> Tensor:
-        """Update all from their gradients (this rank's means), which are used up, at `scale` times each LR.
-        Returns the global gradient norm before clipping, on the device."""
+    def step(self, scale: float, momentum: float, decay: float = 0.0) -> Tensor:
+        """Update all from their gradients (this rank's means), which are used up, at `scale` times each LR,
+        and the average of weights. Returns the global gradient norm before clipping, on the device."""
         gradients: Any = [[parameter.grad for parameter in group] for group in (self.banks, self.small)]
         c, (slices, small) = self.config, gradients
         if self.world_size > 1:  # means over ranks: own slices of the banks, all on the way at once; the rest
@@ -1352,6 +1265,7 @@ class Optimizer:
         for bank, update in self._gather(self._muon_update(*pair, momentum) for pair in pairs):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
             bank.mul_(1.0 - lr * c.muon_wd).add_(update, alpha=-lr * factor)
+        torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
         return norm
@@ -1377,28 +1291,16 @@ class Optimizer:
             yield bank, whole[: len(bank)]
 
     def state(self) -> dict[str, Any]:
-        """A copy of the whole state, the same whatever the world size; all ranks call it together."""
-        momenta = [whole for _, whole in self._gather(self.momenta)]
-        return copy.deepcopy({"momenta": momenta, "adam": self.adam.state_dict()})
+        """A copy of weights and state, the same whatever the world size; all ranks call it together."""
+        state = {"weights": self.weights, "average": self.average, "adam": self.adam.state_dict()}
+        return copy.deepcopy(state | {"momenta": [whole for _, whole in self._gather(self.momenta)]})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned, on any world size."""
         mine = [self._fill(whole).chunk(self.world_size)[self.rank] for whole in state["momenta"]]
-        torch._foreach_copy_(self.momenta, mine)
+        tensors = [*self.weights, *self.average, *self.momenta]
+        torch._foreach_copy_(tensors, [*state["weights"], *state["average"], *mine])
         self.adam.load_state_dict(state["adam"])
-
-
-class WeightAverage:
-    """Exponential moving average of all weights in fp32 (PR #287); EMA_DECAY=0 makes it the last weights."""
-
-    def __init__(self, model: GPT, decay: float) -> None:
-        self.live = [parameter.detach() for parameter in model.parameters()]
-        self.average = [parameter.clone() for parameter in self.live] if decay else self.live
-        self.apply = functools.partial(torch._foreach_copy_, self.live, self.average)  # to the model
-
-    def update(self, decay: float) -> None:
-        """Take in the weights of one more step."""
-        torch._foreach_lerp_(self.average, self.live, 1.0 - decay)
 
 
 # ============================================================================================================
@@ -2032,7 +1934,7 @@ def save_checkpoint(training: Training) -> None:
 
     def write() -> None:
         try:
-            if not all(weight.isfinite().all() for weight in state["weights"]):
+            if not all(weight.isfinite().all() for weight in state["optimizer"]["weights"]):
                 raise ConfigError("its weights are not finite")
             if training.saved == current:  # one that could not be read replaces none that could
                 training.saved = current.replace(previous)
@@ -2090,7 +1992,6 @@ class Training:
         self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
-        self.average = WeightAverage(self.model, config.ema_decay)
         first, _, after = config.trace_steps.partition(":")
         window = (int(first), int(after)) if config.trace_steps else None
         every = config.training_timing_every if config.training_timing_breakdown else 0
@@ -2132,7 +2033,6 @@ class Training:
         """A copy of all that training has become, for any world size; all ranks call it together."""
         stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
         state = {"step": self.step, "seconds": self.seconds(), "config": self.config.as_env(),
-                 "weights": self.average.live, "average": self.average.average,
                  "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
         return copy.deepcopy(state) | {"optimizer": self.optimizer.state()}
 
@@ -2140,8 +2040,6 @@ class Training:
         """Become what `state` returned. LoaderError where that is not possible with this data."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
-        tensors = [*self.average.live, *self.average.average]
-        torch._foreach_copy_(tensors, state["weights"] + state["average"])
         self.step, self.counted = state["step"], state["seconds"]
 
     def close(self) -> None:
@@ -2159,7 +2057,7 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     model.to(run.device)
     model.compute_dtype = run.dtype
     model.attend = choose_attention(config, run)
-    model.mlp, model.cross_entropy = choose_kernels(config, run)
+    model.mlp = choose_mlp(config, run)
     return model
 
 
@@ -2177,8 +2075,8 @@ def train_step(training: Training, progress: float) -> Tensor:
         trace.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
-    norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config))
-    training.average.update(average_decay(training.step, config))
+    momentum, decay = muon_momentum(progress, training.step, config), average_decay(training.step, config)
+    norm = training.optimizer.step(scale, momentum, decay)
     trace.lap("optimizer")
     if (line := trace.end()) is not None:
         training.run.log(line)
@@ -2287,7 +2185,7 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     """Take the averaged weights, collect Hessians from training batches on the clock, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
     training.run_clock(True)
-    training.average.apply()
+    torch._foreach_copy_(training.optimizer.weights, training.optimizer.average)
     training.model.looping = loop_is_on(1.0, config)
     if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))

@@ -126,7 +126,6 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     """Train on the schedule of a whole run until the seconds are over; leaves the average. Returns steps."""
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     optimizer = train_gpt.Optimizer(model, config, 0, 1)
-    average = train_gpt.WeightAverage(model, config.ema_decay)
     device, trace, step = torch.device("cpu"), train_gpt.Trace(None), 0
     loader = train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace)
     with contextlib.closing(loader):
@@ -138,10 +137,10 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
                 loss = model.loss(batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
-            optimizer.step(scale, train_gpt.muon_momentum(progress, step, config))
-            average.update(train_gpt.average_decay(step, config))
+            momentum = train_gpt.muon_momentum(progress, step, config)
+            optimizer.step(scale, momentum, train_gpt.average_decay(step, config))
             step += 1
-    average.apply()
+    torch._foreach_copy_(optimizer.weights, optimizer.average)
     return step
 
 

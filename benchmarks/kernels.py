@@ -1,12 +1,12 @@
-"""Fused kernels against eager PyTorch and torch.compile of their plain twins, alone and in a training step.
+"""The fused MLP against eager PyTorch and torch.compile of its plain twin, alone and in a training step.
 
     python benchmarks/kernels.py [--out benchmarks/RESULTS.md]
 
-Each form of the MLP and of the cross-entropy runs forward, backward and both at the per-GPU shapes of the
-baseline, PR #549, PR #1493 and the default config, in bf16. The floor of a pass adds, product by product, the
-larger of operations over the matmul rate and least bytes over the copy rate, both measured here first. Then
-one optimizer step on one micro-batch of the default model (random tokens, no document masks) with each switch
-off and on, interleaved so that clocks drift alike.
+Each form of the MLP runs forward, backward and both at the per-GPU shapes of the baseline, PR #549, PR #1493
+and the default config, in bf16. The floor of a pass adds, product by product, the larger of operations over
+the matmul rate and least bytes over the copy rate, both measured here first. Then one optimizer step on one
+micro-batch of the default model (random tokens, no document masks) with FUSED_MLP off and on, interleaved so
+that clocks drift alike.
 Without a GPU it says so, exits with status 2 and writes nothing.
 """
 
@@ -32,8 +32,8 @@ import train_gpt  # noqa: E402
 
 BYTES = 2  # of a bf16 element
 QUANTILES = (0.5, 0.2, 0.8)
-STEP_ROUNDS = 20  # whole steps per switch setting
-HEADER = "| what | config | pass | form | median ms | p20 | p80 | TFLOP/s | GB/s | floor ms | of floor |"
+STEP_ROUNDS = 20  # whole steps per setting of the switch
+HEADER = "| config | pass | form | median ms | p20 | p80 | TFLOP/s | GB/s | floor ms | of floor |"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Shape:
     tokens: int  # rows of one micro-batch
     dim: int
     hidden: int
-    vocab: int
     slope: float
 
 
@@ -72,12 +71,11 @@ def shapes() -> list[Shape]:
     """The four configurations; the default is read from train_gpt.Config."""
     config = train_gpt.Config.from_env({})
     hidden = int(config.mlp_mult * config.model_dim)
-    default = (config.micro_batch_tokens, config.model_dim, hidden, config.vocab_size, config.leaky_slope)
     return [
-        Shape("baseline", 65_536, 512, 1024, 1024, 0.0),
-        Shape("PR 549", 98_304, 512, 1536, 1024, 0.5),
-        Shape("PR 1493", 98_304, 512, 2048, 8192, 0.5),
-        Shape("default", *default),
+        Shape("baseline", 65_536, 512, 1024, 0.0),
+        Shape("PR 549", 98_304, 512, 1536, 0.5),
+        Shape("PR 1493", 98_304, 512, 2048, 0.5),
+        Shape("default", config.micro_batch_tokens, config.model_dim, hidden, config.leaky_slope),
     ]
 
 
@@ -88,13 +86,6 @@ def mlp_costs(s: Shape) -> dict[str, list[Cost]]:
     two_hidden = Cost(operations, BYTES * (x + weight + 2 * hidden))
     one_hidden = Cost(operations, BYTES * (x + weight + hidden))
     forward, backward = [two_hidden, one_hidden], [two_hidden, one_hidden, one_hidden, one_hidden]
-    return {"forward": forward, "backward": backward, "both": forward + backward}
-
-
-def cross_entropy_costs(s: Shape) -> dict[str, list[Cost]]:
-    """Forward reads the logits; backward reads them again and writes their gradient."""
-    logits = BYTES * s.tokens * s.vocab
-    forward, backward = [Cost(0.0, logits)], [Cost(0.0, 2.0 * logits)]
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
@@ -122,7 +113,7 @@ def forms(plain: Callable[..., Tensor], fused: Callable[..., Tensor]) -> dict[st
 
 
 def table_rows(
-    what: str, s: Shape, functions: dict[str, Callable[..., Tensor]], tensors: list[Tensor],
+    s: Shape, functions: dict[str, Callable[..., Tensor]], tensors: list[Tensor],
     costs: dict[str, list[Cost]], roof: Roof,
 ) -> list[str]:  # fmt: skip
     """One row per form and pass."""
@@ -135,7 +126,7 @@ def table_rows(
             operations, moved = sum(c.operations for c in costs[name]), sum(c.bytes for c in costs[name])
             floor = roof.floor_ms(costs[name])
             rows.append(
-                f"| {what} | {s.name} | {name} | {form} | {median:.3f} | {low:.3f} | {high:.3f} | "
+                f"| {s.name} | {name} | {form} | {median:.3f} | {low:.3f} | {high:.3f} | "
                 f"{operations / median / 1e9:.0f} | {moved / median / 1e6:.0f} | "
                 f"{floor:.3f} | {floor / median:.0%} |"
             )
@@ -144,7 +135,7 @@ def table_rows(
 
 
 def kernel_rows(s: Shape, roof: Roof) -> list[str]:
-    """MLP and cross-entropy at one shape, on normal inputs (zeros would draw less power and run faster)."""
+    """The MLP at one shape, on normal inputs (zeros would draw less power and run faster)."""
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, device="cuda")).bfloat16().requires_grad_()
@@ -155,21 +146,13 @@ def kernel_rows(s: Shape, roof: Roof) -> list[str]:
     def mlp_fused(*tensors: Tensor) -> Tensor:
         return train_gpt.mlp_fused(*tensors, s.slope)
 
-    def loss_plain(*tensors: Tensor) -> Tensor:
-        return train_gpt.softcapped_cross_entropy_plain(*tensors, 30.0)
-
-    def loss_fused(*tensors: Tensor) -> Tensor:
-        return train_gpt.softcapped_cross_entropy_fused(*tensors, 30.0)
-
     scale = s.dim**-0.5
     mlp = [
         normal(s.tokens, s.dim),
         normal(s.hidden, s.dim, scale=scale),
         normal(s.dim, s.hidden, scale=scale),
     ]
-    rows = table_rows("MLP", s, forms(mlp_plain, mlp_fused), mlp, mlp_costs(s), roof)
-    loss = [normal(s.tokens, s.vocab, scale=3.0), torch.randint(s.vocab, (s.tokens,), device="cuda")]
-    return rows + table_rows("CE", s, forms(loss_plain, loss_fused), loss, cross_entropy_costs(s), roof)
+    return table_rows(s, forms(mlp_plain, mlp_fused), mlp, mlp_costs(s), roof)
 
 
 def measure_roof() -> Roof:
@@ -185,14 +168,12 @@ def measure_roof() -> Roof:
     return Roof(tflops=2 * side**3 / matmul_ms / 1e9, gb_per_s=2 * BYTES * elements / copy_ms / 1e6)
 
 
-def training_step(fused_mlp: bool, fused_ce: bool) -> Callable[[], None]:
+def training_step(fused_mlp: bool) -> Callable[[], None]:
     """One optimizer step of the default model on one micro-batch of random tokens; compiled as in a run."""
     config, device = train_gpt.Config.from_env({"DOC_MASK": "0"}), torch.device("cuda")
     model = train_gpt.build_model(config).to(device)
     model.compute_dtype, model.attend = torch.bfloat16, train_gpt.attention_sdpa
     model.mlp = train_gpt.mlp_fused if fused_mlp else train_gpt.mlp_plain
-    plain, fused = train_gpt.softcapped_cross_entropy_plain, train_gpt.softcapped_cross_entropy_fused
-    model.cross_entropy = fused if fused_ce else plain
     loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
     optimizer = train_gpt.Optimizer(model, config, 0, 1, True)
     shape = (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
@@ -206,28 +187,25 @@ def training_step(fused_mlp: bool, fused_ce: bool) -> Callable[[], None]:
 
 
 def step_rows() -> list[str]:
-    """Whole steps with each switch, one of each in turn."""
+    """Whole steps with the switch off and on, one of each in turn."""
     torch._dynamo.reset()
-    settings = [(mlp, loss) for mlp in (False, True) for loss in (False, True)]
-    steps = {setting: training_step(*setting) for setting in settings}
-    times_ms: dict[tuple[bool, bool], list[float]] = {setting: [] for setting in settings}
+    steps = {fused: training_step(fused) for fused in (False, True)}
+    times_ms: dict[bool, list[float]] = {fused: [] for fused in steps}
     for turn in range(STEP_ROUNDS + 3):  # three to compile, tune and settle
-        for setting, step in steps.items():
+        for fused, step in steps.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             step()
             end.record()
             end.synchronize()
             if turn >= 3:
-                times_ms[setting].append(begin.elapsed_time(end))
-    base_ms = statistics.median(times_ms[False, False])
-    rows = ["", "| FUSED_MLP | FUSED_CE | step median ms | p20 | p80 | speed-up |", "|" + "---|" * 6]
-    for (mlp, loss), times in times_ms.items():
+                times_ms[fused].append(begin.elapsed_time(end))
+    base_ms = statistics.median(times_ms[False])
+    rows = ["", "| FUSED_MLP | step median ms | p20 | p80 | speed-up |", "|" + "---|" * 5]
+    for fused, times in times_ms.items():
         low, *_, high = statistics.quantiles(times, n=5)
         median = statistics.median(times)
-        rows.append(
-            f"| {mlp:d} | {loss:d} | {median:.2f} | {low:.2f} | {high:.2f} | {base_ms / median:.3f} |"
-        )
+        rows.append(f"| {fused:d} | {median:.2f} | {low:.2f} | {high:.2f} | {base_ms / median:.3f} |")
     print("\n".join(rows))
     return rows
 

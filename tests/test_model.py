@@ -204,6 +204,15 @@ def test_equals_the_reference(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, Reference(model).nats(ids, targets), rtol=2e-6, atol=2e-6)
 
 
+def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
+    config = tiny()
+    model, ids = build_model(config), random_ids(config)
+    exact = model.loss(ids, ids)
+    model.compute_dtype = torch.bfloat16
+    assert model(ids).dtype == torch.bfloat16 and model.loss(ids, ids).dtype == torch.float32
+    torch.testing.assert_close(model.loss(ids, ids), exact, rtol=0.01, atol=0.01)
+
+
 def cpu_run(dtype: torch.dtype = torch.float32) -> SimpleNamespace:
     """What `choose_attention` needs of a run on one CPU rank."""
     lines: list[str] = []

@@ -17,7 +17,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 import train_gpt
-from train_gpt import Config, Optimizer, WeightAverage, build_model, orthogonalize
+from train_gpt import Config, Optimizer, build_model, orthogonalize
 
 TINY = {
     "VOCAB_SIZE": 64, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 2, "NUM_KV_HEADS": 1, "MLP_MULT": 2,
@@ -225,29 +225,36 @@ def test_state_is_a_copy_that_repeats_the_run() -> None:
     fresh = optimizer.state()
     weights = [p.detach().clone() for p in model.parameters()]
     first = train(model, optimizer, range(4))
-    with torch.no_grad():
-        torch._foreach_copy_(list(model.parameters()), weights)
     optimizer.load_state(fresh)
     assert all(m.abs().max() == 0 for m in optimizer.momenta)
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert all(map(torch.equal, weights, optimizer.average))
     assert train(model, optimizer, range(4)) == first
 
 
-def test_weight_average() -> None:
-    model = build_model(tiny())
-    average, start = WeightAverage(model, 0.75), model.qo_bank.detach().clone()
-    with torch.no_grad():
-        model.qo_bank += 1.0
-    average.update(0.75)
-    average.apply()
-    torch.testing.assert_close(model.qo_bank.detach(), start + 0.25)
+def after_steps(decays: list[float], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
+    """An optimizer after so many steps, and the weights at first and after each."""
+    config = tiny(**changes)
+    model = build_model(config)
+    optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
+    seen = [[p.detach().clone() for p in model.parameters()]]
+    for decay in decays:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step(1.0, 0.9, decay)
+        seen.append([p.detach().clone() for p in model.parameters()])
+    return optimizer, seen
+
+
+def test_the_average_of_weights() -> None:
+    """Each step keeps `decay` of the average and takes the rest from the weights that it has just made."""
+    optimizer, (first, second, third) = after_steps([0.75, 0.5])
+    for average, a, b, c in zip(optimizer.average, first, second, third, strict=True):
+        torch.testing.assert_close(average, 0.5 * (0.75 * a + 0.25 * b) + 0.5 * c)
+        assert not torch.equal(b, c)
 
 
 def test_without_decay_the_average_is_the_last_weights() -> None:
-    model = build_model(tiny())
-    average = WeightAverage(model, 0.0)
-    with torch.no_grad():
-        model.qo_bank += 1.0
-    last = model.qo_bank.detach().clone()
-    average.update(0.0)
-    average.apply()
-    assert torch.equal(model.qo_bank, last)
+    optimizer, (*_, last) = after_steps([0.0, 0.0], EMA_DECAY=0)
+    assert all(map(torch.equal, optimizer.average, last))
+    assert all(map(torch.equal, optimizer.weights, last))
