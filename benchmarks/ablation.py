@@ -44,10 +44,10 @@ SMALL = {
     "TRAIN_BATCH_TOKENS": "4096", "MICRO_BATCH_TOKENS": "4096", "VAL_BATCH_SIZE": "8192",
     "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
 }  # fmt: skip
-# The default's choice of layers, scaled from 11 layers to 4, and the baseline's learning rates: the default's
-# own are tuned for steps of 786,432 tokens.
+# The default's choice of layers, scaled from 11 layers to 4 (3 of 11 looped: 1 of 4), and the baseline's
+# learning rates: the default's own are tuned for steps of 786,432 tokens.
 DEFAULT_SMALL = {
-    "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3",
+    "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "1", "PARALLEL_START_LAYER": "3",
     "MATRIX_LR": "0.04", "SCALAR_LR": "0.04", "TIED_EMBED_LR": "0.05",
 }  # fmt: skip
 BASELINE_SCHEDULE = {
