@@ -23,7 +23,7 @@ import bisect
 import collections
 import contextlib
 import copy
-import dataclasses
+import difflib
 import faulthandler
 import functools
 import glob
@@ -49,7 +49,7 @@ import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, a
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. A field's environment name is its name in upper case; the defaults are the 8-GPU run."""
+    """All settings, in the order of what they decide; upper case in the environment. Default: 8 GPUs."""
 
     # --- the model: an artifact keeps these ---
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
@@ -121,7 +121,6 @@ class Config:
     qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
     xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
     sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
-    sparse_attn_gate_scale: float = knob(0.5, "steepness of that gate", 0)
     gate_window: int = knob(12, "channels that feed the gates", 1)
     smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
     skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
@@ -232,58 +231,42 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
-        fields = {f.name.upper(): f for f in dataclasses.fields(cls)}
-        given = {**_read_config_file(environ.get("CONFIG", "")), **environ}
+        known = {f.name.upper(): f for f in fields(cls)}
         common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
-        for name in sorted(given.keys() - fields.keys()):
+        for name in sorted(environ.keys() - known.keys()):
             word = name.split("_")[0]
-            kin = [other for other in fields if other.split("_")[0] == word and word not in common]
-            near = [other for other in fields if len(name) >= 6 and _within(2, name, other)]
+            near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
+            kin = [other for other in known if other.split("_")[0] == word and word not in common]
             if near or kin:
                 raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(near or kin)}?")
-        config = cls(**{f.name: _parse(name, given[name], f) for name, f in fields.items() if name in given})
+        given = {**_read_config_file(environ.get("CONFIG", ""), known), **environ}
+        config = cls(**{f.name: _parse(name, given[name], f) for name, f in known.items() if name in given})
         _cross_check(config)
         return config
 
-    def as_env(self) -> dict[str, str]:
-        """Every setting as the string that `from_env` reads back to the same value."""
-        return {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
+    def as_env(self, through: str = "") -> dict[str, str]:
+        """Settings as strings that `from_env` reads back: all, or the first ones through the one named."""
+        env = {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
+        count = list(env).index(through) + 1 if through else len(env)
+        return dict(itertools.islice(env.items(), count))
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
         default = Config().as_env()
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
-    def up_to(self, last: str) -> dict[str, str]:
-        """The settings from the first to `last`: fields stand in the order of what they decide."""
-        names = list(settings := self.as_env())
-        return {name: settings[name] for name in names[: names.index(last) + 1]}
-
-    def model_env(self) -> dict[str, str]:
-        """The settings that decide what the weights mean."""
-        return self.up_to("LOGIT_SOFTCAP")
-
     eval_length = property(lambda self: self.eval_seq_len or self.train_seq_len)  # tokens of context
     head_dim = property(lambda self: self.model_dim // self.num_heads)  # channels of one head
     mlp_dim = property(lambda self: int(self.mlp_mult * self.model_dim))  # width of the hidden layer
 
 
-def _within(edits: int, a: str, b: str) -> bool:
-    """Whether so many insertions, deletions and replacements of a character turn a into b."""
-    if edits < 0 or not a or not b:
-        return len(a) + len(b) <= edits
-    if a[0] == b[0]:
-        return _within(edits, a[1:], b[1:])
-    return any(_within(edits - 1, *rest) for rest in ((a[1:], b), (a, b[1:]), (a[1:], b[1:])))
-
-
-def _read_config_file(path: str) -> dict[str, str]:
-    """KEY=VALUE lines of a file; ` #` starts a comment. Every key must be a setting."""
+def _read_config_file(path: str, known: Iterable[str]) -> dict[str, str]:
+    """KEY=VALUE lines of a file; ` #` starts a comment. ConfigError for a key that is no setting."""
+    values = dict[str, str]()
     try:
         lines = find_path(path).read_text(encoding="utf-8").split("\n") if path else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    values, known = dict[str, str](), Config().as_env()
     for number, line in enumerate(lines, 1):
         key, equals, value = (part.strip() for part in f" {line}".split(" #")[0].partition("="))
         if equals and key in known:
@@ -293,7 +276,7 @@ def _read_config_file(path: str) -> dict[str, str]:
     return values
 
 
-def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
+def _parse(name: str, text: str, spec: Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
     meaning, low, high, among = spec.metadata.values()
     kind: Any = type(spec.default)
@@ -302,8 +285,8 @@ def _parse(name: str, text: str, spec: dataclasses.Field[Any]) -> Any:
         in_range = kind is str or low <= value <= high
         if in_range and text.isprintable() and (text in among or not among):
             return value
-    numbers = {int: f"a whole number from {low:g} to {high:g}", float: f"a number from {low:g} to {high:g}"}
-    expected = " or ".join(among) or numbers.get(kind, "printable text")
+    number = f"a {'whole ' * (kind is int)}number from {low:g} to {high:g}"
+    expected = " or ".join(among) or ("printable text" if kind is str else number)
     raise ConfigError(f"{name}={text!r}: expected {expected}; {meaning}")
 
 
@@ -345,7 +328,7 @@ def micro_steps_per_step(config: Config, world_size: int) -> int:
 def help_text() -> str:
     """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         setting, among = f"{f.name.upper()}={f.default}", " | ".join(f.metadata["among"])
         lines.append(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}")
     return "\n".join(lines)
@@ -368,12 +351,24 @@ class Run:
 
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        self.device, self.dtype, self.device_name = pick_device(config, int(environ.get("LOCAL_RANK", 0)))
         self.directory = Path(os.devnull)  # until it is opened, and what is written there is lost
-        self.phases, self.phase_name, self.stop_signal = dict[str, float](), "setup", 0
+        self.phases = collections.defaultdict[str, float](float)
+        self.phase_name, self.stop_signal = "setup", 0
+        local_rank, gpus = int(environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+        if on_gpu and local_rank >= gpus:
+            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {gpus} GPUs; start as"
+                              " many processes per node as it has GPUs, or set DEVICE=cpu")
+        self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        self.device_name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
+        fast = torch.cuda.get_device_capability()[0] >= 8 if on_gpu else torch.cpu._is_amx_tile_supported()
+        auto = "bfloat16" if fast else "float32"  # fast: matrix units take bfloat16
+        self.dtype = getattr(torch, auto if config.compute_dtype == "auto" else config.compute_dtype)
         if self.world_size > 1:
-            gpu = self.device if self.device.type == "cuda" else None
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=gpu)
+            backend, device = ("cpu:gloo,cuda:nccl", self.device) if on_gpu else ("gloo", None)
+            dist.init_process_group(backend, device_id=device)
         self.alive()
         threading.Thread(target=self._watch, args=(config.phase_timeout_seconds,), daemon=True).start()
 
@@ -384,29 +379,24 @@ class Run:
         if self.rank == 0:
             claim(directory, config)
         self.gather(None)  # no rank writes before the directory is there
-        self.directory = self.directory if config.preflight_only else directory
-        self.log(f"run:{directory} pid:{os.getpid()}")
+        if not config.preflight_only:
+            self.directory = directory
+        self.log(f"run:{directory}")
 
     def path(self, name: str) -> Path:
         """A file of the run directory."""
         return self.directory / name
 
     def log(self, line: str) -> None:
-        """One line to log.txt and the console, flushed; rank 0 only."""
+        """One line to log.txt and the console; rank 0 only."""
         self.alive()
         if self.rank == 0:
-            self.append("log.txt", line)
-            tell(line, sys.stdout)
+            tell(line, self.path("log.txt"), sys.stdout)
 
     def event(self, kind: str, **values: Any) -> None:
         """One JSON object to metrics.jsonl, for machines; rank 0 only."""
         if self.rank == 0:
-            self.append("metrics.jsonl", json.dumps({"event": kind, **values}))
-
-    def append(self, name: str, line: str) -> None:
-        """One line to a file of the run directory; a full disk costs the line, not the run."""
-        with contextlib.suppress(OSError), open(self.path(name), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            tell(json.dumps({"event": kind, **values}), self.path("metrics.jsonl"))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -414,11 +404,10 @@ class Run:
         self.sync()
         if self.stop_signal:  # it came when training had just ended
             self.leave(self.stop_signal)
-        outer, self.phase_name, start = self.phase_name, name, time.perf_counter()
+        self.phase_name, start = name, time.perf_counter()
         yield
         self.sync()
-        self.phase_name = outer
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+        self.phases[name] += time.perf_counter() - start
 
     def sync(self) -> None:
         """Wait until the device has finished what it was given."""
@@ -440,11 +429,9 @@ class Run:
     def _watch(self, limit_seconds: float) -> None:
         while time.monotonic() - self._last_sign_of_life < limit_seconds:
             time.sleep(min(1.0, limit_seconds / 4))
-        message = (f"rank {self.rank}: error: no progress in phase {self.phase_name} for "
-                   f"PHASE_TIMEOUT_SECONDS={limit_seconds:g}; all stacks are on stderr")  # fmt: skip
-        self.append("log.txt", message)
         faulthandler.dump_traceback(2)
-        tell(message)
+        tell(f"rank {self.rank}: error: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
+             f"{limit_seconds:g}; all stacks are on stderr", self.path("log.txt"), sys.stderr)  # fmt: skip
         os._exit(1)
 
     def leave(self, number: int, _frame: Any = None) -> None:
@@ -452,64 +439,50 @@ class Run:
         if self.phase_name == "train" and not self.stop_signal:
             self.stop_signal = number
             return
-        ways = [f"RESUME={self.directory}"] * any(self.path(name).exists() for name in CHECKPOINT_NAMES)
-        ways += [f"EVAL_ONLY={path}" for path in [self.path("model.bin")] if path.exists()]
+        way = f"RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}, where there is one"
         tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
-             f"{' or '.join(ways) or 'start again'}")  # fmt: skip
+             f"{way if self.directory.is_dir() else 'start again'}", sys.stderr)  # fmt: skip
         os._exit(128 + number)
 
 
-def tell(message: str, file: Any = None) -> None:
-    """One line to stderr or another file, flushed; a closed console never ends a run."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a signal may come while one is printed
-        print(message, file=file or sys.stderr, flush=True)
+def tell(line: str, *places: Any) -> None:
+    """One line to streams and to the ends of files; a closed console or a full disk costs no run."""
+    for place in places:  # RuntimeError: a signal's line, while another one is printed
+        with contextlib.suppress(OSError, RuntimeError, ValueError), contextlib.ExitStack() as opened:
+            if isinstance(place, Path):
+                place = opened.enter_context(open(place, "a", encoding="utf-8"))
+            print(line, file=place, flush=True)
 
 
 def claim(directory: Path, config: Config) -> None:
-    """Make a run directory, or take over a stopped run's, for this process alone. ConfigError undoes it."""
-    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    """Take a directory, new or RESUME's, for this process alone; PREFLIGHT_ONLY and ConfigError undo it."""
+    made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
     try:
         directory.mkdir(parents=True, exist_ok=bool(config.resume))
-        free = shutil.disk_usage(directory).free
-        if free < needed and not config.resume:  # by the artifact and two checkpoints
-            raise OSError(f"{free >> 20} MiB free, a run may need {needed >> 20} MiB")
+        if not config.resume and (free := shutil.disk_usage(directory).free) < needed:
+            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
         if config.resume or not config.preflight_only:
             lock(directory / "log.txt")
     except OSError as error:
-        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
+        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); nothing is overwritten: set "
+                          "another RUN_ID, a RUNS_DIR with room, or RESUME") from error
     finally:
         with contextlib.suppress(OSError):  # the directory of a run holds its log by now
-            for path in missing:
+            for path in made:
                 path.rmdir()
 
 
-def lock(log: Path) -> None:
-    """Hold a run's log until this process ends, however. OSError names the process that holds it already."""
+def lock(path: Path) -> None:
+    """Hold a file until this process ends, however. OSError when another process does."""
     try:
         import fcntl  # absent on Windows
 
-        fcntl.flock(os.open(log, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = log.read_text("utf-8", "replace").rpartition(" pid:")[2].split("\n")[0]
-        raise OSError(f"process {owner} is at work in it") from None
+        raise OSError("another process is at work in it") from None
     except (ImportError, OSError):  # nor has every disk locks
         return
-
-
-def pick_device(config: Config, local_rank: int) -> tuple[torch.device, torch.dtype, str]:
-    """Device, dtype of activations (bfloat16 where matrix units take it), the device's name. ConfigError."""
-    device, name, fast = torch.device("cpu"), f"{platform.machine()} CPU", torch.cpu._is_amx_tile_supported()
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        if local_rank >= (found := torch.cuda.device_count()):
-            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {found} GPUs; start"
-                              " as many processes per node as it has GPUs, or set DEVICE=cpu")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        name, fast = torch.cuda.get_device_name(), torch.cuda.get_device_capability()[0] >= 8
-    wanted = config.compute_dtype if config.compute_dtype != "auto" else ("bfloat16" if fast else "float32")
-    return device, getattr(torch, wanted), name
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -527,33 +500,80 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 # ============================================================================================================
-# TRACE — where the time went: a Perfetto file that is valid JSON after every flush, and the timing lines.
+# TRACE — where the time went: a Perfetto file that is valid JSON after every step, and the timing lines.
 # ============================================================================================================
 
 TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 
 
 class Trace:
-    """Perfetto trace of one rank, a lane per stage and stream; safe from any thread. `path=None` is off.
+    """Spans of one rank for Perfetto, a lane per stage and stream, from any thread; `timing_breakdown` lines.
 
-    steps=(a, b) keeps what overlaps the steps a <= step < b. A resumed run continues its file.
+    path: None for no file; of a resumed run it is continued. steps=(a, b): only what overlaps a <= step < b.
+    every: steps between lines; 0: none. Milliseconds: batch_cpu and val, before the step, on the host,
+    batch_h2d that the compute stream waited for batches, the others on the device. On a GPU a step that has
+    spans or a line is waited for, and no other.
     """
 
-    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[int, int] | None = None) -> None:
-        self.path, self.rank, self.steps, self.recording = path, rank, steps or (-1, math.inf), False
-        self.window_ns, self.lock = [math.inf, math.inf], threading.Lock()
-        self.events = collections.deque[dict[str, Any]]()
+    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[float, float] | None = None,
+                 every: int = 0, cuda: bool = False) -> None:  # fmt: skip
+        self.path, self.rank, self.steps, self.every = path, rank, steps or (-1, math.inf), every
+        self.cuda, self.recording, self.recorded_until_ns, self.val_ms = cuda, False, -math.inf, 0.0
+        self.events = collections.deque[str]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
-        self.step(-1)
+        self.begin(-1)
+
+    def begin(self, step: float) -> None:
+        """Start of a step, which may open or close the window; writes what has gathered, in one call."""
+        if self.recording:
+            self.recorded_until_ns = time.perf_counter_ns()
+        self.recording = self.path is not None and self.steps[0] <= step < self.steps[1]
+        text = "".join(self.events.popleft() for _ in range(len(self.events)))
+        if self.path is not None and text:
+            with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
+                file.seek(-len(TRACE_TAIL), os.SEEK_END)
+                file.write(text.encode() + TRACE_TAIL)
+        self.step, self.reported = step, self.every > 0 and step % self.every == 0
+        self.laps = list[tuple[str, int, Any]]()  # what ended, when on the host, and its event on the GPU
+        self.lap("begin")
+
+    def lap(self, name: str) -> None:
+        """Here ends a batch, forward, backward or optimizer."""
+        if self.recording or self.reported:
+            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
+            self.laps.append((name, time.perf_counter_ns(), event))
+            if event is not None:
+                event.record()
+
+    def end(self) -> str | None:
+        """End of a step. Returns its line, if it is one of those reported."""
+        val_ms, self.val_ms = self.val_ms, 0.0
+        if not self.laps:
+            return None
+        names, host_ns, events = zip(*self.laps, strict=True)
+        lanes, ms = {"main": [*host_ns]}, collections.defaultdict[tuple[str, str], float](float)
+        if self.cuda:
+            events[-1].synchronize()
+            now_ns = time.perf_counter_ns()
+            lanes["compute stream"] = [now_ns - 1e6 * event.elapsed_time(events[-1]) for event in events]
+        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
+            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
+                self.add("X", name, lane, start, end, args={"step": self.step})
+                ms[lane, name] += (end - start) / 1e6
+        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
+        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
+        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
+        return f"timing_breakdown step:{self.step} {line}" if self.reported else None
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
         """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
         start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
-        if self.window_ns[0] <= end_ns and start_ns <= self.window_ns[1]:
+        if self.recording or start_ns <= self.recorded_until_ns:
             more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
-            self.events.append({"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more)
+            event = {"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more
+            self.events.append(f",\n{json.dumps(event)}")
 
     def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
         """What the calling thread does inside the `with` block, also when that raises."""
@@ -563,77 +583,9 @@ class Trace:
         block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
         return block
 
-    def step(self, step: float) -> None:
-        """Tell the current step: it opens and closes the window, and what has gathered is written."""
-        inside = self.path is not None and self.steps[0] <= step < self.steps[1]
-        if inside != self.recording:
-            self.recording, self.window_ns[not inside] = inside, time.perf_counter_ns()
-        self.flush()
-
-    def flush(self) -> None:
-        """Overwrite the closing bracket, in one call, with what has gathered and a new bracket."""
-        with self.lock:
-            if self.path is not None and (count := len(self.events)):
-                text = "".join(f",\n{json.dumps(self.events.popleft())}" for _ in range(count))
-                with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
-                    file.seek(-len(TRACE_TAIL), os.SEEK_END)
-                    file.write(text.encode() + TRACE_TAIL)
-
     def close(self) -> None:
         """Write what there is; what ends later is dropped."""
-        self.step(math.inf)
-
-
-class StepTimer:
-    """`timing_breakdown` lines and `train` spans of the steps reported or traced; none waits for the GPU.
-
-    Milliseconds per step: batch_cpu on the host, batch_h2d that the compute stream waited for batches, val of
-    the validation before the step, the others on the device, from CUDA events read once complete.
-    """
-
-    def __init__(self, config: Any, device: torch.device, trace: Trace) -> None:
-        self.every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.cuda, self.trace, self.active, self.val_ms = device.type == "cuda", trace, False, 0.0
-        self.pending = list[tuple[int, float, list[tuple[str, int, Any]]]]()  # step, val_ms, laps
-        if self.cuda:
-            torch.cuda.synchronize()  # an idle GPU: the event completes as it is recorded
-            self.anchor, self.anchor_ns = self._event(), time.perf_counter_ns()
-
-    def _event(self) -> Any:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-
-    def begin(self, step: int) -> None:
-        """Start of a step."""
-        self.active = self.trace.recording or (self.every > 0 and step % self.every == 0)
-        if self.active:
-            self.pending.append((step, self.val_ms, []))
-            self.lap("begin")
-        self.val_ms = 0.0
-
-    def lap(self, name: str) -> None:
-        """Here ends a batch, forward, backward or optimizer."""
-        if self.active:
-            self.pending[-1][-1].append((name, time.perf_counter_ns(), self.cuda and self._event()))
-
-    def end(self) -> str | None:
-        """End of a step. Returns the line of the oldest step not yet read, if its GPU work is over."""
-        self.active = False
-        if not self.pending or (self.cuda and not self.pending[0][-1][-1][-1].query()):  # its last event
-            return None
-        step, val_ms, laps = self.pending.pop(0)
-        names, host_ns, events = zip(*laps, strict=True)
-        lanes, ms = {"main": list(host_ns)}, collections.defaultdict[tuple[str, str], float](float)
-        if self.cuda:
-            lanes["compute stream"] = [self.anchor_ns + 1e6 * self.anchor.elapsed_time(e) for e in events]
-            self.anchor, self.anchor_ns = events[-1], lanes["compute stream"][-1]
-        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
-            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
-                self.trace.add("X", name, lane, start, end, args={"step": step})
-                ms[lane, name] += (end - start) / 1e6
-        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
-        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
-        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
-        return f"timing_breakdown step:{step} {line}" if self.every and step % self.every == 0 else None
+        self.begin(math.inf)
 
 
 # ============================================================================================================
@@ -644,13 +596,10 @@ BOS_ID = 1
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
 
-
-@dataclass(frozen=True)
-class Shard:
-    """A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids."""
-
-    path: Path
-    tokens: int
+# A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
+Shard = namedtuple("Shard", "path tokens")
+# On the device: B sequences of T tokens and their targets, int64; `document_starts`, None without DOC_MASK.
+Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
 
 
 def open_shards(pattern: str) -> list[Shard]:
@@ -672,26 +621,23 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, tokens)
 
 
-def read_tokens(shard: Shard, start: int = 0, stop: int = 1 << 40, vocab_size: int = 1 << 16) -> np.ndarray:
-    """Tokens [start, stop) of a shard, uint16, or DataError with file and byte."""
-    count, byte = min(stop, shard.tokens) - start, SHARD_HEADER_BYTES + 2 * start
-    now, ids = open_shard(shard.path), np.fromfile(shard.path, "<u2", count, offset=byte)
-    if now != shard or len(ids) != count:
-        raise DataError(f"{shard.path}, byte {byte}: {len(ids)} of {count} tokens, {now.tokens} in all where "
-                        f"there were {shard.tokens}; the file has changed or the disk fails")
+def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
+    """All tokens of a shard, uint16. DataError where it is no longer as it was opened, or an id too large."""
+    open_shard(shard.path)
+    ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
+    if len(ids) != shard.tokens:
+        raise DataError(f"{shard.path}: {len(ids)} tokens, not {shard.tokens} as before; fetch it again")
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
-        raise DataError(f"{shard.path}, token {start + at}, byte {byte + 2 * at}: id {ids[at]}, "
+        raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
                         f"expected below VOCAB_SIZE={vocab_size}")
     return ids
 
 
 def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
     """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
-    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else 1 << 40
-    before = itertools.accumulate((shard.tokens for shard in shards), initial=0)
-    kept = [(shard, wanted - skip) for shard, skip in zip(shards, before, strict=False) if skip < wanted]
-    return np.concatenate([read_tokens(shard, 0, stop, config.vocab_size) for shard, stop in kept])
+    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else None
+    return np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])[:wanted]
 
 
 def mix64(words: np.ndarray) -> np.ndarray:
@@ -709,49 +655,30 @@ def random_words(start: int, count: int, *key: int) -> np.ndarray:
     return mix64(state + np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(gamma))
 
 
-class TokenOrder:
-    """The stream: each epoch permutes the shards and, within each, its sequences; any position in O(shards).
+def permutation(config: Any, count: int, *key: int) -> np.ndarray:
+    """The numbers below `count` in the order of random words (SEED, *key); SHUFFLE=0: in their own."""
+    words = random_words(0, count, config.seed, *key) if config.shuffle else np.zeros(count)
+    return np.argsort(words, kind="stable")
 
-    Sequence i of a shard is its tokens i T … (i + 1) T inclusive; a partial one at the end is skipped.
+
+def shard_visits(config: Any, shards: list[Shard], position: int, trace: Trace) -> Iterator[Any]:
+    """The stream without end: (where it begins, shard, order of its sequences) from the one with `position`.
+
+    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
+    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
     """
-
-    def __init__(self, shards: list[Shard], seq_len: int, seed: int, shuffle: bool) -> None:
-        self.shards = [shard for shard in shards if shard.tokens > seq_len]
-        self.seed, self.shuffle = seed, shuffle
-        self.sizes = np.array([(shard.tokens - 1) // seq_len for shard in self.shards])
-        self.epoch_sequences = int(self.sizes.sum())
-        if not self.shards:
-            raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {seq_len + 1} tokens; fetch more")
-
-    def permutation(self, count: int, *key: int) -> np.ndarray:
-        """The numbers below `count` in the order of random words (seed, *key); SHUFFLE=0: in their own."""
-        words = random_words(0, count, self.seed, *key) if self.shuffle else np.zeros(count)
-        return np.argsort(words, kind="stable")
-
-    def visits(self, position: int, trace: Trace) -> Iterator[tuple[int, Shard, np.ndarray]]:
-        """Shards without end, from the one that holds `position`: where it begins, itself, its order."""
-        for epoch in itertools.count(position // self.epoch_sequences):
-            numbers = self.permutation(len(self.shards), epoch)
-            ends = epoch * self.epoch_sequences + np.cumsum(self.sizes[numbers])
-            coming = np.stack((numbers, ends), axis=1)[ends > position].tolist()
-            with trace.span("epoch", "epochs", epoch=epoch):
-                for number, end in coming:
-                    size = int(self.sizes[number])
-                    yield end - size, self.shards[number], self.permutation(size, epoch, number)
-
-
-def gather(visits: Any, visit: Any, position: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> Any:
-    """Write the sequences at `position`… of the stream, from a visit and those after it; returns the last."""
-    done = 0
-    while done < len(last_B):
-        begin, inputs_NT, last_N, order = visit = visit or next(visits)
-        picked = order[position + done - begin :][: len(last_B) - done]
-        rows = slice(done, done + len(picked))
-        np.take(inputs_NT, picked, axis=0, out=inputs_BT[rows], mode="clip")  # "raise" goes through a buffer
-        last_B[rows] = last_N[picked]
-        done += len(picked)
-        visit = visit if done == len(last_B) else None
-    return visit
+    length = config.train_seq_len
+    usable = [shard for shard in shards if shard.tokens > length]
+    if not usable:
+        raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
+    sizes = np.array([(shard.tokens - 1) // length for shard in usable])
+    for epoch in itertools.count(position // int(sizes.sum())):
+        numbers = permutation(config, len(usable), epoch)
+        ends = epoch * sizes.sum() + np.cumsum(sizes[numbers])
+        coming = np.stack((numbers, ends, sizes[numbers]), axis=1)[ends > position]
+        with trace.span("epoch", "epochs", epoch=epoch):
+            for number, end, size in coming.tolist():
+                yield end - size, usable[number], permutation(config, size, epoch, number)
 
 
 def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
@@ -763,41 +690,32 @@ def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
     return np.pad(starts, (0, padding), constant_values=inputs_BT.size)
 
 
-def hash_sequences(first: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> int:
-    """Sum modulo 2**64 of a hash of each sequence: words times random words, mixed with its position."""
-    even_BT = np.pad(inputs_BT, ((0, 0), (0, 1))) if inputs_BT.shape[1] % 2 else inputs_BT
+def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
+    """Sum modulo 2**64 of a hash of each sequence of T + 1 ids: word by word, and mixed with its position."""
+    even_BT = ids_BT[:, :-1] if ids_BT.shape[1] % 2 else np.pad(ids_BT[:, :-1], ((0, 0), (0, 1)))
     keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
-    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + last_B * keys[0]
-    return int(mix64(sums ^ random_words(first, len(last_B), 2)).sum(dtype=np.uint64))
+    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + ids_BT[:, -1] * keys[0]
+    return int(mix64(sums ^ random_words(first, len(ids_BT), 2)).sum(dtype=np.uint64))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch on the device: B sequences of T tokens, int64, their targets one token later."""
-
-    inputs_BT: Tensor
-    targets_BT: Tensor
-    cu_seqlens: Tensor | None  # `document_starts` of the inputs; None without DOC_MASK
-
-
-class Loader(contextlib.AbstractContextManager["Loader"]):
+class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
-    Step k is the sequences [k S, (k + 1) S) of `TokenOrder` for any number of ranks; rank r takes the r-th
+    Step k is the sequences [k S, (k + 1) S) of `shard_visits` for any number of ranks; rank r takes the r-th
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
     def __init__(self, config: Any, shards: list[Shard], *, rank: int, world_size: int,
                  device: torch.device, trace: Trace) -> None:  # fmt: skip
-        self.config, self.rank, self.device, self.trace = config, rank, device, trace
-        self.world_size, self.seq_len, self.pools = world_size, config.train_seq_len, list[Any]()
+        self.config, self.shards, self.device, self.trace = config, shards, device, trace
+        self.rank, self.world_size, self.pools = rank, world_size, list[Any]()
         copies = config.train_copy_stream and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if copies else None
-        self.order = TokenOrder(shards, self.seq_len, config.seed, config.shuffle)
         self.micro_steps = micro_steps_per_step(config, world_size)
-        self.rows = config.train_batch_tokens // self.seq_len // world_size // self.micro_steps
-        names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
+        self.share = config.train_batch_tokens // config.train_seq_len // world_size  # sequences of each step
+        self.rows = self.share // self.micro_steps
         settings = ("seed", "shuffle", "train_seq_len", "train_batch_tokens")
+        names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
         self.fingerprint = {name: getattr(config, name) for name in settings}
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
         self.seek(0)
@@ -806,7 +724,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         """Go to the start of a step; the stream hash begins at zero."""
         self.close()
         self.index, self.stream_hash, self.waits_ms = step * self.micro_steps, 0, list[float]()
-        visits = self._ahead("disk", self._read(self._position(self.index)), 1)
+        visits = self._ahead("disk", self._read(self.index), 1)
         self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
 
     def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
@@ -827,28 +745,30 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
 
     def _position(self, index: int) -> int:
         step, micro_step = divmod(index, self.micro_steps)
-        return ((step * self.world_size + self.rank) * self.micro_steps + micro_step) * self.rows
+        return (step * self.world_size + self.rank) * self.share + micro_step * self.rows
 
-    def _read(self, position: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        for begin, shard, order in self.order.visits(position, self.trace):
+    def _read(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        length, start = self.config.train_seq_len, self._position(first)
+        for begin, shard, order in shard_visits(self.config, self.shards, start, self.trace):
             with self.trace.span("disk_load", "disk", shard=shard.path.name):
-                tokens = read_tokens(shard, vocab_size=self.config.vocab_size)
-            inputs_NT = tokens[: len(order) * self.seq_len].reshape(len(order), self.seq_len)
-            yield begin, inputs_NT, tokens[self.seq_len :: self.seq_len], order
+                tokens = read_tokens(shard, self.config.vocab_size)
+            positions = begin + np.arange(len(order))
+            mine = (positions >= start) & (positions // self.share % self.world_size == self.rank)
+            yield np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length], order[mine]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         # Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         # the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         # A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
-        visit, size, pin = None, self.rows * (self.seq_len + 1), self.device.type == "cuda"
+        shape, pin = (self.rows, self.config.train_seq_len + 1), self.device.type == "cuda"
+        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order.tolist())
         for index in itertools.count(first):
             with self.trace.span("stage", "stage", batch=index):
-                position, ids = self._position(index), torch.empty(size, dtype=torch.uint16, pin_memory=pin)
-                inputs_BT, last_B = np.split(ids.numpy(), [-self.rows])
-                inputs_BT = inputs_BT.reshape(self.rows, self.seq_len)
-                visit = gather(visits, visit, position, inputs_BT, last_B)
-                sequence_hash = hash_sequences(position, inputs_BT, last_B)
-                starts = torch.from_numpy(document_starts(inputs_BT))
+                ids = torch.empty(shape, dtype=torch.uint16, pin_memory=pin)
+                ids_BT = ids.numpy()
+                np.concatenate(list(itertools.islice(sequences, self.rows)), out=ids_BT.reshape(-1))
+                sequence_hash = hash_sequences(self._position(index), ids_BT)
+                starts = torch.from_numpy(document_starts(ids_BT[:, :-1]))
                 self.trace.add("s", "batch", "stage", id=self.rank << 40 | index)
             if self.stream is not None:
                 with self.trace.span("gpu_transfer", "copy stream"), torch.cuda.stream(self.stream):
@@ -865,7 +785,7 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
                 ids, starts, sequence_hash = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:
             step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
-            _, shard, _ = next(self.order.visits(last, self.trace))
+            _, shard, _ = next(shard_visits(self.config, self.shards, last, self.trace))
             where = f"rank {self.rank}, step {step}, position {last} of the stream, {shard.path}"
             if isinstance(error, futures.TimeoutError):
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
@@ -874,15 +794,12 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
         self.trace.add("f", "batch", "main", id=self.rank << 40 | self.index)
         ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
-        if self.stream is not None:
-            for part in (ids, starts):
-                part.record_stream(torch.cuda.current_stream(self.device))
+        for part in (ids, starts) if self.stream is not None else ():
+            part.record_stream(torch.cuda.current_stream(self.device))
         if self.device.type == "cuda":  # or code is compiled anew for every length
             torch._dynamo.mark_dynamic(starts, 0)
-        inputs_BT = ids[: -self.rows].long().view(self.rows, self.seq_len)
-        targets_BT = torch.cat((inputs_BT[:, 1:], ids[-self.rows :, None].long()), dim=1)
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
-        return Batch(inputs_BT, targets_BT, starts if self.config.doc_mask else None)
+        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts if self.config.doc_mask else None)
 
     def take_waits_ms(self) -> list[float]:
         """Milliseconds that each batch since the last call was waited for (`data_wait_ms`)."""
@@ -908,9 +825,6 @@ class Loader(contextlib.AbstractContextManager["Loader"]):
         for pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.batches, self.pools = iter(()), []
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 # ============================================================================================================
@@ -1264,7 +1178,7 @@ class GPT(nn.Module):
             y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if c.sparse_attn_gate_enabled:
             gate = F.linear(attn_in[..., : c.gate_window], rows["attn_gate_LHW"][layer])
-            y = y * torch.sigmoid(c.sparse_attn_gate_scale * gate)[..., None]
+            y = y * torch.sigmoid(0.5 * gate)[..., None]
         attn_out = y.flatten(2)
         attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
         x = mixed if parallel else mixed + attended
@@ -1606,7 +1520,7 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
 
 def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
     """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest score, with the least context."""
-    return score_sliding(model, tokens, dataclasses.replace(config, eval_stride=config.eval_length), progress)
+    return score_sliding(model, tokens, replace(config, eval_stride=config.eval_length), progress)
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
@@ -2008,7 +1922,8 @@ def write_artifact(
     def assemble(arrays: list[np.ndarray]) -> bytes:
         peaks = {name: int(abs(codes).max()) for name, codes in zip(banks, arrays[::2], strict=True)}
         bits = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
-        header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
+        header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": tokenizer_sha256,
+                  "bits": bits}  # fmt: skip
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
@@ -2033,7 +1948,7 @@ def describe_artifact(path: Path) -> dict[str, Any]:
                 raise ValueError("truncated or damaged; copy the file again")
         section = "config"
         header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
-        if set(header["config"]) != set(Config().model_env()) or "tokenizer_sha256" not in header:
+        if set(header["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in header:
             raise ValueError("fields are missing or unknown")
         header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
     except Exception as error:  # whatever the bytes are
@@ -2145,7 +2060,7 @@ def find_checkpoint(config: Config) -> Path:
 
 def load_checkpoint(training: Training) -> None:
     """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run, ours = training.run, training.config.up_to("MIN_LR")
+    run, ours = training.run, training.config.as_env("MIN_LR")
     for path in map(run.path, CHECKPOINT_NAMES):
         try:
             training.saved, state = path, read_state(path)
@@ -2167,63 +2082,56 @@ def load_checkpoint(training: Training) -> None:
 # ============================================================================================================
 
 
-class Clock:
-    """Seconds of training. Rank 0's are everybody's, so that all ranks decide alike from them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.elapsed_before, self.reserve_seconds = run, 0.0, 0.0
-        self._started: float | None = None
-        self._sent: tuple[Tensor, Any] | None = None
-
-    def count(self, running: bool) -> None:
-        """Go on, or pause, once the device has finished what it was given."""
-        self.run.sync()
-        self.elapsed_before = self.elapsed_seconds()
-        self._started = time.perf_counter() if running else None
-
-    def elapsed_seconds(self) -> float:
-        """Seconds counted so far."""
-        return self.elapsed_before + (time.perf_counter() - self._started if self._started else 0.0)
-
-    def exchange(self) -> tuple[float, int]:
-        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
-        self.run.alive()
-        seconds = self.elapsed_seconds() if self.run.rank == 0 else 0.0
-        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
-        if self.run.world_size > 1:  # over the host-side group: no device is asked
-            work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
-        said, self._sent = self._sent or (message, work), (message, work)
-        if said[1] is not None:
-            said[1].wait()
-        return said[0][0].item(), int(said[0][1])
-
-
 class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
     def __init__(self, config: Config, run: Run, inputs: Inputs) -> None:
         self.config, self.run, self.validation = config, run, inputs.validation
-        self.clock, self.model = Clock(run), ready_model(build_model(config), config, run)
-        first, _, after = config.trace_steps.partition(":")
-        window = (int(first), int(after)) if config.trace_steps else None
-        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window)
-        self.timer = StepTimer(config, run.device, self.trace)
-        self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
-                             device=run.device, trace=self.trace)  # fmt: skip
-        compiled = compiling(config, run.device)
+        self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
         self.average = WeightAverage(self.model, config.ema_decay)
+        first, _, after = config.trace_steps.partition(":")
+        window = (int(first), int(after)) if config.trace_steps else None
+        every = config.training_timing_every if config.training_timing_breakdown else 0
+        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window,
+                           every, cuda=run.device.type == "cuda")  # fmt: skip
+        self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
+                             device=run.device, trace=self.trace)  # fmt: skip
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
+        self.counted, self.started, self.reserve_seconds = 0.0, math.inf, 0.0  # the clock stands
+        self.said = collections.deque[tuple[Tensor, Any]](maxlen=2)
         self.saved: Path | None = None  # the last good checkpoint
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
 
+    def seconds(self) -> float:
+        """Seconds of training so far, by this rank's clock."""
+        return self.counted + max(0.0, time.perf_counter() - self.started)
+
+    def run_clock(self, running: bool) -> None:
+        """Go on counting, or pause, once the device has finished what it was given."""
+        self.run.sync()
+        self.counted, self.started = self.seconds(), time.perf_counter() if running else math.inf
+
+    def exchange(self) -> list[float]:
+        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
+        self.run.alive()
+        seconds = self.seconds() if self.run.rank == 0 else 0.0
+        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
+        if self.run.world_size > 1:  # over the host-side group: no device is asked
+            work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
+        self.said.append((message, work))
+        message, work = self.said[0]
+        if work is not None:
+            work.wait()
+        return message.tolist()
+
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
         stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
-        state = {"step": self.step, "seconds": self.clock.elapsed_seconds(), "config": self.config.as_env(),
+        state = {"step": self.step, "seconds": self.seconds(), "config": self.config.as_env(),
                  "weights": self.average.live, "average": self.average.average,
                  "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
         return copy.deepcopy(state) | {"optimizer": self.optimizer.state()}
@@ -2234,7 +2142,7 @@ class Training:
         self.optimizer.load_state(state["optimizer"])
         tensors = [*self.average.live, *self.average.average]
         torch._foreach_copy_(tensors, state["weights"] + state["average"])
-        self.step, self.clock.elapsed_before = state["step"], state["seconds"]
+        self.step, self.counted = state["step"], state["seconds"]
 
     def close(self) -> None:
         """End threads and files, from any state."""
@@ -2257,22 +2165,22 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
 
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, timer, loader, model = training.config, training.timer, training.loader, training.model
+    config, trace, loader, model = training.config, training.trace, training.loader, training.model
     model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
-    timer.begin(training.step)
+    trace.begin(training.step)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        timer.lap("batch")
+        trace.lap("batch")
         loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
-        timer.lap("forward")
+        trace.lap("forward")
         loss.backward()
-        timer.lap("backward")
+        trace.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
     norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config))
     training.average.update(average_decay(training.step, config))
-    timer.lap("optimizer")
-    if (line := timer.end()) is not None:
+    trace.lap("optimizer")
+    if (line := trace.end()) is not None:
         training.run.log(line)
     return torch.stack([total, norm])
 
@@ -2289,52 +2197,49 @@ def warm_up(training: Training) -> None:
             start = time.perf_counter()
             collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
             run.sync()
-            seconds = 1.25 * max(run.gather(time.perf_counter() - start))
+        seconds = 1.25 * max(run.gather(time.perf_counter() - start))
         limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
         batches = max(1, min(training.calibration_batches, int(limit / seconds)))
-        reserve = config.gptq_reserve_seconds or seconds * batches
-        training.calibration_batches, training.clock.reserve_seconds = batches, reserve
-        run.log(f"gptq:reserving {reserve:.2f}s for {batches} batches per rank")
+        training.calibration_batches = batches
+        training.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
+        run.log(f"gptq:reserving {training.reserve_seconds:.2f}s for {batches} batches per rank")
     training.load_state(before)
 
 
-def train(training: Training) -> bool:
-    """Step until the clock or ITERATIONS is over; False when a signal came first and all is saved."""
-    config, run, clock = training.config, training.run, training.clock
-    seconds, step_seconds, every = clock.elapsed_before, 0.0, config.checkpoint_every_seconds or math.inf
-    limit = (config.max_wallclock_seconds or math.inf) - clock.reserve_seconds
-    clock.count(True)
+def train(training: Training) -> None:
+    """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
+    config, run, seconds, step_seconds = training.config, training.run, training.seconds(), 0.0
+    save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
+    training.run_clock(True)
     while True:
-        step, before, (seconds, caught) = training.step, seconds, clock.exchange()
+        step, before, (seconds, caught) = training.step, seconds, training.exchange()
         step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
-        over = caught or step >= config.iterations or seconds + 2 * step_seconds >= limit
-        save = seconds // every > before // every and not over
-        look = step and config.val_loss_every and step % config.val_loss_every == 0 and not over
+        over = caught or run_progress(seconds + 2 * step_seconds, step, training.reserve_seconds, config) >= 1
+        save = seconds // save_every > before // save_every
+        look = step > 0 and step % look_every == 0
         read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
         if over:
             break
         if save:
             save_checkpoint(training)
         if look:
-            clock.count(False)
             validate(training, f"step:{step}/{config.iterations}")
-            clock.count(True)
-        training.trace.step(step)
-        progress = run_progress(seconds, step, clock.reserve_seconds, config)
+            training.run_clock(True)
+        progress = run_progress(seconds, step, training.reserve_seconds, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
         training.unread.append((training.step, progress, training.loader.stream_hash, results, copied))
-    clock.count(False)
+    training.run_clock(False)
     if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
         save_checkpoint(training)
         training.writer.join()
     if caught:
-        run.log(f"stopped by signal {caught}; continue with RESUME={run.directory}")
-    elif step < config.iterations:
-        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * clock.elapsed_seconds():.0f}ms "
+        run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
+        raise SystemExit(128 + int(caught))
+    if step < config.iterations:
+        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds():.0f}ms "
                 f"step:{step}/{config.iterations}")
-    return not caught
 
 
 def read_results(training: Training, leave: int) -> None:
@@ -2354,56 +2259,44 @@ def read_results(training: Training, leave: int) -> None:
                 "MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
-        loss, seconds = sum(run.gather(loss)) / run.world_size, training.clock.elapsed_seconds()
+        loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
         p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
         scale = learning_rate_scale(progress, step - 1, config)
-        left = (config.max_wallclock_seconds or math.inf) - seconds
-        left = min(left, (config.iterations / step - 1) * seconds)
+        left = seconds / run_progress(seconds, step, training.reserve_seconds, config) - seconds
         run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
                 f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
                 f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s")
         run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
-                  grad_norm=norm, progress=progress, data_wait_p50_ms=p50, data_wait_p99_ms=p99,
-                  data_wait_max_ms=most)
+                  grad_norm=norm, progress=progress, data_wait_max_ms=most)
 
 
 def validate(training: Training, label: str) -> None:
-    """Score the current weights without overlap while the clock stands: a diagnostic, never the result."""
+    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result."""
+    training.run_clock(False)
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
-    val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.clock.elapsed_seconds()
-    training.timer.val_ms = val_ms
+    training.trace.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
     run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=trained_ms, val_ms=val_ms)
+              train_time_ms=trained_ms, val_ms=training.trace.val_ms)
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     """Take the averaged weights, collect Hessians from training batches on the clock, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
-    training.clock.count(True)
+    training.run_clock(True)
     training.average.apply()
     training.model.looping = loop_is_on(1.0, config)
     if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
         batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
         hessians = collect_hessians(training.model, batches, run.world_size)
-    training.clock.count(False)
-    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.clock.elapsed_before:.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-    run.log("peak memory allocated: {} MiB reserved: {} MiB".format(*peak_memory_mib(run.device)))
+    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds():.2f}s")
+    run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+            f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     return hessians
-
-
-def peak_memory_mib(device: torch.device) -> tuple[int, int]:
-    """Most memory used and most reserved: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) >> 20, torch.cuda.max_memory_reserved(device) >> 20
-    import resource  # absent on Windows, where only this line would need it
-
-    shift = 20 if sys.platform == "darwin" else 10
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift,) * 2
 
 
 # ============================================================================================================
@@ -2423,6 +2316,8 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.leave)
         return whole_run(config, run)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
     except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -2430,21 +2325,21 @@ def main() -> int:
     except Exception as error:
         message = traceback.format_exc().strip()
         if run and ("gloo/" in str(error) or isinstance(error, dist.DistBackendError)):
-            tell(f"rank {run.rank}: ends, as another rank has")
+            tell(f"rank {run.rank}: ends, as another rank has", sys.stderr)
             return 1
     message = f"rank {run.rank}: {message}" if run and run.world_size > 1 else message
-    tell(message)
+    tell(message, sys.stderr)
     if run:
-        run.append("log.txt", message)
         record = {"message": message, "timestamp": int(time.time()) - 1}  # torchrun ends with the earliest
-        run.append(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), json.dumps(record))
+        tell(message, run.path("log.txt"))
+        tell(json.dumps(record), Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)))
     return 1
 
 
 def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless that is done; then reload the artifact, and score nothing but what it holds."""
-    if config.eval_only:
-        config = with_stored_model(config)
+    if config.eval_only:  # the artifact knows its model
+        config = Config.from_env({**config.as_env(), **describe_artifact(Path(config.eval_only))["config"]})
     if config.eval_only and config.generate:  # needs no data and leaves no trace
         model = ready_model(load_artifact(Path(config.eval_only))[0], config, run)
         run.log(generate_text(model, config, config.generate))
@@ -2454,9 +2349,7 @@ def whole_run(config: Config, run: Run) -> int:
         open_run(config, run, inputs)
     if config.preflight_only:
         return 0
-    trained = trained_before(config, run, inputs) or train_and_ship(config, run, inputs)
-    if trained is None:
-        return 128 + (run.stop_signal or signal.SIGTERM)
+    trained = NOT_TRAINED if config.eval_only else train_and_ship(config, run, inputs)
     path = Path(config.eval_only or run.path("model.bin"))
     with run.phase("reload"):
         model = ready_model(load_artifact(path)[0], config, run)
@@ -2467,8 +2360,8 @@ def whole_run(config: Config, run: Run) -> int:
     return 0
 
 
-def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
-    """Make the artifact. Returns what training came to, for the summary; None when a signal ended it."""
+def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
+    """Train, and write the artifact: rank 0 does, all wait. Returns what training came to."""
     with run.phase("setup"):
         training = Training(config, run, inputs)
     with contextlib.closing(training):
@@ -2477,45 +2370,30 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] |
         with run.phase("warmup"):
             warm_up(training)
         with run.phase("train"):
-            if not train(training):
-                return None
+            train(training)
         with run.phase("hessians"):
             hessians = finish_training(training)
+        stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
+        trained = {"steps": training.step, "tokens": training.step * config.train_batch_tokens,
+                   "train_seconds": training.seconds(), "stream_hash": stream_hash}  # fmt: skip
         with run.phase("quantize"):
-            return ship(training, hessians, inputs)
-
-
-def trained_before(config: Config, run: Run, inputs: Inputs) -> dict[str, Any] | None:
-    """What `ship` returned, where its file is there and of this recipe; of EVAL_ONLY nothing is known."""
-    nothing = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}
-    found = nothing if config.eval_only else None
-    with contextlib.suppress(OSError, ValueError, LookupError, ArtifactError):
-        lines = run.path("metrics.jsonl").read_text("utf-8").splitlines()
-        last = json.loads([line for line in lines if line.startswith('{"event": "shipped"')][-1])
-        sha256 = describe_artifact(run.path("model.bin"))["sha256"]
-        if (last["sha256"], last["recipe"]) == (sha256, inputs.recipe):
-            found = last["trained"]
-            run.log(f"artifact:{run.path('model.bin')} is this run's own, nothing is trained again")
-    return run.gather(found)[0]
-
-
-def with_stored_model(config: Config) -> Config:
-    """The settings with those of the model in EVAL_ONLY. ConfigError where its tokenizer is another one."""
-    header, path = describe_artifact(Path(config.eval_only)), find_path(config.tokenizer_path)
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != header["tokenizer_sha256"]:
-        raise ConfigError(f"TOKENIZER_PATH={path}: expected the tokenizer of {config.eval_only}, "
-                          f"with sha256 {header['tokenizer_sha256']}")
-    return Config.from_env({**config.as_env(), **header["config"]})
+            if run.rank == 0:
+                path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
+                tokenizer = inputs.hashes["tokenizer"]
+                write_artifact(training.model, config, hessians, path, len(code), tokenizer, run.log)
+            run.gather(None)
+    return trained
 
 
 # What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
-# which two runs know that they read the same; recipe: they and all settings that decide on an artifact.
-Inputs = namedtuple("Inputs", "train_shards validation files hashes recipe micro_steps artifact_bytes")
+# which two runs know that they read the same.
+Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
+NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 
 
 def preflight(config: Config, run: Run) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
-    folder = find_path(config.data_path)
+    folder, tokenizer = find_path(config.data_path), find_path(config.tokenizer_path)
     if not folder.is_dir():
         raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in "
                         "sample, data/README.md tells how to get shards, --help lists every variable")
@@ -2531,59 +2409,44 @@ def preflight(config: Config, run: Run) -> Inputs:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
-        TokenOrder(train_shards, config.train_seq_len, config.seed, config.shuffle)
-    source, settings = Path(__file__).read_bytes(), config.as_env()
-    shipped = shipped_code(source, config.code_bytes)
-    estimate = estimate_artifact_bytes(config, len(shipped))
+        next(shard_visits(config, train_shards, 0, Trace(None)))
+    if config.attention != "auto":
+        choose_attention(config, run)
+    source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"
+    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
+             "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
-            "shards": listing.encode(), "manifest": check_manifest(folder / "manifest.json")}  # fmt: skip
+    read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": listing.encode(),
+            "manifest": manifest.read_bytes() if manifest.is_file() else b""}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
     mine = {**settings, **hashes, "torch": torch.__version__}
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    if config.attention != "auto":  # one that does not work is refused before anything is written
-        choose_attention(config, run)
-    recipe = {**config.up_to("GPTQ_RESERVE_SECONDS"), **hashes}
-    text = "".join(f"{name}={value}\n" for name, value in settings.items())
-    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped, "config.env": text.encode()}
-    return Inputs(train_shards, validation, files, hashes, recipe, micro_steps, estimate)
-
-
-def check_manifest(path: Path) -> bytes:
-    """The manifest's bytes, if there is one. DataError where training overlaps validation (issue #2127)."""
-    content, of = path.read_bytes() if path.is_file() else b"", dict[str, Any]()
-    try:
-        files = json.loads(content)["files"].items() if content else ()
-        for split in ("train", "val"):
-            of[split] = [(name, e["sha256"], *e["documents"]) for name, e in files if e["split"] == split]
-        for (name, digest, start, stop), (_, other, first, last) in itertools.product(of["train"], of["val"]):
-            if digest == other or max(start, first) < min(stop, last):
-                raise DataError(f"{path}: {name} holds validation documents {first}..{last}; export it again")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a manifest ({error!r}); export the shards again") from error
-    return content
+    header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
+    if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
+    estimate = estimate_artifact_bytes(config, len(files["train_gpt.shipped.py"]))
+    return Inputs(train_shards, validation, files, hashes, micro_steps, estimate)
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     """Open the run directory, put source and settings into it, and begin the log in upstream's words."""
     run.open_directory(config)
     overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
-    if config.val_bytecount_device != "cpu" or not config.val_copy_stream:
-        run.log("VAL_BYTECOUNT_DEVICE, VAL_COPY_STREAM: accepted; bytes are summed and tokens copied once")
     if run.rank == 0 and not config.preflight_only:
         for name, content in inputs.files.items() if not config.resume else ():
             write_atomically(run.path(name), content)
         for name, value in config.as_env().items():
-            run.append("log.txt", f"  {name}={value}{'  # changed' * (name in overrides)}")
+            tell(f"  {name}={value}{'  # changed' * (name in overrides)}", run.path("log.txt"))
     for line in (
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {run.device_name} "
         f"dtype:{run.dtype} compile:{compiling(config, run.device):d} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
-        f"bytes:{data.bytes_total}{data.mark}",
+        f"bytes:{data.bytes_total}{data.mark} accepted:val_copy_stream={config.val_copy_stream:d},"
+        f"val_bytecount_device={config.val_bytecount_device} (bytes are counted once, on the host)",
         f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
         f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
@@ -2595,49 +2458,34 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         run.log(line)
 
 
-def ship(training: Training, hessians: dict[tuple[str, int], Tensor], inputs: Inputs) -> dict[str, Any]:
-    """Write the artifact; rank 0 does, all ranks wait. Returns what training came to, for the summary."""
-    config, run, steps = training.config, training.run, training.step
-    stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
-    trained = {"steps": steps, "tokens": steps * config.train_batch_tokens,
-               "train_seconds": training.clock.elapsed_seconds(), "stream_hash": stream_hash}  # fmt: skip
-    if run.rank == 0:
-        path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
-        write_artifact(training.model, config, hessians, path, len(code), inputs.hashes["tokenizer"], run.log)
-        run.event("shipped", sha256=describe_artifact(path)["sha256"], recipe=inputs.recipe, trained=trained)
-    run.gather(None)
-    return trained
-
-
 def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Path, scores: dict) -> None:
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
-    artifact, devices = describe_artifact(path), run.gather(run.device_name)
+    artifact, devices, val = describe_artifact(path), run.gather(run.device_name), inputs.validation
     source, code_bytes = inputs.files["train_gpt.py"], len(inputs.files["train_gpt.shipped.py"])
     total, label = code_bytes + artifact["bytes"], f"{artifact['label']}+rans"
     eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
     run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
     run.log(f"Serialized model {label}: {artifact['bytes']} bytes")
     run.log(f"Total submission size {label}: {total} bytes")
-    used = {"train_seconds": trained["train_seconds"], "eval_seconds": eval_seconds, "artifact_bytes": total}
-    allowed = config.max_wallclock_seconds, config.max_eval_seconds, config.artifact_bytes_max
     limits = {}
-    for (name, value), limit in zip(used.items(), allowed, strict=True):
+    for name, value, limit in (
+        ("train_seconds", trained["train_seconds"], config.max_wallclock_seconds),
+        ("eval_seconds", eval_seconds, config.max_eval_seconds),
+        ("artifact_bytes", total, config.artifact_bytes_max),
+    ):
         limits[name] = {"value": value, "limit": limit, "ok": not limit or value <= limit}
         run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
-    shards, val = inputs.train_shards, inputs.validation
     summary = {
         "run_id": run.directory.name, "seed": config.seed, **trained,
         "config": config.as_env(), "overrides": config.overrides(),
         "code": {"sha256": inputs.hashes["code"], "bytes": len(source),
                  "bytes_wrapped": len(shipped_code(source, "wrapped"))},
-        "data": {"path": config.data_path, "hashes": inputs.hashes, "train_shards": len(shards),
-                 "train_tokens": sum(shard.tokens for shard in shards),
+        "data": {"hashes": inputs.hashes, "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
                  "val_tokens": len(val.tokens) - 1, "val_bytes": val.bytes_total},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                      "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
-        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "cpu": platform.machine(),
-                     "cores": os.cpu_count(), "world_size": run.world_size,
-                     "peak_memory_mib": peak_memory_mib(run.device)[0]},
+        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "world_size": run.world_size,
+                     "cores": os.cpu_count(), "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20},
         "phases": run.phases, "losses": {name: score._asdict() for name, score in scores.items()},
         "artifact": artifact, "limits": limits, "comparable": not val.mark, "exit": "finished",
     }  # fmt: skip

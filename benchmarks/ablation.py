@@ -9,12 +9,16 @@ schedule, which counts steps, is taken in shares of its own 13,780-step run. All
 tokens in the same order and are scored on the same validation targets, without overlap, by their averaged
 weights, before any quantization. `--clock wall` counts seconds. `--clock cpu` counts the CPU seconds of
 the process over its threads, which is what the wall would show on an idle machine: the choice where others
-share the cores. Seeds are the outer loop, so that drift of the machine meets every row alike.
+share the cores. Seeds are the outer loop, so that drift of the machine meets every row alike. With `--keep`,
+runs join those stored from the same script and machine, so that a process on each core may share a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import json
 import os
 import statistics
 import sys
@@ -34,6 +38,7 @@ import train_gpt  # noqa: E402
 from benchmarks import results  # noqa: E402
 from train_gpt import GPT, Config  # noqa: E402
 
+Rows = dict[str, list[dict[str, Any]]]
 TITLE = "What each part brings at equal seconds"
 DEFAULT = "default stack"
 HEADER = "| stack | parameters | steps | val_bpb | std | minus default | n |"
@@ -116,7 +121,8 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     optimizer = train_gpt.Optimizer(model, config, 0, 1)
     average = train_gpt.WeightAverage(model, config.ema_decay)
     device, trace, step = torch.device("cpu"), train_gpt.Trace(None), 0
-    with train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace) as loader:
+    loader = train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace)
+    with contextlib.closing(loader):
         start = now()
         while (progress := train_gpt.run_progress(now() - start, step, 0.0, config)) < 1.0:
             model.looping = train_gpt.loop_is_on(progress, config)
@@ -191,17 +197,33 @@ def main() -> None:
         parser.error(f"--only {sorted(unknown)}: expected names among {list(stack)}")
     chosen = [name for name in stack if not arguments.only or name in arguments.only]
     measure({**stack[DEFAULT], "MAX_WALLCLOCK_SECONDS": "1"}, 0, arguments.clock)  # thread pools and caches
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
-    for seed in arguments.seeds:
-        for name in chosen:
-            rows[name].append(measure(stack[name], seed, arguments.clock))
-            print(f"{name}: {rows[name][-1]}", file=sys.stderr, flush=True)
+    name = f"ablation-{arguments.data.name}-{arguments.seconds:g}s"
     measured = {
         "data": arguments.data.name, "seconds": arguments.seconds, "clock": arguments.clock,
-        "val_tokens": arguments.val_tokens, "geometry": SMALL, "default": DEFAULT_SMALL, "rows": rows,
+        "val_tokens": arguments.val_tokens, "geometry": SMALL, "default": DEFAULT_SMALL, "rows": {},
     }  # fmt: skip
-    name = f"ablation-{arguments.data.name}-{arguments.seconds:g}s"
-    results.finish(name, before, measured, arguments.keep)
+    for seed, row_name in itertools.product(arguments.seeds, chosen):
+        run = measure(stack[row_name], seed, arguments.clock)
+        print(f"{row_name}: {run}", file=sys.stderr, flush=True)
+        rows = stored_rows(name, before, measured) if arguments.keep else measured["rows"]
+        measured["rows"] = with_run(rows, row_name, run)
+        results.finish(name, before, measured, arguments.keep)
+
+
+def with_run(rows: Rows, row_name: str, run: dict[str, Any]) -> Rows:
+    """The rows with one more run."""
+    return {**rows, row_name: [*rows.get(row_name, []), run]}
+
+
+def stored_rows(name: str, before: dict[str, Any], measured: dict[str, Any]) -> Rows:
+    """Rows stored under this name, if they were measured alike."""
+    path = results.FOLDER / f"{name}.json"
+    if not path.exists():
+        return {}
+    old = json.loads(path.read_text(encoding="utf-8"))
+    same = all(old["conditions"][key] == before[key] for key in ("processor", "threads", "torch", "script"))
+    alike = {**old["measured"], "rows": {}} == {**measured, "rows": {}}
+    return old["measured"]["rows"] if same and alike else {}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ Pinning and the bus are left out: they need a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import queue
 import subprocess
@@ -145,28 +147,26 @@ def times_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 
 def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     """CPU milliseconds of the thread that builds one step of 786,432 tokens, by design."""
-    rows, at = STEP_TOKENS // SEQ_LEN, {"memcpy": 0, "gather": 0}
+    rows, at = STEP_TOKENS // SEQ_LEN, 0
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
-    inputs_BT, last_B = slot[:-rows].reshape(rows, SEQ_LEN), slot[-rows:]
-    data, visit = load_shard(shards[0], 0.0), None
-    with train_gpt.Loader(make_config(train_prefetch=False), shards, **PLACE) as loader:
-        visits = loader._read(0)
+    ids_BT, data = slot.reshape(rows, SEQ_LEN + 1), load_shard(shards[0], 0.0)
+    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, **PLACE)
+    sequences = (sequences_NT[i] for sequences_NT, order in loader._read(0) for i in order.tolist())
 
     def memcpy() -> None:
-        at["memcpy"] = (at["memcpy"] + len(slot)) % (len(data) - len(slot))
-        np.copyto(slot, data[at["memcpy"] : at["memcpy"] + len(slot)])
+        nonlocal at
+        at = (at + len(slot)) % (len(data) - len(slot))
+        np.copyto(slot, data[at : at + len(slot)])
 
     def gather() -> None:
-        nonlocal visit
-        visit = train_gpt.gather(visits, visit, at["gather"], inputs_BT, last_B)
-        at["gather"] += rows
+        np.concatenate(list(itertools.islice(sequences, rows)), out=slot)
 
     gather()
     functions: dict[str, Callable[[], Any]] = {
         MEMCPY: memcpy,
         OURS: gather,
-        "ours: stream hash": lambda: train_gpt.hash_sequences(0, inputs_BT, last_B),
-        "ours: document starts": lambda: train_gpt.document_starts(inputs_BT),
+        "ours: stream hash": lambda: train_gpt.hash_sequences(0, ids_BT),
+        "ours: document starts": lambda: train_gpt.document_starts(ids_BT[:, :-1]),
         "baseline: contiguous, one int64 array": Contiguous(shards, STEP_TOKENS, 1).next,
         "#591: contiguous, two int64 arrays": ContiguousPairs(shards, STEP_TOKENS, 1).next,
         DRAWN: WeightedDraw(shards, STEP_TOKENS).next,
@@ -177,7 +177,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
 def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
     """Wall times of `next_batch()` in ms, the consumer idle between the calls."""
     config, times = make_config(train_prefetch=prefetch), []
-    with train_gpt.Loader(config, shards, **PLACE) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, **PLACE)) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
             loader.next_batch()
@@ -189,7 +189,7 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
 def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
     """Times of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
     config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
-    with train_gpt.Loader(config, shards, **PLACE) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, **PLACE)) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()

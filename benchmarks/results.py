@@ -8,6 +8,7 @@ file of results/ holds the benchmark's name, the machine as it was before it beg
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -39,16 +40,24 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def commit() -> str:
+    """The commit this was measured at, marked if a program was changed since."""
+    revision = ["git", "rev-parse", "--short", "HEAD"]
+    name = subprocess.run(revision, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip()
+    difference = ["git", "diff", "--quiet", "HEAD", "--", "*.py"]
+    changed = subprocess.run(difference, cwd=REPO, check=False).returncode != 0
+    return f"{name or 'unknown'}{'-dirty' * changed}"
+
+
 def conditions() -> dict[str, Any]:
     """Machine, versions, commit and date; take them before a measurement, which is what loads the machine."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip()
+    script = hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()[:12]
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "processor": processor(), "cores": os.cpu_count(),
         "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-        "commit": commit or "unknown",
+        "commit": commit(), "script": script,
     }  # fmt: skip
 
 
@@ -58,7 +67,7 @@ def described(at: dict[str, Any]) -> str:
     return (
         f"{at['date']}, {device}{at['processor']}, {at['cores']} cores, {at['threads']} threads, load "
         f"average {at['load']} before, Python {at['python']}, torch {at['torch']}, numpy {at['numpy']}, "
-        f"commit {at['commit']}"
+        f"commit {at['commit']}, train_gpt.py {at['script']}"
     )
 
 

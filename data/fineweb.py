@@ -551,7 +551,7 @@ def verify(request: Request) -> None:
     if receipts is not None:
         receipts.forget([name for name in receipts.files
                          if any(f"{os.sep}{name}:" in problem for problem in problems)])
-    advice = "not sound; the same command without --verify mends it:"
+    advice = "not sound; the same command without --verify fetches missing and damaged files again:"
     raise DataError("\n  ".join([f"{directory}: {advice}", *problems]))
 
 

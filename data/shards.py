@@ -288,13 +288,31 @@ def verify_file(path: Path, entry: dict[str, Any],
     return None
 
 
+def overlaps(directory: Path, files: dict[str, dict[str, Any]]) -> list[str]:
+    """Training files of a manifest that hold validation documents, with their ranges; empty when sound.
+
+    A model trained on them is scored on text it has seen (issue #2127 upstream).
+    """
+    problems = []
+    of = {split: [(name, entry["sha256"], *entry["documents"]) for name, entry in files.items()
+                  if entry["split"] == split] for split in ("train", "val")}
+    for (name, digest, start, stop), (other, twin, first, last) in itertools.product(of["train"], of["val"]):
+        if digest == twin or max(start, first) < min(stop, last):
+            problems.append(f"{directory / name}: training documents [{start}, {stop}) overlap the validation"
+                            f" documents [{first}, {last}) of {other}; get or export other training data")
+    return problems
+
+
 def verify_dataset(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
-    """What is wrong with a dataset directory against its manifest, tokenizer included; empty when sound."""
+    """What is wrong with a dataset directory: files and tokenizer that differ from its manifest, training
+    documents that are validation documents too; empty when sound."""
     try:
         manifest = read_manifest(directory)
+        problems = overlaps(directory, manifest["files"])
     except DataError as error:
         return [str(error)]
-    problems = []
+    except (TypeError, ValueError) as error:
+        return [f"{directory / MANIFEST_NAME}: not a manifest ({error}); delete it and make the data again"]
     for name, entry in manifest["files"].items():
         if problem := verify_file(directory / name, entry, on_bytes):
             problems.append(problem)

@@ -499,7 +499,7 @@ def test_round_trip(tmp_path: Path) -> None:
     config = Config.from_env(env)
     model, report, _ = write(tmp_path / "model.bin", config)
     loaded, stored = train_gpt.load_artifact(tmp_path / "model.bin")
-    assert stored.model_env() == config.model_env() == report["config"]
+    assert stored.as_env("LOGIT_SOFTCAP") == config.as_env("LOGIT_SOFTCAP") == report["config"]
     assert report["tokenizer_sha256"] == TOKENIZER
     for (name, a), b in zip(model.named_parameters(), loaded.parameters(), strict=True):
         if name in train_gpt.MATRIX_ROLES:
@@ -600,7 +600,8 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().model_env())}, {"config": None}, {"bits": 3},
+        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().as_env("LOGIT_SOFTCAP"))}, {"config": None},
+        {"bits": 3},
         {"bits": {}}, {"bits": {"attn": 6}}, {"DOC_MASK": 1}, {"VOCAB_SIZE": ["32"]}, {"TRAIN_SEQ_LEN": {}},
     ],
 )  # fmt: skip

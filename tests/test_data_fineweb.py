@@ -252,6 +252,20 @@ def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub
     assert wrong.with_name(f"{wrong.name}.replaced").read_bytes() == files[remote(right.name)]
 
 
+def test_verify_tells_of_training_documents_that_are_validation_documents(
+        hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fineweb.main(command(tmp_path)) == 0
+    manifest = shards.read_manifest(directory(tmp_path))
+    manifest["files"]["fineweb_val_000000.bin"]["documents"] = [0, 1000]
+    shards.write_manifest(directory(tmp_path), manifest)
+    capsys.readouterr()
+    assert fineweb.main(command(tmp_path, "--verify")) == 1
+    told = capsys.readouterr().err
+    start, stop = manifest["files"]["fineweb_train_000002.bin"]["documents"]
+    assert all(f"fineweb_train_{number:06d}.bin: training documents [" in told for number in range(3))
+    assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
+
+
 def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Path,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +177,41 @@ def test_bad_manifests_are_refused(tmp_path: Path, content: str) -> None:
         shards.read_manifest(tmp_path)
     (tmp_path / shards.MANIFEST_NAME).write_text(json.dumps(SOUND_MANIFEST))
     assert shards.read_manifest(tmp_path) == SOUND_MANIFEST
+
+
+TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
+
+
+def changed_manifest(built: Path, out: Path, **changes: Any) -> Path:
+    """A copy of the sample whose manifest says something else of its first training shard."""
+    shutil.copytree(built, out, dirs_exist_ok=True)
+    manifest = shards.read_manifest(dataset(out))
+    manifest["files"][TRAIN].update(changes)
+    shards.write_manifest(dataset(out), manifest)
+    return dataset(out)
+
+
+def test_training_on_validation_documents_is_an_error(built: Path, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    start, stop = shards.read_manifest(dataset(built))["files"][VAL]["documents"]
+    directory = changed_manifest(built, tmp_path, documents=[stop - 1, stop + 60])
+    (problem,) = shards.verify_dataset(directory)
+    assert problem.startswith(f"{directory / TRAIN}: ")
+    assert f"[{stop - 1}, {stop + 60})" in problem and f"[{start}, {stop}) of {VAL}" in problem
+    assert sample.main(["--out", str(tmp_path), "--check"]) == 1 and problem in capsys.readouterr().err
+    assert not shards.verify_dataset(changed_manifest(built, tmp_path / "b", documents=[stop, stop + 60]))
+
+
+def test_training_on_a_copy_of_validation_is_an_error(built: Path, tmp_path: Path) -> None:
+    digest = shards.read_manifest(dataset(built))["files"][VAL]["sha256"]
+    problem, *_ = shards.verify_dataset(changed_manifest(built, tmp_path, sha256=digest))
+    assert TRAIN in problem and VAL in problem and "overlap" in problem
+
+
+@pytest.mark.parametrize("documents", [5, [1], ["a", "b"], None], ids=str)
+def test_document_ranges_that_are_none(documents: Any, built: Path, tmp_path: Path) -> None:
+    (problem,) = shards.verify_dataset(changed_manifest(built, tmp_path, documents=documents))
+    assert "manifest.json" in problem
 
 
 def test_document_ranges_touch_every_shard() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -76,6 +77,13 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return write_shards(tmp_path_factory.mktemp("counting"))
 
 
+class ClosingLoader(train_gpt.Loader, contextlib.AbstractContextManager):
+    """A loader that a `with` block closes."""
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 def open_loader(
     shards: list[Any],
     rank: int = 0,
@@ -86,7 +94,7 @@ def open_loader(
 ) -> Any:
     trace = trace or train_gpt.Trace(None)
     config = make_config(**changes)
-    return train_gpt.Loader(config, shards, rank=rank, world_size=world_size, device=device, trace=trace)
+    return ClosingLoader(config, shards, rank=rank, world_size=world_size, device=device, trace=trace)
 
 
 def sequences_of(batch: Any) -> np.ndarray:
@@ -180,9 +188,13 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
     assert f"{stream_hash:016x}" == "3060d53d4588b3b6"
 
 
-def sequences_from(order: Any, position: int) -> Iterator[tuple[int, int]]:
-    """(shard, sequence) at `position` of the stream and on, by the visits of the order; they join up."""
-    for begin, shard, sequences in order.visits(position, train_gpt.Trace(None)):
+def visits_from(config: Any, shards: list[Any], position: int) -> Iterator[Any]:
+    return train_gpt.shard_visits(config, shards, position, train_gpt.Trace(None))
+
+
+def sequences_from(config: Any, shards: list[Any], position: int) -> Iterator[tuple[int, int]]:
+    """(shard, sequence) at `position` of the stream and on, by the visits; they join up."""
+    for begin, shard, sequences in visits_from(config, shards, position):
         assert begin <= position < begin + len(sequences)
         yield from ((int(shard.path.name), int(i)) for i in sequences[position - begin :])
         position = begin + len(sequences)
@@ -200,38 +212,37 @@ def test_an_epoch_is_every_sequence_once(
     sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int
 ) -> None:
     all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
+    config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
     if max(sizes) <= seq_len:
         with pytest.raises(train_gpt.DataError, match=rf"TRAIN_SEQ_LEN \+ 1 = {seq_len + 1} tokens"):
-            train_gpt.TokenOrder(all_shards, seq_len, seed, shuffle)
+            next(visits_from(config, all_shards, 0))
         return
-    order = train_gpt.TokenOrder(all_shards, seq_len, seed, shuffle)
     expected = [(number, i) for number, size in enumerate(sizes) for i in range((size - 1) // seq_len)]
-    first = epoch * order.epoch_sequences
-    seen = list(itertools.islice(sequences_from(order, first), order.epoch_sequences))
-    assert len(expected) == order.epoch_sequences
+    first = epoch * len(expected)
+    seen = list(itertools.islice(sequences_from(config, all_shards, first), len(expected)))
     assert sorted(seen) == expected
     assert shuffle or seen == expected
-    again = train_gpt.TokenOrder(all_shards, seq_len, seed, shuffle)  # reached without replaying
-    assert [next(sequences_from(again, first + at)) for at in range(order.epoch_sequences)] == seen
+    reached = [next(sequences_from(config, all_shards, first + at)) for at in range(len(expected))]
+    assert reached == seen  # without replaying
 
 
-def test_shuffle_depends_on_seed_epoch_and_shard(shards: list[Any]) -> None:
-    orders = [train_gpt.TokenOrder(shards, 16, seed, True) for seed in (1, 2)]
-    permutations = [orders[0].permutation(40, epoch, shard) for epoch in (0, 1) for shard in (0, 1)]
-    permutations.append(orders[1].permutation(40, 0, 0))
+def test_shuffle_depends_on_seed_epoch_and_shard() -> None:
+    configs = [make_config(seed=seed) for seed in (1, 2)]
+    permutations = [
+        train_gpt.permutation(configs[0], 40, epoch, shard) for epoch in (0, 1) for shard in (0, 1)
+    ]
+    permutations.append(train_gpt.permutation(configs[1], 40, 0, 0))
     assert len({tuple(p) for p in permutations}) == len(permutations)
     assert all(sorted(p) == list(range(40)) for p in permutations)
 
 
 def test_sequences_are_file_contents(shards: list[Any]) -> None:
     """Counting shards: a sequence counts up from a multiple of T in its shard; an epoch holds each once."""
-    order = train_gpt.TokenOrder(shards, 16, 1337, True)
-    steps = -(-order.epoch_sequences // 16)
-    rows, _ = stream(shards, steps)
     starts = np.cumsum([0, *SIZES])[:-1]
     legal = {int(s) + 16 * i for s, n in zip(starts, SIZES, strict=True) for i in range((n - 1) // 16)}
+    rows, _ = stream(shards, steps=-(-len(legal) // 16))
     assert np.array_equal(rows, rows[:, :1] + np.arange(17))
-    epoch = rows[: order.epoch_sequences, 0].tolist()
+    epoch = rows[: len(legal), 0].tolist()
     assert set(epoch) == legal and len(epoch) == len(legal)
 
 
@@ -317,19 +328,16 @@ def plain_hash(position: int, sequence: list[int]) -> int:
 def test_hash_is_the_documented_one(data: st.DataObject, rows: int, seq_len: int, first: int) -> None:
     ids = st.lists(st.integers(0, 65535), min_size=seq_len + 1, max_size=seq_len + 1)
     block = np.array(data.draw(st.lists(ids, min_size=rows, max_size=rows)), np.uint16)
-    got = train_gpt.hash_sequences(first, np.ascontiguousarray(block[:, :-1]), block[:, -1])
+    got = train_gpt.hash_sequences(first, block)
     assert got == sum(plain_hash(first + i, row) for i, row in enumerate(block.tolist())) % 2**64
     at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
     block[at] ^= 1 << data.draw(st.integers(0, 15))
-    assert got != train_gpt.hash_sequences(first, np.ascontiguousarray(block[:, :-1]), block[:, -1])
+    assert got != train_gpt.hash_sequences(first, block)
 
 
 def test_hash_sees_a_swap_of_two_sequences() -> None:
     rows = np.arange(34, dtype=np.uint16).reshape(2, 17)
-    hashes = [
-        train_gpt.hash_sequences(5, np.ascontiguousarray(r[:, :-1]), r[:, -1]) for r in (rows, rows[::-1])
-    ]
-    assert hashes[0] != hashes[1]
+    assert train_gpt.hash_sequences(5, rows) != train_gpt.hash_sequences(5, rows[::-1])
 
 
 # -- seek, state, resume -------------------------------------------------------------------------------------
@@ -480,15 +488,15 @@ def on_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], Any]) -> N
     monkeypatch.setattr(train_gpt, "read_tokens", read_tokens)
 
 
-def on_gather(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], Any]) -> None:
-    """Do something with the stream position of each batch before it is gathered."""
-    real = train_gpt.gather
+def on_stage(monkeypatch: pytest.MonkeyPatch, action: Callable[[int, np.ndarray], Any]) -> None:
+    """Do something with the stream position of each batch and its ids as they are staged."""
+    real = train_gpt.hash_sequences
 
-    def gather(visits: Any, visit: Any, position: int, *parts: np.ndarray) -> Any:
-        action(position)
-        return real(visits, visit, position, *parts)
+    def hash_sequences(position: int, ids_BT: np.ndarray) -> int:
+        action(position, ids_BT)
+        return real(position, ids_BT)
 
-    monkeypatch.setattr(train_gpt, "gather", gather)
+    monkeypatch.setattr(train_gpt, "hash_sequences", hash_sequences)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -504,7 +512,7 @@ def test_no_stage_can_change_the_stream_by_its_speed(
             time.sleep(0.004 if slow == stage else delays.uniform(0, 0.004))
 
     on_read(monkeypatch, lambda path: pause("disk"))
-    on_gather(monkeypatch, lambda position: pause("stage"))
+    on_stage(monkeypatch, lambda position, ids_BT: pause("stage"))
     with open_loader(shards, train_prefetch_queue=depth) as loader:
         rows = []
         for _ in range(10 * loader.micro_steps):
@@ -524,7 +532,7 @@ def test_the_next_shard_is_read_ahead_and_no_more_than_that(
         wait_until(lambda: len(reads) >= 2)
         time.sleep(0.05)
         assert len(reads) == 2
-        visits = loader.order.visits(0, loader.trace)
+        visits = visits_from(loader.config, shards, 0)
         assert reads == [next(visits)[1].path for _ in range(2)]
 
 
@@ -611,8 +619,7 @@ def test_an_error_in_the_disk_stage_arrives_in_order(
 ) -> None:
     """All good batches first, then a LoaderError with rank, shard, position and the origin's traceback."""
     expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
-    order = train_gpt.TokenOrder(shards, 16, 1337, True)
-    (_, _, sequences), (_, bad, _) = itertools.islice(order.visits(0, train_gpt.Trace(None)), 2)
+    (_, _, sequences), (_, bad, _) = itertools.islice(visits_from(make_config(), shards, 0), 2)
     on_read(monkeypatch, lambda path: path != bad.path or raise_(fault))
     with open_loader(shards, train_prefetch=prefetch) as loader:
         rows, error = within(5, lambda: drain(loader))
@@ -627,11 +634,11 @@ def test_an_error_in_the_disk_stage_arrives_in_order(
 def test_an_error_in_the_stage_arrives(
     shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gather(monkeypatch, lambda position: position < 24 or raise_(fault))
+    on_stage(monkeypatch, lambda position, ids_BT: position < 24 or raise_(fault))
     with open_loader(shards, train_prefetch=prefetch) as loader:
         rows, error = within(5, lambda: drain(loader))
     assert len(rows) == 6
-    for part in (type(fault).__name__, "rank 0, step 1, position 27", "fineweb_train_", "in gather"):
+    for part in (type(fault).__name__, "rank 0, step 1, position 27", "fineweb_train_", "in hash_sequences"):
         assert part in str(error), part
 
 
@@ -660,7 +667,7 @@ def test_a_stall_ends_in_an_error_with_all_stacks(
     assert "in read_tokens" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("fault", ["truncated", "grown", "vanished", "magic", "count"])
+@pytest.mark.parametrize("fault", ["truncated", "grown", "vanished", "magic", "count", "replaced"])
 def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
     files = write_shards(tmp_path / "data", (16 * 400 + 1, 16 * 8 + 1))
     with open_loader(files, shuffle=False, train_prefetch=False) as loader:
@@ -670,7 +677,8 @@ def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
             "truncated": content[:-2],
             "grown": content + b"\0\0",
             "magic": b"\0" + content[1:],
-            "count": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 128],
+            "count": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 130],
+            "replaced": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 128],
         }
         path.unlink() if fault == "vanished" else path.write_bytes(changed[fault])
         rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
@@ -858,16 +866,6 @@ def test_validation_tokens_are_the_shards_joined(shards: list[Any]) -> None:
     for limit in (1, SIZES[0] - 1, SIZES[0], 900, total - 1):
         got = train_gpt.validation_tokens(make_config(val_tokens_limit=limit), shards)
         assert got.dtype == np.uint16 and np.array_equal(got, np.arange(limit + 1))
-    assert np.array_equal(train_gpt.read_tokens(shards[0], 5, 9), [5, 6, 7, 8])
-
-
-def test_a_limit_reads_no_more_shards_than_it_needs(
-    shards: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[Path] = []
-    on_read(monkeypatch, reads.append)
-    train_gpt.validation_tokens(make_config(val_tokens_limit=SIZES[0]), shards)
-    assert reads == [shard.path for shard in shards[:2]]
 
 
 # -- on the GPU ----------------------------------------------------------------------------------------------
@@ -894,11 +892,11 @@ def poisoned_values(shards: list[Any], batches: int = 24, copy_stream: bool = Tr
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the stream, batches hold their own number, and before that a value that none has."""
 
-    def gather(visits: Any, visit: Any, position: int, inputs_BT: np.ndarray, last_B: np.ndarray) -> None:
-        for value in (65535, position // len(last_B)):
-            inputs_BT[...], last_B[...] = value, value
+    def poison(position: int, ids_BT: np.ndarray) -> None:
+        for value in (65535, position // len(ids_BT)):
+            ids_BT[...] = value
 
-    monkeypatch.setattr(train_gpt, "gather", gather)
+    on_stage(monkeypatch, poison)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ FEATURES = {
     "documents not told apart": {"DOC_MASK": 0},
     "no smear gate": {"SMEAR_GATE_ENABLED": 0},
     "no head gate": {"SPARSE_ATTN_GATE_ENABLED": 0},
-    "steeper head gate": {"SPARSE_ATTN_GATE_SCALE": 2, "GATE_WINDOW": 5},
+    "narrower head gate": {"GATE_WINDOW": 5},
     "skips that add": {"SKIP_GATES_ENABLED": 0},
     "no XSA": {"XSA_LAST_N": 0},
     "no layer scale": {"LN_SCALE": 0},
@@ -169,7 +169,7 @@ class Reference:
                 y = y - (y * unit).sum(-1, keepdim=True) * unit
             if c.sparse_attn_gate_enabled:
                 score = x[:, : c.gate_window] @ w["attn_gate_LHW"][i, h]
-                y = y * torch.sigmoid(c.sparse_attn_gate_scale * score)[:, None]
+                y = y * torch.sigmoid(0.5 * score)[:, None]
             heads.append(y)
         return torch.cat(heads, dim=-1) @ output.T
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -46,23 +45,22 @@ def test_off_writes_and_keeps_nothing(tmp_path: Path) -> None:
     with trace.span("a", "main"):
         trace.add("C", "depth", "main", args={"ready": 1})
         trace.add("X", "x", "main", 1, 2)
-        trace.step(1)
-        trace.flush()
+        trace.begin(1)
     with open_loader(write_shards(tmp_path / "data"), trace=trace) as loader:
         loader.next_batch()
     assert not trace.events
     trace.close()
 
 
-def test_valid_after_every_flush(tmp_path: Path) -> None:
+def test_valid_after_every_step(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = train_gpt.Trace(path, rank=3)
     assert [event["name"] for event in read(path)] == ["process_name"]
     for number in range(5):
         with trace.span("work", "main", number=number):
             trace.add("C", "depth", "main", args={"ready": number})
-        trace.flush()
-        trace.flush()
+        trace.begin(number)
+        trace.begin(number)
         events = read(path)
         assert [span["args"]["number"] for span in spans(events, "work")] == [*range(number + 1)]
     trace.close()
@@ -93,7 +91,7 @@ def test_the_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
     trace = train_gpt.Trace(path, steps=(2, 4))
     begin = train_gpt.time.perf_counter_ns()
     for step in range(6):
-        trace.step(step)
+        trace.begin(step)
         with trace.span("train", "main", step=step):
             trace.add("C", "depth", "main", args={"step": step})
     trace.add("X", "epoch", "epochs", begin)  # from before it to after it
@@ -107,6 +105,7 @@ def test_the_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
 
 
 def test_many_threads_write_whole_events(tmp_path: Path) -> None:
+    """What threads add while steps are written is written once, and not between the letters of another."""
     path = tmp_path / "trace.json"
     trace = train_gpt.Trace(path)
 
@@ -114,14 +113,12 @@ def test_many_threads_write_whole_events(tmp_path: Path) -> None:
         for number in range(200):
             with trace.span("work", lane, number=number):
                 pass
-            if number % 20 == 0:
-                trace.flush()
 
     threads = [threading.Thread(target=work, args=(f"lane {i}",)) for i in range(6)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        trace.begin(1)
     trace.close()
     events = read(path)
     assert len(spans(events, "work")) == 1200
@@ -129,23 +126,18 @@ def test_many_threads_write_whole_events(tmp_path: Path) -> None:
 
 
 def traced_run(folder: Path, steps: int = 12) -> list[dict[str, Any]]:
-    """A training loop's use of loader, timer and trace, on one rank."""
+    """A training loop's use of loader and trace, on one rank."""
     path = folder / "trace.json"
-    trace = train_gpt.Trace(path)
-    config = dataclasses.replace(
-        train_gpt.Config.from_env({}), training_timing_breakdown=True, training_timing_every=5
-    )
-    timer = train_gpt.StepTimer(config, CPU, trace)
+    trace = train_gpt.Trace(path, every=5)
     with open_loader(write_shards(folder / "data"), trace=trace) as loader:
         for step in range(steps):
-            trace.step(step)
-            timer.begin(step)
+            trace.begin(step)
             for _ in range(loader.micro_steps):
                 loader.next_batch()
                 for lap in ("batch", "forward", "backward"):
-                    timer.lap(lap)
-            timer.lap("optimizer")
-            timer.end()
+                    trace.lap(lap)
+            trace.lap("optimizer")
+            trace.end()
     trace.close()
     return read(path)
 
@@ -198,12 +190,12 @@ while True:
         pass
     number += 1
     if number % 10 == 0:
-        trace.flush()
+        trace.begin(number)
 """
 
 
 def test_valid_after_sigkill(tmp_path: Path) -> None:
-    """Killed in the middle of its work, a process leaves everything up to its last flush."""
+    """Killed in the middle of its work, a process leaves everything up to its last step."""
     path = tmp_path / "trace.json"
     script = KILLED.format(tests=str(Path(train_gpt.__file__).parent), path=str(path))
     process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -219,58 +211,101 @@ def test_valid_after_sigkill(tmp_path: Path) -> None:
 # -- timing lines --------------------------------------------------------------------------------------------
 
 
-def make_timer(every: int, trace: Any = None) -> Any:
-    config = dataclasses.replace(
-        train_gpt.Config.from_env({}),
-        training_timing_breakdown=every > 0,
-        training_timing_every=max(every, 1),
-    )
-    return train_gpt.StepTimer(config, CPU, trace or train_gpt.Trace(None))
-
-
 def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over the micro-steps, and the validation before the step."""
-    clock = iter([ms * 1_000_000 for ms in (100, 101, 105, 111, 114, 118, 128, 140)])
-    timer = make_timer(2)
-    timer.val_ms = 7.0
+    """Sums over the micro-steps, and the validation before the step, which no later step reports again."""
+    clock = iter([ms * 1_000_000 for ms in (100, 101, 105, 111, 114, 118, 128, 140, 150)])
+    trace = train_gpt.Trace(None, every=2)
+    trace.val_ms = 7.0
     monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: next(clock))
-    timer.begin(4)
+    trace.begin(4)
     for lap in ("batch", "forward", "backward", "batch", "forward", "backward", "optimizer"):
-        timer.lap(lap)
-    assert timer.end() == (
+        trace.lap(lap)
+    assert trace.end() == (
         "timing_breakdown step:4 batch_cpu_ms:4.00 batch_h2d_ms:0.00 forward_ms:8.00 backward_ms:16.00 "
         "optimizer_ms:12.00 val_ms:7.00"
     )
+    trace.begin(6)
+    assert trace.end().endswith(" optimizer_ms:0.00 val_ms:0.00")
 
 
 def test_other_steps_are_not_timed_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: pytest.fail("the clock was read"))
-    for timer, step in ((make_timer(2), 3), (make_timer(0), 2)):
-        timer.begin(step)
-        timer.lap("batch")
-        assert timer.end() is None and timer.pending == []
+    for every, step in ((2, 3), (0, 2)):
+        trace = train_gpt.Trace(None, every=every)
+        trace.begin(step)
+        trace.lap("batch")
+        assert trace.end() is None
+
+
+class FakeEvent:
+    """A CUDA event of a GPU that takes 3 ms for each of the host's, and is behind it by 100 ms at least."""
+
+    host_ms, waits = 1000.0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.host_ms += 1
+        self.ms = 100 + 3 * FakeEvent.host_ms
+
+    def synchronize(self) -> None:
+        FakeEvent.host_ms, FakeEvent.waits = self.ms, FakeEvent.waits + 1
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.ms - self.ms
+
+
+def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: round(1e6 * FakeEvent.host_ms))
+    trace, lines = train_gpt.Trace(tmp_path / "t.json", steps=(2, 3), every=4, cuda=True), []
+    for step in range(1, 5):
+        FakeEvent.host_ms, waits = FakeEvent.host_ms + 1, FakeEvent.waits
+        trace.begin(step)
+        for lap in ("batch", "forward", "backward", "batch", "forward", "backward", "optimizer"):
+            trace.lap(lap)
+        lines.append(trace.end())
+        assert FakeEvent.waits - waits == (step in (2, 4))  # the one that is traced, the one reported
+        if step == 2:
+            waited_until_us = 1e3 * FakeEvent.host_ms
+    trace.close()
+    assert lines == [None] * 3 + [
+        "timing_breakdown step:4 batch_cpu_ms:2.00 batch_h2d_ms:6.00 forward_ms:6.00 backward_ms:6.00 "
+        "optimizer_ms:3.00 val_ms:0.00"
+    ]
+    events = read(tmp_path / "t.json")
+    assert {span["args"]["step"] for span in spans(events, "train")} == {2}
+    for lane, microseconds in (("main", 1000), ("compute stream", 3000)):
+        durations = [span["dur"] for span in spans(events, "forward") if span["tid"] == lane]
+        assert durations == [microseconds] * 2
+    ends_us = [span["ts"] + span["dur"] for span in spans(events, "optimizer")]
+    assert max(ends_us) == waited_until_us  # the GPU was over when the wait for it was
 
 
 @pytest.mark.gpu
-def test_gpu_time_is_read_late_and_is_right() -> None:
-    """A kernel of known length is found in `forward`; the step that is timed does not wait for it."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    config = dataclasses.replace(
-        train_gpt.Config.from_env({}), training_timing_breakdown=True, training_timing_every=1
-    )
-    timer = train_gpt.StepTimer(config, device, train_gpt.Trace(None))
+def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for(tmp_path: Path) -> None:
+    """A kernel of known length is found in `forward`, and in the trace where it ran."""
+    trace = train_gpt.Trace(tmp_path / "t.json", steps=(2, 3), every=2, cuda=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
-    timer.begin(1)
-    timer.lap("batch")
-    start.record()
-    torch.cuda._sleep(200_000_000)
-    end.record()
-    timer.lap("forward")
-    assert timer.end() is None
-    torch.cuda.synchronize()
-    timer.begin(2)
-    line = timer.end()
+    for step in (1, 2):
+        begin_ns = train_gpt.time.perf_counter_ns()
+        trace.begin(step)
+        trace.lap("batch")
+        start.record()
+        torch.cuda._sleep(200_000_000)
+        end.record()
+        trace.lap("forward")
+        line = trace.end()
+        assert end.query() == (step == 2) and (line is None) == (step == 1)
+        torch.cuda.synchronize()
+    end_ns = train_gpt.time.perf_counter_ns()
     forward_ms = float(line.split("forward_ms:")[1].split()[0])
     assert forward_ms == pytest.approx(start.elapsed_time(end), rel=0.05)
+    trace.close()
+    (span,) = (s for s in spans(read(tmp_path / "t.json"), "forward") if s["tid"] == "compute stream")
+    assert begin_ns <= 1e3 * span["ts"] and 1e3 * (span["ts"] + span["dur"]) <= end_ns
