@@ -51,8 +51,10 @@ soak: $(STAMP)
 	@SECONDS=$(SECONDS) $(RUN) tests/soak.py
 
 bench: $(STAMP)
-	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --out benchmarks/RESULTS.md || exit 1; done
-	@$(RUN) benchmarks/kernels.py --out benchmarks/RESULTS.md || test $$? -eq 2  # 2: no GPU, and it says so
+	@$(RUN) data/sample.py
+	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --keep || exit 1; done
+	@CONFIG=records/configs/cpu_demo.env $(RUN) benchmarks/checkpoint.py --keep
+	@$(RUN) benchmarks/kernels.py --keep || test $$? -eq 2  # 2: no GPU, and it says so
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

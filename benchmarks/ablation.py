@@ -1,7 +1,7 @@
 """What each part of the default stack brings at equal seconds, at a width that two CPU cores can train.
 
     python benchmarks/ablation.py --data DIR --tokenizer FILE [--seconds 120] [--seeds 1337 42 2025]
-        [--only "default stack" upstream_baseline] [--clock cpu] [--out benchmarks/ABLATION.md]
+        [--only "default stack" upstream_baseline] [--clock cpu] [--keep]
 
 Rows: the default stack, `upstream_baseline.env` at the same width, depth, batch and sequence length, that
 baseline under the default's schedule, and the default stack with one part off at a time. The baseline's
@@ -9,23 +9,23 @@ schedule, which counts steps, is taken in shares of its own 13,780-step run. All
 tokens in the same order and are scored on the same validation targets, without overlap, by their averaged
 weights, before any quantization. `--clock wall` counts seconds. `--clock cpu` counts the CPU seconds of
 the process over its threads, which is what the wall would show on an idle machine: the choice where others
-share the cores. Seeds are the outer loop, so that drift of the machine meets every row alike.
+share the cores. Seeds are the outer loop, so that drift of the machine meets every row alike. With `--keep`,
+runs join those stored from the same script and machine, so that a process on each core may share a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn what --clock cpu counts
 
@@ -35,22 +35,24 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
+from benchmarks import results  # noqa: E402
 from train_gpt import GPT, Config  # noqa: E402
 
+Rows = dict[str, list[dict[str, Any]]]
+TITLE = "What each part brings at equal seconds"
 DEFAULT = "default stack"
 HEADER = "| stack | parameters | steps | val_bpb | std | minus default | n |"
 # Geometry, the same for every row; the vocabulary is the tokenizer's.
 SMALL = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
-    "NUM_LAYERS": "4", "MODEL_DIM": "192", "NUM_HEADS": "3", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "128",
-    "TRAIN_BATCH_TOKENS": "2048", "MICRO_BATCH_TOKENS": "2048", "VAL_BATCH_SIZE": "8192",
+    "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "128",
+    "TRAIN_BATCH_TOKENS": "4096", "MICRO_BATCH_TOKENS": "4096", "VAL_BATCH_SIZE": "8192",
     "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
 }  # fmt: skip
-GEOMETRY = ("NUM_LAYERS", "MODEL_DIM", "TRAIN_BATCH_TOKENS", "TRAIN_SEQ_LEN")
-# The default's choice of layers, scaled from 11 layers to 4, and the baseline's learning rates: the default's
-# own are tuned for steps of 786,432 tokens.
+# The default's choice of layers, scaled from 11 layers to 4 (3 of 11 looped: 1 of 4), and the baseline's
+# learning rates: the default's own are tuned for steps of 786,432 tokens.
 DEFAULT_SMALL = {
-    "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3",
+    "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "1", "PARALLEL_START_LAYER": "3",
     "MATRIX_LR": "0.04", "SCALAR_LR": "0.04", "TIED_EMBED_LR": "0.05",
 }  # fmt: skip
 BASELINE_SCHEDULE = {
@@ -83,15 +85,6 @@ ONE_OFF = {
     "no gradient clipping": {"GRAD_CLIP_NORM": "0"},
     "no weight average": {"EMA_DECAY": "0"},
 }
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run: optimizer steps that fitted into the seconds, and bits per byte of the averaged weights."""
-
-    parameters: int
-    steps: int
-    bits_per_byte: float
 
 
 def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
@@ -144,8 +137,8 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     return step
 
 
-def measure(settings: dict[str, str], seed: int, kind: str) -> Result:
-    """Train and score one stack."""
+def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
+    """Train and score one stack: its parameters, optimizer steps, bits per byte of the averaged weights."""
     config = Config.from_env({**settings, "SEED": str(seed)})
     model = train_gpt.build_model(config)
     steps = train(config, model, clock(kind))
@@ -155,43 +148,37 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> Result:
     text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
     score = train_gpt.score_roundtrip(model, tokens, config).score(text_bytes)
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Result(count, steps, score.bits_per_byte)
+    return {"seed": seed, "parameters": count, "steps": steps, "val_bpb": score.bits_per_byte}
 
 
-def row(name: str, results: list[Result], default: list[Result]) -> str:
+def row(name: str, runs: list[dict[str, Any]], default: list[dict[str, Any]]) -> str:
     """A line of the table; the difference is taken seed by seed."""
-    scores = [result.bits_per_byte for result in results]
-    mean, steps = statistics.mean(scores), statistics.mean(result.steps for result in results)
+    scores, reference = [run["val_bpb"] for run in runs], {run["seed"]: run["val_bpb"] for run in default}
+    mean, steps = statistics.mean(scores), statistics.mean(run["steps"] for run in runs)
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
-    pairs = zip(results, default, strict=False)
-    gains = [ours.bits_per_byte - theirs.bits_per_byte for ours, theirs in pairs]
+    gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
     gain = f"{statistics.mean(gains):+.4f}" if gains and name != DEFAULT else "-"
-    size = f"{results[0].parameters:,}"
+    size = f"{runs[0]['parameters']:,}"
     return f"| {name} | {size} | {steps:.0f} | {mean:.4f} | {spread} | {gain} | {len(scores)} |"
 
 
-def title(arguments: argparse.Namespace) -> str:
-    """Where and how the table was made."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True
-    ).stdout.strip()
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    threads = torch.get_num_threads()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads"
-    versions = f"Python {platform.python_version()} · torch {torch.__version__}"
-    budget = f"{arguments.seconds:g} s of training by the {arguments.clock} clock"
-    layers, width, batch, length = (SMALL[name] for name in GEOMETRY)
-    geometry = f"{layers} layers x {width}, {batch} tokens a step, sequences of {length}"
-    scored = f"{arguments.val_tokens:,}" if arguments.val_tokens else "all"
-    seeds = " ".join(map(str, arguments.seeds))
-    return "\n".join([
-        f"## ablation · {arguments.data.name} · {when} · {machine} · {versions} · commit {commit}", "",
-        f"{budget}; {geometry}; seeds {seeds}; {scored} validation targets.", "",
-    ])
+def tables(measured: dict[str, Any]) -> list[str]:
+    """What was held equal, and a line per stack."""
+    rows, geometry = measured["rows"], measured["geometry"]
+    size = "{NUM_LAYERS} layers × {MODEL_DIM}, {TRAIN_BATCH_TOKENS} tokens a step, {TRAIN_SEQ_LEN} a sequence"
+    seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
+    scored = f"{measured['val_tokens']:,}" if measured["val_tokens"] else "all"
+    return [
+        f"`{measured['data']}`, {measured['seconds']:g} s of training by the {measured['clock']} clock; "
+        f"{size.format(**geometry)}; seeds {' '.join(map(str, seeds))}; {scored} validation targets. The "
+        f"default's choices at this depth: {' '.join(f'{k}={v}' for k, v in measured['default'].items())}.",
+        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
+        *(row(name, runs, rows.get(DEFAULT, [])) for name, runs in rows.items()),
+    ]  # fmt: skip
 
 
 def main() -> None:
-    """Measure, print the table, and with --out append it to a file."""
+    """Measure, print the table, and with --keep store it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
@@ -201,25 +188,41 @@ def main() -> None:
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score; 0: all")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, help="append the table to this file")
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = stacks(arguments)
-    if unknown := set(arguments.only or []) - rows.keys():
-        parser.error(f"--only {sorted(unknown)}: expected names among {list(rows)}")
-    chosen = {name: rows[name] for name in rows if not arguments.only or name in arguments.only}
-    measure({**rows[DEFAULT], "MAX_WALLCLOCK_SECONDS": "1"}, 0, arguments.clock)  # thread pools and caches
-    results: dict[str, list[Result]] = {name: [] for name in chosen}
-    for seed in arguments.seeds:
-        for name, settings in chosen.items():
-            results[name].append(measure(settings, seed, arguments.clock))
-            print(f"seed {seed} {name}: {results[name][-1]}", file=sys.stderr, flush=True)
-    lines = [row(name, found, results.get(DEFAULT, [])) for name, found in results.items()]
-    table = "\n".join([title(arguments), HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines, ""])
-    print(table)
-    if arguments.out:
-        with open(arguments.out, "a", encoding="utf-8") as file:
-            file.write("\n" + table)
+    before, stack = results.conditions(), stacks(arguments)
+    if unknown := set(arguments.only or []) - stack.keys():
+        parser.error(f"--only {sorted(unknown)}: expected names among {list(stack)}")
+    chosen = [name for name in stack if not arguments.only or name in arguments.only]
+    measure({**stack[DEFAULT], "MAX_WALLCLOCK_SECONDS": "1"}, 0, arguments.clock)  # thread pools and caches
+    name = f"ablation-{arguments.data.name}-{arguments.seconds:g}s"
+    measured = {
+        "data": arguments.data.name, "seconds": arguments.seconds, "clock": arguments.clock,
+        "val_tokens": arguments.val_tokens, "geometry": SMALL, "default": DEFAULT_SMALL, "rows": {},
+    }  # fmt: skip
+    for seed, row_name in itertools.product(arguments.seeds, chosen):
+        run = measure(stack[row_name], seed, arguments.clock)
+        print(f"{row_name}: {run}", file=sys.stderr, flush=True)
+        rows = stored_rows(name, before, measured) if arguments.keep else measured["rows"]
+        measured["rows"] = with_run(rows, row_name, run)
+        results.finish(name, before, measured, arguments.keep)
+
+
+def with_run(rows: Rows, row_name: str, run: dict[str, Any]) -> Rows:
+    """The rows with one more run."""
+    return {**rows, row_name: [*rows.get(row_name, []), run]}
+
+
+def stored_rows(name: str, before: dict[str, Any], measured: dict[str, Any]) -> Rows:
+    """Rows stored under this name, if they were measured alike."""
+    path = results.FOLDER / f"{name}.json"
+    if not path.exists():
+        return {}
+    old = json.loads(path.read_text(encoding="utf-8"))
+    same = all(old["conditions"][key] == before[key] for key in ("processor", "threads", "torch", "script"))
+    alike = {**old["measured"], "rows": {}} == {**measured, "rows": {}}
+    return old["measured"]["rows"] if same and alike else {}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a checkpoint every 30 s costs: steps lost, by interleaved stretches of training with and without one.
 
-    CONFIG=records/configs/cpu_demo.env python benchmarks/checkpoint.py [--rounds 40] [--seconds 1]
+    CONFIG=records/configs/cpu_demo.env python benchmarks/checkpoint.py [--rounds 40] [--seconds 1] [--keep]
 
 All variables of train_gpt.py apply. Of each pair of stretches, in random order, one saves a checkpoint at its
 start and waits for it at its end. Steps are counted per second of the clock and per second of CPU time, which
@@ -16,10 +16,14 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
+from benchmarks import results  # noqa: E402
+
+TITLE = "Checkpoints"
 
 EVERY_SECONDS = 30.0
 
@@ -40,32 +44,48 @@ def stretch(training: train_gpt.Training, seconds: float, saving: bool) -> tuple
     return (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps, blocked
 
 
+def tables(measured: dict[str, Any]) -> list[str]:
+    """One sentence."""
+    share = measured["seconds"] / EVERY_SECONDS
+    lost = {
+        clock: [100 * share * (1 - without / saving) for without, saving in measured[clock]]
+        for clock in ("wall_s", "cpu_s")
+    }
+    told = {
+        clock: f"{statistics.median(values):.2f} % ({min(values):.2f} to {max(values):.2f})"
+        for clock, values in lost.items()
+    }
+    stood_ms = 1e3 * statistics.median(measured["blocked_s"])
+    return [
+        f"{measured['bytes'] / 1e6:.1f} MB every {EVERY_SECONDS:.0f} s cost {told['wall_s']} of the steps by "
+        f"the clock, {told['cpu_s']} by CPU time; training stood still for {stood_ms:.1f} ms of the "
+        f"{EVERY_SECONDS:.0f} s. Medians of {len(measured['blocked_s'])} pairs of stretches.",
+    ]
+
+
 def main() -> None:
-    """Print one line."""
+    """Measure, print, and with --keep store."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one stretch")
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     given = parser.parse_args()
-    config = train_gpt.Config.from_env(os.environ)
+    before, config = results.conditions(), train_gpt.Config.from_env(os.environ)
     run = train_gpt.Run(config, os.environ)
     inputs = train_gpt.preflight(config, run)
     train_gpt.open_run(config, run, inputs)
     training = train_gpt.Training(config, run, inputs)
     train_gpt.warm_up(training)
     stretch(training, 1.0, True)
-    lost, lost_cpu, blocked_ms = list[float](), list[float](), list[float]()
+    measured: dict[str, Any] = {"seconds": given.seconds, "wall_s": [], "cpu_s": [], "blocked_s": []}
     for _ in range(given.rounds):
         order = random.sample([False, True], 2)
         by = {saving: stretch(training, given.seconds, saving) for saving in order}
-        share = given.seconds / EVERY_SECONDS
-        lost.append(100 * share * (1 - by[False][0] / by[True][0]))
-        lost_cpu.append(100 * share * (1 - by[False][1] / by[True][1]))
-        blocked_ms.append(1e3 * by[True][2])
-    size_mb = run.path(train_gpt.CHECKPOINT_NAMES[0]).stat().st_size / 1e6
-    print(f"{size_mb:.1f} MB every {EVERY_SECONDS:.0f} s cost {statistics.median(lost):.2f} % of the steps "
-          f"by the clock ({min(lost):.2f} to {max(lost):.2f} in {given.rounds} rounds), "
-          f"{statistics.median(lost_cpu):.2f} % by CPU time ({min(lost_cpu):.2f} to {max(lost_cpu):.2f}); "
-          f"training stood for {statistics.median(blocked_ms):.1f} ms")  # fmt: skip
+        measured["wall_s"].append([by[False][0], by[True][0]])
+        measured["cpu_s"].append([by[False][1], by[True][1]])
+        measured["blocked_s"].append(by[True][2])
+    measured["bytes"] = run.path(train_gpt.CHECKPOINT_NAMES[0]).stat().st_size
+    results.finish("checkpoint", before, measured, given.keep)
     training.close()
     sys.stdout.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
 """The entropy coder of artifacts against general-purpose compressors, on trained codes and on Gaussian ones.
 
-    python benchmarks/coder.py [--artifact runs/NAME/model.bin ...] [--weights 10000000] [--out FILE]
+    python benchmarks/coder.py [--artifact runs/NAME/model.bin ...] [--weights 10000000] [--keep]
 
 Trained codes are read from artifacts (default: the newest run that has one). Each coder gets the same arrays;
 the general-purpose ones compress each array's bytes as one stream, rows in order. The yardstick is the
@@ -15,15 +15,13 @@ import argparse
 import bz2
 import importlib
 import lzma
-import os
-import platform
-import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +29,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
+from benchmarks import results  # noqa: E402
 
+TITLE = "Entropy coder"
 HEADER = "| codes | coder | bytes | over zeroth-order entropy | bits per weight | encode s | decode s |"
 Roles = dict[str, list[np.ndarray]]  # role -> code arrays (rows, columns) int8
 Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | None]
@@ -97,70 +97,74 @@ def general_coders() -> list[Coder]:
     ]
 
 
-def rows_for(label: str, roles: Roles) -> list[str]:
-    """One table row per coder."""
-    arrays = [array for members in roles.values() for array in members]
-    weights, floor = sum(array.size for array in arrays), entropy_bytes(roles)
+def map_list(function: Callable[[bytes], bytes], blobs: list[bytes]) -> list[bytes]:
+    """The function's result for each."""
+    return [function(blob) for blob in blobs]
 
-    def row(name: str, size: int, encode_s: float, decode_s: float) -> str:
-        measured = f"{size:,} | {100 * (size / floor - 1):+.2f} % | {8 * size / weights:.4f}"
-        return f"| {label} | {name} | {measured} | {encode_s:.2f} | {decode_s:.2f} |"
 
+def timed(name: str, pack: Callable[[], Any], unpack: Callable[[Any], Any]) -> tuple[dict[str, Any], Any]:
+    """Bytes and seconds of one coder, and what came back."""
     start = time.perf_counter()
-    data = train_gpt.encode(arrays)
+    packed = pack()
     middle = time.perf_counter()
-    decoded = train_gpt.decode(data, [array.shape for array in arrays])
+    unpacked = unpack(packed)
     end = time.perf_counter()
-    assert all(np.array_equal(a, b) for a, b in zip(arrays, decoded, strict=True)), (
-        "the round trip is not exact"
-    )
-    table = [row("rANS, train_gpt.py", len(data), middle - start, end - middle)]
+    size = sum(map(len, packed))
+    return {"name": name, "bytes": size, "encode_s": middle - start, "decode_s": end - middle}, unpacked
+
+
+def measure(label: str, roles: Roles) -> dict[str, Any]:
+    """All coders on the same arrays."""
+    arrays = [array for members in roles.values() for array in members]
+    shapes = [array.shape for array in arrays]
+    encode, decode = lambda: [train_gpt.encode(arrays)], lambda packed: train_gpt.decode(packed[0], shapes)
+    ours, decoded = timed("rANS, train_gpt.py", encode, decode)
+    if not all(np.array_equal(a, b) for a, b in zip(arrays, decoded, strict=True)):
+        raise SystemExit(f"{label}: the round trip is not exact")
+    coders, blobs = [ours], [array.tobytes() for array in arrays]
     for name, compress, decompress in general_coders():
         if compress is None or decompress is None:
-            table.append(f"| {label} | {name} | not installed | | | | |")
+            coders.append({"name": name})
             continue
-        start = time.perf_counter()
-        packed = [compress(array.tobytes()) for array in arrays]
-        middle = time.perf_counter()
-        for blob in packed:
-            decompress(blob)
-        table.append(row(name, sum(map(len, packed)), middle - start, time.perf_counter() - middle))
-        print(table[-1], file=sys.stderr, flush=True)
-    return table
+        pack, unpack = partial(map_list, compress, blobs), partial(map_list, decompress)
+        coders.append(timed(name, pack, unpack)[0])
+        print(label, coders[-1], file=sys.stderr, flush=True)
+    weights = sum(array.size for array in arrays)
+    return {"label": label, "weights": weights, "entropy_bytes": entropy_bytes(roles), "coders": coders}
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """One row per coder and set of codes."""
+    lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
+    for codes in measured["codes"]:
+        label = f"{codes['label']}, {codes['weights'] / 1e6:.2f} M"
+        for coder in codes["coders"]:
+            if "bytes" not in coder:
+                lines.append(f"| {label} | {coder['name']} | not installed | | | | |")
+                continue
+            size, over = coder["bytes"], 100 * (coder["bytes"] / codes["entropy_bytes"] - 1)
+            figures = f"{size:,} | {over:+.2f} % | {8 * size / codes['weights']:.4f}"
+            seconds = f"{coder['encode_s']:.2f} | {coder['decode_s']:.2f}"
+            lines.append(f"| {label} | {coder['name']} | {figures} | {seconds} |")
+    return lines
 
 
 def main() -> None:
-    """Print the table; with --out append it to a file."""
+    """Print the table; with --keep store it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--artifact", type=Path, action="append", help="a run's model.bin; may be repeated")
     parser.add_argument("--weights", type=int, default=10_000_000, help="Gaussian codes to draw; 0: none")
-    parser.add_argument("--out", type=Path, help="append the table to this file")
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     arguments = parser.parse_args()
+    before, codes = results.conditions(), []
     found = sorted(REPO.glob("runs/*/model.bin"), key=lambda path: path.stat().st_mtime)
-    lines = []
     for path in arguments.artifact or found[-1:]:
-        roles = codes_of(path)
-        weights = sum(array.size for members in roles.values() for array in members)
-        lines += rows_for(f"{path.parent.name}, {weights / 1e6:.2f} M trained", roles)
-    if not lines:
-        print(
-            "no artifact under runs/: only Gaussian codes are measured; name one with --artifact",
-            file=sys.stderr,
-        )
+        codes.append(measure(f"trained, {path.parent.name}", codes_of(path)))
+    if not codes:
+        print("no artifact under runs/: only Gaussian codes; name one with --artifact", file=sys.stderr)
     if arguments.weights:
-        lines += rows_for(f"{arguments.weights / 1e6:.2f} M Gaussian", gaussian_codes(arguments.weights))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True
-    ).stdout.strip()
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    versions = f"Python {platform.python_version()} · numpy {np.__version__}"
-    machine = f"{platform.machine()}, {os.cpu_count()} cores · {versions}"
-    title = f"## coder · {when} · {machine} · commit {commit}"
-    table = "\n".join([title, "", HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines, ""])
-    print(table)
-    if arguments.out:
-        with open(arguments.out, "a", encoding="utf-8") as file:
-            file.write("\n" + table)
+        codes.append(measure("Gaussian", gaussian_codes(arguments.weights)))
+    results.finish("coder", before, {"codes": codes}, arguments.keep)
 
 
 if __name__ == "__main__":

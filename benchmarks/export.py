@@ -1,6 +1,6 @@
 """Throughput and peak memory of data/export.py beside SentencePiece's own threaded encode, as one table.
 
-    python benchmarks/export.py --docs docs.jsonl --tokenizer fineweb_1024_bpe.model
+    python benchmarks/export.py --docs docs.jsonl --tokenizer fineweb_1024_bpe.model [--keep]
 
 Every line is a process of its own over the same documents, and rounds are interleaved, so that a busy machine
 is unfair to none; the best round counts. Ours starts up, reads, parses, encodes, audits validation and writes
@@ -12,16 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import sentencepiece as spm
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+from benchmarks import results  # noqa: E402
+
+TITLE = "Export of shards"
 BATCH_DOCUMENTS = 1024
 VAL_DOCUMENTS = 901
 POLL_S = 0.05
@@ -94,32 +98,36 @@ def repeated(docs: Path, times: int, folder: Path) -> Path:
     return path
 
 
-def measure(docs: Path, tokenizer_path: str, rounds: int, sizes: list[int], cores: int) -> None:
-    """Run everything and print the table."""
-    print(f"{platform.platform()}, {cores} cores, Python {platform.python_version()}, sentencepiece "
-          f"{spm.__version__}, best of {rounds} rounds, load {os.getloadavg()[0]:.1f}\n")
-    print("| what | corpus | MB/s | seconds | CPU seconds | peak MB |\n|---|---|---|---|---|---|")
-    for times in sizes:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            corpus = repeated(docs, times, folder)
-            megabytes = corpus.stat().st_size / 1e6
-            exports: dict[int, list[tuple[float, float, int]]] = {1: [], cores: []}
-            plain: list[tuple[float, float]] = []
-            for number in range(rounds):
-                for workers, results in exports.items():
-                    out = folder / f"out{number}-{workers}"
-                    results.append(run_export(corpus, tokenizer_path, workers, out))
-                plain.append(run_sentencepiece(corpus, tokenizer_path, cores))
-        for workers, results in exports.items():
-            seconds, cpu_seconds, _ = min(results)
-            peak = max(result[2] for result in results) / 1e6
-            print(f"| export, {workers} worker(s) | {megabytes:.0f} MB | {megabytes / seconds:.2f} "
-                  f"| {seconds:.1f} | {cpu_seconds:.1f} | {peak:.0f} |")
+def measure(docs: Path, tokenizer_path: str, rounds: int, copies: int, cores: int) -> dict[str, Any]:
+    """Every way over one corpus, rounds interleaved."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = repeated(docs, copies, folder)
+        exports: dict[int, list[tuple[float, float, int]]] = {1: [], cores: []}
+        plain: list[tuple[float, float]] = []
+        for number in range(rounds):
+            for workers, kept in exports.items():
+                kept.append(run_export(corpus, tokenizer_path, workers, folder / f"out{number}-{workers}"))
+            plain.append(run_sentencepiece(corpus, tokenizer_path, cores))
+        return {"bytes": corpus.stat().st_size, "export": exports, "sentencepiece": plain, "threads": cores}
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """One line per way and corpus; the best round counts."""
+    lines = ["| what | corpus | MB/s | seconds | CPU seconds | peak MB |", "|---|---|---|---|---|---|"]
+    for corpus in measured["corpora"]:
+        size = corpus["bytes"] / 1e6
+        for workers, rounds in corpus["export"].items():
+            seconds, cpu_seconds, _ = min(rounds)
+            peak = max(round_[2] for round_ in rounds) / 1e6
+            lines.append(f"| export, {workers} worker(s) | {size:.0f} MB | {size / seconds:.2f} "
+                         f"| {seconds:.1f} | {cpu_seconds:.1f} | {peak:.0f} |")
         labels = ("load and encode", "encode alone")
-        for label, seconds in zip(labels, map(min, zip(*plain, strict=True)), strict=True):
-            print(f"| sentencepiece, {cores} threads, {label} | {megabytes:.0f} MB "
-                  f"| {megabytes / seconds:.2f} | {seconds:.1f} | | |", flush=True)
+        for label, values in zip(labels, zip(*corpus["sentencepiece"], strict=True), strict=True):
+            seconds = min(values)
+            lines.append(f"| sentencepiece, {corpus['threads']} threads, {label} | {size:.0f} MB "
+                         f"| {size / seconds:.2f} | {seconds:.1f} | | |")
+    return [*lines, "", f"The best of {len(measured['corpora'][0]['sentencepiece'])} interleaved rounds."]
 
 
 def main() -> None:
@@ -130,12 +138,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="copies of --docs per corpus")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     parser.add_argument("--sentencepiece-threads", type=int, help="time SentencePiece alone, in this process")
     options = parser.parse_args()
     if options.sentencepiece_threads:
         encode_with_sentencepiece(options.docs, options.tokenizer, options.sentencepiece_threads)
-    else:
-        measure(options.docs, options.tokenizer, options.rounds, options.sizes, options.cores)
+        return
+    before, place = results.conditions(), (options.docs, options.tokenizer, options.rounds)
+    corpora = [measure(*place, copies, options.cores) for copies in options.sizes]
+    results.finish("export", before, {"corpora": corpora}, options.keep)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the loader costs, and what a step loses to it: one table from one run, on the host's CPU.
 
     python benchmarks/loader.py                    # about 3 minutes and 0.6 GB of temporary disk
-    python benchmarks/loader.py --out              # the same, appended to benchmarks/RESULTS.md
+    python benchmarks/loader.py --keep             # the same, kept in benchmarks/results/ and RESULTS.md
 
 Beside ours stand plain re-implementations, from their descriptions, of what public loaders do per batch: the
 baseline (contiguous span to int64, next shard read in the step), PR #591 (the same in a thread, two batches
@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import json
-import os
-import platform
 import queue
 import subprocess
 import sys
@@ -35,16 +32,19 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
+from benchmarks import results  # noqa: E402
 
+TITLE = "Loader"
 SEQ_LEN, STEP_TOKENS, RANKS = 2048, 786_432, 8
 SHARD_STEPS = 127  # a shard of 100 M tokens lasts so long
 STEP_SECONDS = 0.083
 START_STEPS = 20  # start-up, not counted
 APART_SECONDS = 2.0  # so that no two designs read a shard at once
 LATENCIES_SECONDS = (0.0, 0.1, 4.0)
+MEMCPY, OURS, DRAWN = "memcpy of the same bytes", "ours: staging", "#1532: weighted draws, int64 rows"
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 CPU = torch.device("cpu")
-RESULTS = REPO / "benchmarks" / "RESULTS.md"
+PLACE: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
 
 
 # -- the others, written from their descriptions -------------------------------------------------------------
@@ -134,24 +134,23 @@ def make_config(**changes: Any) -> Any:
     return dataclasses.replace(train_gpt.Config.from_env({}), **(values | changes))
 
 
-def median_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median CPU time of this thread in ms, over interleaved rounds, so that all meet the same machine."""
+def times_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """CPU time of this thread in ms, over interleaved rounds, so that all meet the same machine."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds + 3):
         for name, function in functions.items():
             start = time.thread_time()
             function()
             times[name].append(1e3 * (time.thread_time() - start))
-    return {name: float(np.median(values[3:])) for name, values in times.items()}
+    return {name: values[3:] for name, values in times.items()}
 
 
-def staging_table(shards: list[Any], rounds: int) -> list[str]:
-    """CPU of the thread that builds one step of 786,432 tokens."""
+def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
+    """CPU milliseconds of the thread that builds one step of 786,432 tokens, by design."""
     rows, at = STEP_TOKENS // SEQ_LEN, 0
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
     ids_BT, data = slot.reshape(rows, SEQ_LEN + 1), load_shard(shards[0], 0.0)
-    place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
-    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, **place)
+    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, **PLACE)
     sequences = (sequences_NT[i] for sequences_NT, order in loader._read(0) for i in order.tolist())
 
     def memcpy() -> None:
@@ -164,59 +163,43 @@ def staging_table(shards: list[Any], rounds: int) -> list[str]:
 
     gather()
     functions: dict[str, Callable[[], Any]] = {
-        "memcpy of the same bytes": memcpy,
-        "ours: staging": gather,
+        MEMCPY: memcpy,
+        OURS: gather,
         "ours: stream hash": lambda: train_gpt.hash_sequences(0, ids_BT),
         "ours: document starts": lambda: train_gpt.document_starts(ids_BT[:, :-1]),
         "baseline: contiguous, one int64 array": Contiguous(shards, STEP_TOKENS, 1).next,
         "#591: contiguous, two int64 arrays": ContiguousPairs(shards, STEP_TOKENS, 1).next,
-        "#1532: weighted draws, int64 rows": WeightedDraw(shards, STEP_TOKENS).next,
+        DRAWN: WeightedDraw(shards, STEP_TOKENS).next,
     }
-    measured = median_ms(functions, rounds)
-    unit = measured["memcpy of the same bytes"]
-    lines = ["| per step of 786,432 tokens | CPU ms | Mtok/s | × memcpy |", "|---|---|---|---|"]
-    for name, ms in measured.items():
-        lines.append(f"| {name} | {ms:.3f} | {STEP_TOKENS / ms / 1e3:.0f} | {ms / unit:.1f} |")
-    for label, prefetch in (("synchronous", False), ("prefetching", True)):
-        lines.append(f"| {label} `next_batch()` on the CPU | {whole_ms(shards, prefetch, rounds):.3f} | | |")
-    ratio = measured["#1532: weighted draws, int64 rows"] / measured["ours: staging"]
-    lines.append(f"\nStaging is {ratio:.0f}× less than #1532's; handing a batch over costs the main thread ")
-    lines[-1] += (
-        f"{1e3 * handover_ms(shards):.0f} µs. The `next_batch()` rows are wall time in the caller's thread "
-    )
-    lines[-1] += "and include the widening to int64, which a GPU does itself."
-    return lines
+    return times_ms(functions, rounds)
 
 
-def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> float:
-    """Median wall time of `next_batch()` in ms, the consumer idle between the calls."""
-    config = make_config(train_prefetch=prefetch)
-    place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
-    times = []
-    with contextlib.closing(train_gpt.Loader(config, shards, **place)) as loader:
+def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
+    """Wall times of `next_batch()` in ms, the consumer idle between the calls."""
+    config, times = make_config(train_prefetch=prefetch), []
+    with contextlib.closing(train_gpt.Loader(config, shards, **PLACE)) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
             loader.next_batch()
             times.append(1e3 * (time.perf_counter() - start))
             time.sleep(0.01)
-    return float(np.median(times[3:]))
+    return times[3:]
 
 
-def handover_ms(shards: list[Any], batches: int = 2000) -> float:
-    """Median time of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
+def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
+    """Times of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
     config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
-    place: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
-    with contextlib.closing(train_gpt.Loader(config, shards, **place)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, **PLACE)) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()
             loader.next_batch()
-            times.append(1e3 * (time.perf_counter() - start))
-    return float(np.median(times))
+            times.append(round(1e3 * (time.perf_counter() - start), 4))
+    return times
 
 
-def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> dict[str, float]:
-    """Rank 0 of 8 with steps of 83 ms: how long it waits for batches, the read of every shard delayed."""
+def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> list[float]:
+    """Rank 0 of 8 with steps of 83 ms: the ms that each waits for its batch, every shard's read delayed."""
     shards, tokens = train_gpt.open_shards(f"{folder}/*.bin"), STEP_TOKENS // RANKS
     real = train_gpt.read_tokens
 
@@ -227,13 +210,7 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> di
     train_gpt.read_tokens = slow
     if design.startswith("ours"):
         config = make_config(train_prefetch=design == "ours")
-        place: dict[str, Any] = {
-            "rank": 0,
-            "world_size": RANKS,
-            "device": CPU,
-            "trace": train_gpt.Trace(None),
-        }
-        loader = train_gpt.Loader(config, shards, **place)
+        loader = train_gpt.Loader(config, shards, **(PLACE | {"world_size": RANKS}))
 
         def wait() -> float:
             loader.next_batch()
@@ -255,14 +232,12 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> di
     for _ in range(steps):
         waits.append(wait())
         time.sleep(STEP_SECONDS)
-    counted = np.array(waits[START_STEPS:])
-    longest, p99 = 1e3 * float(counted.max()), 1e3 * float(np.percentile(counted, 99))
-    return {"lost": 100 * float(counted.mean()), "p99_ms": p99, "longest_ms": longest}
+    return [round(1e3 * seconds, 3) for seconds in waits[START_STEPS:]]
 
 
-def end_to_end_table(folder: Path, steps: int) -> list[str]:
-    """Every design at every latency, in processes of their own; at one latency they start apart."""
-    results: dict[tuple[str, float], dict[str, float]] = {}
+def end_to_end(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Waits in ms by design and latency, in processes of their own; at one latency they start apart."""
+    waits: dict[str, dict[str, list[float]]] = {design: {} for design in DESIGNS}
     for latency in LATENCIES_SECONDS:
         processes = {}
         for design in DESIGNS:
@@ -271,40 +246,56 @@ def end_to_end_table(folder: Path, steps: int) -> list[str]:
             time.sleep(APART_SECONDS)
         for design, process in processes.items():
             output = process.communicate()[0]
-            assert process.returncode == 0, f"{design} failed"
-            results[design, latency] = json.loads(output)
-    head = " | ".join(f"{latency:g} s: lost s/100 steps, p99 ms, longest ms" for latency in LATENCIES_SECONDS)
-    lines = [f"| injected per shard | {head} |", "|---|" + "---|" * len(LATENCIES_SECONDS)]
-    for design in DESIGNS:
-        cells = [results[design, latency] for latency in LATENCIES_SECONDS]
-        texts = [f"{c['lost']:.3f}, {c['p99_ms']:.1f}, {c['longest_ms']:.1f}" for c in cells]
-        lines.append(f"| {design} | {' | '.join(texts)} |")
-    lines.append(
-        f"\nRank 0 of {RANKS}, {steps} steps of {1e3 * STEP_SECONDS:.0f} ms, a shard every {SHARD_STEPS}, "
-        f"the first {START_STEPS} not counted. #1532 maps all shards at the start: no boundary comes later."
-    )
+            if process.returncode:
+                raise SystemExit(f"{design} failed")
+            waits[design][f"{latency:g}"] = json.loads(output)
+    return waits
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """Both tables of RESULTS.md from the raw times."""
+    median = {name: float(np.median(ms)) for name, ms in measured["staging_ms"].items()}
+    lines = ["| per step of 786,432 tokens | CPU ms | Mtok/s | × memcpy |", "|---|---|---|---|"]
+    for name, ms in median.items():
+        lines.append(f"| {name} | {ms:.3f} | {STEP_TOKENS / ms / 1e3:.0f} | {ms / median[MEMCPY]:.1f} |")
+    for label, whole in measured["next_batch_ms"].items():
+        lines.append(f"| {label} `next_batch()` on the CPU | {np.median(whole):.3f} | | |")
+    handover_us = 1e3 * float(np.median(measured["handover_ms"]))
+    lines += [
+        "",
+        f"Medians of {len(measured['staging_ms'][OURS])} interleaved rounds. Staging is "
+        f"{median[DRAWN] / median[OURS]:.0f}× less than #1532's; handing a batch over costs the main thread "
+        f"{handover_us:.0f} µs. The `next_batch()` rows are wall time in the caller's thread and include the "
+        "widening to int64, which a GPU does itself.",
+        "",
+    ]
+    latencies = next(iter(measured["waits_ms"].values()))
+    head = " | ".join(f"{latency} s: lost s/100 steps, p99 ms, longest ms" for latency in latencies)
+    lines += [f"| injected per shard | {head} |", "|---|" + "---|" * len(latencies)]
+    for design, by_latency in measured["waits_ms"].items():
+        cells = [
+            f"{np.mean(waits) / 10:.3f}, {np.percentile(waits, 99):.1f}, {max(waits):.1f}"
+            for waits in by_latency.values()
+        ]
+        lines.append(f"| {design} | {' | '.join(cells)} |")
+    counted = len(next(iter(by_latency.values())))
+    lines += [
+        "",
+        f"Rank 0 of {RANKS}, steps of {1e3 * STEP_SECONDS:.0f} ms of which {counted} are counted, after the "
+        f"first {START_STEPS}; a shard every {SHARD_STEPS}. #1532 maps all shards at the start: no boundary "
+        "comes later.",
+    ]
     return lines
 
 
-def machine() -> str:
-    """Processor, versions, commit and date, in one line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip()
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
-    load = f"load average {os.getloadavg()[0]:.0f} before the run"
-    return f"{datetime.date.today()}, {model[0]} × {len(model)}, {load}, {versions}, commit {commit}"
-
-
 def main() -> None:
-    """Print the tables; with --out append them to RESULTS.md."""
+    """Print the tables; with --keep store them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=31, help="interleaved rounds per staging measurement")
     parser.add_argument("--steps", type=int, default=2 * SHARD_STEPS + 30, help="steps per end-to-end run")
-    parser.add_argument("--out", nargs="?", const=RESULTS, type=Path, help="append here; default RESULTS.md")
+    parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
     parser.add_argument("--simulate", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -312,6 +303,7 @@ def main() -> None:
         design, place, latency, steps = arguments.simulate
         print(json.dumps(simulate(design, place, float(latency), int(steps))))
         return
+    before = results.conditions()
     with tempfile.TemporaryDirectory() as name:
         folder, header = Path(name), np.zeros(256, "<i4")
         header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, SHARD_STEPS * (STEP_TOKENS + RANKS)
@@ -319,13 +311,14 @@ def main() -> None:
             ids = np.random.default_rng(number).integers(2, 1024, header[2], np.uint16)
             (folder / f"shard_{number}.bin").write_bytes(header.tobytes() + ids.tobytes())
         shards = train_gpt.open_shards(str(folder / "*.bin"))
-        lines = [f"## Loader\n\n{machine()}\n", *staging_table(shards, arguments.rounds), ""]
-        lines += end_to_end_table(folder, arguments.steps)
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.out:
-        with arguments.out.open("a") as results:
-            results.write(text + "\n")
+        rounds, ways = arguments.rounds, {"synchronous": False, "prefetching": True}
+        measured = {
+            "staging_ms": staging(shards, rounds),
+            "next_batch_ms": {name: whole_ms(shards, ahead, rounds) for name, ahead in ways.items()},
+            "handover_ms": handover_ms(shards),
+            "waits_ms": end_to_end(folder, arguments.steps),
+        }
+    results.finish("loader", before, measured, arguments.keep)
 
 
 if __name__ == "__main__":

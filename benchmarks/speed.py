@@ -1,7 +1,7 @@
 """What a training step and a scored token cost: the real `Training` and the real scorers, interleaved.
 
     python benchmarks/speed.py [--config records/configs/cpu_demo.env] [--steps 60] [--targets 20000]
-        [--out benchmarks/RESULTS.md]
+        [--keep]
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
 machine meets both alike; the two must see the same tokens (stream hash) and print the same losses, or the
@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -32,8 +30,10 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
+from benchmarks import results  # noqa: E402
 from train_gpt import Config, Training  # noqa: E402
 
+TITLE = "Step time and scoring speed"
 TURN_STEPS = 5
 PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
 STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | MiB | n |"
@@ -75,27 +75,15 @@ def timed_steps(training: Training, count: int) -> tuple[list[float], list[float
     return times_ms, losses
 
 
-def step_row(name: str, training: Training, times_ms: list[float], waits_ms: list[float]) -> str:
-    """One line of the first table."""
-    config, cuda = training.config, training.run.device.type == "cuda"
-    low, *_, high = statistics.quantiles(times_ms, n=5)
-    median_ms = statistics.median(times_ms)
-    per_second = config.train_batch_tokens / median_ms * 1e3
-    mfu = flops_per_token(config, training.model.looping) * per_second / PEAK_TFLOPS / 1e12
-    waits = statistics.quantiles(waits_ms, n=100)
+def peak_memory_mib(cuda: bool) -> int:
+    """Most memory allocated on the GPU, or held by this process."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
     resident_mib = resident >> (20 if sys.platform == "darwin" else 10)
-    peak_mib = torch.cuda.max_memory_allocated() >> 20 if cuda else resident_mib
-    return (
-        f"| {name} | {config.train_prefetch:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} "
-        f"| {per_second:,.0f} | {statistics.median(waits_ms):.2f}, {waits[98]:.2f} "
-        f"| {f'{mfu:.1%}' if cuda else '-'} | {peak_mib} "
-        f"| {len(times_ms)} |"
-    )
+    return torch.cuda.max_memory_allocated() >> 20 if cuda else resident_mib
 
 
-def split_of_gpu_time(training: Training) -> str:
-    """Shares of the GPU time of three steps by kind of kernel."""
+def split_of_gpu_time(training: Training) -> dict[str, float]:
+    """Microseconds of the GPU in three steps by kind of kernel."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         timed_steps(training, 3)
@@ -103,13 +91,12 @@ def split_of_gpu_time(training: Training) -> str:
     for event in profile.key_averages():
         kind = next((k for k, words in KINDS.items() if any(w in event.key.lower() for w in words)), None)
         spent[kind or "everything else"] += event.self_device_time_total
-    total = sum(spent.values()) or 1.0
-    return "GPU time: " + ", ".join(f"{kind} {share / total:.0%}" for kind, share in spent.items())
+    return spent
 
 
-def score_rows(name: str, training: Training, targets: int) -> list[str]:
-    """One line per scorer; each is warmed on a short stretch first."""
-    config, model, tokens, rows = training.config, training.model, training.validation.tokens, []
+def scoring(training: Training, targets: int) -> list[dict[str, Any]]:
+    """Targets and seconds of each scorer; each is warmed on a short stretch first."""
+    config, model, tokens, found = training.config, training.model, training.validation.tokens, []
     scorers = {"round-trip": train_gpt.score_roundtrip}
     if config.eval_stride:
         scorers["sliding window"] = train_gpt.score_sliding
@@ -121,32 +108,18 @@ def score_rows(name: str, training: Training, targets: int) -> list[str]:
         start = time.perf_counter()
         scored = len(scorer(model, tokens[: targets + 1], config))
         training.run.sync()
-        seconds = time.perf_counter() - start
-        rows.append(f"| {name} | {label} | {scored:,} | {seconds:.2f} | {scored / seconds:,.0f} |")
-    return rows
+        found.append({"scorer": label, "targets": scored, "seconds": time.perf_counter() - start})
+    return found
 
 
-def title() -> str:
-    """Machine, versions and commit."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPO, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-    return (
-        f"\n## Step time and scoring speed\n\n{datetime.now(timezone.utc):%Y-%m-%d}, {gpu}, {os.cpu_count()} "
-        f"cores, load average {os.getloadavg()[0]:.1f} before, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, commit {commit or 'unknown'}\n"
-    )
-
-
-def measure(arguments: argparse.Namespace, runs: Path) -> list[str]:
-    """Both tables of one config."""
-    name, trainings = arguments.config.stem, []
+def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
+    """Steps with and without prefetch, in turns, and all scorers."""
+    trainings = []
     for prefetch in "10":
         env = settings(arguments.config, runs, arguments.set, TRAIN_PREFETCH=prefetch, RUN_ID=f"p{prefetch}")
         config = Config.from_env(env)
         run = train_gpt.Run(config, {})
-        run.log = lambda line, console=False: None  # type: ignore[method-assign]
+        run.log = lambda line: None  # type: ignore[method-assign]
         inputs = train_gpt.preflight(config, run)
         train_gpt.open_run(config, run, inputs)
         trainings.append(Training(config, run, inputs))
@@ -160,37 +133,66 @@ def measure(arguments: argparse.Namespace, runs: Path) -> list[str]:
     hashes = {training.loader.stream_hash for training in trainings}
     if len(hashes) > 1 or losses[0] != losses[1]:
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
-    rows = [
-        step_row(name, training, times, training.loader.take_waits_ms())
+    steps = [
+        {"prefetch": training.config.train_prefetch, "ms": times, "wait_ms": training.loader.take_waits_ms()}
         for training, times in zip(trainings, times_ms, strict=True)
     ]
-    same = f"\nThe two ran the same tokens (stream hash {hashes.pop():016x}) to the same losses, bit for bit."
-    if trainings[0].run.device.type == "cuda":
-        same += f"\n{split_of_gpu_time(trainings[0])}."
-    scores = score_rows(name, trainings[0], arguments.targets)
+    first = trainings[0]
+    measured = {
+        "config": arguments.config.stem, "steps": steps, "stream_hash": f"{hashes.pop():016x}",
+        "tokens_per_step": first.config.train_batch_tokens,
+        "flops_per_token": flops_per_token(first.config, first.model.looping),
+        "peak_memory_mib": peak_memory_mib(first.run.device.type == "cuda"),
+        "gpu_us": split_of_gpu_time(first) if first.run.device.type == "cuda" else None,
+        "scoring": scoring(first, arguments.targets),
+    }  # fmt: skip
     for training in trainings:
         training.close()
-    tables = [(STEP_HEADER, rows), (SCORE_HEADER, scores)]
-    first, second = ([head, "|" + "---|" * (head.count("|") - 1), *body] for head, body in tables)
-    return [*first, same, "", *second]
+    return measured
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """Both tables of one config."""
+    name, tokens, gpu = measured["config"], measured["tokens_per_step"], measured["gpu_us"]
+    lines = [STEP_HEADER, "|" + "---|" * (STEP_HEADER.count("|") - 1)]
+    for step in measured["steps"]:
+        low, *_, high = statistics.quantiles(step["ms"], n=5)
+        median_ms, waits = statistics.median(step["ms"]), statistics.quantiles(step["wait_ms"], n=100)
+        per_second = tokens / median_ms * 1e3
+        mfu = f"{measured['flops_per_token'] * per_second / PEAK_TFLOPS / 1e12:.1%}" if gpu else "-"
+        lines.append(
+            f"| {name} | {step['prefetch']:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} | {per_second:,.0f} "
+            f"| {statistics.median(step['wait_ms']):.2f}, {waits[98]:.2f} | {mfu} "
+            f"| {measured['peak_memory_mib']} | {len(step['ms'])} |"
+        )
+    lines += [
+        "",
+        f"Both ran the same tokens (stream hash {measured['stream_hash']}) to the same losses, bit for bit.",
+        "",
+    ]
+    if gpu:
+        total = sum(gpu.values())
+        lines += ["GPU time: " + ", ".join(f"{kind} {us / total:.0%}" for kind, us in gpu.items()) + ".", ""]
+    lines += [SCORE_HEADER, "|" + "---|" * (SCORE_HEADER.count("|") - 1)]
+    for s in measured["scoring"]:
+        speed = s["targets"] / s["seconds"]
+        lines.append(f"| {name} | {s['scorer']} | {s['targets']:,} | {s['seconds']:.2f} | {speed:,.0f} |")
+    return lines
 
 
 def main() -> None:
-    """Measure, print, and with --out append."""
+    """Measure, print, and with --keep store."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, default=REPO / "records/configs/cpu_demo.env")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--steps", type=int, default=60, help="steps with and as many without prefetch")
     parser.add_argument("--targets", type=int, default=20_000, help="validation targets per scorer")
-    parser.add_argument("--out", type=Path, help="append the tables to this file")
+    parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
     arguments = parser.parse_args()
-    head = title()
+    before = results.conditions()
     with tempfile.TemporaryDirectory() as runs:
-        text = "\n".join([head, *measure(arguments, Path(runs)), ""])
-    print(text)
-    if arguments.out:
-        with open(arguments.out, "a", encoding="utf-8") as file:
-            file.write(text)
+        measured = measure(arguments, Path(runs))
+    results.finish(f"speed-{arguments.config.stem}", before, measured, arguments.keep)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+"""What was measured: results/*.json hold every raw figure, and RESULTS.md is made from these files alone.
+
+    python benchmarks/results.py     # write RESULTS.md anew
+
+A benchmark has a TITLE and `tables(measured)`, a pure function from its raw figures to lines of Markdown. A
+file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+FOLDER, PAGE = REPO / "benchmarks" / "results", REPO / "benchmarks" / "RESULTS.md"
+HEAD = """# Results
+
+Made by `python benchmarks/results.py` from the raw figures in [results/](results/); do not edit. Each table
+says when, where and from which commit; `make bench` measures those anew that need no data but the sample's.
+"""
+
+
+def processor() -> str:
+    """Name of the processor, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """The commit this was measured at, marked if a program was changed since."""
+    revision = ["git", "rev-parse", "--short", "HEAD"]
+    name = subprocess.run(revision, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip()
+    difference = ["git", "diff", "--quiet", "HEAD", "--", "*.py"]
+    changed = subprocess.run(difference, cwd=REPO, check=False).returncode != 0
+    return f"{name or 'unknown'}{'-dirty' * changed}"
+
+
+def conditions() -> dict[str, Any]:
+    """Machine, versions, commit and date; take them before a measurement, which is what loads the machine."""
+    script = hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()[:12]
+    return {
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "processor": processor(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+        "commit": commit(), "script": script,
+    }  # fmt: skip
+
+
+def described(at: dict[str, Any]) -> str:
+    """The conditions in one line."""
+    device = f"{at['gpu']}, " if at["gpu"] else ""
+    return (
+        f"{at['date']}, {device}{at['processor']}, {at['cores']} cores, {at['threads']} threads, load "
+        f"average {at['load']} before, Python {at['python']}, torch {at['torch']}, numpy {at['numpy']}, "
+        f"commit {at['commit']}, train_gpt.py {at['script']}"
+    )
+
+
+def section(result: dict[str, Any]) -> str:
+    """One section of RESULTS.md."""
+    benchmark = importlib.import_module(f"benchmarks.{result['benchmark']}")
+    lines = benchmark.tables(result["measured"])
+    return "\n".join([f"## {benchmark.TITLE}", "", described(result["conditions"]), "", *lines, ""])
+
+
+def page() -> str:
+    """RESULTS.md, from all files of results/ in the order of their names."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+    return "\n".join([HEAD, *map(section, results)])
+
+
+def finish(name: str, before: dict[str, Any], measured: dict[str, Any], keep: bool) -> None:
+    """Print a benchmark's section; with `keep` store it as results/NAME.json and write RESULTS.md anew."""
+    text = json.dumps({"benchmark": name.split("-")[0], "conditions": before, "measured": measured}, indent=1)
+    print(section(json.loads(text)))
+    if keep:
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

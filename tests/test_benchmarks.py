@@ -1,0 +1,51 @@
+"""RESULTS.md follows from the raw figures; a benchmark that stores some makes the page from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import coder, results
+
+
+def test_the_page_follows_from_the_raw_figures() -> None:
+    assert results.page() == results.PAGE.read_text(encoding="utf-8"), "run python benchmarks/results.py"
+
+
+def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in results.FOLDER.glob("*.json")]
+    sections = re.findall(r"^## .+\n\n(.+)$", results.page(), re.MULTILINE)
+    assert stored and sorted(sections) == sorted(results.described(one["conditions"]) for one in stored)
+    for one in stored:
+        assert one["measured"] and re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", one["conditions"]["commit"])
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
+    return tmp_path
+
+
+def measured_coder() -> dict[str, Any]:
+    return {"codes": [coder.measure("small", coder.gaussian_codes(51_200))]}
+
+
+def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(empty: Path) -> None:
+    measured = measured_coder()
+    results.finish("coder-small", results.conditions(), measured, keep=True)
+    page = (empty / "RESULTS.md").read_text(encoding="utf-8")
+    size = measured["codes"][0]["coders"][0]["bytes"]
+    assert f"| small, 0.05 M | rANS, train_gpt.py | {size:,} |" in page and page == results.page()
+    stored = empty / "results" / "coder-small.json"
+    stored.write_text(stored.read_text().replace(f'"bytes": {size},', f'"bytes": {size + 1},'))
+    assert page != results.page() and f"{size + 1:,}" in results.page()
+
+
+def test_what_is_not_kept_is_only_printed(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results.finish("coder", results.conditions(), measured_coder(), keep=False)
+    assert "## Entropy coder" in capsys.readouterr().out and not list(empty.iterdir())
