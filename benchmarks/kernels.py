@@ -1,6 +1,6 @@
 """The fused MLP against eager PyTorch and torch.compile of its plain twin, alone and in a training step.
 
-    python benchmarks/kernels.py [--out benchmarks/RESULTS.md]
+    python benchmarks/kernels.py [--keep]
 
 Each form of the MLP runs forward, backward and both at the per-GPU shapes of the baseline, PR #549, PR #1493
 and the default config, in bf16. The floor of a pass adds, product by product, the larger of operations over
@@ -13,14 +13,12 @@ Without a GPU it says so, exits with status 2 and writes nothing.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
+from benchmarks import results  # noqa: E402
 
+TITLE = "Kernels"
 BYTES = 2  # of a bf16 element
 QUANTILES = (0.5, 0.2, 0.8)
 STEP_ROUNDS = 20  # whole steps per setting of the switch
@@ -112,29 +112,28 @@ def forms(plain: Callable[..., Tensor], fused: Callable[..., Tensor]) -> dict[st
     }
 
 
-def table_rows(
+def timed(
     s: Shape, functions: dict[str, Callable[..., Tensor]], tensors: list[Tensor],
     costs: dict[str, list[Cost]], roof: Roof,
-) -> list[str]:  # fmt: skip
-    """One row per form and pass."""
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Median, p20 and p80 of every form and pass, and the least work there is."""
     from triton.testing import do_bench
 
-    rows = []
+    found: list[dict[str, Any]] = []
     for form, function in functions.items():
         for name, run in passes(function, tensors).items():
-            median, low, high = do_bench(run, quantiles=QUANTILES)
-            operations, moved = sum(c.operations for c in costs[name]), sum(c.bytes for c in costs[name])
-            floor = roof.floor_ms(costs[name])
-            rows.append(
-                f"| {s.name} | {name} | {form} | {median:.3f} | {low:.3f} | {high:.3f} | "
-                f"{operations / median / 1e9:.0f} | {moved / median / 1e6:.0f} | "
-                f"{floor:.3f} | {floor / median:.0%} |"
-            )
-            print(rows[-1], flush=True)
-    return rows
+            work = {
+                "operations": sum(c.operations for c in costs[name]),
+                "bytes": sum(c.bytes for c in costs[name]),
+                "floor_ms": roof.floor_ms(costs[name]),
+            }
+            times = do_bench(run, quantiles=QUANTILES)
+            found.append({"config": s.name, "pass": name, "form": form, "ms": times, **work})
+            print(found[-1], file=sys.stderr, flush=True)
+    return found
 
 
-def kernel_rows(s: Shape, roof: Roof) -> list[str]:
+def kernel_times(s: Shape, roof: Roof) -> list[dict[str, Any]]:
     """The MLP at one shape, on normal inputs (zeros would draw less power and run faster)."""
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -152,7 +151,7 @@ def kernel_rows(s: Shape, roof: Roof) -> list[str]:
         normal(s.hidden, s.dim, scale=scale),
         normal(s.dim, s.hidden, scale=scale),
     ]
-    return table_rows(s, forms(mlp_plain, mlp_fused), mlp, mlp_costs(s), roof)
+    return timed(s, forms(mlp_plain, mlp_fused), mlp, mlp_costs(s), roof)
 
 
 def measure_roof() -> Roof:
@@ -186,11 +185,11 @@ def training_step(fused_mlp: bool) -> Callable[[], None]:
     return step
 
 
-def step_rows() -> list[str]:
-    """Whole steps with the switch off and on, one of each in turn."""
+def step_times() -> dict[str, list[float]]:
+    """Milliseconds of whole steps with the switch off and on, one of each in turn."""
     torch._dynamo.reset()
-    steps = {fused: training_step(fused) for fused in (False, True)}
-    times_ms: dict[bool, list[float]] = {fused: [] for fused in steps}
+    steps = {"0": training_step(False), "1": training_step(True)}
+    times_ms: dict[str, list[float]] = {fused: [] for fused in steps}
     for turn in range(STEP_ROUNDS + 3):  # three to compile, tune and settle
         for fused, step in steps.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -200,50 +199,48 @@ def step_rows() -> list[str]:
             end.synchronize()
             if turn >= 3:
                 times_ms[fused].append(begin.elapsed_time(end))
-    base_ms = statistics.median(times_ms[False])
-    rows = ["", "| FUSED_MLP | step median ms | p20 | p80 | speed-up |", "|" + "---|" * 5]
-    for fused, times in times_ms.items():
+    return times_ms
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """The passes of the MLP, then whole steps."""
+    roof = measured["roof"]
+    lines = [
+        f"Roof, measured first: bf16 matmul {roof['tflops']:.0f} TFLOP/s, copy {roof['gb_per_s']:.0f} GB/s. "
+        "TFLOP/s and GB/s count the least work.",
+        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
+    ]  # fmt: skip
+    for one in measured["kernels"]:
+        median, low, high = one["ms"]
+        lines.append(
+            f"| {one['config']} | {one['pass']} | {one['form']} | {median:.3f} | {low:.3f} | {high:.3f} | "
+            f"{one['operations'] / median / 1e9:.0f} | {one['bytes'] / median / 1e6:.0f} | "
+            f"{one['floor_ms']:.3f} | {one['floor_ms'] / median:.0%} |"
+        )
+    base_ms = statistics.median(measured["step_ms"]["0"])
+    lines += ["", "| FUSED_MLP | step median ms | p20 | p80 | speed-up | n |", "|" + "---|" * 6]
+    for fused, times in measured["step_ms"].items():
         low, *_, high = statistics.quantiles(times, n=5)
         median = statistics.median(times)
-        rows.append(f"| {fused:d} | {median:.2f} | {low:.2f} | {high:.2f} | {base_ms / median:.3f} |")
-    print("\n".join(rows))
-    return rows
-
-
-def heading(roof: Roof) -> list[str]:
-    """Where, when and with what the numbers were made."""
-    import triton
-
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPO, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return [
-        f"\n## Kernels, {datetime.now(timezone.utc):%Y-%m-%d}",
-        "",
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Triton {triton.__version__}, "
-        f"Python {platform.python_version()}, commit {commit or 'unknown'}. Roof measured first: bf16 matmul "
-        f"{roof.tflops:.0f} TFLOP/s, copy {roof.gb_per_s:.0f} GB/s. TFLOP/s and GB/s count the least work.",
-        "",
-        HEADER,
-        "|" + "---|" * (HEADER.count("|") - 1),
-    ]
+        speedup = f"{base_ms / median:.3f}"
+        lines.append(f"| {fused} | {median:.2f} | {low:.2f} | {high:.2f} | {speedup} | {len(times)} |")
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=REPO / "benchmarks/RESULTS.md", help="table to append to")
-    out = parser.parse_args().out
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+    keep = parser.parse_args().keep
     if not torch.cuda.is_available() or train_gpt.triton is None:
         print("kernels: needs a CUDA GPU and Triton; nothing measured, nothing written", file=sys.stderr)
         return 2
-    lines = heading(roof := measure_roof())
-    print("\n".join(lines))
+    before, roof, kernels = results.conditions(), measure_roof(), list[dict[str, Any]]()
     for shape in shapes():
-        lines += kernel_rows(shape, roof)
+        kernels += kernel_times(shape, roof)
         torch.cuda.empty_cache()
-    lines += step_rows()
-    with out.open("a", encoding="utf-8") as results:
-        results.write("\n".join(lines) + "\n")
+    rates = {"tflops": roof.tflops, "gb_per_s": roof.gb_per_s}
+    measured = {"roof": rates, "kernels": kernels, "step_ms": step_times()}
+    results.finish("kernels", before, measured, keep)
     return 0
 
 
