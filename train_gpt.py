@@ -224,10 +224,6 @@ class Config:
     preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
     phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life before a rank is ended", 1)
     eval_only: str = knob("", "score this artifact instead of training")
-    generate: str = knob("", "write text after this prompt from the artifact")
-    generate_tokens: int = knob(200, "tokens to write", 1, 1 << 20)
-    generate_temperature: float = knob(0.8, "0: always the likeliest token", 0)
-    generate_top_k: int = knob(40, "choose among this many; 0: all", 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -1688,24 +1684,6 @@ def compiling(config: Config, device: torch.device) -> bool:
     return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
 
 
-@torch.no_grad()
-def generate_text(model: GPT, config: Config, prompt: str) -> str:
-    """The prompt and GENERATE_TOKENS more tokens, sampled with temperature and top-k from SEED."""
-    import sentencepiece
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
-    source, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
-    model.mlp, ids = mlp_plain, [BOS_ID, *pieces.encode(prompt)]  # the kernel would be tuned for each length
-    for _ in range(config.generate_tokens):
-        hidden_BTD = model(torch.tensor([ids[-config.eval_length :]], device=device))
-        logits = model.logits(hidden_BTD[0, -1]).float().cpu()
-        if config.logit_softcap:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        top = logits.topk(min(config.generate_top_k or len(logits), len(logits)))
-        odds = (top.values / max(config.generate_temperature, 1e-6)).softmax(-1)
-        ids.append(int(top.indices[torch.multinomial(odds, 1, generator=source)]))
-    return pieces.decode(ids)
-
-
 class Progress:
     """Tells how far evaluation is, and keeps it in evaluation.pt, from which a resumed run goes on."""
 
@@ -2445,10 +2423,6 @@ def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless that is done; then reload the artifact, and score nothing but what it holds."""
     if config.eval_only:
         config = with_stored_model(config)
-    if config.eval_only and config.generate:  # needs no data and leaves no trace
-        model = ready_model(load_artifact(Path(config.eval_only))[0], config, run)
-        run.log(generate_text(model, config, config.generate))
-        return 0
     with run.phase("setup"):
         inputs = preflight(config, run)
         open_run(config, run, inputs)
@@ -2462,8 +2436,6 @@ def whole_run(config: Config, run: Run) -> int:
         model = ready_model(load_artifact(path)[0], config, run)
     scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
     summarize(config, run, inputs, trained, path, scores)
-    if config.generate:
-        run.log(generate_text(model, config, config.generate))
     return 0
 
 
