@@ -1622,18 +1622,15 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
     begins = np.where(config.doc_mask & (tokens[:-1] == BOS_ID), np.arange(len(ledger)), 0)
     chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    layout = len(ledger), context, config.eval_stride, np.maximum.accumulate(begins), chunk_tokens
+    begins = np.maximum.accumulate(begins)
+    chunks = window_rows(len(ledger), context, config.eval_stride, begins, chunk_tokens)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
     stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
     windows, fixed_shapes = stream.unfold(0, context + 1, 1), compiling(config, device)
     forward: Any = torch.compile(GPT.forward, dynamic=False, fullgraph=True) if fixed_shapes else GPT.forward
-    if progress:
-        progress.begin(ledger, sgd)
-    for index, chunk in enumerate(chunks := window_rows(*layout)):
+    for index, chunk in enumerate(chunks):
         begin, end = int(chunk[0, 1]), int(chunk[-1, 2])
-        if begin < ledger.scored:  # by the run that this one continues
-            continue
         nats = torch.zeros(end - begin, dtype=torch.float64, device=device)
         for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):  # for any number alike
             first, start, stop = chunk[at : at + batch_rows].T
@@ -1654,7 +1651,7 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
             sgd.param_groups[0]["lr"] = config.ttt_lr * share
             learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
         if progress:
-            progress.note(ledger, index % (config.val_progress_log_every or -(-len(chunks) // 20)) == 0)
+            progress(ledger, index, len(chunks))
     return ledger
 
 
@@ -1684,63 +1681,31 @@ def compiling(config: Config, device: torch.device) -> bool:
     return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
 
 
-class Progress:
-    """Tells how far evaluation is, and keeps it in evaluation.pt, from which a resumed run goes on."""
-
-    def __init__(self, model: GPT, config: Config, run: Run, tokens: np.ndarray) -> None:
-        self.model, self.config, self.run, self.ledgers = model, config, run, dict[str, Ledger]()
-        settings = [item for item in config.as_env().items() if item[0].startswith(("EVAL_", "TTT_", "VAL_"))]
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy()
-        inputs = repr(settings).encode() + tokens.tobytes() + weights.tobytes()
-        self.found: dict[str, Any] = {"of": hashlib.sha256(inputs).hexdigest(), "phases": {}, "nats": {}}
-        if config.resume:
-            with contextlib.suppress(OSError, RuntimeError, ValueError, pickle.UnpicklingError):
-                found = read_state(run.path("evaluation.pt"))
-                self.found = found if found["of"] == self.found["of"] else self.found
-        run.phases.update(self.found["phases"])
-        self.saved = time.perf_counter()
-
-    def begin(self, ledger: Ledger, sgd: torch.optim.SGD | None) -> None:
-        """Give the scorer of this phase what the run that this one continues had scored and learned."""
-        self.sgd, nats = sgd, self.found["nats"].get(self.run.phase_name, torch.empty(0))
-        ledger.record(0, nats.numpy())
-        if sgd and len(nats):
-            self.model.load_state_dict(self.found["weights"])
-            sgd.load_state_dict(self.found["sgd"])
-        self.ledgers[self.run.phase_name], self.start = ledger, time.perf_counter()
-
-    def note(self, ledger: Ledger, report: bool) -> None:
-        """After a chunk: tell what all of evaluation is projected to take, and save every so often."""
-        run, config, phase, now = self.run, self.config, self.run.phase_name, time.perf_counter()
-        run.alive()
-        phases = {name: seconds for name, seconds in run.phases.items() if name.startswith("eval_")}
-        phases[phase] = phases.get(phase, 0.0) + now - self.start
-        left = phases[phase] * (len(ledger) / ledger.scored - 1)
-        total = sum(phases.values()) + left
-        over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
-        if report:
-            mean = ledger.nats[: ledger.scored].mean()
-            run.log(f"val_progress:{phase.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
-                    f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
-        if 0 < config.checkpoint_every_seconds <= now - self.saved and run.rank == 0:
-            nats = {name: torch.tensor(done.nats[: done.scored]) for name, done in self.ledgers.items()}
-            state = self.found | {"phases": phases, "nats": nats, "weights": self.model.state_dict()}
-            with contextlib.suppress(ConfigError):  # a full disk ends no evaluation
-                write_state(run.path("evaluation.pt"), state | {"sgd": self.sgd and self.sgd.state_dict()})
-            self.saved = time.perf_counter()
+def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chunk: int, chunks: int) -> None:
+    """After a chunk of a scorer begun at `start`: every so often, what all of evaluation should come to."""
+    run.alive()
+    if chunk % (config.val_progress_log_every or -(-chunks // 20)):
+        return
+    seconds, mean = time.perf_counter() - start, ledger.nats[: ledger.scored].mean()
+    left = seconds * (len(ledger) / ledger.scored - 1)
+    total = seconds + left + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
+    over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
+    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
+            f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
     scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
     noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=config.ttt_chunk_tokens + 2)
-    progress, scores = Progress(model, config, run, validation.tokens), dict[str, Score]()
+    scores = dict[str, Score]()
     for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
         label = name if name == "legal_ttt" else f"final_{weights}_{name}"
         if compiling(config, run.device):
             with run.phase("eval_warmup"):  # on random tokens, over a chunk of them: an update is compiled
                 scorer(model, noise, config)
         with run.phase(f"eval_{name}"):
+            progress = functools.partial(report_progress, config, run, time.perf_counter())
             ledger = scorer(model, validation.tokens, config, progress)
         score, seconds = ledger.score(validation.bytes_total), run.phases[f"eval_{name}"]
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
@@ -1750,8 +1715,6 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
         run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
                   scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
         scores[name] = score
-    if (config.checkpoint_every_seconds or config.resume) and run.rank == 0:
-        run.path("evaluation.pt").unlink(missing_ok=True)
     return scores
 
 
@@ -2073,21 +2036,6 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
 
 
-def write_state(path: Path, state: Any) -> None:
-    """Write tensors, numbers, text and containers of them, and their SHA-256. Raises ConfigError."""
-    torch.save(state, buffer := io.BytesIO())
-    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
-    write_atomically(path, buffer.getvalue())
-
-
-def read_state(path: Path) -> Any:
-    """What `write_state` wrote, read as data, never as code; ValueError where it is not as it was written."""
-    data, digest = (content := path.read_bytes())[:-32], content[-32:]
-    if hashlib.sha256(data).digest() != digest:
-        raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
 def save_checkpoint(training: Training) -> None:
     """Write the state to checkpoint.pt, in a thread; the one before stays beside it. All ranks call it."""
     run, state = training.run, training.state()
@@ -2099,7 +2047,9 @@ def save_checkpoint(training: Training) -> None:
                 raise ConfigError("its weights are not finite")
             if training.saved == current:  # one that could not be read replaces none that could
                 training.saved = current.replace(previous)
-            write_state(current, state)
+            torch.save(state, buffer := io.BytesIO())
+            buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
+            write_atomically(current, buffer.getvalue())
             training.saved = current
             run.log(f"checkpoint:{current} step:{state['step']}")
         except (OSError, ConfigError) as error:
@@ -2126,7 +2076,10 @@ def load_checkpoint(training: Training) -> None:
     run, ours = training.run, training.config.up_to("MIN_LR")
     for path in map(run.path, CHECKPOINT_NAMES):
         try:
-            training.saved, state = path, read_state(path)
+            data, digest = (content := path.read_bytes())[:-32], content[-32:]
+            if hashlib.sha256(data).digest() != digest:
+                raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # executes nothing
             break
         except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
@@ -2137,6 +2090,7 @@ def load_checkpoint(training: Training) -> None:
             raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
     training.load_state(state)
+    training.saved = path
     run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
 
 

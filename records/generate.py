@@ -1,4 +1,4 @@
-"""`generate`: text that a run's artifact writes after a prompt; it and its tokenizer are all that is needed."""
+"""`generate`: text that a run's artifact writes after a prompt; needs that file and its tokenizer alone."""
 
 from __future__ import annotations
 
