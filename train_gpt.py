@@ -1877,61 +1877,50 @@ def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
     if not role:
         return 1 / 120, 127
     clip = getattr(config, f"{role}_clip_sigmas")
-    bits = config.embed_bits if role == "embed" else config.matrix_bits
-    configured = clip / (2 ** (bits - 1) - 1)
+    configured = clip / (2 ** ((config.embed_bits if role == "embed" else config.matrix_bits) - 1) - 1)
     step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
     return step, round(clip / step)
 
 
-def expected_bytes(config: Config, multiplier: float) -> float:
+def expected_bytes(config: Config, notch: int) -> float:
     """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
     total = 1000.0
     for name, shape in parameter_shapes(config).items():
-        step, _ = step_of(name, config, multiplier)
+        step, _ = step_of(name, config, 2 ** (notch / FINENESS))
         total += math.prod(shape) * math.log2(1 + 2 * math.pi * math.e / step**2) / 16
     return total
 
 
 def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, 2 ** (NOTCHES[end] / FINENESS))) for end in (0, -1))
+    most, fewest = (round(expected_bytes(config, NOTCHES[end])) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
     if excess > 0:
         raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
     return fewest, most
 
 
-def fill_budget(
-    banks: Mapping[str, Bank], config: Config, budget: int, assemble: Callable[[list[np.ndarray]], bytes]
-) -> tuple[bytes, str]:
-    """The file that ends at most 0.05 % of ARTIFACT_BYTES_MAX under its budget, and how it came about.
+def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]) -> tuple[bytes, str]:
+    """The largest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
 
-    At most three passes, more only while none fits. Each corrects the expectation, and aims beyond the budget
-    on the side not seen yet. Then rows of the finer replace the coarser's: to GPTQ rows are independent.
-    """
-    notches = NOTCHES if config.rate_control else range(1)
-    enough = budget - 5e-4 * config.artifact_bytes_max
-    fits, over, best = list[np.ndarray](), list[np.ndarray](), b""
-    share, part, aim, ratio = 0.0, 0.5, (budget + enough) / 2, 1.0
-    for passes in itertools.count(1):
-        index = bisect.bisect_left(
-            notches[:-1], -aim / ratio, key=lambda notch: -expected_bytes(config, 2 ** (notch / FINENESS)))
-        m = 2 ** (notches[index] / FINENESS)
-        arrays = [array for name, bank in banks.items() for array in gptq(bank, *step_of(name, config, m))]
-        data = assemble(arrays)
-        ratio = len(data) / expected_bytes(config, m)
-        if len(data) > budget and notches[index] == notches[-1]:
-            raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-        fits, over, best = (arrays, over, data) if len(data) <= budget else (fits, arrays, best)
-        if len(best) > enough or (fits and (over or passes > 2 or not index)):
-            break
-        aim = budget * (1 + (0.01 if fits else -0.01) * passes)
-    while over and len(best) <= enough and part > 1e-6:
-        cuts = [round((share + part) * len(rows)) for rows in fits]
-        data = assemble([np.concatenate([f[:n], c[n:]]) for f, c, n in zip(over, fits, cuts, strict=True)])
-        share, best, part = (share + part, data, part / 2) if len(data) <= budget else (share, best, part / 2)
-    note = " unused: 8 bits cannot fill it" if m < 1 / 127 and len(best) <= enough else ""
-    return best, f"step_multiplier:{m:.4f} passes:{passes}{note}"
+    The error of the expectation in one pass corrects it for the next, which tries a multiplier between those
+    that were too fine and too coarse: until a file is at most 0.05 % of ARTIFACT_BYTES_MAX under budget."""
+    notches, best, passes = NOTCHES if config.rate_control else range(1), b"", 0
+    finest, coarsest, least = 0, len(notches) - 1, budget - 5e-4 * config.artifact_bytes_max
+    wanted = aim = (budget + least) / 2
+    while finest <= coarsest and len(best) < least and (passes < 10 or not best):
+        passes += 1
+        at = bisect.bisect_left(notches, -wanted, finest, coarsest, key=lambda n: -expected_bytes(config, n))
+        data = quantized(2 ** (notches[at] / FINENESS))
+        wanted = aim + expected_bytes(config, notches[at]) - len(data)
+        if len(data) > budget:
+            finest = at + 1
+        else:
+            coarsest, best = at - 1, max(best, data, key=len)
+    if not best:
+        raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
+    note = " unused: 8 bits cannot fill it" * (notches[at] == NOTCHES[0] and len(best) < least)
+    return best, f"step_multiplier:{2 ** (notches[at] / FINENESS):.4f} passes:{passes}{note}"
 
 
 MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
@@ -1946,14 +1935,18 @@ def write_artifact(
     banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
     budget = config.artifact_bytes_max - code_bytes
 
-    def assemble(arrays: list[np.ndarray]) -> bytes:
-        peaks = {name: int(abs(codes).max()) for name, codes in zip(banks, arrays[::2], strict=True)}
-        bits = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
+    def quantized(multiplier: float) -> bytes:
+        arrays, bits = list[np.ndarray](), dict[str, int]()
+        for name, bank in banks.items():
+            codes, exponents = gptq(bank, *step_of(name, config, multiplier))
+            arrays += [codes, exponents]
+            if name in MATRIX_ROLES:
+                bits[name] = int(abs(codes).max()).bit_length() + 1
         header = {"config": config.model_env(), "tokenizer_sha256": tokenizer_sha256, "bits": bits}
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
-    data, how = fill_budget(banks, config, budget, assemble)
+    data, how = fill_budget(config, budget, quantized)
     write_atomically(path, data)
     log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
 
