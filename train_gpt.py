@@ -18,7 +18,6 @@ head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C 
 from __future__ import annotations
 
 import ast
-import base64
 import bisect
 import collections
 import contextlib
@@ -2000,12 +1999,14 @@ def load_artifact(path: Path) -> tuple[GPT, Config]:
     return model, config
 
 
-WRAPPER = """import base64,linecache,lzma
-s=lzma.decompress(base64.b85decode("%s")).decode()
+WRAPPER = """# -*- coding: latin-1 -*-
+import linecache,lzma
+s=lzma.decompress("%s".encode("latin-1")).decode()
 n=__file__+" (unpacked)"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
+ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "\n": r"\n", '"': r"\""})
 
 
 def shipped_code(source: bytes, mode: str) -> bytes:
@@ -2017,9 +2018,9 @@ def shipped_code(source: bytes, mode: str) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
+    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
     packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
-    return (WRAPPER % base64.b85encode(packed).decode()).encode()
+    return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
 
 
 # ============================================================================================================

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import train_gpt
+from records.source import decoded, unwrap
 from train_gpt import ArtifactError, Config
 
 TOKENIZER = "ab" * 32
@@ -516,10 +517,7 @@ def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    env = settings_of(
-        2, 32, 64, TIE_EMBEDDINGS=0, ARTIFACT_BYTES_MAX=40_000
-    )
-    config = Config.from_env(env)
+    config = Config.from_env(settings_of(2, 32, 64, TIE_EMBEDDINGS=0, ARTIFACT_BYTES_MAX=40_000))
     model, report, _ = write(tmp_path / "model.bin", config)
     loaded, stored = train_gpt.load_artifact(tmp_path / "model.bin")
     assert stored.model_env() == config.model_env() == report["config"]
@@ -758,11 +756,44 @@ def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
     assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
 
 
+def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "wrapped.py").write_bytes(train_gpt.shipped_code(PROGRAM.encode(), "wrapped"))
+    program = "import wrapped; print(wrapped.area(wrapped.Point(4)), wrapped.Point(1).name)"
+    for arguments, told in (
+        (["-c", program], "16 é\\ %s\n"),
+        (["-m", "wrapped"], "__main__ [] 9"),
+    ):
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, timeout=60,
+                              env={"PYTHONIOENCODING": "utf-8"})  # fmt: skip
+        assert told in done.stdout.decode(), done.stderr
+
+
+def test_wrapped_code_holds_any_byte() -> None:
+    escapes, held = set[bytes](), set[int]()
+    for seed in range(60):
+        noise = random.Random(seed).randbytes(600).hex()
+        wrapped = train_gpt.shipped_code(f'NOISE = "{noise}"'.encode(), "wrapped")
+        scope = {"__file__": "noise.py"}
+        exec(compile(wrapped, "noise.py", "exec"), scope)
+        assert scope["NOISE"] == noise and read_source(wrapped) == f"NOISE = '{noise}'"
+        escapes |= set(re.findall(rb"\\(x00\d|x00|.)", wrapped))
+        held |= set(wrapped)
+    assert {b"x00", b"r", b"n", b'"', b"\\"} <= escapes, "each escape was needed somewhere"
+    assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
+    assert held == set(range(256)) - {0, 13}
+
+
+def read_source(wrapped: bytes) -> str | None:
+    return unwrap(decoded(wrapped))
+
+
 def test_shipped_code_follows_the_mode(repo: Path) -> None:
     source = Path(train_gpt.__file__).read_bytes()
     assert train_gpt.shipped_code(source, "raw") == source
     wrapped = train_gpt.shipped_code(source, "wrapped")
-    assert len(wrapped) < 0.3 * len(source)
+    assert len(wrapped) < 0.25 * len(source)
+    payload = lzma.compress(unwrap(decoded(wrapped)).encode(), preset=9 | lzma.PRESET_EXTREME)
+    assert len(wrapped) < 1.035 * len(payload)
     assert train_gpt.shipped_code(wrapped, "wrapped") == wrapped
     assert wrapped == train_gpt.shipped_code(source, "wrapped")
     assert linecache.getlines(inspect.getfile(train_gpt))
