@@ -1520,7 +1520,6 @@ def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: C
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
-HEAD_ROWS = 4096  # scored positions that pass the output head at once
 Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
 Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
 
@@ -1619,9 +1618,8 @@ def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> 
 def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
     """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
-    begins = np.where(config.doc_mask & (tokens[:-1] == BOS_ID), np.arange(len(ledger)), 0)
+    begins = np.maximum.accumulate(np.arange(len(ledger)) * (tokens[:-1] == BOS_ID) * config.doc_mask)
     chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    begins = np.maximum.accumulate(begins)
     chunks = window_rows(len(ledger), context, config.eval_stride, begins, chunk_tokens)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
@@ -1634,13 +1632,13 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
         for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):  # for any number alike
             first, start, stop = chunk[at : at + batch_rows].T
             offset = np.repeat(np.arange(len(start)) * context - first, stop - start)
-            parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
+            scored = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device)  # rows for the head
             if fixed_shapes:  # the same rows again, until the batch is full
                 first = np.resize(first, batch_rows)
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
             inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
             hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
-            found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
+            found = model.loss_per_token(hidden_ND[scored], targets_N[scored])
             nats[start[0] - begin : stop[-1] - begin] = found
         if world_size > 1:
             dist.all_reduce(nats)
@@ -1864,7 +1862,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-FINENESS, NOTCHES = 2048, range(-7 * 2048, 12 * 2048)  # multipliers of steps are 2 ** (notch / FINENESS)
+MULTIPLIERS = [2 ** (notch / 2048) for notch in range(-7 * 2048, 12 * 2048)]  # of the configured steps
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: keep it 1, or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
 
@@ -1881,18 +1879,18 @@ def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
     return step, round(clip / step)
 
 
-def expected_bytes(config: Config, notch: int) -> float:
+def expected_bytes(config: Config, multiplier: float) -> float:
     """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
     total = 1000.0
     for name, shape in parameter_shapes(config).items():
-        step, _ = step_of(name, config, 2 ** (notch / FINENESS))
+        step, _ = step_of(name, config, multiplier)
         total += math.prod(shape) * math.log2(1 + 2 * math.pi * math.e / step**2) / 16
     return total
 
 
 def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, NOTCHES[end])) for end in (0, -1))
+    most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
     if excess > 0:
         raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
@@ -1904,22 +1902,22 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]
 
     The error of the expectation in one pass corrects it for the next, which tries a multiplier between those
     that were too fine and too coarse: until a file is at most 0.05 % of ARTIFACT_BYTES_MAX under budget."""
-    notches, best, passes = NOTCHES if config.rate_control else range(1), b"", 0
-    finest, coarsest, least = 0, len(notches) - 1, budget - 5e-4 * config.artifact_bytes_max
+    multipliers, best, passes = MULTIPLIERS if config.rate_control else [1.0], b"", 0
+    finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
     wanted = aim = (budget + least) / 2
     while finest <= coarsest and len(best) < least and (passes < 10 or not best):
-        passes += 1
-        at = bisect.bisect_left(notches, -wanted, finest, coarsest, key=lambda n: -expected_bytes(config, n))
-        data = quantized(2 ** (notches[at] / FINENESS))
-        wanted = aim + expected_bytes(config, notches[at]) - len(data)
+        at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
+                                key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
+        data, passes = quantized(multipliers[at]), passes + 1
+        wanted = aim + expected_bytes(config, multipliers[at]) - len(data)
         if len(data) > budget:
             finest = at + 1
         else:
             coarsest, best = at - 1, max(best, data, key=len)
     if not best:
         raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-    note = " unused: 8 bits cannot fill it" * (notches[at] == NOTCHES[0] and len(best) < least)
-    return best, f"step_multiplier:{2 ** (notches[at] / FINENESS):.4f} passes:{passes}{note}"
+    note = " unused: 8 bits cannot fill it" * (multipliers[at] == MULTIPLIERS[0] and len(best) < least)
+    return best, f"step_multiplier:{multipliers[at]:.4f} passes:{passes}{note}"
 
 
 MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
@@ -2067,7 +2065,7 @@ def find_checkpoint(config: Config) -> Path:
 
 def load_checkpoint(training: Training) -> None:
     """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run, ours = training.run, training.config.up_to("MIN_LR")
+    run = training.run
     for path in map(run.path, CHECKPOINT_NAMES):
         try:
             data, digest = (content := path.read_bytes())[:-32], content[-32:]
@@ -2079,9 +2077,9 @@ def load_checkpoint(training: Training) -> None:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
     else:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
-    for name in ours:
-        if (theirs := state["config"].get(name)) != ours[name]:
-            raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs}; "
+    for name, ours in training.config.up_to("MIN_LR").items():
+        if (theirs := state["config"].get(name)) != ours:
+            raise ConfigError(f"{name}={ours}, but {run.directory} has {theirs}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
     training.load_state(state)
     training.saved = path

@@ -482,8 +482,7 @@ def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, 
 
 
 def expected(multiplier: float) -> float:
-    notch = round(train_gpt.FINENESS * math.log2(multiplier))
-    return train_gpt.expected_bytes(Config.from_env(settings_of(2, 64, 256)), notch)
+    return train_gpt.expected_bytes(Config.from_env(settings_of(2, 64, 256)), multiplier)
 
 
 @pytest.mark.parametrize("factor", [0.8, 0.97, 1.0, 1.1, 1.2])
@@ -507,8 +506,7 @@ def test_what_never_fits_says_by_how_much_and_ends() -> None:
 
 
 def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
-    coarsest = 2 ** (train_gpt.NOTCHES[-1] / train_gpt.FINENESS)
-    assert fill(lambda m: 29_000 if m == coarsest else 31_000)[0] == 29_000
+    assert fill(lambda m: 29_000 if m == train_gpt.MULTIPLIERS[-1] else 31_000)[0] == 29_000
     size, how, passes = fill(lambda m: 0.2 * expected(m))
     assert size < 25_000 and passes <= 4 and how.endswith(" unused: 8 bits cannot fill it")
 
