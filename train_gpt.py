@@ -1898,10 +1898,10 @@ def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, i
 
 
 def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]) -> tuple[bytes, str]:
-    """The largest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
+    """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
 
     The error of the expectation in one pass corrects it for the next, which tries a multiplier between those
-    that were too fine and too coarse: until a file is at most 0.05 % of ARTIFACT_BYTES_MAX under budget."""
+    too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
     multipliers, best, passes = MULTIPLIERS if config.rate_control else [1.0], b"", 0
     finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
     wanted = aim = (budget + least) / 2
@@ -1913,11 +1913,11 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]
         if len(data) > budget:
             finest = at + 1
         else:
-            coarsest, best = at - 1, max(best, data, key=len)
+            coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
         raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-    note = " unused: 8 bits cannot fill it" * (multipliers[at] == MULTIPLIERS[0] and len(best) < least)
-    return best, f"step_multiplier:{multipliers[at]:.4f} passes:{passes}{note}"
+    note = " unused: 8 bits cannot fill it" * (chosen == MULTIPLIERS[0] and len(best) < least)
+    return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
 
 MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
