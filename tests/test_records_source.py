@@ -56,7 +56,7 @@ def test_unwrap_returns_what_was_wrapped(noise: bytes) -> None:
 
 
 def test_both_forms_that_our_runs_have_shipped_are_read(repo: Path, tmp_path: Path) -> None:
-    """Latin-1 text since 0.3, base 85 before: a record of each."""
+    """Latin-1 text, and base 85 as in the records: one of each."""
     text = (repo / "train_gpt.py").read_bytes()
     (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text, "wrapped"))
     record = repo / "records" / "track_cpu_demo" / "2026-11-21_ShorterScript"
