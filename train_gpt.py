@@ -1900,16 +1900,19 @@ def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, i
 def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]) -> tuple[bytes, str]:
     """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
 
-    The error of the expectation in one pass corrects it for the next, which tries a multiplier between those
-    too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
+    The line through the last two passes, expected against true bytes, leads to the next multiplier, between
+    those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
     multipliers, best, passes = MULTIPLIERS if config.rate_control else [1.0], b"", 0
     finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
-    wanted = aim = (budget + least) / 2
+    wanted, before = (budget + least) / 2, (0.0, 0)
     while finest <= coarsest and len(best) < least and (passes < 10 or not best):
         at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
                                 key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
         data, passes = quantized(multipliers[at]), passes + 1
-        wanted = aim + expected_bytes(config, multipliers[at]) - len(data)
+        expected = expected_bytes(config, multipliers[at])
+        slope = (expected - before[0]) / (len(data) - before[1] or 1)
+        wanted = expected + ((budget + least) / 2 - len(data)) * min(max(slope, 0.2), 2.0)  # sizes are noisy
+        before = expected, len(data)
         if len(data) > budget:
             finest = at + 1
         else:

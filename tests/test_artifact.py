@@ -493,6 +493,12 @@ def test_a_wrong_expectation_corrects_itself(factor: float) -> None:
         assert 30_000 - 20 <= size <= 30_000 and passes <= 9 and f"passes:{passes}" in how
 
 
+@pytest.mark.parametrize("steepness", [0.6, 2.3])
+def test_sizes_that_move_otherwise_than_expected_are_followed(steepness: float) -> None:
+    size, _, passes = fill(lambda m: 30_000 + steepness * (expected(m) - 32_000))
+    assert 30_000 - 20 <= size <= 30_000 and passes <= 6
+
+
 def test_sizes_that_jump_end_with_the_best_that_fits() -> None:
     size, how, passes = fill(lambda m: 28_000 if expected(m) < 30_500 else 33_000)
     assert size == 28_000 and passes <= 10 and "unused" not in how
