@@ -31,7 +31,8 @@ $(STAMP): requirements.txt requirements-dev.txt
 
 demo: $(STAMP)
 	@$(RUN) data/sample.py
-	@CONFIG=$(CONFIG) RUN_ID=$(NAME) GENERATE="The function returns" $(RUN) train_gpt.py
+	@CONFIG=$(CONFIG) RUN_ID=$(NAME) $(RUN) train_gpt.py
+	@$(RUN) -m records generate runs/$(NAME)/model.bin "The function returns"
 	@$(RUN) -m records plot runs/$(NAME) --out runs/$(NAME)/loss.png
 	@echo "loss curve: runs/$(NAME)/loss.png"
 

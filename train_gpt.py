@@ -18,7 +18,6 @@ head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C 
 from __future__ import annotations
 
 import ast
-import base64
 import bisect
 import collections
 import contextlib
@@ -222,10 +221,6 @@ class Config:
     preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
     phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life before a rank is ended", 1)
     eval_only: str = knob("", "score this artifact instead of training")
-    generate: str = knob("", "write text after this prompt from the artifact")
-    generate_tokens: int = knob(200, "tokens to write", 1, 1 << 20)
-    generate_temperature: float = knob(0.8, "0: always the likeliest token", 0)
-    generate_top_k: int = knob(40, "choose among this many; 0: all", 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
@@ -1341,7 +1336,6 @@ def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: C
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
-HEAD_ROWS = 4096  # scored positions that pass the output head at once
 Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
 Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
 
@@ -1440,31 +1434,27 @@ def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> 
 def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
     """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
-    begins = np.where(config.doc_mask & (tokens[:-1] == BOS_ID), np.arange(len(ledger)), 0)
+    begins = np.maximum.accumulate(np.arange(len(ledger)) * (tokens[:-1] == BOS_ID) * config.doc_mask)
     chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    layout = len(ledger), context, config.eval_stride, np.maximum.accumulate(begins), chunk_tokens
+    chunks = window_rows(len(ledger), context, config.eval_stride, begins, chunk_tokens)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
     stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
     windows, fixed_shapes = stream.unfold(0, context + 1, 1), compiling(config, device)
     forward: Any = torch.compile(GPT.forward, dynamic=False, fullgraph=True) if fixed_shapes else GPT.forward
-    if progress:
-        progress.begin(ledger, sgd)
-    for index, chunk in enumerate(chunks := window_rows(*layout)):
+    for index, chunk in enumerate(chunks):
         begin, end = int(chunk[0, 1]), int(chunk[-1, 2])
-        if begin < ledger.scored:  # by the run that this one continues
-            continue
         nats = torch.zeros(end - begin, dtype=torch.float64, device=device)
         for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):  # for any number alike
             first, start, stop = chunk[at : at + batch_rows].T
             offset = np.repeat(np.arange(len(start)) * context - first, stop - start)
-            parts = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device).split(HEAD_ROWS)
+            scored = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device)  # rows for the head
             if fixed_shapes:  # the same rows again, until the batch is full
                 first = np.resize(first, batch_rows)
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
             inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
             hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
-            found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
+            found = model.loss_per_token(hidden_ND[scored], targets_N[scored])
             nats[start[0] - begin : stop[-1] - begin] = found
         if world_size > 1:
             dist.all_reduce(nats)
@@ -1474,7 +1464,7 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
             sgd.param_groups[0]["lr"] = config.ttt_lr * share
             learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
         if progress:
-            progress.note(ledger, index % (config.val_progress_log_every or -(-len(chunks) // 20)) == 0)
+            progress(ledger, index, len(chunks))
     return ledger
 
 
@@ -1504,81 +1494,31 @@ def compiling(config: Config, device: torch.device) -> bool:
     return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
 
 
-@torch.no_grad()
-def generate_text(model: GPT, config: Config, prompt: str) -> str:
-    """The prompt and GENERATE_TOKENS more tokens, sampled with temperature and top-k from SEED."""
-    import sentencepiece
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(find_path(config.tokenizer_path)))
-    source, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
-    model.mlp, ids = mlp_plain, [BOS_ID, *pieces.encode(prompt)]  # the kernel would be tuned for each length
-    for _ in range(config.generate_tokens):
-        hidden_BTD = model(torch.tensor([ids[-config.eval_length :]], device=device))
-        logits = model.logits(hidden_BTD[0, -1]).float().cpu()
-        if config.logit_softcap:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        top = logits.topk(min(config.generate_top_k or len(logits), len(logits)))
-        odds = (top.values / max(config.generate_temperature, 1e-6)).softmax(-1)
-        ids.append(int(top.indices[torch.multinomial(odds, 1, generator=source)]))
-    return pieces.decode(ids)
-
-
-class Progress:
-    """Tells how far evaluation is, and keeps it in evaluation.pt, from which a resumed run goes on."""
-
-    def __init__(self, model: GPT, config: Config, run: Run, tokens: np.ndarray) -> None:
-        self.model, self.config, self.run, self.ledgers = model, config, run, dict[str, Ledger]()
-        settings = [item for item in config.as_env().items() if item[0].startswith(("EVAL_", "TTT_", "VAL_"))]
-        weights = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy()
-        inputs = repr(settings).encode() + tokens.tobytes() + weights.tobytes()
-        self.found: dict[str, Any] = {"of": hashlib.sha256(inputs).hexdigest(), "phases": {}, "nats": {}}
-        if config.resume:
-            with contextlib.suppress(OSError, RuntimeError, ValueError, pickle.UnpicklingError):
-                found = read_state(run.path("evaluation.pt"))
-                self.found = found if found["of"] == self.found["of"] else self.found
-        run.phases.update(self.found["phases"])
-        self.saved = time.perf_counter()
-
-    def begin(self, ledger: Ledger, sgd: torch.optim.SGD | None) -> None:
-        """Give the scorer of this phase what the run that this one continues had scored and learned."""
-        self.sgd, nats = sgd, self.found["nats"].get(self.run.phase_name, torch.empty(0))
-        ledger.record(0, nats.numpy())
-        if sgd and len(nats):
-            self.model.load_state_dict(self.found["weights"])
-            sgd.load_state_dict(self.found["sgd"])
-        self.ledgers[self.run.phase_name], self.start = ledger, time.perf_counter()
-
-    def note(self, ledger: Ledger, report: bool) -> None:
-        """After a chunk: tell what all of evaluation is projected to take, and save every so often."""
-        run, config, phase, now = self.run, self.config, self.run.phase_name, time.perf_counter()
-        run.alive()
-        phases = {name: seconds for name, seconds in run.phases.items() if name.startswith("eval_")}
-        phases[phase] = phases.get(phase, 0.0) + now - self.start
-        left = phases[phase] * (len(ledger) / ledger.scored - 1)
-        total = sum(phases.values()) + left
-        over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
-        if report:
-            mean = ledger.nats[: ledger.scored].mean()
-            run.log(f"val_progress:{phase.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
-                    f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
-        if 0 < config.checkpoint_every_seconds <= now - self.saved and run.rank == 0:
-            nats = {name: torch.tensor(done.nats[: done.scored]) for name, done in self.ledgers.items()}
-            state = self.found | {"phases": phases, "nats": nats, "weights": self.model.state_dict()}
-            with contextlib.suppress(ConfigError):  # a full disk ends no evaluation
-                write_state(run.path("evaluation.pt"), state | {"sgd": self.sgd and self.sgd.state_dict()})
-            self.saved = time.perf_counter()
+def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chunk: int, chunks: int) -> None:
+    """After a chunk of a scorer begun at `start`: every so often, what all of evaluation should come to."""
+    run.alive()
+    if chunk % (config.val_progress_log_every or -(-chunks // 20)):
+        return
+    seconds, mean = time.perf_counter() - start, ledger.nats[: ledger.scored].mean()
+    left = seconds * (len(ledger) / ledger.scored - 1)
+    total = seconds + left + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
+    over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
+    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
+            f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
     scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
     noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=config.ttt_chunk_tokens + 2)
-    progress, scores = Progress(model, config, run, validation.tokens), dict[str, Score]()
+    scores = dict[str, Score]()
     for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
         label = name if name == "legal_ttt" else f"final_{weights}_{name}"
         if compiling(config, run.device):
             with run.phase("eval_warmup"):  # on random tokens, over a chunk of them: an update is compiled
                 scorer(model, noise, config)
         with run.phase(f"eval_{name}"):
+            progress = functools.partial(report_progress, config, run, time.perf_counter())
             ledger = scorer(model, validation.tokens, config, progress)
         score, seconds = ledger.score(validation.bytes_total), run.phases[f"eval_{name}"]
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
@@ -1588,8 +1528,6 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
         run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
                   scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
         scores[name] = score
-    if (config.checkpoint_every_seconds or config.resume) and run.rank == 0:
-        run.path("evaluation.pt").unlink(missing_ok=True)
     return scores
 
 
@@ -1740,7 +1678,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-FINENESS, NOTCHES = 2048, range(-7 * 2048, 12 * 2048)  # multipliers of steps are 2 ** (notch / FINENESS)
+MULTIPLIERS = [2 ** (notch / 2048) for notch in range(-7 * 2048, 12 * 2048)]  # of the configured steps
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: keep it 1, or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
 
@@ -1752,8 +1690,7 @@ def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
     if not role:
         return 1 / 120, 127
     clip = getattr(config, f"{role}_clip_sigmas")
-    bits = config.embed_bits if role == "embed" else config.matrix_bits
-    configured = clip / (2 ** (bits - 1) - 1)
+    configured = clip / (2 ** ((config.embed_bits if role == "embed" else config.matrix_bits) - 1) - 1)
     step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
     return step, round(clip / step)
 
@@ -1769,44 +1706,37 @@ def expected_bytes(config: Config, multiplier: float) -> float:
 
 def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, 2 ** (NOTCHES[end] / FINENESS))) for end in (0, -1))
+    most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
     excess = fewest + code_bytes - config.artifact_bytes_max
     if excess > 0:
         raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
     return fewest, most
 
 
-def fill_budget(
-    banks: Mapping[str, Bank], config: Config, budget: int, assemble: Callable[[list[np.ndarray]], bytes]
-) -> tuple[bytes, str]:
-    """The file that ends at most 0.05 % of ARTIFACT_BYTES_MAX under its budget, and how it came about.
+def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]) -> tuple[bytes, str]:
+    """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
 
-    At most three passes, more only while none fits. Each corrects the expectation, and aims beyond the budget
-    on the side not seen yet. Then rows of the finer replace the coarser's: to GPTQ rows are independent.
-    """
-    notches = NOTCHES if config.rate_control else range(1)
-    enough = budget - 5e-4 * config.artifact_bytes_max
-    fits, over, best = list[np.ndarray](), list[np.ndarray](), b""
-    share, part, aim, ratio = 0.0, 0.5, (budget + enough) / 2, 1.0
-    for passes in itertools.count(1):
-        index = bisect.bisect_left(
-            notches[:-1], -aim / ratio, key=lambda notch: -expected_bytes(config, 2 ** (notch / FINENESS)))
-        m = 2 ** (notches[index] / FINENESS)
-        arrays = [array for name, bank in banks.items() for array in gptq(bank, *step_of(name, config, m))]
-        data = assemble(arrays)
-        ratio = len(data) / expected_bytes(config, m)
-        if len(data) > budget and notches[index] == notches[-1]:
-            raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-        fits, over, best = (arrays, over, data) if len(data) <= budget else (fits, arrays, best)
-        if len(best) > enough or (fits and (over or passes > 2 or not index)):
-            break
-        aim = budget * (1 + (0.01 if fits else -0.01) * passes)
-    while over and len(best) <= enough and part > 1e-6:
-        cuts = [round((share + part) * len(rows)) for rows in fits]
-        data = assemble([np.concatenate([f[:n], c[n:]]) for f, c, n in zip(over, fits, cuts, strict=True)])
-        share, best, part = (share + part, data, part / 2) if len(data) <= budget else (share, best, part / 2)
-    note = " unused: 8 bits cannot fill it" if m < 1 / 127 and len(best) <= enough else ""
-    return best, f"step_multiplier:{m:.4f} passes:{passes}{note}"
+    The line through the last two passes, expected against true bytes, leads to the next multiplier, between
+    those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
+    multipliers, best, passes = MULTIPLIERS if config.rate_control else [1.0], b"", 0
+    finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
+    wanted, before = (budget + least) / 2, (0.0, 0)
+    while finest <= coarsest and len(best) < least and (passes < 10 or not best):
+        at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
+                                key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
+        data, passes = quantized(multipliers[at]), passes + 1
+        expected = expected_bytes(config, multipliers[at])
+        slope = (expected - before[0]) / (len(data) - before[1] or 1)
+        wanted = expected + ((budget + least) / 2 - len(data)) * min(max(slope, 0.2), 2.0)  # sizes are noisy
+        before = expected, len(data)
+        if len(data) > budget:
+            finest = at + 1
+        else:
+            coarsest, best, chosen = at - 1, data, multipliers[at]
+    if not best:
+        raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
+    note = " unused: 8 bits cannot fill it" * (chosen == MULTIPLIERS[0] and len(best) < least)
+    return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
 
 MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
@@ -1821,15 +1751,19 @@ def write_artifact(
     banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
     budget = config.artifact_bytes_max - code_bytes
 
-    def assemble(arrays: list[np.ndarray]) -> bytes:
-        peaks = {name: int(abs(codes).max()) for name, codes in zip(banks, arrays[::2], strict=True)}
-        bits = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
-        header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": tokenizer_sha256,
-                  "bits": bits}  # fmt: skip
+    def quantized(multiplier: float) -> bytes:
+        arrays, bits = list[np.ndarray](), dict[str, int]()
+        for name, bank in banks.items():
+            codes, exponents = gptq(bank, *step_of(name, config, multiplier))
+            arrays += [codes, exponents]
+            if name in MATRIX_ROLES:
+                bits[name] = int(abs(codes).max()).bit_length() + 1
+        model_settings = config.as_env("LOGIT_SOFTCAP")
+        header = {"config": model_settings, "tokenizer_sha256": tokenizer_sha256, "bits": bits}
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
-    data, how = fill_budget(banks, config, budget, assemble)
+    data, how = fill_budget(config, budget, quantized)
     write_atomically(path, data)
     log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
 
@@ -1883,12 +1817,14 @@ def load_artifact(path: Path) -> tuple[GPT, Config]:
     return model, config
 
 
-WRAPPER = """import base64,linecache,lzma
-s=lzma.decompress(base64.b85decode("%s")).decode()
+WRAPPER = """# -*- coding: latin-1 -*-
+import linecache,lzma
+s=lzma.decompress("%s".encode("latin-1")).decode()
 n=__file__+" (unpacked)"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
+ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "\n": r"\n", '"': r"\""})
 
 
 def shipped_code(source: bytes, mode: str) -> bytes:
@@ -1900,9 +1836,9 @@ def shipped_code(source: bytes, mode: str) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
+    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
     packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
-    return (WRAPPER % base64.b85encode(packed).decode()).encode()
+    return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
 
 
 # ============================================================================================================
@@ -1910,21 +1846,6 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # ============================================================================================================
 
 CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
-
-
-def write_state(path: Path, state: Any) -> None:
-    """Write tensors, numbers, text and containers of them, and their SHA-256. Raises ConfigError."""
-    torch.save(state, buffer := io.BytesIO())
-    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
-    write_atomically(path, buffer.getvalue())
-
-
-def read_state(path: Path) -> Any:
-    """What `write_state` wrote, read as data, never as code; ValueError where it is not as it was written."""
-    data, digest = (content := path.read_bytes())[:-32], content[-32:]
-    if hashlib.sha256(data).digest() != digest:
-        raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def save_checkpoint(training: Training) -> None:
@@ -1938,7 +1859,9 @@ def save_checkpoint(training: Training) -> None:
                 raise ConfigError("its weights are not finite")
             if training.saved == current:  # one that could not be read replaces none that could
                 training.saved = current.replace(previous)
-            write_state(current, state)
+            torch.save(state, buffer := io.BytesIO())
+            buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
+            write_atomically(current, buffer.getvalue())
             training.saved = current
             run.log(f"checkpoint:{current} step:{state['step']}")
         except (OSError, ConfigError) as error:
@@ -1962,20 +1885,24 @@ def find_checkpoint(config: Config) -> Path:
 
 def load_checkpoint(training: Training) -> None:
     """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run, ours = training.run, training.config.as_env("MIN_LR")
+    run = training.run
     for path in map(run.path, CHECKPOINT_NAMES):
         try:
-            training.saved, state = path, read_state(path)
+            data, digest = (content := path.read_bytes())[:-32], content[-32:]
+            if hashlib.sha256(data).digest() != digest:
+                raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # executes nothing
             break
         except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
     else:
         raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
-    for name in ours:
-        if (theirs := state["config"].get(name)) != ours[name]:
-            raise ConfigError(f"{name}={ours[name]}, but {run.directory} has {theirs}; "
+    for name, ours in training.config.as_env("MIN_LR").items():
+        if (theirs := state["config"].get(name)) != ours:
+            raise ConfigError(f"{name}={ours}, but {run.directory} has {theirs}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
     training.load_state(state)
+    training.saved = path
     run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
 
 
@@ -2238,10 +2165,6 @@ def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless that is done; then reload the artifact, and score nothing but what it holds."""
     if config.eval_only:  # the artifact knows its model
         config = Config.from_env({**config.as_env(), **describe_artifact(Path(config.eval_only))["config"]})
-    if config.eval_only and config.generate:  # needs no data and leaves no trace
-        model = ready_model(load_artifact(Path(config.eval_only))[0], config, run)
-        run.log(generate_text(model, config, config.generate))
-        return 0
     with run.phase("setup"):
         inputs = preflight(config, run)
         open_run(config, run, inputs)
@@ -2253,8 +2176,6 @@ def whole_run(config: Config, run: Run) -> int:
         model = ready_model(load_artifact(path)[0], config, run)
     scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
     summarize(config, run, inputs, trained, path, scores)
-    if config.generate:
-        run.log(generate_text(model, config, config.generate))
     return 0
 
 

@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "diff": ("records.diff", "compare two runs or folders: config, code, metrics, curves"),
     "plot": ("records.plot", "draw loss, bits per byte and step times"),
     "timeline": ("records.timeline", "draw a trace, lane by lane"),
+    "generate": ("records.generate", "write text after a prompt from a run's artifact"),
     "board": ("records.board", "write the leaderboard from the folders"),
 }
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too

@@ -33,7 +33,7 @@ from records.folder import (
 )
 from records.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
 from records.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
-from records.source import same_program, unwrap, wrap
+from records.source import decoded, same_program, unwrap, wrap
 from records.writing import json_text, write_bytes, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
@@ -165,7 +165,7 @@ def shipped_code(directory: RunDirectory, wrapped: bool) -> ShippedCode:
         shipped = wrap(source.decode())
     if shipped == source:
         return ShippedCode(source, None)
-    inner = unwrap(shipped.decode("utf-8", errors="replace"))
+    inner = unwrap(decoded(shipped))
     if inner is None or not same_program(inner, source.decode()):
         raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
     return ShippedCode(shipped, source)

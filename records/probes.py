@@ -311,9 +311,9 @@ class RecordingRun:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Remember the name of the phase."""
-        self.phase_name, self.phases[name] = name, 1.0
+        self.phase_name = name
         yield
-        self.phase_name = "between phases"
+        self.phase_name, self.phases[name] = "between phases", 1.0
 
     def log(self, line: str) -> None:
         """Keep a log line."""

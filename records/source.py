@@ -8,8 +8,10 @@ import binascii
 import contextlib
 import hashlib
 import importlib
+import io
 import lzma
 import re
+import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -86,7 +88,7 @@ class Script:
 def read_script(path: Path) -> Script:
     """Read and, where it is a compressed shell, unwrap; an unreadable payload leaves the shell itself."""
     raw = path.read_bytes()
-    text = raw.decode("utf-8", errors="replace")
+    text = decoded(raw)
     try:
         inner = unwrap(text)
     except UnwrapError as error:
@@ -94,18 +96,28 @@ def read_script(path: Path) -> Script:
     return Script(path=path, raw=raw, text=text if inner is None else inner, wrapped=inner is not None)
 
 
+def decoded(raw: bytes) -> str:
+    """The text of a script: UTF-8, or latin-1 where its first lines declare that; any other is replaced."""
+    try:
+        encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0]
+    except SyntaxError:
+        encoding = "utf-8"
+    return raw.decode("latin-1" if encoding == "iso-8859-1" else "utf-8", errors="replace")
+
+
 def unwrap(text: str) -> str | None:
     """The program inside a compress-and-encode shell, or None for a plain script. Nothing is executed.
 
-    A shell is a short program that decodes one long literal: base 85, base 64 or Ascii 85 around lzma (any
-    container, or a bare LZMA2 stream), zlib, gzip or brotli. Raises UnwrapError on too large a payload.
+    A shell is a short program that decodes one long literal: base 85, base 64, Ascii 85 or plain bytes (as
+    latin-1 text) of lzma (any container, or a bare LZMA2 stream), zlib, gzip or brotli. Raises UnwrapError on
+    too large a payload.
     """
     if "exec" not in text:
         return None
     payload = _longest_literal(text)
     if payload is None or len(text) - len(payload) > WRAPPER_CODE_BYTES_MAX + len(payload) // 10:
         return None
-    for decode in (base64.b85decode, _strict_base64, base64.a85decode):
+    for decode in (base64.b85decode, _strict_base64, base64.a85decode, bytes):
         try:
             packed = decode(payload)
         except (ValueError, binascii.Error):
@@ -149,7 +161,8 @@ def _longest_literal(text: str) -> bytes | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    encoded = [v.encode() if isinstance(v, str) else v for v in literals if isinstance(v, str | bytes)]
+    encoded = [v.encode("latin-1", "replace") if isinstance(v, str) else v for v in literals
+               if isinstance(v, str | bytes)]  # fmt: skip
     longest = max(encoded, key=len, default=b"")
     return longest if len(longest) >= PAYLOAD_CHARACTERS_MIN else None
 

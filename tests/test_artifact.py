@@ -17,7 +17,7 @@ import resource
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import train_gpt
+from records.source import decoded, unwrap
 from train_gpt import ArtifactError, Config
 
 TOKENIZER = "ab" * 32
@@ -402,7 +403,7 @@ def test_budget_is_filled(
     config = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(limit)})
     _, report, lines = write(tmp_path / "model.bin", config, code_bytes=4000)
     total = (tmp_path / "model.bin").stat().st_size + 4000
-    assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= 3 and report["bytes"] == total - 4000
+    assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= 5 and report["bytes"] == total - 4000
     assert limit * (1 - 5e-4) <= total <= limit
 
 
@@ -467,36 +468,60 @@ def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> Non
         write(tmp_path / "small.bin", Config.from_env({**env, "ARTIFACT_BYTES_MAX": "3000"}))
 
 
-def test_rows_of_two_passes_fill_what_one_pass_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that jump: no multiplier lands in the slack, rows of two passes do."""
+def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, str, int]:
+    """Size and note of the file found where files have these sizes, and how many were made."""
+    config, made = Config.from_env(settings_of(2, 64, 256, ARTIFACT_BYTES_MAX=40_000)), []
+
+    def quantized(multiplier: float) -> bytes:
+        made.append(multiplier)
+        return b"x" * int(size_of(multiplier))
+
+    data, how = train_gpt.fill_budget(config, budget, quantized)
+    assert len(set(made)) == len(made), "no file is made twice"
+    return len(data), how, len(made)
+
+
+def expected(multiplier: float) -> float:
+    return train_gpt.expected_bytes(Config.from_env(settings_of(2, 64, 256)), multiplier)
+
+
+@pytest.mark.parametrize("factor", [0.8, 0.97, 1.0, 1.1, 1.2])
+def test_a_wrong_expectation_corrects_itself(factor: float) -> None:
     rng = np.random.default_rng(0)
-    config = Config.from_env(settings_of(1, 32, 128, ARTIFACT_BYTES_MAX=40_000))
-    codes = {size: rng.integers(-size, size + 1, (300, 100)).astype(np.int8) for size in (3, 9)}
-    scales = np.zeros((300, 1), np.int8)
-    sizes = {size: len(train_gpt.encode([array, scales])) for size, array in codes.items()}
-    budget = (sizes[3] + sizes[9]) // 2
-    passes = []
+    for noise in (0, 5):
+        size, how, passes = fill(lambda m, n=noise: factor * expected(m) + n * rng.standard_normal())
+        assert 30_000 - 20 <= size <= 30_000 and passes <= 9 and f"passes:{passes}" in how
 
-    def jumping(bank: Any, step: float, levels: int) -> list[np.ndarray]:
-        passes.append(step)
-        return [codes[3 if step > passes[0] or len(passes) == 1 else 9], scales]
 
-    monkeypatch.setattr(train_gpt, "gptq", jumping)
-    monkeypatch.setattr(train_gpt, "expected_bytes", lambda _, multiplier: budget / multiplier)
-    data, how = train_gpt.fill_budget({"qo_bank": None}, config, budget, train_gpt.encode)
-    assert budget - 20 < len(data) <= budget and "passes:2" in how
-    mixed, _ = train_gpt.decode(data, [(300, 100), (300, 1)])
-    assert (mixed == np.where(np.abs(mixed).max(1, keepdims=True) > 3, codes[9], codes[3])).all()
+@pytest.mark.parametrize("steepness", [0.6, 2.3])
+def test_sizes_that_move_otherwise_than_expected_are_followed(steepness: float) -> None:
+    size, _, passes = fill(lambda m: 30_000 + steepness * (expected(m) - 32_000))
+    assert 30_000 - 20 <= size <= 30_000 and passes <= 6
+
+
+def test_sizes_that_jump_end_with_the_best_that_fits() -> None:
+    size, how, passes = fill(lambda m: 28_000 if expected(m) < 30_500 else 33_000)
+    assert size == 28_000 and passes <= 10 and "unused" not in how
+
+
+def test_what_never_fits_says_by_how_much_and_ends() -> None:
+    with pytest.raises(ArtifactError, match="code and artifact are 77 bytes above ARTIFACT_BYTES_MAX"):
+        fill(lambda m: 30_077)
+    with pytest.raises(ArtifactError, match="code and artifact are 9 bytes above"):
+        fill(lambda m: max(30_009.0, expected(m)))
+
+
+def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
+    assert fill(lambda m: 29_000 if m == train_gpt.MULTIPLIERS[-1] else 31_000)[0] == 29_000
+    size, how, passes = fill(lambda m: 0.2 * expected(m))
+    assert size < 25_000 and passes <= 4 and how.endswith(" unused: 8 bits cannot fill it")
 
 
 # --- file -------------------------------------------------------------------------------------------------
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    env = settings_of(
-        2, 32, 64, TIE_EMBEDDINGS=0, ARTIFACT_BYTES_MAX=40_000
-    )
-    config = Config.from_env(env)
+    config = Config.from_env(settings_of(2, 32, 64, TIE_EMBEDDINGS=0, ARTIFACT_BYTES_MAX=40_000))
     model, report, _ = write(tmp_path / "model.bin", config)
     loaded, stored = train_gpt.load_artifact(tmp_path / "model.bin")
     assert stored.as_env("LOGIT_SOFTCAP") == config.as_env("LOGIT_SOFTCAP") == report["config"]
@@ -736,11 +761,44 @@ def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
     assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
 
 
+def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "wrapped.py").write_bytes(train_gpt.shipped_code(PROGRAM.encode(), "wrapped"))
+    program = "import wrapped; print(wrapped.area(wrapped.Point(4)), wrapped.Point(1).name)"
+    for arguments, told in (
+        (["-c", program], "16 é\\ %s\n"),
+        (["-m", "wrapped"], "__main__ [] 9"),
+    ):
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, timeout=60,
+                              env={"PYTHONIOENCODING": "utf-8"})  # fmt: skip
+        assert told in done.stdout.decode(), done.stderr
+
+
+def test_wrapped_code_holds_any_byte() -> None:
+    escapes, held = set[bytes](), set[int]()
+    for seed in range(60):
+        noise = random.Random(seed).randbytes(600).hex()
+        wrapped = train_gpt.shipped_code(f'NOISE = "{noise}"'.encode(), "wrapped")
+        scope = {"__file__": "noise.py"}
+        exec(compile(wrapped, "noise.py", "exec"), scope)
+        assert scope["NOISE"] == noise and read_source(wrapped) == f"NOISE = '{noise}'"
+        escapes |= set(re.findall(rb"\\(x00\d|x00|.)", wrapped))
+        held |= set(wrapped)
+    assert {b"x00", b"r", b"n", b'"', b"\\"} <= escapes, "each escape was needed somewhere"
+    assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
+    assert held == set(range(256)) - {0, 13}
+
+
+def read_source(wrapped: bytes) -> str | None:
+    return unwrap(decoded(wrapped))
+
+
 def test_shipped_code_follows_the_mode(repo: Path) -> None:
     source = Path(train_gpt.__file__).read_bytes()
     assert train_gpt.shipped_code(source, "raw") == source
     wrapped = train_gpt.shipped_code(source, "wrapped")
-    assert len(wrapped) < 0.3 * len(source)
+    assert len(wrapped) < 0.25 * len(source)
+    payload = lzma.compress(unwrap(decoded(wrapped)).encode(), preset=9 | lzma.PRESET_EXTREME)
+    assert len(wrapped) < 1.035 * len(payload)
     assert train_gpt.shipped_code(wrapped, "wrapped") == wrapped
     assert wrapped == train_gpt.shipped_code(source, "wrapped")
     assert linecache.getlines(inspect.getfile(train_gpt))

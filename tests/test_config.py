@@ -63,8 +63,6 @@ ATTENTION=flash : ATTENTION
 FUSED_MLP=2 : FUSED_MLP
 PHASE_TIMEOUT_SECONDS=0 : PHASE_TIMEOUT_SECONDS
 CHECKPOINT_EVERY_SECONDS=-5 : CHECKPOINT_EVERY_SECONDS
-GENERATE_TOKENS=0 : GENERATE_TOKENS
-GENERATE_TEMPERATURE=-1 : GENERATE_TEMPERATURE
 VOCAB_SIZE=3 : VOCAB_SIZE
 VOCAB_SIZE=65537 : VOCAB_SIZE
 NUM_LAYERS=0 : NUM_LAYERS
@@ -189,7 +187,7 @@ def test_no_number_is_too_odd_to_be_refused(name: str, text: str) -> None:
         Config.from_env({name: text})
 
 
-@pytest.mark.parametrize("name", ["RUN_ID", "DATA_PATH", "GENERATE", "RUNS_DIR"])
+@pytest.mark.parametrize("name", ["RUN_ID", "DATA_PATH", "RUNS_DIR"])
 @pytest.mark.parametrize("text", ["two\nlines", "bell\a", "bytes \udcff", "line\u2028separator"])
 def test_text_that_no_file_of_settings_could_hold_is_refused(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import math
 import re
 import signal
@@ -331,7 +330,7 @@ def test_a_foreign_tokenizer_is_refused(laboratory: rehearsal.Laboratory, tmp_pa
         token_bytes(np.array([1, 5]), byte_config(laboratory, VOCAB_SIZE="512"))
 
 
-# --- settings, lines, text ---
+# --- settings and lines ---
 
 
 @pytest.mark.parametrize(
@@ -365,159 +364,46 @@ def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
     assert len(lines(run, "val_progress:legal_ttt ")) == 3
 
 
-def test_text_is_generated_and_reproducible(laboratory: rehearsal.Laboratory) -> None:
-    config = byte_config(laboratory, GENERATE_TOKENS="40")
-    model = train_gpt.build_model(config)
-    first, second = (train_gpt.generate_text(model, config, "ab") for _ in range(2))
-    assert first == second and first.startswith("ab") and len(first) > 2
-    greedy = byte_config(laboratory, GENERATE_TOKENS="5", GENERATE_TEMPERATURE="0", SEED="9")
-    sampled_greedy = train_gpt.generate_text(model, greedy, "ab")
-    other_seed = byte_config(laboratory, GENERATE_TOKENS="5", GENERATE_TEMPERATURE="0", SEED="10")
-    assert train_gpt.generate_text(model, other_seed, "ab") == sampled_greedy
+# --- progress, and evaluation once more ---
 
 
-# --- going on after a cut ---
-
-PHASES = ("eval_roundtrip", "eval_sliding_window", "eval_legal_ttt")
-
-
-class Cut(Exception):
-    """What ends an evaluation in a test, as a signal ends a process."""
-
-
-class ResumableRun(probes.RecordingRun):
-    """A run with a directory, which ends after so many chunks of a phase."""
-
-    def __init__(self, folder: Path, phase: str = "", chunks: int = 0) -> None:
-        super().__init__()
-        self.rank, self.folder, self.cut, self.left = 0, folder, phase, chunks
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add to the seconds of a phase, as a run does."""
-        self.phase_name = name
-        yield
-        self.phases[name] = self.phases.get(name, 0.0) + 1.0
-
-    def path(self, name: str) -> Path:
-        """A file of the run directory."""
-        return self.folder / name
-
-    def alive(self) -> None:
-        """Called after each chunk, before it is told of and saved."""
-        self.left -= self.phase_name == self.cut
-        if self.left < 0:
-            raise Cut
-
-
-def evaluated(run: ResumableRun, lab: probes.Subject, tokens: np.ndarray | None = None) -> dict[str, Any]:
-    validation = Validation(lab.tokens() if tokens is None else tokens, 321, "")
-    return train_gpt.evaluate(lab.model(), lab.config, run, validation, "int6")
-
-
-def resumable(folder: Path, **changes: str) -> probes.Subject:
-    """Settings under which every chunk is told of and saved."""
-    every = {"VAL_PROGRESS_LOG_EVERY": "1", "CHECKPOINT_EVERY_SECONDS": "1e-9", "VAL_BATCH_SIZE": "1"}
-    return subject(RESUME=str(folder), **every, **changes)
-
-
-def seen(run: ResumableRun) -> list[tuple[str, str]]:
-    return re.findall(r"val_progress:(\w+) .* tokens_seen:(\d+) ", "\n".join(run.lines))
-
-
-@pytest.mark.parametrize("chunks", range(5))
-@pytest.mark.parametrize("phase", PHASES)
-def test_evaluation_goes_on_behind_the_last_finished_chunk(phase: str, chunks: int, tmp_path: Path) -> None:
-    lab = resumable(tmp_path, TTT_LR="0.05")
-    whole, cut, rest = ResumableRun(tmp_path), ResumableRun(tmp_path, phase, chunks), ResumableRun(tmp_path)
-    expected = evaluated(whole, lab)
-    assert not (tmp_path / "evaluation.pt").exists()
-    with pytest.raises(Cut):
-        evaluated(cut, lab)
-    assert evaluated(rest, lab) == expected
-    assert seen(cut) + seen(rest) == seen(whole) and len(seen(cut)) >= chunks
-    assert not (tmp_path / "evaluation.pt").exists()
-
-
-def test_what_is_saved_is_neither_scored_nor_learned_from_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_progress_is_told_with_what_all_of_evaluation_should_come_to(
+    monkeypatch: pytest.MonkeyPatch, lines: Any
 ) -> None:
-    lab, whole, parts, saves = resumable(tmp_path), probes.Events(), probes.Events(), list[int]()
-    with probes.watched(lab, whole):
-        evaluated(ResumableRun(tmp_path), lab)
-    write = train_gpt.write_state
+    """Ten seconds a chunk, five chunks a scorer; a phase before counts one second."""
+    lab = subject(VAL_PROGRESS_LOG_EVERY="1", VAL_BATCH_SIZE="1", MAX_EVAL_SECONDS="50.5")
+    run, record, seconds = probes.RecordingRun(), Ledger.record, [0.0]
 
-    def write_and_end(path: Path, state: Any) -> None:
-        write(path, state)
-        saves.append(1)
-        if len(saves) == 12:
-            raise Cut
+    def slow_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
+        record(ledger, start, nats)
+        seconds[0] += 10.0
 
-    monkeypatch.setattr(train_gpt, "write_state", write_and_end)
-    with probes.watched(lab, parts):
-        with pytest.raises(Cut):
-            evaluated(ResumableRun(tmp_path), lab)
-        scored = train_gpt.read_state(tmp_path / "evaluation.pt")["nats"]
-        assert {name: len(nats) for name, nats in scored.items()} == {
-            "eval_roundtrip": 149, "eval_sliding_window": 149, "eval_legal_ttt": 64,
-        }  # fmt: skip
-        evaluated(ResumableRun(tmp_path), lab)
-    for events in (whole, parts):
-        events.log = [event for event in events.log if event[0] != "record"]
-    assert parts.log == whole.log
-
-
-@pytest.mark.parametrize("other", ["weights", "tokens", "settings", "cut file", "pickle", "no file"])
-def test_the_state_of_another_evaluation_is_ignored(other: str, tmp_path: Path) -> None:
-    lab, path = resumable(tmp_path), tmp_path / "evaluation.pt"
-    with pytest.raises(Cut):
-        evaluated(ResumableRun(tmp_path, "eval_legal_ttt", 3), lab)
-    content, tokens = path.read_bytes(), lab.tokens()
-    if other == "weights":
-        lab = probes.make_subject(train_gpt, 1, **lab.config.as_env())
-    elif other == "settings":
-        lab = resumable(tmp_path, TTT_LR="0.01")
-    elif other == "tokens":
-        tokens[100] = 5
-    elif other == "no file":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-99] if other == "cut file" else b"\x80\x04N.")
-    run = ResumableRun(tmp_path)
-    result = evaluated(run, lab, tokens)
-    assert len(seen(run)) == 3 * 5 and result == evaluated(ResumableRun(tmp_path), lab, tokens)
-
-
-def test_time_and_projection_hold_over_a_cut(tmp_path: Path) -> None:
-    """The seconds before a cut belong to what was scored in them, and count towards MAX_EVAL_SECONDS."""
-    lab, path = resumable(tmp_path, MAX_EVAL_SECONDS="250000"), tmp_path / "evaluation.pt"
-    with pytest.raises(Cut):
-        evaluated(ResumableRun(tmp_path, "eval_legal_ttt", 2), lab)
-    state, run = train_gpt.read_state(path), ResumableRun(tmp_path)
-    assert set(state["phases"]) == set(PHASES)
-    seconds = {"eval_roundtrip": 6e4, "eval_sliding_window": 4e4, "eval_legal_ttt": 1e5}
-    train_gpt.write_state(path, {**state, "phases": seconds})
-    evaluated(run, lab)
-    told = [line.split(" eta:")[1] for line in run.lines if line.startswith("val_progress:")]
-    left = [float(text.split("s")[0]) for text in told]
-    assert left == pytest.approx([1e5 * (149 / 96 - 1), 1e5 * (149 / 128 - 1), 0.0], rel=1e-3)
-    assert [" warning: above MAX_EVAL_SECONDS: 2552" in text for text in told] == [True, False, False]
-    assert run.phases == {name: before + 1.0 for name, before in seconds.items()}
+    monkeypatch.setattr(Ledger, "record", slow_record)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: seconds[0])
+    train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
+    expected = [
+        f"{seen / 149:.0%} tokens_seen:{seen} eta:{10 * chunk * (149 / seen - 1):.0f}s"
+        for chunk, seen in enumerate((32, 64, 96, 128, 149), 1)
+    ]
+    for before, phase in enumerate(("roundtrip", "sliding_window", "legal_ttt")):
+        told = lines(run, f"val_progress:{phase} ")
+        assert all(re.search(r" partial_mean_loss:\d+\.\d{4} ", line) for line in told)
+        words = [re.sub(r"^\S+ | partial_mean_loss:\S+| warning.*", "", line) for line in told]
+        assert words == expected
+        warned = [line.partition(" warning: above MAX_EVAL_SECONDS: ")[2] for line in told]
+        assert warned == [""] * 4 + [f"{before + 50}s" if before else ""]
 
 
 KILLED = """
-import os, signal, numpy
-replace, repeat, saves, batches = os.replace, numpy.repeat, [], []
-def counting_replace(source, target, *rest, **more):
-    replace(source, target, *rest, **more)
-    saves.extend([target] * str(target).endswith("evaluation.pt"))
-def fatal_repeat(*given, **more):
-    batches.extend([1] * (len(saves) == NUMBER))
-    if len(batches) == 2:
+import os, signal, builtins
+opening = open
+def kill(path, *given, **more):
+    log = opening(path).read() if str(path).endswith("log.txt") and os.path.exists(path) else ""
+    if log.count("val_progress:PHASE") == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return repeat(*given, **more)
-os.replace, numpy.repeat = counting_replace, fatal_repeat
-"""  # in the second batch after so many saved chunks
+    return opening(path, *given, **more)
+builtins.open = kill
+"""  # in the third chunk of a scorer
 EVERY_CHUNK = {"VAL_TOKENS_LIMIT": 2500, "VAL_BATCH_SIZE": 32, "VAL_PROGRESS_LOG_EVERY": 1}
 
 
@@ -526,53 +412,39 @@ def tokens_seen(ended: Ended) -> list[tuple[str, str]]:
     return re.findall(r"^val_progress:(\w+) .* tokens_seen:(\d+) ", log, re.M)
 
 
-def test_a_run_killed_in_each_scorer_goes_on_to_the_same_scores(lab: Lab) -> None:
+def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(lab: Lab) -> None:
     straight = lab.elsewhere("straight").succeed(**EVERY_CHUNK)
     chunks = tokens_seen(straight)
     assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [3, 3]
-    changes, done = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1e-9}, 0
-    for saves in (2, 3, 7):  # in the third chunk of each scorer; of the last, in the seventh
-        ended = lab.run(fault=KILLED.replace("NUMBER", str(saves)), **changes)
-        done += saves
-        assert ended.status == -signal.SIGKILL and tokens_seen(ended) == chunks[:done]
+    changes, told = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}, []
+    for phase, done in (("sliding_window", 5), ("legal_ttt", 8)):
+        ended = lab.run(fault=KILLED.replace("PHASE", phase), **changes)
+        told += chunks[:done]
+        assert ended.status == -signal.SIGKILL and tokens_seen(ended) == told
         changes["RESUME"] = ended.directory
+    model = (lab.folder / "runs" / "run" / "model.bin").read_bytes()
     last = lab.succeed(**changes)
-    assert tokens_seen(last) == chunks  # no chunk twice
+    assert tokens_seen(last) == told + chunks and "nothing is trained again" in last.out
     assert last.summary["losses"] == straight.summary["losses"]
-    assert last.summary["artifact"]["sha256"] == straight.summary["artifact"]["sha256"]
-    assert not (last.directory / "evaluation.pt").exists()
+    assert last.summary["artifact"] == straight.summary["artifact"]
+    assert (last.directory / "model.bin").read_bytes() == model
+    assert last.summary["limits"]["eval_seconds"]["value"] == pytest.approx(
+        sum(s for name, s in last.summary["phases"].items() if name.startswith("eval_"))
+    )
 
 
-def test_two_ranks_go_on_where_they_were_killed(lab: Lab) -> None:
+def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
     first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, **EVERY_CHUNK))
-    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1e-9}
-    fault = {0: {"fault": KILLED.replace("NUMBER", "9")}}
-    killed, peer = lab.ranks(2, fault, **changes)
+    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
+    killed, peer = lab.ranks(2, {0: {"fault": KILLED.replace("PHASE", "legal_ttt")}}, **changes)
     ended = killed.wait()
     peer.send(signal.SIGKILL)
     peer.wait()
-    assert ended.status == -signal.SIGKILL and tokens_seen(ended) == tokens_seen(first)[:9]
+    assert ended.status == -signal.SIGKILL
     last, _ = (rank.wait() for rank in lab.ranks(2, RESUME=ended.directory, **changes))
     assert last.status == 0, last.err
-    assert tokens_seen(last) == tokens_seen(first)
+    assert tokens_seen(last) == tokens_seen(first)[:8] + tokens_seen(first)
     assert last.summary["losses"] == first.summary["losses"]
-
-
-FULL_DISK = """
-import builtins, errno
-real = builtins.open
-def full(path, mode="r", *rest, **more):
-    if "w" in mode and str(path).endswith("evaluation.pt.tmp"):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    return real(path, mode, *rest, **more)
-builtins.open = full
-"""
-
-
-def test_a_full_disk_ends_no_evaluation(lab: Lab, finished: Ended) -> None:
-    ended = lab.succeed(fault=FULL_DISK, CHECKPOINT_EVERY_SECONDS=1e-9)
-    assert ended.summary["losses"] == finished.summary["losses"]
-    assert not [*ended.directory.glob("*evaluation.pt*")]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_records_support import SOURCE
 
+import train_gpt
 from records import source
 from records.source import UNWRAPPED_BYTES_MAX, UnwrapError, read_script, same_program, unwrap, wrap
 
@@ -52,6 +53,26 @@ def test_wrapped_script_is_small_and_runs_the_same_program(tmp_path: Path) -> No
 def test_unwrap_returns_what_was_wrapped(noise: bytes) -> None:
     program = f'NOISE = "{noise.hex()}"\n'
     assert unwrap(wrap(program).decode()) == program
+
+
+def test_both_forms_that_our_runs_have_shipped_are_read(repo: Path, tmp_path: Path) -> None:
+    """Latin-1 text, and base 85 as in the records: one of each."""
+    text = (repo / "train_gpt.py").read_bytes()
+    (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text, "wrapped"))
+    record = repo / "records" / "track_cpu_demo" / "2026-11-21_ShorterScript"
+    for shipped, readable in (
+        (tmp_path / "train_gpt.py", repo / "train_gpt.py"),
+        (record / "train_gpt.py", record / "train_gpt_readable.py"),
+    ):
+        script = read_script(shipped)
+        assert script.wrapped and same_program(script.text, readable.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("cookie", ["latin-1", "utf-8", "no such codec", "base64", "undefined", "utf-16"])
+def test_a_declared_encoding_is_no_way_around_reading(cookie: str, tmp_path: Path) -> None:
+    raw = f"# -*- coding: {cookie} -*-\nx = 'é'\n".encode("latin-1" if cookie == "latin-1" else "utf-8")
+    (tmp_path / "a.py").write_bytes(raw)
+    assert "x = 'é'" in read_script(tmp_path / "a.py").text
 
 
 def test_plain_script_is_not_taken_for_a_shell() -> None:
