@@ -392,10 +392,10 @@ def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
 SIZES = [(1, 32, 128), (2, 64, 256), (3, 96, 512)]
 
 
-@pytest.mark.parametrize("bits_per_weight", [1.7, 3.5])
+@pytest.mark.parametrize(("bits_per_weight", "passes"), [(1.7, 8), (3.5, 5)])  # coarse steps: ragged sizes
 @pytest.mark.parametrize(("layers", "width", "vocabulary"), SIZES)
 def test_budget_is_filled(
-    layers: int, width: int, vocabulary: int, bits_per_weight: float, tmp_path: Path
+    layers: int, width: int, vocabulary: int, bits_per_weight: float, passes: int, tmp_path: Path
 ) -> None:
     env = settings_of(layers, width, vocabulary)
     weights = sum(math.prod(shape) for shape in train_gpt.parameter_shapes(Config.from_env(env)).values())
@@ -403,7 +403,7 @@ def test_budget_is_filled(
     config = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(limit)})
     _, report, lines = write(tmp_path / "model.bin", config, code_bytes=4000)
     total = (tmp_path / "model.bin").stat().st_size + 4000
-    assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= 5 and report["bytes"] == total - 4000
+    assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= passes and report["bytes"] == total - 4000
     assert limit * (1 - 5e-4) <= total <= limit
 
 
