@@ -231,7 +231,7 @@ class Config:
             text = find_path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-        lines = (f" {line}".split(" #")[0].partition("=") for line in text.split("\n"))
+        lines = (f" {line}".split(" #")[0].partition("=") for line in text.split("\n"))  # ` #`: a comment
         in_file = {key.strip(): value.strip() for key, _, value in lines}
         known = {f.name.upper(): f for f in fields(cls)}
         common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
@@ -239,9 +239,8 @@ class Config:
             word = name.split("_")[0]
             kin = [other for other in known if other.split("_")[0] == word and word not in common]
             near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
-            if near or kin or name in in_file:
-                meant = " or ".join(near or kin) or "one that --help lists"
-                raise ConfigError(f"unknown variable {name}: did you mean {meant}?")
+            if meant := near or kin or ["one that --help lists"] * (name in in_file):
+                raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
         given = {**in_file, **environ}
         config = cls(**{f.name: _parse(name, given[name], f) for name, f in known.items() if name in given})
         _cross_check(config)
@@ -396,8 +395,8 @@ class Run:
     def alive(self) -> None:
         """Give this rank PHASE_TIMEOUT_SECONDS more; after them its stacks go to stderr and it ends."""
         now = time.monotonic()
-        if now - self.last_alive > self.timeout_seconds / 100:  # each time ends and starts a thread
-            faulthandler.dump_traceback_later(self.timeout_seconds, exit=True, file=2)
+        if now - self.last_alive > self.timeout_seconds / 100:  # often enough: it ends and starts a thread
+            faulthandler.dump_traceback_later(self.timeout_seconds, exit=True, file=2)  # 2: stderr
             self.last_alive = now
 
     def gather(self, value: Any) -> list[Any]:
@@ -412,8 +411,8 @@ class Run:
         if self.phase_name == "train" and not self.stop_signal:
             self.stop_signal = number
             return
-        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; where there is "
-             f"a checkpoint, RESUME={self.directory} goes on", sys.stderr)  # fmt: skip
+        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on, where there "
+             f"is one: RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}", sys.stderr)  # fmt: skip
         os._exit(128 + number)
 
 
