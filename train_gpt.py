@@ -411,8 +411,8 @@ class Run:
         if self.phase_name == "train" and not self.stop_signal:
             self.stop_signal = number
             return
-        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on, where there "
-             f"is one: RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}", sys.stderr)  # fmt: skip
+        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on, where it "
+             f"is there: RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}", sys.stderr)
         os._exit(128 + number)
 
 
