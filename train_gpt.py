@@ -1,15 +1,12 @@
 """Train, quantize and score a GPT under a hard budget: one file, from token shards to bits per byte.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py           # the 8-GPU run: the defaults
-    CONFIG=records/configs/cpu_demo.env python train_gpt.py         # the whole job on a laptop
-    EVAL_ONLY=runs/x/model.bin python train_gpt.py                  # score an artifact in a fresh process
-    python train_gpt.py --help                                      # every variable
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # the 8-GPU run: the defaults
+    CONFIG=records/configs/cpu_demo.env python train_gpt.py   # the whole job on a laptop
+    EVAL_ONLY=runs/x/model.bin python train_gpt.py            # score an artifact in a fresh process
+    python train_gpt.py --help                                # every variable
 
-A run checks what a user can get wrong; warms up (compiles, then undone); trains, Hessians included, within
-MAX_WALLCLOCK_SECONDS; writes an artifact that ends, with the code, just under ARTIFACT_BYTES_MAX; and scores
-the weights in that file, timed, each target once, before any learning from it. runs/<RUN_ID>/ then holds
-log.txt, metrics.jsonl, config.env, summary.json, model.bin (the artifact), train_gpt.py (what ran),
-train_gpt.shipped.py (the form that is counted); on demand, checkpoint.pt and traces.
+A run checks what a user can get wrong, compiles, trains for MAX_WALLCLOCK_SECONDS, writes an artifact that,
+with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All lies in runs/<RUN_ID>/.
 
 Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
 head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C matrix columns.
@@ -52,9 +49,8 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # what torch reads when it loads
+if __name__ == "__main__":  # torch reads it when it loads
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle threads that spin make a busy machine crawl
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for DETERMINISTIC=1
 
 import numpy as np
 import torch
@@ -215,7 +211,6 @@ class Config:
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
     attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
-    deterministic: bool = knob(False, "refuse kernels whose result depends on timing")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue a run: its directory, or auto for the newest checkpoint in RUNS_DIR")
     preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
@@ -225,15 +220,22 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
         """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
+        path = environ.get("CONFIG") or os.devnull
+        try:
+            text = find_path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
+        lines = (f" {line}".split(" #")[0].partition("=") for line in text.split("\n"))  # ` #`: a comment
+        in_file = {key.strip(): value.strip() for key, _, value in lines}
         known = {f.name.upper(): f for f in fields(cls)}
         common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
-        for name in sorted(environ.keys() - known.keys()):
+        for name in sorted((in_file.keys() | environ.keys()) - known.keys() - {""}):
             word = name.split("_")[0]
-            near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
             kin = [other for other in known if other.split("_")[0] == word and word not in common]
-            if near or kin:
-                raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(near or kin)}?")
-        given = {**_read_config_file(environ.get("CONFIG", ""), known), **environ}
+            near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
+            if meant := near or kin or ["one that --help lists"] * (name in in_file):
+                raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
+        given = {**in_file, **environ}
         config = cls(**{f.name: _parse(name, given[name], f) for name, f in known.items() if name in given})
         _cross_check(config)
         return config
@@ -254,34 +256,16 @@ class Config:
     mlp_dim = property(lambda self: int(self.mlp_mult * self.model_dim))  # width of the hidden layer
 
 
-def _read_config_file(path: str, known: Iterable[str]) -> dict[str, str]:
-    """KEY=VALUE lines of a file; ` #` starts a comment. ConfigError for a key that is no setting."""
-    values = dict[str, str]()
-    try:
-        lines = find_path(path).read_text(encoding="utf-8").split("\n") if path else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    for number, line in enumerate(lines, 1):
-        key, equals, value = (part.strip() for part in f" {line}".split(" #")[0].partition("="))
-        if equals and key in known:
-            values[key] = value
-        elif equals or key:
-            raise ConfigError(f"CONFIG={path} line {number}: {line.strip()!r} sets no known variable")
-    return values
-
-
 def _parse(name: str, text: str, spec: Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
     meaning, low, high, among = spec.metadata.values()
     kind: Any = type(spec.default)
     with contextlib.suppress(ValueError):
         value = kind(int(text) if kind is bool else text)
-        in_range = kind is str or low <= value <= high
-        if in_range and text.isprintable() and (text in among or not among):
+        if text.isprintable() and (text in among or not among) and (kind is str or low <= value <= high):
             return value
-    number = f"a {'whole ' * (kind is int)}number from {low:g} to {high:g}"
-    expected = " or ".join(among) or ("printable text" if kind is str else number)
-    raise ConfigError(f"{name}={text!r}: expected {expected}; {meaning}")
+    kind_and_range = "printable text" if kind is str else f"{kind.__name__} from {low:g} to {high:g}"
+    raise ConfigError(f"{name}={text!r}: expected {' or '.join(among) or kind_and_range}; {meaning}")
 
 
 def _cross_check(c: Config) -> None:
@@ -358,28 +342,21 @@ class Run:
             torch.cuda.set_device(self.device)
         self.device_name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
         fast = torch.cuda.get_device_capability()[0] >= 8 if on_gpu else torch.cpu._is_amx_tile_supported()
-        auto = "bfloat16" if fast else "float32"  # fast: matrix units take bfloat16
-        self.dtype = getattr(torch, auto if config.compute_dtype == "auto" else config.compute_dtype)
+        auto = torch.bfloat16 if fast else torch.float32  # fast: matrix units take bfloat16
+        self.dtype = getattr(torch, config.compute_dtype, auto)
         if self.world_size > 1:
             backend, device = ("cpu:gloo,cuda:nccl", self.device) if on_gpu else ("gloo", None)
             dist.init_process_group(backend, device_id=device)
+        self.timeout_seconds, self.last_alive = config.phase_timeout_seconds, -math.inf
         self.alive()
-        threading.Thread(target=self._watch, args=(config.phase_timeout_seconds,), daemon=True).start()
 
     def open_directory(self, config: Config) -> None:
         """Open runs/<RUN_ID> or the directory of RESUME; all ranks call it together. PREFLIGHT_ONLY tries."""
-        name = self.gather(config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}")[0]
-        directory = find_checkpoint(config) if config.resume else Path(config.runs_dir) / name
-        if self.rank == 0:
-            claim(directory, config)
-        self.gather(None)  # no rank writes before the directory is there
-        if not config.preflight_only:
-            self.directory = directory
+        directory = self.gather(claim(config) if self.rank == 0 else None)[0]
+        self.directory = self.directory if config.preflight_only else directory
         self.log(f"run:{directory}")
 
-    def path(self, name: str) -> Path:
-        """A file of the run directory."""
-        return self.directory / name
+    path = property(lambda self: self.directory.joinpath)  # path("x"): a file of the run directory
 
     def log(self, line: str) -> None:
         """One line to log.txt and the console; rank 0 only."""
@@ -410,8 +387,11 @@ class Run:
             torch.cuda.synchronize(self.device)
 
     def alive(self) -> None:
-        """Tell the watchdog that this rank makes progress."""
-        self._last_sign_of_life = time.monotonic()
+        """Give this rank PHASE_TIMEOUT_SECONDS more; after them its stacks go to stderr and it ends."""
+        now = time.monotonic()
+        if now - self.last_alive > self.timeout_seconds / 100:  # often enough: it ends and starts a thread
+            faulthandler.dump_traceback_later(self.timeout_seconds, exit=True, file=2)  # 2: stderr
+            self.last_alive = now
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order; all ranks call it together."""
@@ -420,22 +400,13 @@ class Run:
             dist.all_gather_object(values, value)
         return values
 
-    def _watch(self, limit_seconds: float) -> None:
-        while time.monotonic() - self._last_sign_of_life < limit_seconds:
-            time.sleep(min(1.0, limit_seconds / 4))
-        faulthandler.dump_traceback(2)
-        tell(f"rank {self.rank}: error: no progress in phase {self.phase_name} for PHASE_TIMEOUT_SECONDS="
-             f"{limit_seconds:g}; all stacks are on stderr", self.path("log.txt"), sys.stderr)  # fmt: skip
-        os._exit(1)
-
     def leave(self, number: int, _frame: Any = None) -> None:
         """On SIGTERM and SIGINT: the first in training asks for a checkpoint, any other ends this process."""
         if self.phase_name == "train" and not self.stop_signal:
             self.stop_signal = number
             return
-        way = f"RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}, where there is one"
-        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on: "
-             f"{way if self.directory.is_dir() else 'start again'}", sys.stderr)  # fmt: skip
+        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on, where it "
+             f"is there: RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}", sys.stderr)
         os._exit(128 + number)
 
 
@@ -448,8 +419,10 @@ def tell(line: str, *places: Any) -> None:
             print(line, file=place, flush=True)
 
 
-def claim(directory: Path, config: Config) -> None:
-    """Take a directory, new or RESUME's, for this process alone; PREFLIGHT_ONLY and ConfigError undo it."""
+def claim(config: Config) -> Path:
+    """The run directory, new or RESUME's, this process's alone until it ends; PREFLIGHT_ONLY undoes it."""
+    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+    directory = find_checkpoint(config) if config.resume else Path(config.runs_dir) / name
     made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
     try:
@@ -457,7 +430,14 @@ def claim(directory: Path, config: Config) -> None:
         if not config.resume and (free := shutil.disk_usage(directory).free) < needed:
             raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
         if config.resume or not config.preflight_only:
-            lock(directory / "log.txt")
+            log = os.open(directory / "log.txt", os.O_RDWR | os.O_CREAT, 0o644)  # never closed: see flock
+            try:
+                import fcntl  # absent on Windows
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError("another process is at work in it") from None
+            except (ImportError, OSError):  # nor has every disk locks
+                pass
     except OSError as error:
         raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); nothing is overwritten: set "
                           "another RUN_ID, a RUNS_DIR with room, or RESUME") from error
@@ -465,18 +445,7 @@ def claim(directory: Path, config: Config) -> None:
         with contextlib.suppress(OSError):  # the directory of a run holds its log by now
             for path in made:
                 path.rmdir()
-
-
-def lock(path: Path) -> None:
-    """Hold a file until this process ends, however. OSError when another process does."""
-    try:
-        import fcntl  # absent on Windows
-
-        fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError("another process is at work in it") from None
-    except (ImportError, OSError):  # nor has every disk locks
-        return
+    return directory
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -1979,7 +1948,6 @@ class Training:
 def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
     torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
-    torch.use_deterministic_algorithms(config.deterministic)
     model.rotary_eval = rotary_table(config.eval_length, config)  # an artifact knows no EVAL_SEQ_LEN
     model.to(run.device)
     model.compute_dtype = run.dtype

@@ -232,7 +232,7 @@ def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_pat
     ("content", "named"),
     [
         ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
-        ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "line 2"), ("NUM_HEADS=3", "NUM_HEADS"),
+        ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
         ("\xff", "CONFIG"), (None, "CONFIG"),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -139,22 +140,27 @@ def test_a_rank_that_raises_ends_all(lab: Lab) -> None:
     assert not (lab.folder / "runs" / "run" / "summary.json").exists()
 
 
-def test_the_error_of_the_rank_that_failed_comes_last_under_torchrun(lab: Lab) -> None:
+def torchrun_ends(lab: Lab, fault: str, **changes: object) -> str:
+    """What two ranks that must fail and torchrun print together; `fault` is Python that each rank runs."""
     (lab.folder / "sitecustomize.py").write_text(
         "import os, sys, threading, time\n"
         "def wait():\n"
         "    while 'torch.optim' not in sys.modules:\n        time.sleep(0.1)\n    time.sleep(1)\n"
-        f"    exec({RAISE_ON_RANK_1!r}, globals())\n"
+        f"    exec({fault!r}, globals())\n"
         "if os.environ.get('RANK'):\n    threading.Thread(target=wait, daemon=True).start()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = subprocess.run(
         [*command, str(SCRIPT)],
-        env=lab.settings(ITERATIONS=100000, PYTHONPATH=lab.folder),
+        env=lab.settings(ITERATIONS=100000, PYTHONPATH=lab.folder, **changes),
         cwd=lab.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150,
     )  # fmt: skip
     assert process.returncode != 0
-    ranks, report = process.stdout.split("ChildFailedError", 1)
+    return process.stdout
+
+
+def test_the_error_of_the_rank_that_failed_comes_last_under_torchrun(lab: Lab) -> None:
+    ranks, report = torchrun_ends(lab, RAISE_ON_RANK_1).split("ChildFailedError", 1)
     assert ranks.count("Traceback (most recent call last)") == 2, ranks  # of rank 1, and then torchrun's own
     cause = report.split("Root Cause", 1)[1]
     assert "rank      : 1 " in cause and "RuntimeError: an injected fault" in cause, report
@@ -183,7 +189,38 @@ def test_a_rank_that_stalls_ends_all(lab: Lab) -> None:
         ranks[1].send(signal.SIGKILL)
         ranks[1].wait()
     assert ended.status == 1
-    assert "PHASE_TIMEOUT_SECONDS=9" in ended.err and "phase train" in ended.err and "File " in ended.err
+    assert "Timeout (0:00:09)!" in ended.err and "in train_step" in ended.err and "File " in ended.err
+
+
+HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
+    'raise RuntimeError("an injected fault")', "__import__('ctypes').PyDLL(None).sleep(1000)"
+)  # in C, with the interpreter's lock held, so that no thread of Python's can end it
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
+    output = torchrun_ends(lab, HANG_ON_RANK_1, PHASE_TIMEOUT_SECONDS=9)
+    assert "step:2/" in output and "Timeout (0:00:09)!" in output and "ChildFailedError" in output
+    assert "in fail" in output or "in train_step" in output  # of the rank that ended first
+
+
+@pytest.mark.parametrize("prepare", ["", "os.close(2)", "sys.stderr = None"])
+def test_a_hang_that_holds_the_interpreter_ends_with_all_stacks(prepare: str, lab: Lab) -> None:
+    script = lab.folder / "hang.py"
+    script.write_text(
+        f"import ctypes, os, sys, time\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        f"import train_gpt\n{prepare}\n"
+        "run = train_gpt.Run(train_gpt.Config(device='cpu', phase_timeout_seconds=2), {})\n"
+        "for _ in range(5):\n    time.sleep(0.5)\n    run.alive()\n"
+        "print('alive', flush=True)\nctypes.PyDLL(None).sleep(1000)\n"
+    )
+    started = lab.start(script=script)
+    started.wait_for("alive")
+    begin_s = time.monotonic()
+    ended = started.wait(30.0)
+    assert ended.status == 1 and 1.0 < time.monotonic() - begin_s < 12.0
+    if prepare != "os.close(2)":
+        assert "Timeout (0:00:02)!" in ended.err and 'hang.py", line' in ended.err
 
 
 @pytest.mark.slow
