@@ -258,7 +258,7 @@ def calibration_on_validation(subject: Subject) -> Any:
         def replaced() -> Iterator[Any]:
             for batch in batches:
                 inputs_BT = stolen[: batch.inputs_BT.numel()].view_as(batch.inputs_BT)
-                yield dataclasses.replace(batch, inputs_BT=inputs_BT)
+                yield batch._replace(inputs_BT=inputs_BT)
 
         return collect(model, replaced(), *rest)
 
