@@ -137,7 +137,7 @@ def wrap(source: str) -> bytes:
 
 
 def same_program(first: str, second: str) -> bool:
-    """Whether two texts are the same program: equal text, or equal syntax trees but for docstrings."""
+    """Whether two texts are the same program: equal text, or syntax trees equal in all that a run needs."""
     if first == second:
         return True
     try:
@@ -147,11 +147,18 @@ def same_program(first: str, second: str) -> bool:
 
 
 def _tree(source: str) -> str:
-    """The syntax tree without docstrings, which a wrapped script does without."""
+    """The syntax tree without what a wrapped script does without, and no run reads: docstrings, annotations of
+    functions that nothing decorates, and the meanings of settings (the second argument of `knob`)."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = node.body[ast.get_docstring(node) is not None :] or [ast.Pass()]
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            node.returns = None
+            for argument in (part for part in ast.walk(node.args) if isinstance(part, ast.arg)):
+                argument.annotation = None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
+            node.args[1] = ast.Constant("")
     return ast.dump(tree)
 
 

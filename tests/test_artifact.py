@@ -733,11 +733,19 @@ class Point:
     name: str = "é\\\\ %s"
 class Nothing(Exception):
     """Nothing but words."""
+def knob(default, meaning):
+    return default
+SIDE = knob(3, "length of a side")
+def read(function):
+    return function.__annotations__["x"]
+@read
+def number(x: int):
+    return x
 def area(point: Point) -> int:
     """Its area."""  # a comment
     return point.x * point.x
 if __name__ == "__main__":
-    print(__file__, __name__, sys.argv[1:], area(Point(3)), Point(3).name)
+    print(__file__, __name__, sys.argv[1:], area(Point(SIDE)), Point(3).name, number)
     print(inspect.getsource(area))
     area(None)
 '''
@@ -759,6 +767,7 @@ def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
     for told in (raw.stderr, wrapped.stderr):
         assert re.search(r'train_gpt.py.*", line \d+, in area\n', told)
     assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
+    assert "length of a side" not in read_source(train_gpt.shipped_code(PROGRAM.encode(), "wrapped"))
 
 
 def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> None:

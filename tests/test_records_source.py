@@ -94,7 +94,12 @@ def test_reading_never_executes(tmp_path: Path) -> None:
     assert script.wrapped and script.text == program and not marker.exists()
 
 
-def test_same_program_ignores_layout_and_docstrings_only() -> None:
+def test_same_program_ignores_only_what_no_run_reads() -> None:
+    settings = "def f(a: {0}) -> {0}: return knob({1}, {2})\n"
+    assert same_program(settings.format("int", 1, "'one'"), settings.format("str", 1, "'two'"))
+    assert not same_program(settings.format("int", 1, "'one'"), settings.format("int", 2, "'one'"))
+    decorated = "@custom_op\n" + settings  # it may read the annotations
+    assert not same_program(decorated.format("int", 1, "''"), decorated.format("str", 1, "''"))
     assert same_program("x = 1  # one\n", "x=1\n")
     documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
     assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')
