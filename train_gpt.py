@@ -9,7 +9,8 @@ A run checks what a user can get wrong, compiles, trains for MAX_WALLCLOCK_SECON
 with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All lies in runs/<RUN_ID>/.
 
 Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
-head, V vocabulary, L layers, N anything flattened or batched, R matrix rows, C matrix columns.
+head, V vocabulary, L layers, S skips, P parallel layers, W gate channels, N anything flattened or batched,
+R matrix rows, C matrix columns.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ConfigError(ValueError):
 
 
 class DataError(RuntimeError):
-    """A shard, tokenizer or manifest is missing, damaged, foreign, or does not fit the run."""
+    """A shard or tokenizer is missing, damaged, foreign, or does not fit the run."""
 
 
 class LoaderError(RuntimeError):
@@ -90,7 +91,7 @@ class ScoringError(RuntimeError):
 
 
 def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
-    """One setting: its default, what it means with its unit, and its range or its space-separated choices."""
+    """One setting: its default, meaning with unit, and range (never infinite) or space-separated choices."""
     choices = "0 1" if isinstance(default, bool) else among
     return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
 
@@ -212,9 +213,9 @@ class Config:
     attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
-    resume: str = knob("", "continue a run: its directory, or auto for the newest checkpoint in RUNS_DIR")
+    resume: str = knob("", "continue a run: its directory, or auto for the newest unfinished one")
     preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
-    phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life before a rank is ended", 1)
+    phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life that end a rank", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
     @classmethod
@@ -225,13 +226,17 @@ class Config:
             text = find_path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-        lines = (f" {line}".split(" #")[0].partition("=") for line in text.split("\n"))  # ` #`: a comment
+        lines = [f" {line}".split(" #")[0].partition("=") for line in text.split("\n")]  # ` #`: a comment
+        for key, equals, value in lines:
+            if bool(key.strip()) != bool(equals):
+                raise ConfigError(f"CONFIG={path}: got {(key + equals + value).strip()!r}, not KEY=VALUE")
         in_file = {key.strip(): value.strip() for key, _, value in lines}
         known = {f.name.upper(): f for f in fields(cls)}
-        common = "CODE COMPUTE DATA DEVICE ENABLE MAX MODEL NUM RUN".split()  # not ours alone: MAX_JOBS
+        # First words that are not ours alone: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
+        common = "CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING"
         for name in sorted((in_file.keys() | environ.keys()) - known.keys() - {""}):
             word = name.split("_")[0]
-            kin = [other for other in known if other.split("_")[0] == word and word not in common]
+            kin = [other for other in known if other.split("_")[0] == word and word not in common.split()]
             near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
             if meant := near or kin or ["one that --help lists"] * (name in in_file):
                 raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
@@ -306,8 +311,8 @@ def micro_steps_per_step(config: Config, world_size: int) -> int:
 def help_text() -> str:
     """Every variable with its default and meaning: what `--help` prints."""
     lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
-    for f in fields(Config):
-        setting, among = f"{f.name.upper()}={f.default}", " | ".join(f.metadata["among"])
+    for f, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
+        setting, among = f"{name}={value}", " | ".join(f.metadata["among"])
         lines.append(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}")
     return "\n".join(lines)
 
@@ -349,12 +354,6 @@ class Run:
             dist.init_process_group(backend, device_id=device)
         self.timeout_seconds, self.last_alive = config.phase_timeout_seconds, -math.inf
         self.alive()
-
-    def open_directory(self, config: Config) -> None:
-        """Open runs/<RUN_ID> or the directory of RESUME; all ranks call it together. PREFLIGHT_ONLY tries."""
-        directory = self.gather(claim(config) if self.rank == 0 else None)[0]
-        self.directory = self.directory if config.preflight_only else directory
-        self.log(f"run:{directory}")
 
     path = property(lambda self: self.directory.joinpath)  # path("x"): a file of the run directory
 
@@ -430,7 +429,7 @@ def claim(config: Config) -> Path:
         if not config.resume and (free := shutil.disk_usage(directory).free) < needed:
             raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
         if config.resume or not config.preflight_only:
-            log = os.open(directory / "log.txt", os.O_RDWR | os.O_CREAT, 0o644)  # never closed: see flock
+            log = os.open(directory / "log.txt", os.O_RDWR | os.O_CREAT, 0o644)  # open to the end: locked
             try:
                 import fcntl  # absent on Windows
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -498,7 +497,7 @@ class Trace:
             with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
                 file.seek(-len(TRACE_TAIL), os.SEEK_END)
                 file.write(text.encode() + TRACE_TAIL)
-        self.step, self.reported = step, self.every > 0 and step % self.every == 0
+        self.step, self.reported = step, self.every > 0 and step >= 0 == step % self.every
         self.laps = list[tuple[str, int, Any]]()  # what ended, when on the host, and its event on the GPU
         self.lap("begin")
 
@@ -525,9 +524,9 @@ class Trace:
             for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
                 self.add("X", name, lane, start, end, args={"step": self.step})
                 ms[lane, name] += (end - start) / 1e6
-        fields = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
-        fields |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
-        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in fields.items())
+        parts = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
+        parts |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
+        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in parts.items())
         return f"timing_breakdown step:{self.step} {line}" if self.reported else None
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
@@ -943,8 +942,8 @@ def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
         "mlp_down_bank": (layers, width, c.mlp_dim),
         **dict.fromkeys(per_layer, (layers, width)),
         "qk_gain_LH": (layers, c.num_heads),
-        "skip_weight_KD": (skips, width),
-        "skip_gate_KD": (skips * c.skip_gates_enabled, width),
+        "skip_weight_SD": (skips, width),
+        "skip_gate_SD": (skips * c.skip_gates_enabled, width),
         "attn_gate_LHW": (layers * c.sparse_attn_gate_enabled, c.num_heads, c.gate_window),
         "smear_gate_1W": (int(c.smear_gate_enabled), c.gate_window),
         "smear_scale_1": (int(c.smear_gate_enabled),),
@@ -986,7 +985,7 @@ class GPT(nn.Module):
         self.observer: Callable[[str, int, Tensor], None] | None = None
         self.register_buffer("rotary_train", rotary_table(c.train_seq_len, c), persistent=False)
         self.register_buffer("rotary_eval", rotary_table(c.eval_length, c), persistent=False)
-        constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "resid_keep_LD": 1.0, "skip_weight_KD": 1.0,
+        constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "resid_keep_LD": 1.0, "skip_weight_SD": 1.0,
                      "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}  # fmt: skip
         uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
         draw = nn.init.orthogonal_ if c.matrix_init == "orthogonal" else uniform
@@ -1019,7 +1018,7 @@ class GPT(nn.Module):
             if two != (len(lanes) == 2):
                 lanes = lanes * 2 if two else [(lanes[0] + lanes[1]) / 2]
             if visit >= 0 and stack:
-                skip, gates = rows["skip_weight_KD"][visit] * stack.pop(), rows.get("skip_gate_KD")
+                skip, gates = rows["skip_weight_SD"][visit] * stack.pop(), rows.get("skip_gate_SD")
                 lanes[0] = torch.lerp(skip, lanes[0], gates[visit].sigmoid()) if gates else lanes[0] + skip
             lanes = self._block(layer, lanes, x0, context)
             stack += lanes[:1] if visit < 0 else []
@@ -1306,6 +1305,7 @@ def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: C
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
+HEAD_ROWS = 4096  # scored positions that pass the output head at once
 Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
 Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
 
@@ -1355,7 +1355,7 @@ def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chu
         window = max(own, min(int(begins[start]) // stride, last))
         stop = min(window * stride + context, targets)
         chunks[start // chunk].append((window * stride, start, stop))
-    return [np.array(rows) for rows in chunks]
+    return [np.array(rows) for rows in chunks if rows]
 
 
 def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
@@ -1424,7 +1424,8 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
             inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
             hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
-            found = model.loss_per_token(hidden_ND[scored], targets_N[scored])
+            parts = scored.split(HEAD_ROWS)
+            found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
             nats[start[0] - begin : stop[-1] - begin] = found
         if world_size > 1:
             dist.all_reduce(nats)
@@ -1480,8 +1481,8 @@ def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chun
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
     scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
-    noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=config.ttt_chunk_tokens + 2)
-    scores = dict[str, Score]()
+    length, scores = config.ttt_chunk_tokens + config.eval_length + 2, dict[str, Score]()
+    noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=length)
     for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
         label = name if name == "legal_ttt" else f"final_{weights}_{name}"
         if compiling(config, run.device):
@@ -1691,7 +1692,7 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]
     multipliers, best, passes = MULTIPLIERS if config.rate_control else [1.0], b"", 0
     finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
     wanted, before = (budget + least) / 2, (0.0, 0)
-    while finest <= coarsest and len(best) < least and (passes < 10 or not best):
+    while finest <= coarsest and (not best or (len(best) < least and passes < 10)):
         at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
                                 key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
         data, passes = quantized(multipliers[at]), passes + 1
@@ -1712,13 +1713,11 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]
 MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
 
 
-def write_artifact(
-    model: nn.Module, config: Config, hessians: Hessians, path: Path, code_bytes: int, tokenizer_sha256: str,
-    log: Callable[[str], None],
-) -> None:  # fmt: skip
+def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Run, inputs: Inputs) -> None:
     """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX, with RATE_CONTROL=0 as
     bits and clips are given; rank 0 alone calls it. ArtifactError, and no file, when it does not fit."""
     banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
+    path, code_bytes = run.path("model.bin"), len(inputs.files["train_gpt.shipped.py"])
     budget = config.artifact_bytes_max - code_bytes
 
     def quantized(multiplier: float) -> bytes:
@@ -1728,14 +1727,15 @@ def write_artifact(
             arrays += [codes, exponents]
             if name in MATRIX_ROLES:
                 bits[name] = int(abs(codes).max()).bit_length() + 1
-        model_settings = config.as_env("LOGIT_SOFTCAP")
-        header = {"config": model_settings, "tokenizer_sha256": tokenizer_sha256, "bits": bits}
+        header = {"config": config.as_env("LOGIT_SOFTCAP"), "bits": bits,
+                  "tokenizer_sha256": inputs.hashes["tokenizer"]}  # fmt: skip
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
+        run.log(f"quantized:step_multiplier {multiplier:.4f} makes {len(weights)} bytes of weights")
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
     data, how = fill_budget(config, budget, quantized)
     write_atomically(path, data)
-    log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
+    run.log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
 
 
 def describe_artifact(path: Path) -> dict[str, Any]:
@@ -1756,6 +1756,8 @@ def describe_artifact(path: Path) -> dict[str, Any]:
         header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
         if set(header["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in header:
             raise ValueError("fields are missing or unknown")
+        if not all(isinstance(value, str) for value in header["config"].values()):
+            raise ValueError("a setting is no text")
         header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: section {section}: {error}") from error
@@ -1789,17 +1791,17 @@ def load_artifact(path: Path) -> tuple[GPT, Config]:
 
 WRAPPER = """# -*- coding: latin-1 -*-
 import linecache,lzma
-s=lzma.decompress("%s".encode("latin-1")).decode()
+s=lzma.decompress('''%s'''.encode("latin-1")).decode()
 n=__file__+" (unpacked)"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
-ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "\n": r"\n", '"': r"\""})
+ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 
 
 def shipped_code(source: bytes, mode: str) -> bytes:
-    """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs: no
-    comments, docstrings, annotations of plain functions, or meanings of settings. One wrapped stays so."""
+    """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs:
+    no comments, docstrings, annotations of plain functions, nor texts of --help. One wrapped stays so."""
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     tree = ast.parse(source)
@@ -1813,7 +1815,12 @@ def shipped_code(source: bytes, mode: str) -> bytes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
             node.args[1] = ast.Constant("")
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
-    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
+    text = ast.unparse(tree)
+    lines = [(line.lstrip(), len(line) - len(line.lstrip())) for line in text.split("\n")]
+    narrow = "\n".join(" " * (spaces // 4) + line for line, spaces in lines)
+    if ast.dump(ast.parse(narrow)) == ast.dump(ast.parse(text)):  # no literal spans lines
+        text = narrow
+    packed = lzma.compress(text.encode(), lzma.FORMAT_ALONE, filters=filters)
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
 
 
@@ -1935,9 +1942,8 @@ class Training:
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
         stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
-        state = {"step": self.step, "seconds": self.seconds(), "config": self.config.as_env(),
-                 "loader": self.loader.state_dict(stream_hash)}  # fmt: skip
-        return copy.deepcopy(state) | {"optimizer": self.optimizer.state()}
+        state = {"step": self.step, "seconds": self.seconds(), "config": self.config.as_env()}
+        return state | {"loader": self.loader.state_dict(stream_hash), "optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Become what `state` returned. LoaderError where that is not possible with this data."""
@@ -1967,7 +1973,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
     config, trace, loader, model = training.config, training.trace, training.loader, training.model
     model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
-    trace.begin(training.step)
+    trace.begin(training.step if training.run.phase_name == "train" else -1)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         trace.lap("batch")
@@ -2008,7 +2014,8 @@ def warm_up(training: Training) -> None:
 
 def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
-    config, run, seconds, step_seconds = training.config, training.run, training.seconds(), 0.0
+    config, run, seconds = training.config, training.run, training.seconds()
+    step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
     training.run_clock(True)
     while True:
@@ -2075,7 +2082,8 @@ def validate(training: Training, label: str) -> None:
     training.run_clock(False)
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
-        score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
+        ledger = score_roundtrip(training.model, data.tokens, training.config, lambda *_: run.alive())
+        score = ledger.score(data.bytes_total)
     training.trace.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
@@ -2137,7 +2145,7 @@ def main() -> int:
 
 
 def whole_run(config: Config, run: Run) -> int:
-    """Train and ship, unless that is done; then reload the artifact, and score nothing but what it holds."""
+    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds."""
     if config.eval_only:  # the artifact knows its model
         config = Config.from_env({**config.as_env(), **describe_artifact(Path(config.eval_only))["config"]})
     with run.phase("setup"):
@@ -2172,9 +2180,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
                    "train_seconds": training.seconds(), "stream_hash": stream_hash}  # fmt: skip
         with run.phase("quantize"):
             if run.rank == 0:
-                path, code = run.path("model.bin"), inputs.files["train_gpt.shipped.py"]
-                tokenizer = inputs.hashes["tokenizer"]
-                write_artifact(training.model, config, hessians, path, len(code), tokenizer, run.log)
+                write_artifact(training.model, config, hessians, run, inputs)
             run.gather(None)
     return trained
 
@@ -2226,7 +2232,9 @@ def preflight(config: Config, run: Run) -> Inputs:
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     """Open the run directory, put source and settings into it, and begin the log in upstream's words."""
-    run.open_directory(config)
+    directory = run.gather(claim(config) if run.rank == 0 else None)[0]
+    run.directory = run.directory if config.preflight_only else directory
+    run.log(f"run:{directory}")
     overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
     if run.rank == 0 and not config.preflight_only:
         for name, content in inputs.files.items() if not config.resume else ():

@@ -147,8 +147,8 @@ def same_program(first: str, second: str) -> bool:
 
 
 def _tree(source: str) -> str:
-    """The syntax tree without what a wrapped script does without, and no run reads: docstrings, annotations of
-    functions that nothing decorates, and the meanings of settings (the second argument of `knob`)."""
+    """The syntax tree without what a wrapped script does without: docstrings, annotations of functions that
+    nothing decorates, and the meanings of settings (a text that is the second argument of `knob`)."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -157,8 +157,10 @@ def _tree(source: str) -> str:
             node.returns = None
             for argument in (part for part in ast.walk(node.args) if isinstance(part, ast.arg)):
                 argument.annotation = None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
-            node.args[1] = ast.Constant("")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob":
+            texts = [isinstance(each, ast.Constant) and isinstance(each.value, str) for each in node.args]
+            if texts[1:2] == [True]:
+                node.args[1] = ast.Constant("")
     return ast.dump(tree)
 
 

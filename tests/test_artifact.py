@@ -87,11 +87,18 @@ def batches(config: Config, count: int = 2, seed: int = 0) -> list[Any]:
     ]
 
 
+def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tuple[Any, Any]:
+    """What the writer asks of a run and its inputs."""
+    log = print if lines is None else lines.append
+    files, hashes = {"train_gpt.shipped.py": bytes(code_bytes)}, {"tokenizer": TOKENIZER}
+    return SimpleNamespace(path=lambda _: path, log=log), SimpleNamespace(files=files, hashes=hashes)
+
+
 def write(path: Path, config: Config, code_bytes: int = 0, seed: int = 0) -> tuple[nn.Module, Any, list[str]]:
     """Write the artifact of a trained-looking model."""
     model, lines = trained_like(config, seed), []
     hessians = train_gpt.collect_hessians(model, batches(config), 1) if config.gptq else {}
-    train_gpt.write_artifact(model, config, hessians, path, code_bytes, TOKENIZER, lines.append)
+    train_gpt.write_artifact(model, config, hessians, *place(path, code_bytes, lines))
     return model, train_gpt.describe_artifact(path), lines
 
 
@@ -404,7 +411,7 @@ def test_budget_is_filled(
     _, report, lines = write(tmp_path / "model.bin", config, code_bytes=4000)
     total = (tmp_path / "model.bin").stat().st_size + 4000
     assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= passes and report["bytes"] == total - 4000
-    assert limit * (1 - 5e-4) <= total <= limit
+    assert limit - max(8, 5e-4 * limit) <= total <= limit  # the smallest files move in steps of some bytes
 
 
 def test_same_weights_give_the_same_file(tmp_path: Path) -> None:
@@ -540,7 +547,7 @@ def test_weights_that_are_not_numbers_are_not_written(tiny: Config, tmp_path: Pa
     with torch.no_grad():
         model.mlp_up_bank[0, 3, 1] = math.inf
     with pytest.raises(ArtifactError, match="mlp_up_bank"):
-        train_gpt.write_artifact(model, tiny, {}, tmp_path / "model.bin", 0, TOKENIZER, print)
+        train_gpt.write_artifact(model, tiny, {}, *place(tmp_path / "model.bin"))
     assert not list(tmp_path.iterdir())
 
 
@@ -612,6 +619,10 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
     assert "section" in refused(with_config(tiny_file, SMEAR_GATE="off"), tmp_path)
     assert "missing or unknown" in refused(with_config(tiny_file, VOCAB_SIZE=None), tmp_path)
     assert "missing or unknown" in refused(with_config(tiny_file, CONFIG="/etc/passwd"), tmp_path)
+    forged = tmp_path / "numbers.bin"
+    forged.write_bytes(with_config(tiny_file, VOCAB_SIZE=32))
+    with pytest.raises(ArtifactError, match="no text"):
+        train_gpt.describe_artifact(forged)
     sections = sections_of(tiny_file)
     bomb = zlib.compress(b" " * (1 << 28))
     assert "section config" in refused(reseal({**sections, "config": bomb}), tmp_path)
@@ -792,7 +803,7 @@ def test_wrapped_code_holds_any_byte() -> None:
         assert scope["NOISE"] == noise and read_source(wrapped) == f"NOISE = '{noise}'"
         escapes |= set(re.findall(rb"\\(x00\d|x00|.)", wrapped))
         held |= set(wrapped)
-    assert {b"x00", b"r", b"n", b'"', b"\\"} <= escapes, "each escape was needed somewhere"
+    assert {b"x00", b"r", b"'", b"\\"} <= escapes, "each escape was needed somewhere"
     assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
     assert held == set(range(256)) - {0, 13}
 

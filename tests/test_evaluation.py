@@ -204,6 +204,14 @@ def test_streams_shorter_than_a_window_or_a_chunk_are_scored_whole(length: int) 
         assert np.array_equal(found[1], found[2]), "there is nothing to learn from before the last chunk"
 
 
+@pytest.mark.parametrize(("context", "stride", "chunk"), [(20, 8, 48), (64, 16, 32), (20, 7, 20), (5, 5, 5)])
+def test_rows_score_every_target_once_whatever_the_sizes(context: int, stride: int, chunk: int) -> None:
+    for targets in range(1, 150):
+        rows = np.concatenate(train_gpt.window_rows(targets, context, stride, np.zeros(targets, int), chunk))
+        assert rows[0, 1] == 0 and rows[-1, 2] == targets and np.array_equal(rows[1:, 1], rows[:-1, 2])
+        assert (rows[:, 0] <= rows[:, 1]).all() and (rows[:, 2] - rows[:, 0] <= context).all()
+
+
 @pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS"])
 def test_streams_with_odd_documents_are_scored_whole(kind: str) -> None:
     lab = subject()

@@ -125,10 +125,10 @@ class Reference:
         return normed(a if b is None else (a + b) / 2)
 
     def skip(self, row: int, x: Tensor, early: Tensor) -> Tensor:
-        early = self.w["skip_weight_KD"][row] * early
+        early = self.w["skip_weight_SD"][row] * early
         if not self.c.skip_gates_enabled:
             return x + early
-        share = torch.sigmoid(self.w["skip_gate_KD"][row])
+        share = torch.sigmoid(self.w["skip_gate_SD"][row])
         return share * x + (1 - share) * early
 
     def layer(
@@ -292,7 +292,7 @@ def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -
     [
         ({"SMEAR_GATE_ENABLED": 0}, {"smear_gate_1W", "smear_scale_1"}),
         ({"SPARSE_ATTN_GATE_ENABLED": 0}, {"attn_gate_LHW"}),
-        ({"SKIP_GATES_ENABLED": 0}, {"skip_gate_KD"}),
+        ({"SKIP_GATES_ENABLED": 0}, {"skip_gate_SD"}),
         ({"PARALLEL_START_LAYER": -1}, {"lane_mix_P23"}),
         ({"PARALLEL_MODE": "gptj"}, {"lane_mix_P23"}),
         ({"XSA_LAST_N": 0}, set()),
