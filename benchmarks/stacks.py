@@ -1,7 +1,7 @@
 """The default and the systems it descends from, each as a record at equal seconds, at a width for a CPU.
 
     python benchmarks/stacks.py --data data/datasets/fineweb_sample_sp1024 --limit 230000
-        --tokenizer data/tokenizers/fineweb_1024_bpe.model --track track_cpu_small_sp1024 [--seconds 240]
+        --tokenizer data/tokenizers/fineweb_1024_bpe.model --track track_cpu_small_sp1024 [--seconds 180]
         [--seeds 1337] [--only DefaultStack]
 
 Each is a whole run of train_gpt.py: its own model, optimizer, artifact and evaluation, the geometry of
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--track", required=True, help="folder under records/")
     parser.add_argument("--limit", type=int, required=True, help="bytes of code and artifact together")
-    parser.add_argument("--seconds", type=int, default=240, help="training time of each run")
+    parser.add_argument("--seconds", type=int, default=180, help="training time of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
     parser.add_argument("--only", nargs="+", choices=list(STACKS), default=list(STACKS))
     arguments = parser.parse_args()
