@@ -190,7 +190,7 @@ def step_times() -> dict[str, list[float]]:
     torch._dynamo.reset()
     steps = {"0": training_step(False), "1": training_step(True)}
     times_ms: dict[str, list[float]] = {fused: [] for fused in steps}
-    for turn in range(STEP_ROUNDS + 3):  # three to compile, tune and settle
+    for turn in range(STEP_ROUNDS + 3):  # three to compile and settle
         for fused, step in steps.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
