@@ -63,6 +63,9 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	@$(RUN) -m records.settings_table
+	@$(RUN) -m records.results_table
+	@$(RUN) -m records board
+	@$(RUN) benchmarks/results.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from records import settings_table
+from records import results_table, settings_table
+from records.rules import ARTIFACT_BYTES_MAX
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +37,36 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
         assert (repo / "records" / "configs" / config).is_file() or config == "config.env", config
 
 
-def test_the_results_follow_from_the_record(readme: str, repo: Path) -> None:
-    summaries = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in max((repo / "records" / "track_cpu_demo").glob("*_*")).glob("summary_seed*.json")
-    ]
-    assert len(summaries) == 3
-    for name in ("roundtrip", "sliding_window", "legal_ttt"):
+def test_the_tables_of_results_are_fresh(readme: str) -> None:
+    assert results_table.with_tables(readme) == readme, "run `make docs`"
+
+
+def test_every_figure_is_from_a_log_a_setting_or_a_rule(readme: str, repo: Path) -> None:
+    """Numbers with three decimals or thousands; those in code are settings and log lines, checked apart."""
+    prose = re.sub(r"```.*?```|`[^`]*`|arXiv [0-9.]+", "", readme, flags=re.DOTALL)
+    for mark in ("settings", "results"):
+        begin, end = f"<!-- {mark}:begin", f"<!-- {mark}:end -->"
+        prose = prose.split(begin)[0] + prose.split(end)[1]
+    allowed = {f"{ARTIFACT_BYTES_MAX:,}"}
+    assert set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.\d{3,}", prose)) <= allowed
+
+
+def test_the_log_line_that_is_explained_is_from_a_log(readme: str, repo: Path) -> None:
+    (line,) = re.findall(r"^step:\d+/.+$", readme, re.MULTILINE)
+    logs = (repo / "records").glob("track_*/*/train_seed*.log")
+    assert any(line in log.read_text(encoding="utf-8").splitlines() for log in logs)
+
+
+def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
+    folder = max((repo / "records" / "track_cpu_demo").glob("*_*"))
+    summaries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("summary_seed*.json")]
+    cells = [cell.strip() for cell in results_table.row(folder).split("|")[1:-1]]
+    assert len(summaries) == 3 == int(cells[1])
+    for name, cell in zip(("roundtrip", "sliding_window", "legal_ttt"), cells[4:7], strict=True):
         scores = [summary["losses"][name]["bits_per_byte"] for summary in summaries]
-        assert f"**{sum(scores) / 3:.4f}**" in readme, name
+        assert cell == f"{sum(scores) / 3:.4f}", name
     most = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
-    assert f"{most:,} bytes" in readme
+    assert cells[7] == f"{most:,}"
 
 
 def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
