@@ -447,6 +447,11 @@ def claim(config: Config) -> Path:
     return directory
 
 
+def compiling(config: Config, device: torch.device) -> bool:
+    """Whether torch.compile is wanted here."""
+    return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Put `data` at `path` completely or not at all: a full disk leaves what stood there. ConfigError."""
     temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is overwritten
@@ -1060,7 +1065,7 @@ class GPT(nn.Module):
             y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
         if c.sparse_attn_gate_enabled:
             gate = F.linear(attn_in[..., : c.gate_window], rows["attn_gate_LHW"][layer])
-            y = y * torch.sigmoid(0.5 * gate)[..., None]
+            y = y * torch.sigmoid(0.5 * gate)[..., None]  # half as steep (PR #1855)
         attn_out = y.flatten(2)
         attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
         x = mixed if parallel else mixed + attended
@@ -1460,11 +1465,6 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
         sgd.step()
 
 
-def compiling(config: Config, device: torch.device) -> bool:
-    """Whether torch.compile is wanted here."""
-    return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
-
-
 def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chunk: int, chunks: int) -> None:
     """After a chunk of a scorer begun at `start`: every so often, what all of evaluation should come to."""
     run.alive()
@@ -1585,13 +1585,14 @@ CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quar
 def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Parts of an array of symbols (integers + peak), to be read or written before the next; where the tables
     of their columns begin; frequencies and first slots of all symbols, table after table."""
-    means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
+    means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256  # about the middle of each class
     bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
+    # A first guess with tails heavier than Gaussian; in products, as powers are not rounded alike everywhere.
     counts, size = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64), 2 * peak + 1
-    sums_256ths, renewal = np.full(array.shape[1], 2 * 256 * peak // 6), 0
+    sums_256ths, renewal = np.full(array.shape[1], 2 * 256 * peak // 6), 0  # as if two rows came before
     for row, symbols in enumerate(array):
         if row >= renewal:
-            renewal = row + 1 + row // 16
+            renewal = row + 1 + row // 16  # ever rarer: tables cost time
             frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
             frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
             frequencies = frequencies.ravel()
@@ -1649,7 +1650,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-MULTIPLIERS = [2 ** (notch / 2048) for notch in range(-7 * 2048, 12 * 2048)]  # of the configured steps
+OCTAVES, NOTCHES = (-7, 12), 2048  # of multipliers of steps; a notch of an octave moves 36 M weights by 2 kB
 TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
              "RATE_CONTROL={:d}: keep it 1, or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
 
@@ -1677,7 +1678,7 @@ def expected_bytes(config: Config, multiplier: float) -> float:
 
 def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
     """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, MULTIPLIERS[end])) for end in (0, -1))
+    most, fewest = (round(expected_bytes(config, 2.0**octave)) for octave in OCTAVES)
     excess = fewest + code_bytes - config.artifact_bytes_max
     if excess > 0:
         raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
@@ -1689,24 +1690,25 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]
 
     The line through the last two passes, expected against true bytes, leads to the next multiplier, between
     those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
-    multipliers, best, passes = MULTIPLIERS if config.rate_control else [1.0], b"", 0
+    notches = range(NOTCHES * OCTAVES[0], NOTCHES * OCTAVES[1]) if config.rate_control else range(1)
+    multipliers, best, passes = [2 ** (notch / NOTCHES) for notch in notches], b"", 0
     finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
-    wanted, before = (budget + least) / 2, (0.0, 0)
+    wanted, last_pass = (budget + least) / 2, (0.0, 0)  # expected and true bytes; the first line begins at 0
     while finest <= coarsest and (not best or (len(best) < least and passes < 10)):
         at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
                                 key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
         data, passes = quantized(multipliers[at]), passes + 1
         expected = expected_bytes(config, multipliers[at])
-        slope = (expected - before[0]) / (len(data) - before[1] or 1)
+        slope = (expected - last_pass[0]) / (len(data) - last_pass[1] or 1)
         wanted = expected + ((budget + least) / 2 - len(data)) * min(max(slope, 0.2), 2.0)  # sizes are noisy
-        before = expected, len(data)
+        last_pass = expected, len(data)
         if len(data) > budget:
             finest = at + 1
         else:
             coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
         raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-    note = " unused: 8 bits cannot fill it" * (chosen == MULTIPLIERS[0] and len(best) < least)
+    note = " unused: 8 bits cannot fill it" * (chosen == 2.0 ** OCTAVES[0] and len(best) < least)
     return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
 
@@ -1730,7 +1732,7 @@ def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Ru
         header = {"config": config.as_env("LOGIT_SOFTCAP"), "bits": bits,
                   "tokenizer_sha256": inputs.hashes["tokenizer"]}  # fmt: skip
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
-        run.log(f"quantized:step_multiplier {multiplier:.4f} makes {len(weights)} bytes of weights")
+        run.alive()
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
     data, how = fill_budget(config, budget, quantized)
@@ -2003,8 +2005,8 @@ def warm_up(training: Training) -> None:
             start = time.perf_counter()
             collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
             run.sync()
-        seconds = 1.25 * max(run.gather(time.perf_counter() - start))
-        limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds
+        seconds = 1.25 * max(run.gather(time.perf_counter() - start))  # a quarter to spare
+        limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds  # a tenth at most
         batches = max(1, min(training.calibration_batches, int(limit / seconds)))
         training.calibration_batches = batches
         training.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
@@ -2050,7 +2052,7 @@ def train(training: Training) -> None:
 
 
 def read_results(training: Training, leave: int) -> None:
-    """Check and log all steps but the last `leave`: so far the host may run ahead. FloatingPointError."""
+    """Check and log all steps but the last `leave`, for which the host would wait. FloatingPointError."""
     config, run, tokens = training.config, training.run, training.config.train_batch_tokens
     while len(training.unread) > leave:
         step, progress, stream_hash, results, copied = training.unread.pop(0)
@@ -2110,6 +2112,11 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
 # ============================================================================================================
 # main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
+
+# What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
+# which two runs know that they read the same.
+Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
+NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 
 
 def main() -> int:
@@ -2183,12 +2190,6 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
                 write_artifact(training.model, config, hessians, run, inputs)
             run.gather(None)
     return trained
-
-
-# What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
-# which two runs know that they read the same.
-Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
-NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 
 
 def preflight(config: Config, run: Run) -> Inputs:

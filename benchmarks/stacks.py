@@ -2,7 +2,7 @@
 
     python benchmarks/stacks.py --data data/datasets/fineweb_sample_sp1024 --limit 230000
         --tokenizer data/tokenizers/fineweb_1024_bpe.model --track track_cpu_small_sp1024 [--seconds 180]
-        [--seeds 1337] [--only DefaultStack]
+        [--seeds 1337] [--only DefaultStack] [--round-trip]
 
 Each is a whole run of train_gpt.py: its own model, optimizer, artifact and evaluation, the geometry of
 ablation.py, the same tokens in the same order, and the same limit on code and weights. Layers are scaled from
@@ -51,7 +51,8 @@ def environment(stack: str, seed: int, arguments: argparse.Namespace) -> dict[st
     import sentencepiece
 
     vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()
-    evaluation = {} if stack == "UpstreamBaseline" else EVALUATION
+    without_overlap = arguments.round_trip or stack == "UpstreamBaseline"
+    evaluation = {"EVAL_STRIDE": "0", "TTT_ENABLED": "0"} if without_overlap else EVALUATION
     return {
         **COMMON, **STACKS[stack], **evaluation, "SEED": str(seed), "VOCAB_SIZE": str(vocabulary),
         "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, required=True, help="bytes of code and artifact together")
     parser.add_argument("--seconds", type=int, default=180, help="training time of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
+    parser.add_argument("--round-trip", action="store_true", help="score all without overlap or training")
     parser.add_argument("--only", nargs="+", choices=list(STACKS), default=list(STACKS))
     arguments = parser.parse_args()
     for stack in arguments.only:

@@ -91,7 +91,8 @@ def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tu
     """What the writer asks of a run and its inputs."""
     log = print if lines is None else lines.append
     files, hashes = {"train_gpt.shipped.py": bytes(code_bytes)}, {"tokenizer": TOKENIZER}
-    return SimpleNamespace(path=lambda _: path, log=log), SimpleNamespace(files=files, hashes=hashes)
+    run = SimpleNamespace(path=lambda _: path, log=log, alive=lambda: None)
+    return run, SimpleNamespace(files=files, hashes=hashes)
 
 
 def write(path: Path, config: Config, code_bytes: int = 0, seed: int = 0) -> tuple[nn.Module, Any, list[str]]:
@@ -519,7 +520,8 @@ def test_what_never_fits_says_by_how_much_and_ends() -> None:
 
 
 def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
-    assert fill(lambda m: 29_000 if m == train_gpt.MULTIPLIERS[-1] else 31_000)[0] == 29_000
+    coarsest = 2 ** (train_gpt.OCTAVES[1] - 1 / train_gpt.NOTCHES)
+    assert fill(lambda m: 29_000 if m == coarsest else 31_000)[0] == 29_000
     size, how, passes = fill(lambda m: 0.2 * expected(m))
     assert size < 25_000 and passes <= 4 and how.endswith(" unused: 8 bits cannot fill it")
 
