@@ -24,6 +24,16 @@ def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
         assert one["measured"] and re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", one["conditions"]["commit"])
 
 
+@pytest.mark.parametrize("data", ["fineweb_sample_sp1024", "mixed_text_sp8192"])
+def test_the_default_beats_the_baseline_as_the_readme_says(data: str) -> None:
+    stored = json.loads((results.FOLDER / f"ablation-{data}-240s.json").read_text(encoding="utf-8"))
+    rows = stored["measured"]["rows"]
+    scores = {name: {run["seed"]: run["val_bpb"] for run in runs} for name, runs in rows.items()}
+    default, baseline = scores["default stack"], scores["upstream_baseline"]
+    assert len(default) == 3 and default.keys() == baseline.keys()
+    assert all(baseline[seed] - default[seed] >= 0.01 for seed in default)
+
+
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
