@@ -177,6 +177,17 @@ def tables(measured: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def stored_rows(name: str, before: dict[str, Any], measured: dict[str, Any]) -> Rows:
+    """Rows stored under this name, if they were measured alike."""
+    path = results.FOLDER / f"{name}.json"
+    if not path.exists():
+        return {}
+    old = json.loads(path.read_text(encoding="utf-8"))
+    same = all(old["conditions"][key] == before[key] for key in ("processor", "threads", "torch", "script"))
+    alike = {**old["measured"], "rows": {}} == {**measured, "rows": {}}
+    return old["measured"]["rows"] if same and alike else {}
+
+
 def main() -> None:
     """Measure, print the table, and with --keep store it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -205,24 +216,8 @@ def main() -> None:
         run = measure(stack[row_name], seed, arguments.clock)
         print(f"{row_name}: {run}", file=sys.stderr, flush=True)
         rows = stored_rows(name, before, measured) if arguments.keep else measured["rows"]
-        measured["rows"] = with_run(rows, row_name, run)
+        measured["rows"] = {**rows, row_name: [*rows.get(row_name, []), run]}
         results.finish(name, before, measured, arguments.keep)
-
-
-def with_run(rows: Rows, row_name: str, run: dict[str, Any]) -> Rows:
-    """The rows with one more run."""
-    return {**rows, row_name: [*rows.get(row_name, []), run]}
-
-
-def stored_rows(name: str, before: dict[str, Any], measured: dict[str, Any]) -> Rows:
-    """Rows stored under this name, if they were measured alike."""
-    path = results.FOLDER / f"{name}.json"
-    if not path.exists():
-        return {}
-    old = json.loads(path.read_text(encoding="utf-8"))
-    same = all(old["conditions"][key] == before[key] for key in ("processor", "threads", "torch", "script"))
-    alike = {**old["measured"], "rows": {}} == {**measured, "rows": {}}
-    return old["measured"]["rows"] if same and alike else {}
 
 
 if __name__ == "__main__":

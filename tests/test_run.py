@@ -254,6 +254,17 @@ SLOW_STEPS = "import time, torch\nstep = torch.optim.AdamW.step\n"
 SLOW_STEPS += "def slow(*given):\n    time.sleep(0.3); return step(*given)\ntorch.optim.AdamW.step = slow\n"
 
 
+def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
+    clock = {"MAX_WALLCLOCK_SECONDS": 5, "GPTQ_RESERVE_SECONDS": 1, "ITERATIONS": 100000, "EVAL_STRIDE": 0}
+    changes = {**clock, "TTT_ENABLED": 0, "CHECKPOINT_EVERY_SECONDS": 1000}
+    first = lab.succeed(fault=SLOW_STEPS, **changes)
+    (first.directory / "summary.json").unlink()  # as if it had been killed in its evaluation
+    again = lab.succeed(fault=SLOW_STEPS, RESUME=first.directory, **changes)
+    assert f"resumed:{first.directory} step:{first.summary['steps']} " in again.out
+    assert again.summary["steps"] <= first.summary["steps"] + 1  # the clock read a step late would add two
+    assert again.summary["limits"]["train_seconds"]["ok"]
+
+
 def test_one_process_at_a_time_works_in_a_run_directory(lab: Lab, finished: Ended) -> None:
     first = lab.start(fault=SLOW_STEPS, CHECKPOINT_EVERY_SECONDS=0.1)
     first.wait_for("checkpoint:")
