@@ -171,7 +171,7 @@ class Config:
     gptq: bool = knob(True, "round with second-order information; 0: to nearest")
     gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
-    gptq_reserve_seconds: float = knob(0.0, "seconds of the clock for Hessians; 0: as measured", 0)
+    gptq_reserve_seconds: float = knob(2.0, "seconds of the clock for Hessians; fewer batches if short", 0)
     # --- its evaluation ---
     eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
     eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
@@ -190,8 +190,6 @@ class Config:
     train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
     val_prefetch: bool = knob(True, "copy validation to the device before scoring; 0: batch by batch")
-    val_copy_stream: bool = knob(True, "accepted; VAL_PREFETCH decides how validation is copied")
-    val_bytecount_device: str = knob("cpu", "accepted; bytes are summed once, on the host", among="cpu cuda")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
     loader_timeout_seconds: float = knob(60.0, "seconds without data before the loader gives up", 0.1)
     # --- the run ---
@@ -213,8 +211,7 @@ class Config:
     attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
-    resume: str = knob("", "continue a run: its directory, or auto for the newest unfinished one")
-    preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
+    resume: str = knob("", "continue the unfinished run in this directory")
     phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life that end a rank", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
@@ -289,7 +286,8 @@ def _cross_check(c: Config) -> None:
         (not c.ttt_enabled or (c.eval_stride and chunk % c.eval_stride == 0 and chunk >= c.eval_length),
          "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN ) for TTT_ENABLED"),
         (seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS <= ITERATIONS"),
-        (c.gptq_reserve_seconds < (seconds or math.inf), "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
+        (not c.gptq or c.gptq_reserve_seconds < (seconds or math.inf),
+         "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS with GPTQ"),
         ([x.isdecimal() for x in (c.trace_steps or "0:1").split(":")] == [True, True], "TRACE_STEPS as a:b"),
         (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID as a plain name"),
     ]  # fmt: skip
@@ -419,31 +417,20 @@ def tell(line: str, *places: Any) -> None:
 
 
 def claim(config: Config) -> Path:
-    """The run directory, new or RESUME's, this process's alone until it ends; PREFLIGHT_ONLY undoes it."""
+    """The run directory: a new one, or that of the unfinished run that RESUME names. Raises ConfigError."""
     name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
-    directory = find_checkpoint(config) if config.resume else Path(config.runs_dir) / name
-    made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    directory = Path(config.resume or f"{config.runs_dir}/{name}")
     needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
+    if config.resume and (not (directory / CHECKPOINT).exists() or (directory / "summary.json").exists()):
+        raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
     try:
-        directory.mkdir(parents=True, exist_ok=bool(config.resume))
-        if not config.resume and (free := shutil.disk_usage(directory).free) < needed:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        if not config.resume and (free := shutil.disk_usage(directory.parent).free) < needed:
             raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
-        if config.resume or not config.preflight_only:
-            log = os.open(directory / "log.txt", os.O_RDWR | os.O_CREAT, 0o644)  # open to the end: locked
-            try:
-                import fcntl  # absent on Windows
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError("another process is at work in it") from None
-            except (ImportError, OSError):  # nor has every disk locks
-                pass
+        directory.mkdir(exist_ok=bool(config.resume))
     except OSError as error:
         raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); nothing is overwritten: set "
                           "another RUN_ID, a RUNS_DIR with room, or RESUME") from error
-    finally:
-        with contextlib.suppress(OSError):  # the directory of a run holds its log by now
-            for path in made:
-                path.rmdir()
     return directory
 
 
@@ -572,7 +559,8 @@ Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
 def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
     if not (names := sorted(glob.glob(pattern))):
-        raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH or see data/README.md")
+        raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH, get some as "
+                        "data/README.md tells, or see `make demo`, which has its own")
     return [open_shard(Path(name)) for name in names]
 
 
@@ -1300,10 +1288,10 @@ def loop_is_on(progress: float, c: Config) -> bool:
     return c.num_loops > 0 and progress >= c.enable_looping_at
 
 
-def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: Config) -> float:
+def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
     """Share of the run that is over: of the steps, or of the clock less the reserve if that is more."""
-    limit = max(c.max_wallclock_seconds - reserve_seconds, 1e-9) if c.max_wallclock_seconds else math.inf
-    return max(step / c.iterations, elapsed_seconds / limit)
+    limit = c.max_wallclock_seconds - c.gptq * c.gptq_reserve_seconds
+    return max(step / c.iterations, elapsed_seconds / limit if c.max_wallclock_seconds else 0.0)
 
 
 # ============================================================================================================
@@ -1830,26 +1818,22 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # CHECKPOINT — a resumed run goes on as if nothing had happened; half a file never replaces a whole one.
 # ============================================================================================================
 
-CHECKPOINT_NAMES = ("checkpoint.pt", "checkpoint.previous.pt")
+CHECKPOINT = "checkpoint.pt"
 
 
 def save_checkpoint(training: Training) -> None:
-    """Write the state to checkpoint.pt, in a thread; the one before stays beside it. All ranks call it."""
+    """Put the state in the place of the checkpoint before, from a thread. All ranks call it."""
     run, state = training.run, training.state()
-    current, previous = map(run.path, CHECKPOINT_NAMES)
 
     def write() -> None:
         try:
             if not all(weight.isfinite().all() for weight in state["optimizer"]["weights"]):
                 raise ConfigError("its weights are not finite")
-            if training.saved == current:  # one that could not be read replaces none that could
-                training.saved = current.replace(previous)
             torch.save(state, buffer := io.BytesIO())
             buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
-            write_atomically(current, buffer.getvalue())
-            training.saved = current
-            run.log(f"checkpoint:{current} step:{state['step']}")
-        except (OSError, ConfigError) as error:
+            write_atomically(run.path(CHECKPOINT), buffer.getvalue())
+            run.log(f"checkpoint:{run.path(CHECKPOINT)} step:{state['step']}")
+        except ConfigError as error:
             run.log(f"warning: no checkpoint of step {state['step']}, the one before stands: {error}")
 
     training.writer.join()
@@ -1857,37 +1841,21 @@ def save_checkpoint(training: Training) -> None:
     training.writer.start()
 
 
-def find_checkpoint(config: Config) -> Path:
-    """The run directory that RESUME names; `auto`: the newest unfinished one. ConfigError."""
-    folders = Path(config.runs_dir).glob("*") if config.resume == "auto" else [Path(config.resume)]
-    unfinished = [folder for folder in folders if not (folder / "summary.json").exists()]
-    found = [path for folder in unfinished for path in folder.glob("checkpoint*.pt")]
-    if not found:
-        raise ConfigError(f"RESUME={config.resume}: no checkpoint.pt of an unfinished run in it or in "
-                          f"RUNS_DIR={config.runs_dir}; name the directory of a run that has one")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
-
-
 def load_checkpoint(training: Training) -> None:
-    """Take up the newest readable state, on any world size. Raises ConfigError."""
-    run = training.run
-    for path in map(run.path, CHECKPOINT_NAMES):
-        try:
-            data, digest = (content := path.read_bytes())[:-32], content[-32:]
-            if hashlib.sha256(data).digest() != digest:
-                raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
-            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # executes nothing
-            break
-        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            run.log(f"checkpoint:unreadable {path} ({type(error).__name__}: {error})")
-    else:
-        raise ConfigError(f"RESUME: no readable checkpoint in {run.directory}; start a new run")
+    """Take up the state of the run that RESUME names, on any world size. Raises ConfigError."""
+    run, path = training.run, training.run.path(CHECKPOINT)
+    try:
+        data, digest = (content := path.read_bytes())[:-32], content[-32:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # executes nothing
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
     for name, ours in training.config.as_env("MIN_LR").items():
         if (theirs := state["config"].get(name)) != ours:
             raise ConfigError(f"{name}={ours}, but {run.directory} has {theirs}; "
                               f"resume with its settings: CONFIG={run.path('config.env')}")
     training.load_state(state)
-    training.saved = path
     run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
 
 
@@ -1911,11 +1879,9 @@ class Training:
                            every, cuda=run.device.type == "cuda")  # fmt: skip
         self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
                              device=run.device, trace=self.trace)  # fmt: skip
-        self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
-        self.counted, self.started, self.reserve_seconds = 0.0, math.inf, 0.0  # the clock stands
+        self.counted, self.started = 0.0, math.inf  # the clock stands
         self.said = collections.deque[tuple[Tensor, Any]](maxlen=2)
-        self.saved: Path | None = None  # the last good checkpoint
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
 
@@ -1994,23 +1960,12 @@ def train_step(training: Training, progress: float) -> Tensor:
 
 
 def warm_up(training: Training) -> None:
-    """Run WARMUP_STEPS real steps of each graph, to compile, and time Hessians; then undo it exactly."""
+    """Run WARMUP_STEPS real steps of each graph, to compile; then undo it exactly."""
     config, run, before = training.config, training.run, training.state()
     for progress in (0.0, 1.0) if loop_is_on(1.0, config) > loop_is_on(0.0, config) else (1.0,):
         for number in range(1, config.warmup_steps + 1):
             train_step(training, progress)
             run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{training.model.looping:d}")
-    if config.gptq and config.max_wallclock_seconds:
-        for _ in range(2):  # the first also pays for allocations
-            start = time.perf_counter()
-            collect_hessians(training.model, [training.loader.next_batch()], run.world_size)
-            run.sync()
-        seconds = 1.25 * max(run.gather(time.perf_counter() - start))  # a quarter to spare
-        limit = config.gptq_reserve_seconds or 0.1 * config.max_wallclock_seconds  # a tenth at most
-        batches = max(1, min(training.calibration_batches, int(limit / seconds)))
-        training.calibration_batches = batches
-        training.reserve_seconds = config.gptq_reserve_seconds or seconds * batches
-        run.log(f"gptq:reserving {training.reserve_seconds:.2f}s for {batches} batches per rank")
     training.load_state(before)
 
 
@@ -2023,7 +1978,7 @@ def train(training: Training) -> None:
     while True:
         step, before, (seconds, caught) = training.step, seconds, training.exchange()
         step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
-        over = caught or run_progress(seconds + 2 * step_seconds, step, training.reserve_seconds, config) >= 1
+        over = caught or run_progress(seconds + 2 * step_seconds, step, config) >= 1
         save = seconds // save_every > before // save_every
         look = step > 0 and step % look_every == 0
         read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
@@ -2034,7 +1989,7 @@ def train(training: Training) -> None:
         if look:
             validate(training, f"step:{step}/{config.iterations}")
             training.run_clock(True)
-        progress = run_progress(seconds, step, training.reserve_seconds, config)
+        progress = run_progress(seconds, step, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
@@ -2045,7 +2000,7 @@ def train(training: Training) -> None:
         training.writer.join()
     if caught:
         run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
-        raise SystemExit(128 + int(caught))
+        os._exit(128 + int(caught))
     if step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds():.0f}ms "
                 f"step:{step}/{config.iterations}")
@@ -2061,7 +2016,7 @@ def read_results(training: Training, leave: int) -> None:
         loss, norm = results.tolist()
         if not math.isfinite(loss + norm):
             training.writer.join()
-            saved = next((path for path in map(run.path, CHECKPOINT_NAMES) if path.exists()), "none")
+            saved = path if (path := run.path(CHECKPOINT)).exists() else "none"
             raise FloatingPointError(
                 f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
                 f"stream_hash {stream_hash:016x} on this rank, last good checkpoint: {saved}; lower "
@@ -2071,7 +2026,7 @@ def read_results(training: Training, leave: int) -> None:
         loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
         p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
         scale = learning_rate_scale(progress, step - 1, config)
-        left = seconds / run_progress(seconds, step, training.reserve_seconds, config) - seconds
+        left = seconds / run_progress(seconds, step, config) - seconds
         run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
                 f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
                 f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s")
@@ -2094,14 +2049,23 @@ def validate(training: Training, label: str) -> None:
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
-    """Take the averaged weights, collect Hessians from training batches on the clock, and validate once."""
+    """Take the averaged weights, collect Hessians while the clock allows, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
+    limit, seconds = config.max_wallclock_seconds or math.inf, [training.seconds()]
+
+    def batches() -> Iterator[Batch]:  # the loader goes on where training stopped: training shards only
+        for number in range(-(-config.gptq_calibration_batches // run.world_size)):
+            run.sync()
+            seconds.append(run.gather(training.seconds())[0])
+            if number and 2 * seconds[-1] - seconds[-2] > limit:  # after one like the last
+                return
+            yield training.loader.next_batch()
+
     training.run_clock(True)
     torch._foreach_copy_(training.optimizer.weights, training.optimizer.average)
     training.model.looping = loop_is_on(1.0, config)
-    if config.gptq:  # the loader goes on where training stopped: its shards are training shards only
-        batches = (training.loader.next_batch() for _ in range(training.calibration_batches))
-        hessians = collect_hessians(training.model, batches, run.world_size)
+    if config.gptq:
+        hessians = collect_hessians(training.model, batches(), run.world_size)
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
     run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds():.2f}s")
     run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
@@ -2131,8 +2095,6 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.leave)
         return whole_run(config, run)
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
     except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -2158,8 +2120,6 @@ def whole_run(config: Config, run: Run) -> int:
     with run.phase("setup"):
         inputs = preflight(config, run)
         open_run(config, run, inputs)
-    if config.preflight_only:
-        return 0
     trained = NOT_TRAINED if config.eval_only else train_and_ship(config, run, inputs)
     path = Path(config.eval_only or run.path("model.bin"))
     with run.phase("reload"):
@@ -2195,9 +2155,6 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
 def preflight(config: Config, run: Run) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
     folder, tokenizer = find_path(config.data_path), find_path(config.tokenizer_path)
-    if not folder.is_dir():
-        raise DataError(f"DATA_PATH={config.data_path}: no such folder. `make demo` trains on a built-in "
-                        "sample, data/README.md tells how to get shards, --help lists every variable")
     train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
     val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
     for shard in (val_shards[0], *train_shards[:1]):  # later ones may begin inside a document
@@ -2233,11 +2190,10 @@ def preflight(config: Config, run: Run) -> Inputs:
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     """Open the run directory, put source and settings into it, and begin the log in upstream's words."""
-    directory = run.gather(claim(config) if run.rank == 0 else None)[0]
-    run.directory = run.directory if config.preflight_only else directory
-    run.log(f"run:{directory}")
+    run.directory = run.gather(claim(config) if run.rank == 0 else None)[0]
+    run.log(f"run:{run.directory}")
     overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
-    if run.rank == 0 and not config.preflight_only:
+    if run.rank == 0:
         for name, content in inputs.files.items() if not config.resume else ():
             write_atomically(run.path(name), content)
         for name, value in config.as_env().items():
@@ -2248,8 +2204,7 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
-        f"bytes:{data.bytes_total}{data.mark} accepted:val_copy_stream={config.val_copy_stream:d},"
-        f"val_bytecount_device={config.val_bytecount_device} (bytes are counted once, on the host)",
+        f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
         f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "

@@ -93,7 +93,7 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
 
     vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()
     common = {
-        **SMALL, "VOCAB_SIZE": str(vocabulary), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
+        **SMALL, "GPTQ": "0", "VOCAB_SIZE": str(vocabulary), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
         "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
         "VAL_TOKENS_LIMIT": str(arguments.val_tokens), "ITERATIONS": "1000000",
     }  # fmt: skip
@@ -123,7 +123,7 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     loader = train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace)
     with contextlib.closing(loader):
         start = now()
-        while (progress := train_gpt.run_progress(now() - start, step, 0.0, config)) < 1.0:
+        while (progress := train_gpt.run_progress(now() - start, step, config)) < 1.0:
             model.looping = train_gpt.loop_is_on(progress, config)
             for _ in range(loader.micro_steps):
                 batch = loader.next_batch()

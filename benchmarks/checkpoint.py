@@ -84,7 +84,7 @@ def main() -> None:
         measured["wall_s"].append([by[False][0], by[True][0]])
         measured["cpu_s"].append([by[False][1], by[True][1]])
         measured["blocked_s"].append(by[True][2])
-    measured["bytes"] = run.path(train_gpt.CHECKPOINT_NAMES[0]).stat().st_size
+    measured["bytes"] = run.path(train_gpt.CHECKPOINT).stat().st_size
     results.finish("checkpoint", before, measured, given.keep)
     training.close()
     sys.stdout.flush()

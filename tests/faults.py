@@ -109,10 +109,10 @@ def go_on(lab: Lab, ended: Ended) -> Ended:
     if [*lab.folder.glob("runs/*/summary.json")]:
         assert ended.status in (0, -signal.SIGKILL, 128 + signal.SIGTERM), ended.err
         return ended
-    saved = [*lab.folder.glob("runs/*/checkpoint*.pt")]
+    saved = [*lab.folder.glob("runs/*/checkpoint.pt")]
     if not saved:
         shutil.rmtree(lab.folder / "runs", ignore_errors=True)
-    return lab.succeed(**SAVING, **({"RESUME": "auto"} if saved else {}))
+    return lab.succeed(**SAVING, **({"RESUME": saved[0].parent} if saved else {}))
 
 
 def told(ended: Ended, *named: str) -> None:

@@ -120,9 +120,10 @@ def disturbed(
     lives, until = list[Life](), time.monotonic() + seconds
     while True:
         for directory in lab.folder.glob("runs/*"):  # ended before there was anything to go on from
-            if not [*directory.glob("checkpoint*.pt")]:
+            if not [*directory.glob("checkpoint.pt")]:
                 shutil.rmtree(directory)
-        resume: dict[str, Any] = {"RESUME": "auto"} if [*lab.folder.glob("runs/*")] else {}
+        left = [*lab.folder.glob("runs/*")]
+        resume: dict[str, Any] = {"RESUME": left[0]} if left else {}
         lives.append(Life(lab.start(fault=STALLS, **{**changes, **resume})))
         disturb(lives[-1], source, counts, until)
         lives[-1].watch(math.inf if time.monotonic() > until else 0.0)

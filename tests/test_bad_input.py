@@ -129,7 +129,7 @@ def test_damaged_data(damage: Callable[[Path], None], named: list[str], lab: Lab
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"DATA_PATH": "no/such folder"}, ["DATA_PATH=no/such folder", "make demo"]),
+        ({"DATA_PATH": "no/such folder"}, ["DATA_PATH", "no/such folder/", "make demo"]),
         ({"TOKENIZER_PATH": "/no/such.model"}, ["TOKENIZER_PATH=/no/such.model"]),
         ({"VOCAB_SIZE": 1024}, ["TOKENIZER_PATH", "VOCAB_SIZE=1024", "320"]),
         ({"TRAIN_BATCH_TOKENS": 224, "MICRO_BATCH_TOKENS": 64}, ["TRAIN_BATCH_TOKENS", "MICRO_BATCH_TOKENS"]),
@@ -141,7 +141,6 @@ def test_damaged_data(damage: Callable[[Path], None], named: list[str], lab: Lab
         ({"EVAL_ONLY": "no/model.bin"}, ["no/model.bin"]),
         ({"EVAL_ONLY": SCRIPT}, [str(SCRIPT), "not an artifact"]),
         ({"RESUME": "no/run"}, ["RESUME=no/run"]),
-        ({"RESUME": "auto"}, ["RESUME=auto", "RUNS_DIR"]),
         ({"MATRX_LR": 1}, ["MATRX_LR", "MATRIX_LR"]),
     ],
     ids=str,
@@ -155,21 +154,19 @@ def test_settings_that_do_not_fit_the_machine_or_the_data(
 
 def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None:
     before = {path: path.read_bytes() for path in finished.directory.iterdir()}
-    for preflight_only in (0, 1):
-        ended = lab.run(RUNS_DIR=finished.runs_dir, PREFLIGHT_ONLY=preflight_only)
-        named = ("RUN_ID=run", str(finished.directory), "RUNS_DIR", "RESUME")
+    for changes in ({"RUNS_DIR": finished.runs_dir}, {"RESUME": finished.directory}):
+        ended = lab.run(**changes)
         assert ended.status == 1 and "Traceback" not in ended.err
-        assert all(name in ended.err for name in named)
+        assert str(finished.directory) in ended.err and "RESUME" in ended.err
     assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
 
 
-@pytest.mark.parametrize("preflight_only", [0, 1])
-def test_a_disk_too_small_for_the_run(preflight_only: int, lab: Lab) -> None:
+def test_a_disk_too_small_for_the_run(lab: Lab) -> None:
     fault = "import shutil, collections; U = collections.namedtuple('U', 'total used free')\n"
     fault += "shutil.disk_usage = lambda path: U(9, 9, 0)"
-    ended = lab.run(fault=fault, PREFLIGHT_ONLY=preflight_only)
+    ended = lab.run(fault=fault)
     refused(ended, "RUN_ID", "MiB free")
-    assert not ended.runs_dir.exists()
+    assert not [*ended.runs_dir.iterdir()]
 
 
 @pytest.mark.parametrize("kernel", ["fa3", "varlen"])
@@ -177,19 +174,10 @@ def test_an_attention_kernel_that_does_not_work_here(kernel: str, lab: Lab) -> N
     refused(lab.run(ATTENTION=kernel), f"ATTENTION={kernel}")
 
 
-@pytest.mark.parametrize("changes", [{"RUNS_DIR": "/dev/null/runs"}, {"RUN_ID": "x" * 300}], ids=str)
-def test_preflight_alone_finds_a_run_directory_that_cannot_be(changes: dict[str, object], lab: Lab) -> None:
-    ended = lab.run(PREFLIGHT_ONLY=1, **changes)
-    refused(Ended(ended.status, ended.out, ended.err, lab.folder / "runs"), "RUN_ID")
-    assert "preflight:ok" not in ended.out
-
-
-@pytest.mark.parametrize("changes", [{}, {"PREFLIGHT_ONLY": 1}], ids=str)
-def test_byte_counts_do_not_excuse_another_vocabulary(changes: dict[str, object], lab: Lab) -> None:
+def test_byte_counts_do_not_excuse_another_vocabulary(lab: Lab) -> None:
     lab = lab.copy_dataset()
     write_shard(lab.dataset / "fineweb_val_bytes_000000.bin", np.ones_like(tokens_of(lab.dataset / VAL)))
-    refused(lab.run(VOCAB_SIZE=324, **changes), "TOKENIZER_PATH", "VOCAB_SIZE=324", "320")
-    lab.succeed(PREFLIGHT_ONLY=1)
+    refused(lab.run(VOCAB_SIZE=324), "TOKENIZER_PATH", "VOCAB_SIZE=324", "320")
 
 
 def test_an_artifact_of_another_tokenizer_is_not_scored(finished: Ended, lab: Lab) -> None:

@@ -36,8 +36,8 @@ def test_kills_at_random_times_in_every_phase(lab: Lab, finished: Ended) -> None
         runs += 1
         here = lab.elsewhere(f"run{runs}")
         for attempt in range(4):  # three kills, and then to the end
-            saved = [*here.folder.glob("runs/*/checkpoint*.pt")]
-            resume = {"RESUME": "auto"} if saved else {"RUN_ID": f"attempt{attempt}"}
+            saved = [*here.folder.glob("runs/*/checkpoint.pt")]
+            resume = {"RESUME": saved[0].parent} if saved else {"RUN_ID": f"attempt{attempt}"}
             started = here.start(fault=SLOW, CHECKPOINT_EVERY_SECONDS=0.02, **resume)
             phase = min(MARKS, key=lambda name: (kills[name], source.random()))
             if attempt == 3:
@@ -49,7 +49,7 @@ def test_kills_at_random_times_in_every_phase(lab: Lab, finished: Ended) -> None
         (directory,) = [path.parent for path in here.folder.glob("runs/*/summary.json")]
         for other in here.folder.glob("runs/*"):  # killed before there was anything to go on from
             if other != directory:
-                assert not [*other.glob("checkpoint*.pt")]
+                assert not [*other.glob("checkpoint.pt")]
                 other.rename(here.folder / other.name)
         assert_whole(Ended(0, "", "", here.folder / "runs"), finished)
     print(f"\n{kills.total()} kills in {runs} runs, none lost, corrupted or hung: {dict(kills)}")
@@ -71,7 +71,7 @@ def test_kills_of_one_rank_under_torchrun(count: int, lab: Lab) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and "SIGKILL" in err
     assert not Path(f"/proc/{children[0]}").exists()
-    resumed = lab.start(RESUME="auto", ITERATIONS=100000)
+    resumed = lab.start(RESUME=log.parent, ITERATIONS=100000)
     resumed.wait_for("resumed:")
     resumed.send(signal.SIGTERM)
     resumed.wait(20)

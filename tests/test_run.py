@@ -23,7 +23,7 @@ RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
 EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
     r"train_loader:dataset:\S+ train_shards:2$",
-    r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0 accepted:",
+    r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0$",
     r"model_params:\d+$",
     r"world_size:1 grad_accum_steps:4$",
     r"train_batch_tokens:256 train_seq_len:32 iterations:6 warmup_steps:1 max_wallclock_seconds:0.000$",
@@ -197,17 +197,6 @@ def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     assert steps > 2 and int(trained_ms) <= 3000
 
 
-@pytest.mark.parametrize("there_before", [False, True])
-def test_preflight_alone_leaves_nothing_behind(there_before: bool, lab: Lab) -> None:
-    folder = lab.folder / "far" / "away"
-    if there_before:
-        folder.mkdir(parents=True)
-    ended = lab.succeed(PREFLIGHT_ONLY=1, RUNS_DIR=folder)
-    assert "preflight:ok" in ended.out and "artifact:estimate" in ended.out
-    assert folder.exists() == there_before and not (there_before and [*folder.iterdir()])
-    assert (lab.folder / "far").exists() == there_before
-
-
 KILL_AT_SCORING = """
 import builtins
 opening = open
@@ -263,31 +252,6 @@ def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
     assert f"resumed:{first.directory} step:{first.summary['steps']} " in again.out
     assert again.summary["steps"] <= first.summary["steps"] + 1  # the clock read a step late would add two
     assert again.summary["limits"]["train_seconds"]["ok"]
-
-
-def test_one_process_at_a_time_works_in_a_run_directory(lab: Lab, finished: Ended) -> None:
-    first = lab.start(fault=SLOW_STEPS, CHECKPOINT_EVERY_SECONDS=0.1)
-    first.wait_for("checkpoint:")
-    directory = lab.folder / "runs" / "run"
-    for changes in ({"RESUME": "auto"}, {"RESUME": directory, "PREFLIGHT_ONLY": 1}):
-        second = lab.run(**changes)
-        assert second.status == 1 and "Traceback" not in second.err
-        assert str(directory) in second.err and "another process is at work in it" in second.err
-    first.send(signal.SIGKILL)  # a lock that outlived its process would lose the run
-    first.process.join()
-    before = (directory / "log.txt").read_text("utf-8")
-    assert "is at work" not in before
-    resumed = lab.start(RESUME="auto", fault=SLOW_STEPS)
-    resumed.wait_for("resumed:")
-    third = lab.run(RESUME="auto")
-    assert third.status == 1 and "another process is at work in it" in third.err
-    ended = resumed.wait()
-    assert ended.status == 0 and ended.summary["losses"] == finished.summary["losses"]
-
-
-def test_a_disk_without_locks_stops_no_run(lab: Lab) -> None:
-    fault = "import fcntl, errno\ndef none(*given):\n    raise OSError(errno.ENOLCK, 'No locks available')\n"
-    lab.succeed(fault=fault + "fcntl.flock = none", EVAL_STRIDE=0, TTT_ENABLED=0)
 
 
 def test_evaluation_may_see_more_context_than_training(lab: Lab) -> None:

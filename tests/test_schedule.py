@@ -42,7 +42,7 @@ def test_warmdown_in_steps_follows_the_baseline_under_a_clock(step: int) -> None
 @pytest.mark.parametrize(("step", "scale"), [(0, 1.0), (800, 1.0), (900, 0.5), (990, 0.05)])
 def test_warmdown_in_steps_without_a_clock(step: int, scale: float) -> None:
     config = Config(warmdown_iters=200, min_lr=0.0, iterations=1000, max_wallclock_seconds=0.0)
-    progress = run_progress(123.0, step, 0.0, config)
+    progress = run_progress(123.0, step, config)
     assert learning_rate_scale(progress, step, config) == pytest.approx(scale)
 
 
@@ -83,20 +83,21 @@ def test_a_young_average_forgets_its_start() -> None:
 
 
 def test_progress_is_the_share_of_what_ends_first() -> None:
-    config = Config(iterations=1000, max_wallclock_seconds=600.0)
-    assert run_progress(294.0, 100, 12.0, config) == pytest.approx(0.5)
-    assert run_progress(58.8, 500, 12.0, config) == pytest.approx(0.5)
+    config = Config(iterations=1000, max_wallclock_seconds=600.0, gptq_reserve_seconds=12.0)
+    assert run_progress(294.0, 100, config) == pytest.approx(0.5)
+    assert run_progress(58.8, 500, config) == pytest.approx(0.5)
     steps_only = dataclasses.replace(config, max_wallclock_seconds=0.0)
-    assert run_progress(1e9, 250, 0.0, steps_only) == 0.25
-    assert run_progress(0.0, 0, 0.0, config) == 0.0
+    assert run_progress(1e9, 250, steps_only) == 0.25
+    assert run_progress(0.0, 0, config) == 0.0
+    assert run_progress(300.0, 100, dataclasses.replace(config, gptq=False)) == 0.5  # reserves nothing
 
 
 def test_every_machine_follows_one_curve() -> None:
     """Eight cards for 600 s, one for 4,800 s and a laptop for 60 s: equal shares, equal rates."""
     curves = []
     for seconds, steps in ((600.0, 4800), (4800.0, 4800), (60.0, 130)):
-        config = Config(max_wallclock_seconds=seconds)
-        shares = [run_progress(seconds * tenth / 10, steps * tenth // 10, 0.0, config) for tenth in range(11)]
+        config = Config(max_wallclock_seconds=seconds, gptq_reserve_seconds=seconds / 100)
+        shares = [run_progress(0.99 * seconds * n / 10, steps * n // 10, config) for n in range(11)]
         rates = [learning_rate_scale(share, 1, config) for share in shares]
         moments = [muon_momentum(share, 1, config) for share in shares]
         curves.append([*rates, *moments, *(loop_is_on(share, config) for share in shares)])
