@@ -33,7 +33,6 @@ import json
 import lzma
 import math
 import os
-import pickle
 import platform
 import shutil
 import signal
@@ -279,7 +278,6 @@ def _cross_check(c: Config) -> None:
         ((c.rope_dims or c.head_dim) % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS ) even"),
         (c.rope_dims <= c.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
         (c.gate_window <= c.model_dim, "GATE_WINDOW <= MODEL_DIM"),
-        (c.xsa_last_n <= c.num_layers, "XSA_LAST_N <= NUM_LAYERS"),
         (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
         (not c.num_loops or c.loop_start <= c.loop_end < c.num_layers, "LOOP_START <= LOOP_END < NUM_LAYERS"),
         (c.eval_stride <= c.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN )"),
@@ -306,15 +304,6 @@ def micro_steps_per_step(config: Config, world_size: int) -> int:
     return wanted // unit
 
 
-def help_text() -> str:
-    """Every variable with its default and meaning: what `--help` prints."""
-    lines = [__doc__ or "", "Variables (environment, or KEY=VALUE lines of a file named by CONFIG):", ""]
-    for f, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
-        setting, among = f"{name}={value}", " | ".join(f.metadata["among"])
-        lines.append(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}")
-    return "\n".join(lines)
-
-
 def find_path(path: str) -> Path:
     """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
     given = Path(path).expanduser()
@@ -338,8 +327,7 @@ class Run:
         local_rank, gpus = int(environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if on_gpu and local_rank >= gpus:
-            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank} found {gpus} GPUs; start as"
-                              " many processes per node as it has GPUs, or set DEVICE=cpu")
+            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank}, {gpus} GPUs; try DEVICE=cpu")
         self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -355,11 +343,13 @@ class Run:
 
     path = property(lambda self: self.directory.joinpath)  # path("x"): a file of the run directory
 
-    def log(self, line: str) -> None:
-        """One line to log.txt and the console; rank 0 only."""
+    def log(self, line: str, event: str = "", **values: Any) -> None:
+        """A line to log.txt and the console; of an `event` its values to metrics.jsonl; rank 0 only."""
         self.alive()
         if self.rank == 0:
             tell(line, self.path("log.txt"), sys.stdout)
+        if self.rank == 0 and event:
+            tell(json.dumps({"event": event, **values}), self.path("metrics.jsonl"))
 
     def event(self, kind: str, **values: Any) -> None:
         """One JSON object to metrics.jsonl, for machines; rank 0 only."""
@@ -429,8 +419,8 @@ def claim(config: Config) -> Path:
             raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
         directory.mkdir(exist_ok=bool(config.resume))
     except OSError as error:
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); nothing is overwritten: set "
-                          "another RUN_ID, a RUNS_DIR with room, or RESUME") from error
+        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
+        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
     return directory
 
 
@@ -445,8 +435,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         with open(temporary, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -1849,7 +1837,7 @@ def load_checkpoint(training: Training) -> None:
         if hashlib.sha256(data).digest() != digest:
             raise ValueError(f"{len(content)} bytes, and their checksum is wrong")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # executes nothing
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever the bytes are
         raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
     for name, ours in training.config.as_env("MIN_LR").items():
         if (theirs := state["config"].get(name)) != ours:
@@ -1860,7 +1848,7 @@ def load_checkpoint(training: Training) -> None:
 
 
 # ============================================================================================================
-# TRAIN — steps under a clock that rank 0 reads for all; what it says at step k all ranks obey at step k+1.
+# TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
 # ============================================================================================================
 
 
@@ -1881,7 +1869,6 @@ class Training:
                              device=run.device, trace=self.trace)  # fmt: skip
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
         self.counted, self.started = 0.0, math.inf  # the clock stands
-        self.said = collections.deque[tuple[Tensor, Any]](maxlen=2)
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
 
@@ -1895,16 +1882,12 @@ class Training:
         self.counted, self.started = self.seconds(), time.perf_counter() if running else math.inf
 
     def exchange(self) -> list[float]:
-        """Rank 0's seconds and any rank's signal, of one call ago; those of now leave without a wait."""
+        """Rank 0's seconds and any rank's signal, over the host-side group: no device is asked."""
         self.run.alive()
         seconds = self.seconds() if self.run.rank == 0 else 0.0
-        message, work = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64), None
-        if self.run.world_size > 1:  # over the host-side group: no device is asked
-            work = dist.all_reduce(message, dist.ReduceOp.MAX, async_op=True)
-        self.said.append((message, work))
-        message, work = self.said[0]
-        if work is not None:
-            work.wait()
+        message = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64)
+        if self.run.world_size > 1:
+            dist.all_reduce(message, dist.ReduceOp.MAX)
         return message.tolist()
 
     def state(self) -> dict[str, Any]:
@@ -1977,7 +1960,7 @@ def train(training: Training) -> None:
     training.run_clock(True)
     while True:
         step, before, (seconds, caught) = training.step, seconds, training.exchange()
-        step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: `seconds` are a step old
+        step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: a GPU is one behind
         over = caught or run_progress(seconds + 2 * step_seconds, step, config) >= 1
         save = seconds // save_every > before // save_every
         look = step > 0 and step % look_every == 0
@@ -2029,9 +2012,9 @@ def read_results(training: Training, leave: int) -> None:
         left = seconds / run_progress(seconds, step, config) - seconds
         run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
                 f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
-                f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s")
-        run.event("train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
-                  grad_norm=norm, progress=progress, data_wait_max_ms=most)
+                f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s",
+                "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
+                grad_norm=norm, progress=progress, data_wait_max_ms=most)  # fmt: skip
 
 
 def validate(training: Training, label: str) -> None:
@@ -2043,9 +2026,9 @@ def validate(training: Training, label: str) -> None:
         score = ledger.score(data.bytes_total)
     training.trace.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
-            f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}")
-    run.event("val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-              train_time_ms=trained_ms, val_ms=training.trace.val_ms)
+            f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}",
+            "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
+            train_time_ms=trained_ms, val_ms=training.trace.val_ms)  # fmt: skip
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
@@ -2077,16 +2060,19 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
 # main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
 
+NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 # What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
 # which two runs know that they read the same.
 Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
-NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 
 
 def main() -> int:
     """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
     if {"-h", "--help"} & set(sys.argv):
-        tell(help_text(), sys.stdout)
+        tell(f"{__doc__ or ''}\nVariables (environment, or KEY=VALUE lines of a file named by CONFIG):\n", sys.stdout)
+        for f, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
+            setting, among = f"{name}={value}", " | ".join(f.metadata["among"])
+            tell(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}", sys.stdout)
         return 0
     run = None
     try:

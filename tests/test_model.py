@@ -377,7 +377,6 @@ def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
         ({"LOOP_END": 6}, "LOOP_END=6"),
         ({"LOOP_START": 3}, "LOOP_START=3"),
         ({"PARALLEL_START_LAYER": 6}, "PARALLEL_START_LAYER=6"),
-        ({"XSA_LAST_N": 7}, "XSA_LAST_N=7"),
         ({"GATE_WINDOW": 33}, "GATE_WINDOW=33"),
     ],
 )
