@@ -1867,7 +1867,7 @@ class Training:
                            every, cuda=run.device.type == "cuda")  # fmt: skip
         self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
                              device=run.device, trace=self.trace)  # fmt: skip
-        self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
+        self.step, self.unread = 0, list[tuple[int, float, Tensor, Any]]()
         self.counted, self.started = 0.0, math.inf  # the clock stands
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
@@ -1976,7 +1976,7 @@ def train(training: Training) -> None:
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
-        training.unread.append((training.step, progress, training.loader.stream_hash, results, copied))
+        training.unread.append((training.step, progress, results, copied))
     training.run_clock(False)
     if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
         save_checkpoint(training)
@@ -1993,7 +1993,7 @@ def read_results(training: Training, leave: int) -> None:
     """Check and log all steps but the last `leave`, for which the host would wait. FloatingPointError."""
     config, run, tokens = training.config, training.run, training.config.train_batch_tokens
     while len(training.unread) > leave:
-        step, progress, stream_hash, results, copied = training.unread.pop(0)
+        step, progress, results, copied = training.unread.pop(0)
         if copied is not None:
             copied.synchronize()
         loss, norm = results.tolist()
@@ -2001,9 +2001,8 @@ def read_results(training: Training, leave: int) -> None:
             training.writer.join()
             saved = path if (path := run.path(CHECKPOINT)).exists() else "none"
             raise FloatingPointError(
-                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
-                f"stream_hash {stream_hash:016x} on this rank, last good checkpoint: {saved}; lower "
-                "MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
+                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, last "
+                f"good checkpoint: {saved}; lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
         loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
@@ -2069,7 +2068,7 @@ Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps 
 def main() -> int:
     """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
     if {"-h", "--help"} & set(sys.argv):
-        tell(f"{__doc__ or ''}\nVariables (environment, or KEY=VALUE lines of a file named by CONFIG):\n", sys.stdout)
+        tell(f"{__doc__ or ''}\nVariables, also as KEY=VALUE lines of a file named by CONFIG:\n", sys.stdout)
         for f, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
             setting, among = f"{name}={value}", " | ".join(f.metadata["among"])
             tell(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}", sys.stdout)

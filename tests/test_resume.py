@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: L
     ended = lab.run(fault=DIVERGES, WARMUP_STEPS=0, CHECKPOINT_EVERY_SECONDS=0.001)
     assert ended.status == 1 and "Traceback" not in ended.err
     checkpoint = ended.directory / "checkpoint.pt"
-    told = rf"step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan, stream_hash \w{{16}} .*"
+    told = rf"step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan, "
     assert re.search(told + f"last good checkpoint: {checkpoint}; lower", ended.err)
     assert "no checkpoint of step 3, the one before stands: its weights are not finite" in ended.out
     assert set(train_losses(ended)) == {1, 2, 3}
