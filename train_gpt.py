@@ -2001,8 +2001,8 @@ def read_results(training: Training, leave: int) -> None:
             training.writer.join()
             saved = path if (path := run.path(CHECKPOINT)).exists() else "none"
             raise FloatingPointError(
-                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, last "
-                f"good checkpoint: {saved}; lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
+                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
+                f"last good checkpoint: {saved}; lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
         loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
