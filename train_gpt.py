@@ -46,6 +46,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import Field, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ class Config:
     fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
-    phase_timeout_seconds: float = knob(900.0, "seconds without a sign of life that end a rank", 1, 1e8)
+    peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
     @classmethod
@@ -337,15 +338,13 @@ class Run:
         self.dtype = getattr(torch, config.compute_dtype, auto)
         if self.world_size > 1:
             backend, device = ("cpu:gloo,cuda:nccl", self.device) if on_gpu else ("gloo", None)
-            dist.init_process_group(backend, device_id=device)
-        self.timeout_seconds, self.last_alive = config.phase_timeout_seconds, -math.inf
-        self.alive()
+            limit = timedelta(seconds=config.peer_timeout_seconds)
+            dist.init_process_group(backend, timeout=limit, device_id=device)
 
     path = property(lambda self: self.directory.joinpath)  # path("x"): a file of the run directory
 
     def log(self, line: str, event: str = "", **values: Any) -> None:
         """A line to log.txt and the console; of an `event` its values to metrics.jsonl; rank 0 only."""
-        self.alive()
         if self.rank == 0:
             tell(line, self.path("log.txt"), sys.stdout)
         if self.rank == 0 and event:
@@ -369,16 +368,8 @@ class Run:
 
     def sync(self) -> None:
         """Wait until the device has finished what it was given."""
-        self.alive()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def alive(self) -> None:
-        """Give this rank PHASE_TIMEOUT_SECONDS more; after them its stacks go to stderr and it ends."""
-        now = time.monotonic()
-        if now - self.last_alive > self.timeout_seconds / 100:  # often enough: it ends and starts a thread
-            faulthandler.dump_traceback_later(self.timeout_seconds, exit=True, file=2)  # 2: stderr
-            self.last_alive = now
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order; all ranks call it together."""
@@ -1443,7 +1434,6 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
 
 def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chunk: int, chunks: int) -> None:
     """After a chunk of a scorer begun at `start`: every so often, what all of evaluation should come to."""
-    run.alive()
     if chunk % (config.val_progress_log_every or -(-chunks // 20)):
         return
     seconds, mean = time.perf_counter() - start, ledger.nats[: ledger.scored].mean()
@@ -1708,7 +1698,6 @@ def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Ru
         header = {"config": config.as_env("LOGIT_SOFTCAP"), "bits": bits,
                   "tokenizer_sha256": inputs.hashes["tokenizer"]}  # fmt: skip
         about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
-        run.alive()
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
     data, how = fill_budget(config, budget, quantized)
@@ -1883,7 +1872,6 @@ class Training:
 
     def exchange(self) -> list[float]:
         """Rank 0's seconds and any rank's signal, over the host-side group: no device is asked."""
-        self.run.alive()
         seconds = self.seconds() if self.run.rank == 0 else 0.0
         message = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64)
         if self.run.world_size > 1:
@@ -2021,7 +2009,7 @@ def validate(training: Training, label: str) -> None:
     training.run_clock(False)
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
-        ledger = score_roundtrip(training.model, data.tokens, training.config, lambda *_: run.alive())
+        ledger = score_roundtrip(training.model, data.tokens, training.config)
         score = ledger.score(data.bytes_total)
     training.trace.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
@@ -2087,7 +2075,7 @@ def main() -> int:
     except Exception as error:
         message = traceback.format_exc().strip()
         if run and ("gloo/" in str(error) or isinstance(error, dist.DistBackendError)):
-            tell(f"rank {run.rank}: ends, as another rank has", sys.stderr)
+            tell(f"rank {run.rank}: ends, as another rank has, or is not heard of", sys.stderr)
             return 1
     message = f"rank {run.rank}: {message}" if run and run.world_size > 1 else message
     tell(message, sys.stderr)

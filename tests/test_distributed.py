@@ -134,7 +134,7 @@ def test_a_rank_that_raises_ends_all(lab: Lab) -> None:
     ended = all_end(lab, fault=RAISE_ON_RANK_1, ITERATIONS=10000)
     assert "an injected fault" in ended[1].err and "rank 1" in ended[1].err
     assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
-    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has"
+    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
     assert log.splitlines()[-1] == "RuntimeError: an injected fault"
     assert not (lab.folder / "runs" / "run" / "summary.json").exists()
@@ -175,21 +175,23 @@ def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
     ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
     assert ended[0].status == 1 and ended[1].status == -signal.SIGKILL
     assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
-    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has"
+    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
 
 
-@pytest.mark.slow
-def test_a_rank_that_stalls_ends_all(lab: Lab) -> None:
-    ranks = lab.ranks(2, ITERATIONS=100000, PHASE_TIMEOUT_SECONDS=9)
-    ranks[0].wait_for("step:2/")
+@pytest.mark.parametrize("place", ["step:2/", "final_int7_roundtrip_exact"])
+def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
+    steps = 100000 if place == "step:2/" else 3
+    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=5)
+    ranks[0].wait_for(place)
     ranks[1].send(signal.SIGSTOP)
+    begin_s = time.monotonic()
     try:
         ended = ranks[0].wait(TOGETHER_SECONDS)
     finally:
         ranks[1].send(signal.SIGKILL)
         ranks[1].wait()
-    assert ended.status == 1
-    assert "Timeout (0:00:09)!" in ended.err and "in train_step" in ended.err and "File " in ended.err
+    assert ended.status == 1 and time.monotonic() - begin_s > 4.0
+    assert ended.err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
 
 
 HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
@@ -199,42 +201,8 @@ HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
-    output = torchrun_ends(lab, HANG_ON_RANK_1, PHASE_TIMEOUT_SECONDS=9)
-    assert "step:2/" in output and "Timeout (0:00:09)!" in output and "ChildFailedError" in output
-    assert "in fail" in output or "in train_step" in output  # of the rank that ended first
-
-
-@pytest.mark.parametrize("prepare", ["", "os.close(2)", "sys.stderr = None"])
-def test_a_hang_that_holds_the_interpreter_ends_with_all_stacks(prepare: str, lab: Lab) -> None:
-    script = lab.folder / "hang.py"
-    script.write_text(
-        f"import ctypes, os, sys, time\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        f"import train_gpt\n{prepare}\n"
-        "run = train_gpt.Run(train_gpt.Config(device='cpu', phase_timeout_seconds=2), {})\n"
-        "for _ in range(5):\n    time.sleep(0.5)\n    run.alive()\n"
-        "print('alive', flush=True)\nctypes.PyDLL(None).sleep(1000)\n"
-    )
-    started = lab.start(script=script)
-    started.wait_for("alive")
-    begin_s = time.monotonic()
-    ended = started.wait(30.0)
-    assert ended.status == 1 and 1.0 < time.monotonic() - begin_s < 12.0
-    if prepare != "os.close(2)":
-        assert "Timeout (0:00:02)!" in ended.err and 'hang.py", line' in ended.err
-
-
-@pytest.mark.slow
-def test_long_steps_without_a_log_line_are_no_stall(lab: Lab) -> None:
-    slow = "import torch, time\no = torch.optim.AdamW.step\n"
-    slow += "def step(*given):\n    time.sleep(0.5); return o(*given)\n"
-    changes = {
-        "ITERATIONS": 30,
-        "TRAIN_LOG_EVERY": 1000,
-        "EVAL_STRIDE": 0,
-        "TTT_ENABLED": 0,
-        "WARMUP_STEPS": 0,
-    }
-    lab.succeed(fault=slow + "torch.optim.AdamW.step = step", PHASE_TIMEOUT_SECONDS=9, **changes)
+    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=9)
+    assert "step:2/" in output and "is not heard of" in output and "ChildFailedError" in output
 
 
 def test_importing_the_script_starts_nothing(repo: Path, tmp_path: Path) -> None:
