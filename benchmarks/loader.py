@@ -166,7 +166,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
         MEMCPY: memcpy,
         OURS: gather,
         "ours: stream hash": lambda: train_gpt.hash_sequences(0, ids_BT),
-        "ours: document starts": lambda: train_gpt.document_starts(ids_BT[:, :-1]),
+        "ours: document starts": lambda: train_gpt.document_starts(ids_BT[:, :-1], make_config()),
         "baseline: contiguous, one int64 array": Contiguous(shards, STEP_TOKENS, 1).next,
         "#591: contiguous, two int64 arrays": ContiguousPairs(shards, STEP_TOKENS, 1).next,
         DRAWN: WeightedDraw(shards, STEP_TOKENS).next,
@@ -214,7 +214,7 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> li
 
         def wait() -> float:
             loader.next_batch()
-            return loader.take_waits_ms()[0] / 1e3  # without the widening, which is the GPU's work
+            return loader.waits_ms.pop() / 1e3  # without the widening, which is the GPU's work
 
     else:
         following = {

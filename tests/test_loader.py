@@ -445,11 +445,12 @@ def test_cu_seqlens_are_the_starts_of_documents_and_rows(
     data: st.DataObject, rows: int, seq_len: int
 ) -> None:
     flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
-    got = train_gpt.document_starts(np.array(flat, np.uint16).reshape(rows, seq_len)).tolist()
-    expected = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i % seq_len == 0]
-    assert got[: len(expected)] == expected
-    assert len(got) % 64 == 0 and len(got) - len(expected) in range(1, 65)
-    assert set(got[len(expected) :]) == {rows * seq_len}
+    ids_BT = np.array(flat, np.uint16).reshape(rows, seq_len)
+    of_rows = [*range(0, rows * seq_len, seq_len)]
+    of_all = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i in of_rows]
+    for doc_mask, expected in ((True, of_all), (False, of_rows)):
+        got = train_gpt.document_starts(ids_BT, make_config(doc_mask=doc_mask))
+        assert got.tolist() == [*expected, rows * seq_len] and got.dtype == np.int32
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -461,10 +462,10 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
         for _ in range(60):
             batch = loader.next_batch()
             assert batch.cu_seqlens.dtype == torch.int32
-            expected = train_gpt.document_starts(batch.inputs_BT.numpy().astype(np.uint16))
+            expected = train_gpt.document_starts(batch.inputs_BT.numpy(), loader.config)
             assert batch.cu_seqlens.tolist() == expected.tolist()
     with open_loader(files, train_prefetch=prefetch, doc_mask=False) as loader:
-        assert loader.next_batch().cu_seqlens is None
+        assert loader.next_batch().cu_seqlens.tolist() == [0, 16, 32, 48, 64]
 
 
 # -- timing of the stages ------------------------------------------------------------------------------------
@@ -568,9 +569,7 @@ def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
 def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
     with open_loader(shards) as loader:
         take(loader, 5)
-        waits = loader.take_waits_ms()
-        assert len(waits) == 5 and min(waits) >= 0
-        assert loader.take_waits_ms() == []
+        assert len(loader.waits_ms) == 5 and min(loader.waits_ms) >= 0
 
 
 # -- faults --------------------------------------------------------------------------------------------------
@@ -832,7 +831,7 @@ def run_long(shards: list[Any], batches: int) -> None:
             assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
                 got.targets_BT, expected.targets_BT
             )
-            loader.take_waits_ms(), oracle.take_waits_ms()
+            loader.waits_ms.clear(), oracle.waits_ms.clear()
         assert loader.stream_hash == oracle.stream_hash
         assert threading.active_count() == threads
         assert rss_bytes() - memory < 4 << 20
