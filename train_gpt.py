@@ -474,16 +474,16 @@ TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 class Trace:
     """Spans of one rank for Perfetto, a lane per stage and stream, from any thread; `timing_breakdown` lines.
 
-    path: None for no file; of a resumed run it is continued. steps=(a, b): only what overlaps a <= step < b.
+    path: None for no file; of a resumed run it is continued. steps="a:b": only what ends in a <= step < b.
     every: steps between lines; 0: none. Milliseconds: batch_cpu and val, before the step, on the host,
     batch_h2d that the compute stream waited for batches, the others on the device. On a GPU a step that has
     spans or a line is waited for, and no other.
     """
 
-    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[float, float] | None = None,
-                 every: int = 0, cuda: bool = False) -> None:  # fmt: skip
-        self.path, self.rank, self.steps, self.every = path, rank, steps or (-1, math.inf), every
-        self.cuda, self.recording, self.val_ms = cuda, False, 0.0
+    def __init__(self, path: Path | None, rank: int = 0, steps: str = "", every: int = 0,
+                 cuda: bool = False) -> None:  # fmt: skip
+        self.path, self.rank, self.every, self.cuda, self.val_ms = path, rank, every, cuda, 0.0
+        self.first, self.after = map(float, (steps or "-1:inf").split(":"))
         self.events = collections.deque[str]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -492,7 +492,7 @@ class Trace:
 
     def begin(self, step: float) -> None:
         """Start of a step, which may open or close the window; writes what has gathered, in one call."""
-        self.recording = self.path is not None and self.steps[0] <= step < self.steps[1]
+        self.recording = self.path is not None and self.first <= step < self.after
         text = "".join(self.events.popleft() for _ in range(len(self.events)))
         if self.path is not None and text:
             with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
@@ -592,12 +592,6 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     return ids
 
 
-def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
-    """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
-    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else None
-    return np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])[:wanted]
-
-
 def mix64(words: np.ndarray) -> np.ndarray:
     """A bijection of uint64 in which every bit depends on every other (the finalizer of splitmix64)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -661,14 +655,13 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Any, shards: list[Shard], *, rank: int, world_size: int,
-                 device: torch.device, trace: Trace) -> None:  # fmt: skip
-        self.config, self.shards, self.device, self.trace = config, shards, device, trace
-        self.rank, self.world_size, self.pools = rank, world_size, list[Any]()
-        copies = config.train_copy_stream and device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if copies else None
-        self.micro_steps = micro_steps_per_step(config, world_size)
-        self.share = config.train_batch_tokens // config.train_seq_len // world_size  # sequences of each step
+    def __init__(self, config: Config, shards: list[Shard], run: Run, trace: Trace) -> None:
+        self.config, self.shards, self.trace, self.pools = config, shards, trace, list[Any]()
+        self.rank, self.world_size, self.device = run.rank, run.world_size, run.device
+        copies = config.train_copy_stream and run.device.type == "cuda"
+        self.stream = torch.cuda.Stream(run.device) if copies else None
+        self.micro_steps = micro_steps_per_step(config, run.world_size)
+        self.share = config.train_batch_tokens // config.train_seq_len // run.world_size  # rows of each step
         self.rows = self.share // self.micro_steps
         settings = ("seed", "shuffle", "train_seq_len", "train_batch_tokens")
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
@@ -752,8 +745,7 @@ class Loader:
         ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
         for part in (ids, starts) if self.stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self.device))
-        if self.device.type == "cuda":  # or code is compiled anew for every length
-            torch._dynamo.mark_dynamic(starts, 0)
+        torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
         return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts)
 
@@ -837,7 +829,8 @@ linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is N
 
 
 class FusedMlp(torch.autograd.Function):
-    """Only the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197). Only
+    the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
@@ -853,9 +846,7 @@ class FusedMlp(torch.autograd.Function):
         return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
 
 
-def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
-    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
+mlp_fused = FusedMlp.apply
 
 
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
@@ -920,8 +911,8 @@ def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
 def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter; a feature that is off owns none."""
     layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
-    lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
     per_layer = ("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "resid_inject_LD")
+    lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
     shapes = {
         "token_embedding_VD": (c.vocab_size, width),
         "qo_bank": (2 * layers, width, width),
@@ -1013,13 +1004,10 @@ class GPT(nn.Module):
             self.observer("head_in", 0, hidden)
         return hidden
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Scores (N, V) of every next token, before the softcap."""
-        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
-
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
-        logits_NV, softcap = self.logits(hidden_ND), self.config.logit_softcap
+        head_VD, softcap = self.get_parameter("token_embedding_VD"), self.config.logit_softcap
+        logits_NV = F.linear(hidden_ND, head_VD.to(hidden_ND.dtype))
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
         return F.cross_entropy(capped_NV, targets_N, reduction="none")
@@ -1171,9 +1159,9 @@ class Optimizer:
         rest = dict(model.named_parameters())  # Muon takes the banks, AdamW what remains
         self.banks = sorted(map(rest.pop, BANKS), key=Tensor.numel, reverse=True)
         self.momenta = [bank.new_zeros(-(-len(bank) // world_size), *bank.shape[1:]) for bank in self.banks]
-        self.small = embedding, *others = rest.values()
-        groups = [{"params": [embedding], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
-                  {"params": others, "base_lr": c.scalar_lr, "weight_decay": c.adam_wd}]  # fmt: skip
+        self.small = list(rest.values())  # the embedding first
+        groups = [{"params": self.small[:1], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
+                  {"params": self.small[1:], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd}]  # fmt: skip
         self.adam = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     def _fill(self, bank: Tensor) -> Tensor:  # with zero matrices, so that all ranks hold equally many
@@ -1876,13 +1864,10 @@ class Training:
         self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
-        first, _, after = config.trace_steps.partition(":")
-        window = (int(first), int(after)) if config.trace_steps else None
         every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window,
-                           every, cuda=run.device.type == "cuda")  # fmt: skip
-        self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
-                             device=run.device, trace=self.trace)  # fmt: skip
+        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank,
+                           config.trace_steps, every, cuda=run.device.type == "cuda")  # fmt: skip
+        self.loader = Loader(config, inputs.train_shards, run, self.trace)
         self.calibration_batches = -(-config.gptq_calibration_batches // run.world_size)  # of each rank
         self.step, self.unread = 0, list[tuple[int, float, int, Tensor, Any]]()
         self.counted, self.started, self.reserve_seconds = 0.0, math.inf, 0.0  # the clock stands
@@ -2174,15 +2159,16 @@ def preflight(config: Config, run: Run) -> Inputs:
     for shard in (val_shards[0], *train_shards[:1]):  # later ones may begin inside a document
         if (first := int(read_tokens(shard, vocab_size=config.vocab_size)[0])) != BOS_ID:
             raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
-    tokens = validation_tokens(config, val_shards)
-    mark = " comparable:0" if config.val_tokens_limit else ""
+    tokens, mark = np.concatenate([read_tokens(shard, config.vocab_size) for shard in val_shards]), ""
+    if config.val_tokens_limit:  # so many targets: one token more
+        tokens, mark = tokens[: config.val_tokens_limit + 1], " comparable:0"
     validation = Validation(tokens, int(token_bytes(tokens, config).sum()), mark)
     if not validation.bytes_total:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
         next(shard_visits(config, train_shards, 0, Trace(None)))
-    if {config.attention, config.fused_mlp} != {"auto"}:
+    if config.attention != "auto" or config.fused_mlp == "1":
         choose_kernels(config, run)
     source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"
     files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),

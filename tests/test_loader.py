@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Lab
 
 import train_gpt
 
@@ -94,7 +96,8 @@ def open_loader(
 ) -> Any:
     trace = trace or train_gpt.Trace(None)
     config = make_config(**changes)
-    return ClosingLoader(config, shards, rank=rank, world_size=world_size, device=device, trace=trace)
+    place = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+    return ClosingLoader(config, shards, place, trace)
 
 
 def sequences_of(batch: Any) -> np.ndarray:
@@ -774,12 +777,13 @@ def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
 SCRIPT = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch, train_gpt
 sys.path.insert(0, {tests!r})
 from test_loader import make_config, write_shards
 shards = write_shards(Path({folder!r}))
-place = dict(rank=0, world_size=1, device=torch.device("cpu"), trace=train_gpt.Trace(None))
-loader = train_gpt.Loader(make_config(), shards, **place)
+place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+loader = train_gpt.Loader(make_config(), shards, place, train_gpt.Trace(None))
 loader.next_batch()
 print("ready", flush=True)
 {end}
@@ -859,12 +863,19 @@ def test_ids_of_all_16_bits_survive(tmp_path: Path, prefetch: bool, copy_stream:
         assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
 
 
-def test_validation_tokens_are_the_shards_joined(shards: list[Any]) -> None:
-    total = sum(SIZES)
-    assert np.array_equal(train_gpt.validation_tokens(make_config(), shards), np.arange(total))
-    for limit in (1, SIZES[0] - 1, SIZES[0], 900, total - 1):
-        got = train_gpt.validation_tokens(make_config(val_tokens_limit=limit), shards)
-        assert got.dtype == np.uint16 and np.array_equal(got, np.arange(limit + 1))
+@pytest.mark.parametrize("targets", [0, 9, 499, 500, 501, 5000])
+def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None:
+    lab = lab.copy_dataset()
+    path = lab.dataset / "fineweb_val_000000.bin"
+    ids = np.fromfile(path, "<u2", offset=1024)
+    write_shard(path, ids[:500])
+    write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
+    run = SimpleNamespace(rank=0, world_size=1, device=CPU, gather=lambda value: [value])
+    config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
+    got = train_gpt.preflight(config, run).validation
+    assert got.tokens.dtype == np.uint16
+    assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
+    assert bool(got.mark) == bool(targets)
 
 
 # -- on the GPU ----------------------------------------------------------------------------------------------

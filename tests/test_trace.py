@@ -89,7 +89,7 @@ def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
 
 def test_the_window_keeps_what_ends_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    trace = train_gpt.Trace(path, steps=(2, 4))
+    trace = train_gpt.Trace(path, steps="2:4")
     begin = train_gpt.time.perf_counter_ns()
     for step in range(6):
         trace.begin(step)
@@ -262,7 +262,7 @@ def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: round(1e6 * FakeEvent.host_ms))
-    trace, lines = train_gpt.Trace(tmp_path / "t.json", steps=(2, 3), every=4, cuda=True), []
+    trace, lines = train_gpt.Trace(tmp_path / "t.json", steps="2:3", every=4, cuda=True), []
     for step in range(1, 5):
         FakeEvent.host_ms, waits = FakeEvent.host_ms + 1, FakeEvent.waits
         trace.begin(step)
@@ -289,7 +289,7 @@ def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(
 @pytest.mark.gpu
 def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for(tmp_path: Path) -> None:
     """A kernel of known length is found in `forward`, and in the trace where it ran."""
-    trace = train_gpt.Trace(tmp_path / "t.json", steps=(2, 3), every=2, cuda=True)
+    trace = train_gpt.Trace(tmp_path / "t.json", steps="2:3", every=2, cuda=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
