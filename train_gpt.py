@@ -208,8 +208,8 @@ class Config:
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
-    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
-    fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
+    attention: str = knob("auto", "kernel; auto: the fastest that passes", among="auto fa3 varlen sdpa")
+    fused_mlp: str = knob("auto", "Triton MLP; auto: where right and faster", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue a run: its directory, or auto for the newest unfinished one")
     preflight_only: bool = knob(False, "stop after the checks of settings, data and ranks; nothing written")
@@ -532,8 +532,8 @@ class Trace:
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
         """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
-        start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
         if self.recording:
+            start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
             more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
             event = {"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more
             self.events.append(f",\n{json.dumps(event)}")
