@@ -863,7 +863,7 @@ def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], *rest: An
 
 def fastest(setting: str, names: list[str], load: Callable[[str], Any], inputs: list[Tensor],
             exact: list[Tensor], c: Config, run: Run) -> Callable[..., Tensor]:  # fmt: skip
-    """The fastest form of those that compile here, their output and gradients within 3 % of `exact`, on all
+    """The fastest form of those that compile here with output and gradients within 3 % of `exact`, on all
     ranks; logged. load: the form of a name, and what it takes after `inputs`. ConfigError if none is good."""
     forms, found = dict[str, Any](), dict[str, tuple[float, str]]()
     for name in names:
@@ -988,8 +988,7 @@ class GPT(nn.Module):
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
         x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
-        stack: list[Tensor] = []
-        lanes = [x0]  # the first one gives and takes the skips
+        stack, lanes = list[Tensor](), [x0]  # the first lane gives and takes the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
