@@ -1003,10 +1003,13 @@ class GPT(nn.Module):
             self.observer("head_in", 0, hidden)
         return hidden
 
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Scores (N, V) of every next token, before the softcap."""
+        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
+
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
-        head_VD, softcap = self.get_parameter("token_embedding_VD"), self.config.logit_softcap
-        logits_NV = F.linear(hidden_ND, head_VD.to(hidden_ND.dtype))
+        logits_NV, softcap = self.logits(hidden_ND), self.config.logit_softcap
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
         return F.cross_entropy(capped_NV, targets_N, reduction="none")

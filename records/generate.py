@@ -8,7 +8,6 @@ from pathlib import Path
 
 import sentencepiece
 import torch
-import torch.nn.functional as F
 
 import train_gpt
 from records.errors import RecordError
@@ -59,8 +58,7 @@ def generate_text(
     softcap, length = model.config.logit_softcap, model.config.eval_length
     source, ids = torch.Generator().manual_seed(seed), [train_gpt.BOS_ID, *pieces.encode(prompt)]
     for _ in range(tokens):
-        hidden = model(torch.tensor([ids[-length:]]))[0, -1]
-        logits = F.linear(hidden, model.get_parameter("token_embedding_VD").to(hidden.dtype))
+        logits = model.logits(model(torch.tensor([ids[-length:]]))[0, -1])
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         top = logits.topk(min(top_k or len(logits), len(logits)))
