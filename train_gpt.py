@@ -988,7 +988,8 @@ class GPT(nn.Module):
             gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
         x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
-        stack, lanes = list[Tensor](), [x0]  # the first lane gives and takes the skips
+        stack: list[Tensor] = []
+        lanes = [x0]  # the first one gives and takes the skips
         for visit, layer in enumerate(encoder + decoder, -len(encoder)):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two != (len(lanes) == 2):
