@@ -126,8 +126,8 @@ class Config:
     enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
-    tie_embeddings: bool = knob(True, "the output head is the input embedding")
-    tied_embed_init_std: float = knob(0.005, "initial standard deviation of the tied embedding; untied: 1", 0)
+    tie_embeddings: str = knob("1", "accepted; the output head is the input embedding", among="1")
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
     # --- its training: a checkpoint keeps these as well ---
@@ -138,9 +138,7 @@ class Config:
     max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
-    tied_embed_lr: float = knob(0.03, "AdamW, tied embedding", 0)
-    embed_lr: float = knob(0.6, "AdamW, untied embedding", 0)
-    head_lr: float = knob(0.008, "AdamW, untied head", 0)
+    tied_embed_lr: float = knob(0.03, "AdamW, embedding", 0)
     muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
     muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
     muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
@@ -208,8 +206,8 @@ class Config:
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
-    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
-    fused_mlp: str = knob("auto", "Triton MLP; auto: where exact and faster", among="auto 0 1")
+    attention: str = knob("auto", "kernel; auto: the fastest that passes", among="auto fa3 varlen sdpa")
+    fused_mlp: str = knob("auto", "Triton MLP; auto: where right and faster", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
     peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
@@ -442,16 +440,16 @@ TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 class Trace:
     """Spans of one rank for Perfetto, a lane per stage and stream, from any thread; `timing_breakdown` lines.
 
-    path: None for no file; of a resumed run it is continued. steps=(a, b): only what overlaps a <= step < b.
+    path: None for no file; of a resumed run it is continued. steps="a:b": only what ends in a <= step < b.
     every: steps between lines; 0: none. Milliseconds: batch_cpu and val, before the step, on the host,
     batch_h2d that the compute stream waited for batches, the others on the device. On a GPU a step that has
     spans or a line is waited for, and no other.
     """
 
-    def __init__(self, path: Path | None, rank: int = 0, steps: tuple[float, float] | None = None,
-                 every: int = 0, cuda: bool = False) -> None:  # fmt: skip
-        self.path, self.rank, self.steps, self.every = path, rank, steps or (-1, math.inf), every
-        self.cuda, self.recording, self.recorded_until_ns, self.val_ms = cuda, False, -math.inf, 0.0
+    def __init__(self, path: Path | None, rank: int = 0, steps: str = "", every: int = 0,
+                 cuda: bool = False) -> None:  # fmt: skip
+        self.path, self.rank, self.every, self.cuda, self.val_ms = path, rank, every, cuda, 0.0
+        self.first, self.after = map(float, (steps or "-1:inf").split(":"))
         self.events = collections.deque[str]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -460,9 +458,7 @@ class Trace:
 
     def begin(self, step: float) -> None:
         """Start of a step, which may open or close the window; writes what has gathered, in one call."""
-        if self.recording:
-            self.recorded_until_ns = time.perf_counter_ns()
-        self.recording = self.path is not None and self.steps[0] <= step < self.steps[1]
+        self.recording = self.path is not None and self.first <= step < self.after
         text = "".join(self.events.popleft() for _ in range(len(self.events)))
         if self.path is not None and text:
             with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
@@ -502,8 +498,8 @@ class Trace:
 
     def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
         """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
-        start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
-        if self.recording or start_ns <= self.recorded_until_ns:
+        if self.recording:
+            start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
             more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
             event = {"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more
             self.events.append(f",\n{json.dumps(event)}")
@@ -516,10 +512,6 @@ class Trace:
         block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
         return block
 
-    def close(self) -> None:
-        """Write what there is; what ends later is dropped."""
-        self.begin(math.inf)
-
 
 # ============================================================================================================
 # DATA — the tokens in an order that is a pure function of shards, seed and geometry, delivered ahead of need.
@@ -527,11 +519,10 @@ class Trace:
 
 BOS_ID = 1
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-CU_SEQLENS_MULTIPLE = 64  # few lengths of cu_seqlens, so that compiled kernels see few shapes
 
 # A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
 Shard = namedtuple("Shard", "path tokens")
-# On the device: B sequences of T tokens and their targets, int64; `document_starts`, None without DOC_MASK.
+# On the device: B sequences of T tokens and their targets, int64; `document_starts`, int32.
 Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
 
 
@@ -566,12 +557,6 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
                         f"expected below VOCAB_SIZE={vocab_size}")
     return ids
-
-
-def validation_tokens(config: Any, shards: list[Shard]) -> np.ndarray:
-    """All validation tokens, uint16; with VAL_TOKENS_LIMIT that many targets, so one token more."""
-    wanted = config.val_tokens_limit + 1 if config.val_tokens_limit else None
-    return np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])[:wanted]
 
 
 def mix64(words: np.ndarray) -> np.ndarray:
@@ -615,13 +600,11 @@ def shard_visits(config: Any, shards: list[Shard], position: int, trace: Trace) 
                 yield end - size, usable[number], permutation(config, size, epoch, number)
 
 
-def document_starts(inputs_BT: np.ndarray) -> np.ndarray:
-    """Where documents and rows begin, then B T, once or up to a multiple of CU_SEQLENS_MULTIPLE; int32."""
-    starts_BT = inputs_BT == BOS_ID
+def document_starts(inputs_BT: np.ndarray, config: Any) -> np.ndarray:
+    """Where rows and, with DOC_MASK, documents begin, then B T; int32."""
+    starts_BT = (inputs_BT == BOS_ID) & config.doc_mask
     starts_BT[:, 0] = True
-    starts = np.flatnonzero(starts_BT).astype(np.int32)
-    padding = CU_SEQLENS_MULTIPLE - len(starts) % CU_SEQLENS_MULTIPLE
-    return np.pad(starts, (0, padding), constant_values=inputs_BT.size)
+    return np.append(np.flatnonzero(starts_BT), inputs_BT.size).astype(np.int32)
 
 
 def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
@@ -639,14 +622,13 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Any, shards: list[Shard], *, rank: int, world_size: int,
-                 device: torch.device, trace: Trace) -> None:  # fmt: skip
-        self.config, self.shards, self.device, self.trace = config, shards, device, trace
-        self.rank, self.world_size, self.pools = rank, world_size, list[Any]()
-        copies = config.train_copy_stream and device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if copies else None
-        self.micro_steps = micro_steps_per_step(config, world_size)
-        self.share = config.train_batch_tokens // config.train_seq_len // world_size  # sequences of each step
+    def __init__(self, config: Config, shards: list[Shard], run: Run, trace: Trace) -> None:
+        self.config, self.shards, self.trace, self.pools = config, shards, trace, list[Any]()
+        self.rank, self.world_size, self.device = run.rank, run.world_size, run.device
+        copies = config.train_copy_stream and run.device.type == "cuda"
+        self.stream = torch.cuda.Stream(run.device) if copies else None
+        self.micro_steps = micro_steps_per_step(config, run.world_size)
+        self.share = config.train_batch_tokens // config.train_seq_len // run.world_size  # rows of each step
         self.rows = self.share // self.micro_steps
         settings = ("seed", "shuffle", "train_seq_len", "train_batch_tokens")
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
@@ -702,7 +684,7 @@ class Loader:
                 ids_BT = ids.numpy()
                 np.concatenate(list(itertools.islice(sequences, self.rows)), out=ids_BT.reshape(-1))
                 sequence_hash = hash_sequences(self._position(index), ids_BT)
-                starts = torch.from_numpy(document_starts(ids_BT[:, :-1]))
+                starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
                 self.trace.add("s", "batch", "stage", id=self.rank << 40 | index)
             if self.stream is not None:
                 with self.trace.span("gpu_transfer", "copy stream"), torch.cuda.stream(self.stream):
@@ -730,15 +712,9 @@ class Loader:
         ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
         for part in (ids, starts) if self.stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self.device))
-        if self.device.type == "cuda":  # or code is compiled anew for every length
-            torch._dynamo.mark_dynamic(starts, 0)
+        torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
         self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
-        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts if self.config.doc_mask else None)
-
-    def take_waits_ms(self) -> list[float]:
-        """Milliseconds that each batch since the last call was waited for (`data_wait_ms`)."""
-        waits_ms, self.waits_ms = self.waits_ms, []
-        return waits_ms
+        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts)
 
     def state_dict(self, total_hash: int) -> dict[str, Any]:
         """A state for all ranks, as JSON: the steps delivered, and the sum of the ranks' hashes of them."""
@@ -805,6 +781,8 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N)."""
     a, b = a_MK.contiguous(), b_NK.contiguous()
     planes = a.new_empty(2 if pre_MN is None else 1, len(a), len(b))
+    if any(t.data_ptr() % 16 or t.shape[-1] * t.itemsize % 16 for t in (a, b, planes)):
+        raise ValueError(f"TMA reads rows of whole 16 bytes; got {a.shape[1]} and {len(b)} columns")
     operands = a, b, planes[0] if pre_MN is None else pre_MN, planes[-1], len(a), len(b), a.shape[1], slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
@@ -818,7 +796,8 @@ linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is N
 
 
 class FusedMlp(torch.autograd.Function):
-    """Only the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197). Only
+    the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
@@ -834,11 +813,7 @@ class FusedMlp(torch.autograd.Function):
         return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
 
 
-def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
-    f, d = (-side % 16 for side in up_FD.shape)  # TMA wants rows of whole 16 bytes
-    padded = F.pad(x_ND, (0, d)), F.pad(up_FD, (0, d, 0, f)), F.pad(down_DF, (0, f, 0, d))
-    return FusedMlp.apply(*padded, slope)[:, : x_ND.shape[1]]
+mlp_fused = FusedMlp.apply
 
 
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
@@ -853,33 +828,33 @@ def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], *rest: An
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[0])]
 
 
-def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest difference as a share of the largest expected number, of the worst pair of tensors, or NaN."""
-    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
-    return torch.stack(errors).max().item()
-
-
-def choose_mlp(c: Config, run: Run) -> Callable[..., Tensor]:
-    """The MLP that runs, logged; auto: the kernel if it is exact to 4 ulp and faster, on all ranks."""
-    asked, cuda = c.fused_mlp, triton is not None and run.device.type == "cuda"
-    use, why = asked == "1", f"asked:{asked} device:{run.device.type}"
-    if use and not cuda and (triton is None or not triton.knobs.runtime.interpret):
-        raise ConfigError(f"FUSED_MLP=1 needs Triton and CUDA, not {run.device}; set auto")
-    if asked == "auto" and cuda:
+def fastest(setting: str, names: list[str], load: Callable[[str], Any], inputs: list[Tensor],
+            exact: list[Tensor], c: Config, run: Run) -> Callable[..., Tensor]:  # fmt: skip
+    """The fastest form of those that compile here with output and gradients within 3 % of `exact`, on all
+    ranks; logged. load: the form of a name, and what it takes after `inputs`. ConfigError if none is good."""
+    forms, found = dict[str, Any](), dict[str, tuple[float, str]]()
+    for name in names:
         try:
-            sizes = (c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)
-            inputs = [torch.randn(size, device=run.device, dtype=run.dtype) for size in sizes]
-            forms = [torch.compile(form, dynamic=False, fullgraph=True) for form in (mlp_plain, mlp_fused)]
-            passes = [functools.partial(both_passes, form, inputs, c.leaky_slope) for form in forms]
-            gap = worst_error(passes[1](), passes[0]()) / torch.finfo(run.dtype).eps
-            plain_ms, fused_ms = (triton.testing.do_bench(both, return_mode="median") for both in passes)
-            use = gap <= 4 and fused_ms < plain_ms
-            why = f"gap_ulp:{gap:.2f} compiled_plain_ms:{plain_ms:.3f} faster:{plain_ms / fused_ms - 1:+.1%}"
-        except Exception as error:  # the kernel does not compile or run here
-            why = f"failed: {error!r:.300}"
-    use, why = min(run.gather((use, why)), key=lambda vote: vote[0])  # one rank's no is that of all
-    run.log(f"fused_mlp:{'kernel' if use else 'plain'} {why}")
-    return mlp_fused if use else mlp_plain
+            forms[name], *rest = load(name)
+            eager = not compiling(c, run.device)
+            form: Any = torch.compile(forms[name], dynamic=False, fullgraph=True, disable=eager)
+            check = functools.partial(both_passes, form, inputs, *rest)
+            pairs = zip(check(), exact, strict=True)
+            gaps = [(a[: len(b)] - b).abs().max() / b.abs().max() for a, b in pairs]
+            error, timed = torch.stack(gaps).max().item(), len(names) > 1 and triton is not None
+            ms = triton.testing.do_bench(check, return_mode="median") if timed else 0.0
+            found[name] = ms if error <= 0.03 else math.inf, f"error:{error:.1e}" + f" ms:{ms:.3f}" * timed
+        except Exception as failure:  # it is not installed, or does not compile or run here
+            found[name] = math.inf, f"{type(failure).__name__}: {failure}".splitlines()[0]
+    ranks = run.gather(found)
+    worst = {name: max(rank[name] for rank in ranks) for name in names}
+    tried = " | ".join(f"{name} {text}" for name, (_, text) in worst.items())
+    best = min(names, key=lambda name: worst[name][0])
+    if worst[best][0] == math.inf:
+        asked = getattr(c, setting)
+        raise ConfigError(f"{setting.upper()}={asked}: {tried}; set auto, or lower MICRO_BATCH_TOKENS")
+    run.log(f"{setting}:{best} tried: {tried}")
+    return forms[best]
 
 
 # ============================================================================================================
@@ -887,7 +862,7 @@ def choose_mlp(c: Config, run: Run) -> Callable[..., Tensor]:
 # ============================================================================================================
 
 MATRIX_ROLES = {"qo_bank": "attn", "kv_bank": "attn", "mlp_up_bank": "mlp", "mlp_down_bank": "mlp",
-                "token_embedding_VD": "embed", "lm_head_VD": "embed"}  # fmt: skip
+                "token_embedding_VD": "embed"}  # fmt: skip
 BANKS = tuple(MATRIX_ROLES)[:4]
 Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Tensor | None]  # parameters by row, angles, documents
 
@@ -903,11 +878,10 @@ def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
 def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter; a feature that is off owns none."""
     layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
-    lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
     per_layer = ("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "resid_inject_LD")
+    lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
     shapes = {
         "token_embedding_VD": (c.vocab_size, width),
-        "lm_head_VD": (0 if c.tie_embeddings else c.vocab_size, width),
         "qo_bank": (2 * layers, width, width),
         "kv_bank": (2 * layers, c.num_kv_heads * c.head_dim, width),
         "mlp_up_bank": (layers, c.mlp_dim, width),
@@ -924,14 +898,14 @@ def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if 0 not in shape}
 
 
-def rotary_table(length: int, config: Config) -> Tensor:
+def rotary_table(length: int, config: Config, device: torch.device | None = None) -> Tensor:
     """Cosines and sines (2, T, 1, rotated/2); for more than the trained length the base grows (PR #549)."""
     rotated, base = config.rope_dims or config.head_dim, config.rope_base
-    trained = config.rope_train_seq_len or config.train_seq_len
-    if length > trained and rotated > 2:
-        base *= (length / trained) ** (rotated / (rotated - 2))
-    frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    angles = torch.arange(length, dtype=torch.float64)[:, None, None] * frequencies
+    stretch = max(length, config.train_seq_len) / (config.rope_train_seq_len or config.train_seq_len)
+    if stretch > 1 and rotated > 2:
+        base *= stretch ** (rotated / (rotated - 2))
+    frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated)
+    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()]).float()
 
 
@@ -955,8 +929,6 @@ class GPT(nn.Module):
         self.config, self.compute_dtype, self.looping = c, torch.float32, c.num_loops > 0
         self.attend, self.mlp = attention_sdpa, mlp_plain  # `ready_model` may find faster ones
         self.observer: Callable[[str, int, Tensor], None] | None = None
-        self.register_buffer("rotary_train", rotary_table(c.train_seq_len, c), persistent=False)
-        self.register_buffer("rotary_eval", rotary_table(c.eval_length, c), persistent=False)
         constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "resid_keep_LD": 1.0, "skip_weight_SD": 1.0,
                      "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}  # fmt: skip
         uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
@@ -965,7 +937,7 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{c.seed} {name}".encode()))
             weights = torch.empty(shape).copy_(torch.tensor(constants.get(name, 0.0)))
             if name == "token_embedding_VD":
-                weights.normal_(0.0, c.tied_embed_init_std if c.tie_embeddings else 1.0, generator=generator)
+                weights.normal_(0.0, c.tied_embed_init_std, generator=generator)
             elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # what writes to the residual stream is zero
                 for matrix in weights[: c.num_layers] if name == "qo_bank" else weights:
                     draw(matrix, generator=generator)
@@ -973,10 +945,10 @@ class GPT(nn.Module):
 
     def forward(self, inputs_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Hidden states (B, T, D) after the last norm. cu_seqlens: as in `Batch`; varlen kernels read it."""
-        c, dtype, length = self.config, self.compute_dtype, inputs_BT.size(1)
+        c, dtype = self.config, self.compute_dtype
         rows = {n: p.to(dtype).unbind(0) for n, p in self.named_parameters() if not n.endswith("_VD")}
-        rotary = getattr(self, "rotary_train" if length <= c.train_seq_len else "rotary_eval")[:, :length]
-        context = rows, rotary.to(dtype), find_documents(inputs_BT, cu_seqlens, self.attend, c)
+        rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(dtype)
+        context = rows, rotary, find_documents(inputs_BT, cu_seqlens, self.attend, c)
         x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(dtype)
         if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, a document (PR #1851)
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0])
@@ -1001,8 +973,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
-        head = self.get_parameter("token_embedding_VD" if self.config.tie_embeddings else "lm_head_VD")
-        return F.linear(hidden_ND, head.to(hidden_ND.dtype))
+        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
@@ -1063,10 +1034,8 @@ def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, config: C
 
 
 def starts_on_device(ids_BT: Tensor, config: Config) -> Tensor:
-    """`Batch.cu_seqlens` of any ids. With DOC_MASK it waits for the device, which compiled code cannot."""
-    if not config.doc_mask:  # every row is one document
-        return torch.arange(0, ids_BT.numel() + 1, ids_BT.size(1), dtype=torch.int32, device=ids_BT.device)
-    starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy())).to(ids_BT.device)
+    """`Batch.cu_seqlens` of any ids. It waits for the device, which compiled code cannot."""
+    starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy(), config)).to(ids_BT.device)
     torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
     return starts
 
@@ -1099,29 +1068,27 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     return attention_varlen
 
 
-def choose_attention(c: Config, run: Run) -> Callable[..., Tensor]:
-    """The first kernel within 3 % of float64, both passes, at the real shape, on all ranks; logged."""
-    shape, tried = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len), list[str]()
+def choose_kernels(c: Config, run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The fastest attention and MLP here, at the real shape. ConfigError for what is asked for and fails."""
+    shape, cuda = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len), run.device.type == "cuda"
+    normal = functools.partial(torch.randn, device=run.device, dtype=run.dtype)
     ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
-    heads = c.num_heads, c.num_kv_heads, c.num_kv_heads
-    qkv = [torch.randn(*shape, n, c.head_dim, device=run.device, dtype=run.dtype) for n in heads]
+    qkv = [normal(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
     mask = find_documents(ids_BT[:2], None, attention_sdpa, c)
     exact = both_passes(attention_sdpa, [t[:2].double() for t in qkv], mask)
-    ladder = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if run.device.type == "cuda" else ["sdpa"]
-    for name in ladder if c.attention == "auto" else [c.attention]:
-        error = math.inf
-        try:
-            attend = load_attention(name)
-            compiled = torch.compile(attend, fullgraph=True) if compiling(c, run.device) else attend
-            found = both_passes(compiled, qkv, find_documents(ids_BT, None, attend, c))
-            error = worst_error([t[:2] for t in found], exact)
-            tried.append(f"{name} error:{error:.1e}")
-        except Exception as failure:
-            tried.append(f"{name} {type(failure).__name__}: {failure}".splitlines()[0])
-        if all(error <= 0.03 for error in run.gather(error)):
-            run.log(f"attention:{name} tried: {' | '.join(tried)}")
-            return attend
-    raise ConfigError(f"ATTENTION={c.attention}: {' | '.join(tried)}; set auto, or lower MICRO_BATCH_TOKENS")
+
+    def load(name: str) -> tuple[Any, Any]:
+        attend = load_attention(name)
+        return attend, find_documents(ids_BT, None, attend, c)
+
+    names = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if cuda else ["sdpa"]
+    attend = fastest("attention", names if c.attention == "auto" else [c.attention], load, qkv, exact, c, run)
+    sizes = (c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)
+    tensors = [normal(*size) for size in sizes]
+    mlps = {"plain": (mlp_plain, c.leaky_slope), "kernel": (mlp_fused, c.leaky_slope)}
+    names = {"auto": ["plain", "kernel"][: 1 + cuda], "0": ["plain"], "1": ["kernel"]}[c.fused_mlp]
+    exact = both_passes(mlp_plain, tensors, c.leaky_slope)
+    return attend, fastest("fused_mlp", names, mlps.__getitem__, tensors, exact, c, run)
 
 
 # ============================================================================================================
@@ -1161,14 +1128,11 @@ class Optimizer:
         self.average = [weight.clone() for weight in self.weights] if c.ema_decay else self.weights
         rest = dict(model.named_parameters())  # Muon takes the banks, AdamW what remains
         self.banks = sorted(map(rest.pop, BANKS), key=Tensor.numel, reverse=True)
-        self.small, embed_lr = list(rest.values()), c.tied_embed_lr if c.tie_embeddings else c.embed_lr
         self.momenta = [bank.new_zeros(-(-len(bank) // world_size), *bank.shape[1:]) for bank in self.banks]
-        rates = {"token_embedding_VD": (embed_lr, c.embed_wd), "lm_head_VD": (c.head_lr, 0.0)}
-        groups: dict[tuple[float, float], list[Tensor]] = {}
-        for name, parameter in rest.items():
-            groups.setdefault(rates.get(name, (c.scalar_lr, c.adam_wd)), []).append(parameter)
-        adam = [{"params": group, "base_lr": lr, "weight_decay": wd} for (lr, wd), group in groups.items()]
-        self.adam = torch.optim.AdamW(adam, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
+        self.small = list(rest.values())  # the embedding first
+        groups = [{"params": self.small[:1], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
+                  {"params": self.small[1:], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd}]  # fmt: skip
+        self.adam = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     def _fill(self, bank: Tensor) -> Tensor:  # with zero matrices, so that all ranks hold equally many
         return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.world_size))
@@ -1474,7 +1438,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
 
 HESSIAN_SITES = {  # what the matrices of a bank multiply; two sites: one run of layers for each
     "qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"], "mlp_up_bank": ["mlp_in"],
-    "mlp_down_bank": ["mlp_hidden"], "token_embedding_VD": ["head_in"], "lm_head_VD": ["head_in"],
+    "mlp_down_bank": ["mlp_hidden"], "token_embedding_VD": ["head_in"],
 }  # fmt: skip
 Hessians = Mapping[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
 Bank = tuple[Tensor, Tensor, Tensor, Tensor]  # weights NRC, spreads NR, order NC, factor NCC
@@ -1504,8 +1468,7 @@ def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Confi
     identity, which rounds to nearest, where nobody observed the inputs."""
     weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
     spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
-    looked_up = name == "token_embedding_VD" and not config.tie_embeddings
-    sites = ["none"] if looked_up else HESSIAN_SITES.get(name, ["none"])
+    sites = HESSIAN_SITES.get(name, ["none"])
     keys = [(site, layer) for site in sites for layer in range(len(weights_NRC) // len(sites))]
     identity_CC = torch.eye(weights_NRC.size(2), device=weights_NRC.device)
     h_NCC = torch.stack([hessians.get(key, identity_CC) for key in keys]).double()
@@ -1845,13 +1808,10 @@ class Training:
         self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
-        first, _, after = config.trace_steps.partition(":")
-        window = (int(first), int(after)) if config.trace_steps else None
         every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank, window,
-                           every, cuda=run.device.type == "cuda")  # fmt: skip
-        self.loader = Loader(config, inputs.train_shards, rank=run.rank, world_size=run.world_size,
-                             device=run.device, trace=self.trace)  # fmt: skip
+        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank,
+                           config.trace_steps, every, cuda=run.device.type == "cuda")  # fmt: skip
+        self.loader = Loader(config, inputs.train_shards, run, self.trace)
         self.step, self.unread = 0, list[tuple[int, float, Tensor, Any]]()
         self.counted, self.started = 0.0, math.inf  # the clock stands
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
@@ -1889,18 +1849,16 @@ class Training:
     def close(self) -> None:
         """End threads and files, from any state."""
         self.loader.close()
-        self.trace.close()
+        self.trace.begin(math.inf)
         self.writer.join()
 
 
 def ready_model(model: GPT, config: Config, run: Run) -> GPT:
     """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
     torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
-    model.rotary_eval = rotary_table(config.eval_length, config)  # an artifact knows no EVAL_SEQ_LEN
     model.to(run.device)
     model.compute_dtype = run.dtype
-    model.attend = choose_attention(config, run)
-    model.mlp = choose_mlp(config, run)
+    model.attend, model.mlp = choose_kernels(config, run)
     return model
 
 
@@ -1990,7 +1948,8 @@ def read_results(training: Training, leave: int) -> None:
         if step > 10 and step % config.train_log_every:
             continue
         loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
-        p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
+        p50, p99, most = np.percentile(training.loader.waits_ms or [0.0], [50, 99, 100]).tolist()
+        training.loader.waits_ms.clear()
         scale = learning_rate_scale(progress, step - 1, config)
         left = seconds / run_progress(seconds, step, config) - seconds
         run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
@@ -2129,16 +2088,17 @@ def preflight(config: Config, run: Run) -> Inputs:
     for shard in (val_shards[0], *train_shards[:1]):  # later ones may begin inside a document
         if (first := int(read_tokens(shard, vocab_size=config.vocab_size)[0])) != BOS_ID:
             raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
-    tokens = validation_tokens(config, val_shards)
-    mark = " comparable:0" if config.val_tokens_limit else ""
+    tokens, mark = np.concatenate([read_tokens(shard, config.vocab_size) for shard in val_shards]), ""
+    if config.val_tokens_limit:  # so many targets: one token more
+        tokens, mark = tokens[: config.val_tokens_limit + 1], " comparable:0"
     validation = Validation(tokens, int(token_bytes(tokens, config).sum()), mark)
     if not validation.bytes_total:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
         next(shard_visits(config, train_shards, 0, Trace(None)))
-    if config.attention != "auto":
-        choose_attention(config, run)
+    if config.attention != "auto" or config.fused_mlp == "1":
+        choose_kernels(config, run)
     source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"
     files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
              "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}

@@ -25,10 +25,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn what --clock cpu counts
 
+import numpy as np
 import torch
 
 REPO = Path(__file__).resolve().parents[1]
@@ -119,8 +121,8 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     """Train on the schedule of a whole run until the seconds are over; leaves the average. Returns steps."""
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     optimizer = train_gpt.Optimizer(model, config, 0, 1)
-    device, trace, step = torch.device("cpu"), train_gpt.Trace(None), 0
-    loader = train_gpt.Loader(config, shards, rank=0, world_size=1, device=device, trace=trace)
+    run: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    loader, step = train_gpt.Loader(config, shards, run, train_gpt.Trace(None)), 0
     with contextlib.closing(loader):
         start = now()
         while (progress := train_gpt.run_progress(now() - start, step, config)) < 1.0:
@@ -143,7 +145,8 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     model = train_gpt.build_model(config)
     steps = train(config, model, clock(kind))
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_*.bin")
-    tokens = train_gpt.validation_tokens(config, shards)
+    tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
+    tokens = tokens[: config.val_tokens_limit + 1] if config.val_tokens_limit else tokens
     model.looping = train_gpt.loop_is_on(1.0, config)
     text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
     score = train_gpt.score_roundtrip(model, tokens, config).score(text_bytes)

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ LATENCIES_SECONDS = (0.0, 0.1, 4.0)
 MEMCPY, OURS, DRAWN = "memcpy of the same bytes", "ours: staging", "#1532: weighted draws, int64 rows"
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 CPU = torch.device("cpu")
-PLACE: dict[str, Any] = {"rank": 0, "world_size": 1, "device": CPU, "trace": train_gpt.Trace(None)}
+PLACE: Any = SimpleNamespace(rank=0, world_size=1, device=CPU)
+TRACE = train_gpt.Trace(None)
 
 
 # -- the others, written from their descriptions -------------------------------------------------------------
@@ -150,7 +152,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     rows, at = STEP_TOKENS // SEQ_LEN, 0
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
     ids_BT, data = slot.reshape(rows, SEQ_LEN + 1), load_shard(shards[0], 0.0)
-    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, **PLACE)
+    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, PLACE, TRACE)
     sequences = (sequences_NT[i] for sequences_NT, order in loader._read(0) for i in order.tolist())
 
     def memcpy() -> None:
@@ -166,7 +168,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
         MEMCPY: memcpy,
         OURS: gather,
         "ours: stream hash": lambda: train_gpt.hash_sequences(0, ids_BT),
-        "ours: document starts": lambda: train_gpt.document_starts(ids_BT[:, :-1]),
+        "ours: document starts": lambda: train_gpt.document_starts(ids_BT[:, :-1], make_config()),
         "baseline: contiguous, one int64 array": Contiguous(shards, STEP_TOKENS, 1).next,
         "#591: contiguous, two int64 arrays": ContiguousPairs(shards, STEP_TOKENS, 1).next,
         DRAWN: WeightedDraw(shards, STEP_TOKENS).next,
@@ -177,7 +179,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
 def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
     """Wall times of `next_batch()` in ms, the consumer idle between the calls."""
     config, times = make_config(train_prefetch=prefetch), []
-    with contextlib.closing(train_gpt.Loader(config, shards, **PLACE)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, PLACE, TRACE)) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
             loader.next_batch()
@@ -189,7 +191,7 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
 def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
     """Times of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
     config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
-    with contextlib.closing(train_gpt.Loader(config, shards, **PLACE)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, PLACE, TRACE)) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()
@@ -210,11 +212,12 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> li
     train_gpt.read_tokens = slow
     if design.startswith("ours"):
         config = make_config(train_prefetch=design == "ours")
-        loader = train_gpt.Loader(config, shards, **(PLACE | {"world_size": RANKS}))
+        one_of_many: Any = SimpleNamespace(rank=0, world_size=RANKS, device=CPU)
+        loader = train_gpt.Loader(config, shards, one_of_many, TRACE)
 
         def wait() -> float:
             loader.next_batch()
-            return loader.take_waits_ms()[0] / 1e3  # without the widening, which is the GPU's work
+            return loader.waits_ms.pop() / 1e3  # without the widening, which is the GPU's work
 
     else:
         following = {

@@ -134,7 +134,7 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     if len(hashes) > 1 or losses[0] != losses[1]:
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
     steps = [
-        {"prefetch": training.config.train_prefetch, "ms": times, "wait_ms": training.loader.take_waits_ms()}
+        {"prefetch": training.config.train_prefetch, "ms": times, "wait_ms": training.loader.waits_ms}
         for training, times in zip(trainings, times_ms, strict=True)
     ]
     first = trainings[0]

@@ -309,17 +309,16 @@ def test_singular_hessians_are_damped_and_broken_ones_refused() -> None:
 
 
 def test_gptq_knows_the_inputs_of_every_matrix() -> None:
-    for tied in (0, 1):
-        config = Config.from_env(settings_of(2, 16, 32, TIE_EMBEDDINGS=tied))
-        model = trained_like(config)
-        hessians = train_gpt.collect_hessians(model, batches(config), 1)
-        blind = [
-            name
-            for name, parameter in model.named_parameters()
-            if name in train_gpt.MATRIX_ROLES
-            and not train_gpt.prepare_bank(name, parameter, hessians, config)[3].triu(1).any()
-        ]
-        assert blind == ([] if tied else ["token_embedding_VD"])
+    config = Config.from_env(settings_of(2, 16, 32))
+    model = trained_like(config)
+    hessians = train_gpt.collect_hessians(model, batches(config), 1)
+    blind = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in train_gpt.MATRIX_ROLES
+        and not train_gpt.prepare_bank(name, parameter, hessians, config)[3].triu(1).any()
+    ]
+    assert blind == []
 
 
 # --- Hessians -----------------------------------------------------------------------------------------------
@@ -530,7 +529,7 @@ def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    config = Config.from_env(settings_of(2, 32, 64, TIE_EMBEDDINGS=0, ARTIFACT_BYTES_MAX=40_000))
+    config = Config.from_env(settings_of(2, 32, 64, ARTIFACT_BYTES_MAX=40_000))
     model, report, _ = write(tmp_path / "model.bin", config)
     loaded, stored = train_gpt.load_artifact(tmp_path / "model.bin")
     assert stored.as_env("LOGIT_SOFTCAP") == config.as_env("LOGIT_SOFTCAP") == report["config"]

@@ -7,7 +7,7 @@ Triton is first imported; with a GPU the same tests run the compiled kernel, in 
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 import os
 import subprocess
 import sys
@@ -32,8 +32,8 @@ needs_runnable_kernels = pytest.mark.skipif(
     reason="no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported",
 )
 
-# (tokens, model dim, hidden): ones, primes, tile edges, more tiles than programs.
-MLP_SHAPES = [(1, 1, 1), (2, 1, 7), (37, 13, 53), (64, 32, 64), (97, 40, 136), (33, 72, 31)]
+# (tokens, model dim, hidden): the least there is, primes, tile edges, more tiles than programs.
+MLP_SHAPES = [(1, 8, 8), (2, 8, 24), (37, 16, 56), (64, 32, 64), (97, 40, 136), (33, 72, 8)]
 
 
 def random_mlp(tokens: int, dim: int, hidden: int, seed: int = 0) -> list[Tensor]:
@@ -105,9 +105,19 @@ def test_mlp_is_as_exact_as_its_twin(
 def test_strided_and_offset_operands_give_the_same_result() -> None:
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     plain = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
-    offset = torch.cat((x_ND.new_zeros(1), x_ND.flatten()))[1:].view_as(x_ND)  # not on a 16-byte address
+    offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
     assert torch.equal(train_gpt.mlp_fused(offset, up_FD, down_DF, 0.5), plain)
     assert torch.equal(train_gpt.mlp_fused(x_ND.t().contiguous().t(), up_FD, down_DF, 0.5), plain)
+
+
+@needs_runnable_kernels
+@pytest.mark.parametrize(("dim", "hidden", "skipped"), [(18, 32, 0), (16, 30, 0), (16, 32, 1)])
+def test_what_tma_cannot_read_is_refused(dim: int, hidden: int, skipped: int) -> None:
+    """Rows that are no whole 16 bytes, and a tensor that does not begin at a multiple of them."""
+    x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, dim, hidden))
+    x_ND = torch.cat((x_ND.new_zeros(skipped), x_ND.flatten()))[skipped:].view_as(x_ND)
+    with pytest.raises(ValueError, match=f"16 bytes; got {dim} and {hidden} columns"):
+        train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
 
 
 @needs_runnable_kernels
@@ -145,7 +155,7 @@ def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Tensor, "new_empty", guarded)
     monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded(tensor, *tensor.shape))
-    outputs_and_gradients(lambda *t: train_gpt.mlp_fused(*t, 0.5), random_mlp(37, 13, 53), torch.float32)
+    outputs_and_gradients(lambda *t: train_gpt.mlp_fused(*t, 0.5), random_mlp(37, 16, 56), torch.float32)
     assert len(buffers) >= 2
     for buffer, size in buffers:
         assert (buffer[:guard] == -7).all() and (buffer[guard + size :] == -7).all()
@@ -182,7 +192,7 @@ def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
         products.extend(target for target in targets if target in ("aten.mm.default", "aten.addmm.default"))
         return graph
 
-    tensors = random_mlp(21, 10, 18)
+    tensors = random_mlp(21, 12, 20)
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
     for got, want in zip(
         outputs_and_gradients(compiled, tensors, torch.float32),
@@ -197,116 +207,121 @@ def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
     assert len(products) == 4
 
 
-SMALL = {"micro_batch_tokens": 64, "model_dim": 16, "mlp_mult": 2.0}
+SMALL = {"micro_batch_tokens": 64, "train_seq_len": 16, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1,
+         "mlp_mult": 2.0, "attention": "sdpa", "compile": "0"}  # fmt: skip
+LOSES = {"plain": (2.0, "slow"), "kernel": (math.inf, "PTXAS")}  # what another rank finds
+
+
+class Card(str):
+    """A CPU that calls itself a GPU."""
+
+    type = "cuda"
 
 
 class StubRun:
-    """What `choose_mlp` needs of a run: a device, the other ranks' votes, and the log."""
+    """What `choose_kernels` needs of a run: a device, what the other ranks find, and the log."""
 
-    def __init__(self, device: str = "cpu", *votes: tuple[bool, str]) -> None:
-        self.device, self.dtype, self.votes = torch.device(device), torch.float32, votes
+    def __init__(self, device: Any = DEVICE, *found: dict[str, tuple[float, str]]) -> None:
+        self.device, self.dtype, self.found = device, torch.float32, found
         self.lines: list[str] = []
 
-    def gather(self, vote: tuple[bool, str]) -> list[tuple[bool, str]]:
-        return [vote, *self.votes]
+    def gather(self, found: dict[str, tuple[float, str]]) -> list[dict[str, tuple[float, str]]]:
+        return [found, *(other for other in self.found if other.keys() == found.keys())]
 
     def log(self, line: str) -> None:
-        self.lines.append(line)
+        self.lines += [line] if line.startswith("fused_mlp:") else []
 
 
-def chosen(run: Any, **settings: str) -> str:
+def chosen(run: Any, **settings: Any) -> str:
     """The form that would run."""
-    function = train_gpt.choose_mlp(train_gpt.Config(**SMALL, **settings), run)
+    _, function = train_gpt.choose_kernels(train_gpt.Config(**{**SMALL, **settings}), run)
     return {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}[function]
 
 
-@pytest.fixture
-def as_if_on_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The check at start-up runs here: inputs on the CPU, nothing compiled, the kernel twice as fast."""
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *size, device, **kind: randn(*size, **kind))
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    clock = itertools.cycle((2.0, 1.0))
-    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(clock))
-    return monkeypatch
+def clock(monkeypatch: pytest.MonkeyPatch, plain_ms: float = 2.0, kernel_ms: float = 1.0) -> None:
+    """How long each form will be found to take."""
+    times_ms = iter((plain_ms, kernel_ms))
+    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(times_ms))
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
 def test_the_plain_form_runs_on_the_cpu(asked: str) -> None:
-    run = StubRun()
+    run = StubRun(torch.device("cpu"))
     assert chosen(run, fused_mlp=asked) == "plain"
-    assert run.lines == [f"fused_mlp:plain asked:{asked} device:cpu"]
+    assert run.lines == ["fused_mlp:plain tried: plain error:0.0e+00"]
 
 
-@pytest.mark.parametrize("interpreted", [True, False])
-def test_a_kernel_that_cannot_run_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, interpreted: bool
-) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
-    if interpreted:
-        assert chosen(StubRun(), fused_mlp="1") == "kernel"
-        monkeypatch.setattr(train_gpt, "triton", None)
-    with pytest.raises(train_gpt.ConfigError, match="FUSED_MLP"):
+def test_without_triton_the_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_gpt, "triton", None)
+    with pytest.raises(train_gpt.ConfigError, match=r"FUSED_MLP=1: kernel .*; set auto"):
         chosen(StubRun(), fused_mlp="1")
 
 
 @needs_runnable_kernels
-def test_auto_takes_what_is_exact_and_faster_and_logs_by_how_much(as_if_on_cuda: pytest.MonkeyPatch) -> None:
-    run = StubRun("cuda")
+def test_auto_takes_what_is_faster_and_logs_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch)
+    run = StubRun(Card("cpu"))
     assert chosen(run) == "kernel"
     (line,) = run.lines
-    assert line.startswith("fused_mlp:kernel gap_ulp:")
-    assert line.endswith("compiled_plain_ms:2.000 faster:+100.0%")
-
-
-@pytest.mark.parametrize(("asked", "form"), [("0", "plain"), ("1", "kernel")])
-def test_0_and_1_are_obeyed_without_a_check(as_if_on_cuda: pytest.MonkeyPatch, asked: str, form: str) -> None:
-    as_if_on_cuda.setattr(train_gpt, "both_passes", lambda *_: pytest.fail("nothing is to be tried"))
-    run = StubRun("cuda")
-    assert chosen(run, fused_mlp=asked) == form
-    assert run.lines == [f"fused_mlp:{form} asked:{asked} device:cuda"]
+    assert line.startswith("fused_mlp:kernel tried: plain error:0.0e+00 ms:2.000 | kernel error:")
+    assert line.endswith(" ms:1.000")
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(("asked", "form"), [("auto", "plain"), ("0", "plain"), ("1", "kernel")])
-def test_a_kernel_that_fails_is_left_off_by_auto_and_ends_a_run_that_insists(
-    as_if_on_cuda: pytest.MonkeyPatch, asked: str, form: str
+@pytest.mark.parametrize(("asked", "form"), [("0", "plain"), ("1", "kernel")])
+def test_0_and_1_are_obeyed_once_they_pass(monkeypatch: pytest.MonkeyPatch, asked: str, form: str) -> None:
+    monkeypatch.setattr("triton.testing.do_bench", lambda *_, **__: pytest.fail("nothing is to be timed"))
+    run = StubRun(Card("cpu"))
+    assert chosen(run, fused_mlp=asked) == form
+    assert len(run.lines) == 1 and run.lines[0].startswith(f"fused_mlp:{form} tried: {form} error:")
+
+
+@needs_runnable_kernels
+def test_a_kernel_that_fails_is_left_off_by_auto_and_refused_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("PTXAS error\nno kernel image")
 
-    as_if_on_cuda.setattr(train_gpt, "linear_leaky_square", fails)
-    run = StubRun("cuda")
-    assert chosen(run, fused_mlp=asked) == form
-    assert len(run.lines) == 1 and "\n" not in run.lines[0]
-    if asked == "auto":
-        assert run.lines[0].startswith("fused_mlp:plain failed: RuntimeError('PTXAS error")
-    if asked == "1":
-        with pytest.raises(RuntimeError, match="PTXAS error"):
-            train_gpt.mlp_fused(*torch.ones(3, 16, 16), 0.5)
+    clock(monkeypatch)
+    monkeypatch.setattr(train_gpt, "linear_leaky_square", fails)
+    run = StubRun(Card("cpu"))
+    assert chosen(run) == chosen(run, fused_mlp="0") == "plain"
+    assert run.lines[0].endswith(" ms:2.000 | kernel RuntimeError: PTXAS error")
+    with pytest.raises(train_gpt.ConfigError, match="FUSED_MLP=1: kernel RuntimeError: PTXAS error;"):
+        chosen(run, fused_mlp="1")
 
 
 @needs_runnable_kernels
-def test_a_kernel_that_one_rank_refuses_runs_on_none(as_if_on_cuda: pytest.MonkeyPatch) -> None:
-    run = StubRun("cuda", (True, "faster"), (False, "failed: PTXAS"), (True, "faster"))
-    assert chosen(run) == "plain" and run.lines == ["fused_mlp:plain failed: PTXAS"]
-    assert chosen(StubRun("cuda", (True, "")), fused_mlp="1") == "kernel"
+def test_a_width_that_tma_cannot_read_is_left_off_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch)
+    run = StubRun(Card("cpu"))
+    assert chosen(run, model_dim=18) == "plain" and "16 bytes; got 18 and 36 columns" in run.lines[0]
+    with pytest.raises(train_gpt.ConfigError, match=r"FUSED_MLP=1: kernel ValueError: .*18 and 36 columns"):
+        chosen(run, model_dim=18, fused_mlp="1")
+
+
+@needs_runnable_kernels
+def test_a_kernel_that_one_rank_refuses_runs_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch)
+    run = StubRun(Card("cpu"), {"plain": (1.5, ""), "kernel": (0.5, "")}, LOSES)
+    assert chosen(run) == "plain" and run.lines[0].endswith(" | kernel PTXAS")
+    with pytest.raises(train_gpt.ConfigError, match="FUSED_MLP=1: kernel PTXAS"):
+        chosen(StubRun(Card("cpu"), {"kernel": LOSES["kernel"]}), fused_mlp="1")
 
 
 def _choose_on_rank(rank: int, store: str) -> None:
     """One of two ranks; the kernel, here its twin, fails on the second alone."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(torch, "randn", lambda size, **_: torch.ones(size))
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    clock = iter((2.0, 1.0))
-    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(clock))
+    times_ms = iter((2.0, 1.0))
+    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(times_ms))
     twin = train_gpt.mlp_plain
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *t: twin(*t) if rank == 0 else 1 / 0)
-    run = StubRun("cuda")
+    run = StubRun(Card("cpu"))
     monkeypatch.setattr(run, "gather", functools.partial(train_gpt.Run.gather, SimpleNamespace(world_size=2)))
-    assert chosen(run) == "plain" and "failed: ZeroDivisionError" in run.lines[0]
-    assert rank == 1 or next(clock, None) is None, "rank 0 alone would have taken it"
+    assert chosen(run) == "plain" and "kernel ZeroDivisionError" in run.lines[0]
+    assert rank == 1 or next(times_ms, None) is None, "rank 0 alone would have taken it"
     torch.distributed.destroy_process_group()
 
 
@@ -316,26 +331,26 @@ def test_two_ranks_decide_the_same_when_the_kernel_fails_on_one(tmp_path: Path) 
 
 @needs_runnable_kernels
 @pytest.mark.parametrize(
-    ("scale", "fused_ms", "wanted"),
-    [(1.0, 1.0, "kernel"), (1.0, 3.0, "plain"), (1 + 1e-5, 1.0, "plain"), (float("nan"), 1.0, "plain")],
+    ("scale", "kernel_ms", "wanted"),
+    [(1.0, 1.0, "kernel"), (1.0, 3.0, "plain"), (1.04, 1.0, "plain"), (float("nan"), 1.0, "plain")],
 )
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_auto_keeps_only_what_is_exact_and_faster(
-    as_if_on_cuda: pytest.MonkeyPatch, scale: float, fused_ms: float, wanted: str, where: str
+def test_auto_keeps_only_what_is_right_and_faster(
+    monkeypatch: pytest.MonkeyPatch, scale: float, kernel_ms: float, wanted: str, where: str
 ) -> None:
     """Faults injected into one result of the kernel and into the clock each turn the kernel off."""
-    clock = iter((2.0, fused_ms))
-    as_if_on_cuda.setattr("triton.testing.do_bench", lambda run, return_mode: next(clock))
+    clock(monkeypatch, kernel_ms=kernel_ms)
     exact = train_gpt.linear_leaky_square
 
     def faulty(a: Tensor, b: Tensor, pre: Tensor | None, slope: float) -> Tensor:
         here = (pre is None) == (where == "forward")
         return exact(a, b, pre, slope) * (scale if here else 1.0)
 
-    as_if_on_cuda.setattr(train_gpt, "linear_leaky_square", faulty)
-    run = StubRun("cuda")
+    monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
+    run = StubRun(Card("cpu"))
     assert chosen(run) == wanted
-    assert f"compiled_plain_ms:2.000 faster:{2 / fused_ms - 1:+.1%}" in run.lines[0]
+    assert run.lines[0].startswith(f"fused_mlp:{wanted} tried: plain error:0.0e+00 ms:2.000 | kernel error:")
+    assert run.lines[0].endswith(f" ms:{kernel_ms:.3f}")
 
 
 @needs_runnable_kernels
@@ -354,7 +369,7 @@ def test_large_tiles_are_for_tensor_cores(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     kernel = {(2,): lambda *_, **options: launched.append(options)}
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
-    a, b = (torch.zeros(4, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
+    a, b = (torch.zeros(8, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
     train_gpt.linear_leaky_square._init_fn(a, b, None, 0.5)
     tile = train_gpt.LARGE_TILE if is_cuda and dtype != torch.float32 else train_gpt.SMALL_TILE
     assert launched == [{"BACKWARD": False, **tile}]
@@ -406,7 +421,7 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(98_304, 512, 2048), (65_536, 512, 1024), (4_099, 509, 1021)], ids=str)
+@pytest.mark.parametrize("shape", [(98_304, 512, 2048), (65_536, 512, 1024), (4_099, 504, 1016)], ids=str)
 def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None:
     assert_as_exact_as_plain(
         lambda *tensors: train_gpt.mlp_fused(*tensors, 0.5),
@@ -418,7 +433,7 @@ def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None
 
 @pytest.mark.gpu
 def test_auto_decides_and_logs_on_a_gpu() -> None:
-    run = StubRun("cuda")
+    run = StubRun(torch.device("cuda"))
     run.dtype = torch.bfloat16
-    train_gpt.choose_mlp(train_gpt.Config(micro_batch_tokens=16_384), run)
-    assert len(run.lines) == 1 and "faster:" in run.lines[0]
+    train_gpt.choose_kernels(train_gpt.Config(micro_batch_tokens=16_384), run)
+    assert len(run.lines) == 1 and run.lines[0].count(" ms:") == 2

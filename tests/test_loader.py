@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Lab
 
 import train_gpt
 
@@ -94,7 +96,8 @@ def open_loader(
 ) -> Any:
     trace = trace or train_gpt.Trace(None)
     config = make_config(**changes)
-    return ClosingLoader(config, shards, rank=rank, world_size=world_size, device=device, trace=trace)
+    place = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+    return ClosingLoader(config, shards, place, trace)
 
 
 def sequences_of(batch: Any) -> np.ndarray:
@@ -445,11 +448,12 @@ def test_cu_seqlens_are_the_starts_of_documents_and_rows(
     data: st.DataObject, rows: int, seq_len: int
 ) -> None:
     flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
-    got = train_gpt.document_starts(np.array(flat, np.uint16).reshape(rows, seq_len)).tolist()
-    expected = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i % seq_len == 0]
-    assert got[: len(expected)] == expected
-    assert len(got) % 64 == 0 and len(got) - len(expected) in range(1, 65)
-    assert set(got[len(expected) :]) == {rows * seq_len}
+    ids_BT = np.array(flat, np.uint16).reshape(rows, seq_len)
+    of_rows = [*range(0, rows * seq_len, seq_len)]
+    of_all = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i in of_rows]
+    for doc_mask, expected in ((True, of_all), (False, of_rows)):
+        got = train_gpt.document_starts(ids_BT, make_config(doc_mask=doc_mask))
+        assert got.tolist() == [*expected, rows * seq_len] and got.dtype == np.int32
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -461,10 +465,10 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
         for _ in range(60):
             batch = loader.next_batch()
             assert batch.cu_seqlens.dtype == torch.int32
-            expected = train_gpt.document_starts(batch.inputs_BT.numpy().astype(np.uint16))
+            expected = train_gpt.document_starts(batch.inputs_BT.numpy(), loader.config)
             assert batch.cu_seqlens.tolist() == expected.tolist()
     with open_loader(files, train_prefetch=prefetch, doc_mask=False) as loader:
-        assert loader.next_batch().cu_seqlens is None
+        assert loader.next_batch().cu_seqlens.tolist() == [0, 16, 32, 48, 64]
 
 
 # -- timing of the stages ------------------------------------------------------------------------------------
@@ -568,9 +572,7 @@ def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
 def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
     with open_loader(shards) as loader:
         take(loader, 5)
-        waits = loader.take_waits_ms()
-        assert len(waits) == 5 and min(waits) >= 0
-        assert loader.take_waits_ms() == []
+        assert len(loader.waits_ms) == 5 and min(loader.waits_ms) >= 0
 
 
 # -- faults --------------------------------------------------------------------------------------------------
@@ -775,12 +777,13 @@ def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
 SCRIPT = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch, train_gpt
 sys.path.insert(0, {tests!r})
 from test_loader import make_config, write_shards
 shards = write_shards(Path({folder!r}))
-place = dict(rank=0, world_size=1, device=torch.device("cpu"), trace=train_gpt.Trace(None))
-loader = train_gpt.Loader(make_config(), shards, **place)
+place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+loader = train_gpt.Loader(make_config(), shards, place, train_gpt.Trace(None))
 loader.next_batch()
 print("ready", flush=True)
 {end}
@@ -832,7 +835,7 @@ def run_long(shards: list[Any], batches: int) -> None:
             assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
                 got.targets_BT, expected.targets_BT
             )
-            loader.take_waits_ms(), oracle.take_waits_ms()
+            loader.waits_ms.clear(), oracle.waits_ms.clear()
         assert loader.stream_hash == oracle.stream_hash
         assert threading.active_count() == threads
         assert rss_bytes() - memory < 4 << 20
@@ -860,12 +863,19 @@ def test_ids_of_all_16_bits_survive(tmp_path: Path, prefetch: bool, copy_stream:
         assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
 
 
-def test_validation_tokens_are_the_shards_joined(shards: list[Any]) -> None:
-    total = sum(SIZES)
-    assert np.array_equal(train_gpt.validation_tokens(make_config(), shards), np.arange(total))
-    for limit in (1, SIZES[0] - 1, SIZES[0], 900, total - 1):
-        got = train_gpt.validation_tokens(make_config(val_tokens_limit=limit), shards)
-        assert got.dtype == np.uint16 and np.array_equal(got, np.arange(limit + 1))
+@pytest.mark.parametrize("targets", [0, 9, 499, 500, 501, 5000])
+def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None:
+    lab = lab.copy_dataset()
+    path = lab.dataset / "fineweb_val_000000.bin"
+    ids = np.fromfile(path, "<u2", offset=1024)
+    write_shard(path, ids[:500])
+    write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
+    run = SimpleNamespace(rank=0, world_size=1, device=CPU, gather=lambda value: [value])
+    config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
+    got = train_gpt.preflight(config, run).validation
+    assert got.tokens.dtype == np.uint16
+    assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
+    assert bool(got.mark) == bool(targets)
 
 
 # -- on the GPU ----------------------------------------------------------------------------------------------

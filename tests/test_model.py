@@ -41,7 +41,6 @@ FEATURES = {
     "no parallel layers": {"PARALLEL_START_LAYER": -1},
     "GPT-J": {"PARALLEL_MODE": "gptj", "PARALLEL_START_LAYER": 3},
     "lanes from the first layer": {"PARALLEL_START_LAYER": 0},
-    "untied": {"TIE_EMBEDDINGS": 0},
     "no softcap": {"LOGIT_SOFTCAP": 0},
     "one layer": {"NUM_LAYERS": 1, "XSA_LAST_N": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1},
 }
@@ -86,7 +85,7 @@ class Reference:
         return torch.stack([self.row_nats(row.tolist(), target.tolist()) for row, target in rows])
 
     def row_nats(self, row: list[int], targets: list[int]) -> Tensor:
-        head = self.w["token_embedding_VD" if self.c.tie_embeddings else "lm_head_VD"]
+        head = self.w["token_embedding_VD"]
         out = []
         for h, target in zip(self.hidden(row), targets, strict=True):
             scores = head @ h
@@ -214,7 +213,7 @@ def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
 
 
 def cpu_run(dtype: torch.dtype = torch.float32) -> SimpleNamespace:
-    """What `choose_attention` needs of a run on one CPU rank."""
+    """What `choose_kernels` needs of a run on one CPU rank."""
     lines: list[str] = []
     return SimpleNamespace(
         device=torch.device("cpu"), dtype=dtype, gather=lambda value: [value], log=lines.append, lines=lines
@@ -283,7 +282,7 @@ def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any
 def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -> None:
     default, changed = build_model(tiny()).state_dict(), build_model(tiny(**changes)).state_dict()
     for name in default.keys() & changed.keys():
-        if default[name].shape == changed[name].shape and changes != {"TIE_EMBEDDINGS": 0}:
+        if default[name].shape == changed[name].shape:
             assert torch.equal(default[name], changed[name]), name
 
 
@@ -333,6 +332,15 @@ def test_rotary_base_of_pr549() -> None:
     assert math.atan2(sin[1, 0, 1], cos[1, 0, 1]) ** -8 == pytest.approx(22_081.79, rel=2e-6)
     plain = train_gpt.rotary_table(2048, Config(rope_dims=16))
     assert math.atan2(plain[1, 1, 0, 1], plain[0, 1, 0, 1]) ** -8 == pytest.approx(10_000, rel=2e-6)
+
+
+@pytest.mark.parametrize("trained", [0, 7])
+def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
+    """The base follows the trained length and a longer input's, never a shorter one's."""
+    config = tiny(ROPE_TRAIN_SEQ_LEN=trained)
+    model, ids = random_model(config), random_ids(config)
+    torch.testing.assert_close(model(ids[:, :9]), model(ids)[:, :9])
+    assert not torch.allclose(model(ids.repeat(1, 2))[:, :12], model(ids))
 
 
 def parameters_of(name: str, repo: Path) -> tuple[Config, int]:
@@ -457,8 +465,8 @@ def test_every_varlen_kernel_gives_the_same_model(
     config, run = tiny(ATTENTION=name, DOC_MASK=doc_mask), cpu_run()
     model, ids = random_model(config), random_ids(config)
     expected = model(ids)
-    model.attend = train_gpt.choose_attention(config, run)
-    given = torch.from_numpy(train_gpt.document_starts(ids.numpy())) if doc_mask else None
+    model.attend = train_gpt.choose_kernels(config, run)[0]
+    given = torch.from_numpy(train_gpt.document_starts(ids.numpy(), config))
     torch.testing.assert_close(model(ids), expected)
     torch.testing.assert_close(model(ids, given), expected)
     assert run.lines[0].startswith(f"attention:{name}")
@@ -468,35 +476,62 @@ def test_every_varlen_kernel_gives_the_same_model(
 def test_a_wrong_kernel_is_refused(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "fa3", kernel)
     with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*fa3 error:"):
-        train_gpt.choose_attention(tiny(ATTENTION="fa3"), cpu_run())
+        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), cpu_run())[0]
 
 
 def test_a_missing_kernel_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*flash_attn_interface.*auto"):
-        train_gpt.choose_attention(tiny(ATTENTION="fa3"), cpu_run())
+        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), cpu_run())[0]
 
 
-def test_the_ladder_takes_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     class Card(str):
         """A CPU that calls itself a GPU."""
 
         type = "cuda"
 
+    def chosen(first_ms: float, second_ms: float, **changes: Any) -> Any:
+        clock = iter((first_ms, second_ms))
+        monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(clock))
+        run.lines.clear()
+        return train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), run)[0]
+
+    pytest.importorskip("triton")
     install(monkeypatch, "varlen", torch_2_13)
-    monkeypatch.setattr(train_gpt, "compiling", lambda config, device: False)
     run = cpu_run()
     run.device = Card("cpu")
-    assert train_gpt.choose_attention(tiny(), run) is not train_gpt.attention_sdpa
-    assert "attention:varlen" in run.lines[0] and "fa3 ModuleNotFoundError" in run.lines[0]
-    assert train_gpt.choose_attention(tiny(DOC_MASK=0), run) is train_gpt.attention_sdpa
-    run.gather = lambda value: [value, math.inf]  # the other rank's kernel fails
-    with pytest.raises(ConfigError):
-        train_gpt.choose_attention(tiny(), run)
+    assert chosen(1.0, 2.0) is not train_gpt.attention_sdpa
+    assert run.lines[0].startswith("attention:varlen tried: fa3 ModuleNotFoundError: ")
+    assert " ms:1.000 | sdpa error:" in run.lines[0] and run.lines[0].endswith(" ms:2.000")
+    assert chosen(2.0, 1.0) is train_gpt.attention_sdpa
+    assert run.lines[0].startswith("attention:sdpa tried: fa3 ModuleNotFoundError: ")
+    assert chosen(1.0, 2.0, DOC_MASK=0) is train_gpt.attention_sdpa
+    assert "varlen" not in run.lines[0]
+    install(monkeypatch, "varlen", not_causal)
+    assert chosen(1.0, 2.0) is train_gpt.attention_sdpa
+    run.gather = lambda found: [found, {name: (2.0 - ms, "there") for name, (ms, _) in found.items()}]
+    install(monkeypatch, "varlen", torch_2_13)
+    assert chosen(0.1, 0.7) is train_gpt.attention_sdpa  # elsewhere it takes 1.9 ms, this one 1.3
+    assert "varlen there | sdpa there" in run.lines[0]
+    run.gather = lambda found: [found, {name: (math.inf, "fails there") for name in found}]
+    with pytest.raises(ConfigError, match=r"ATTENTION=auto: fa3 .*varlen fails there \| sdpa fails there; "):
+        chosen(1.0, 2.0)
+
+
+def test_without_triton_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that works is taken, as on Windows."""
+    run = cpu_run()
+    run.device = type("Card", (str,), {"type": "cuda"})("cpu")
+    install(monkeypatch, "varlen", torch_2_13)
+    monkeypatch.setattr(train_gpt, "triton", None)
+    attend, mlp = train_gpt.choose_kernels(tiny(COMPILE=0), run)
+    assert attend is not train_gpt.attention_sdpa and mlp is train_gpt.mlp_plain
+    assert not any("ms:" in line for line in run.lines)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_attention_passes_its_own_check(dtype: torch.dtype) -> None:
-    assert train_gpt.choose_attention(tiny(), cpu_run(dtype)) is train_gpt.attention_sdpa
+    assert train_gpt.choose_kernels(tiny(), cpu_run(dtype))[0] is train_gpt.attention_sdpa
 
 
 @torch.library.custom_op("test_model::packed", mutates_args=())
@@ -548,5 +583,5 @@ def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
     ids = torch.randint(2, 48, (16, 1024), device="cuda")
     ids[:, ::300] = train_gpt.BOS_ID
     expected = model(ids)
-    model.compute_dtype, model.attend = torch.bfloat16, train_gpt.choose_attention(config, run)
+    model.compute_dtype, model.attend = torch.bfloat16, train_gpt.choose_kernels(config, run)[0]
     torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)

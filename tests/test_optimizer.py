@@ -147,9 +147,9 @@ def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
 
 
 def test_small_tensors_follow_adamw() -> None:
-    config = tiny(GRAD_CLIP_NORM=0, TIE_EMBEDDINGS=0)
+    config = tiny(GRAD_CLIP_NORM=0)
     model = build_model(config)
-    rates = {"token_embedding_VD": (config.embed_lr, config.embed_wd), "lm_head_VD": (config.head_lr, 0.0)}
+    rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
     twins, steps = {}, []
     for name, parameter in model.named_parameters():
         if name not in train_gpt.BANKS:
@@ -204,7 +204,7 @@ def test_orthogonalised_singular_values_are_near_one(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"TIE_EMBEDDINGS": 0}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
+    [{}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
      {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1}],
     ids=str,
 )  # fmt: skip

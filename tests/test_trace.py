@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -49,7 +50,7 @@ def test_off_writes_and_keeps_nothing(tmp_path: Path) -> None:
     with open_loader(write_shards(tmp_path / "data"), trace=trace) as loader:
         loader.next_batch()
     assert not trace.events
-    trace.close()
+    trace.begin(math.inf)
 
 
 def test_valid_after_every_step(tmp_path: Path) -> None:
@@ -63,8 +64,8 @@ def test_valid_after_every_step(tmp_path: Path) -> None:
         trace.begin(number)
         events = read(path)
         assert [span["args"]["number"] for span in spans(events, "work")] == [*range(number + 1)]
-    trace.close()
-    trace.close()
+    trace.begin(math.inf)
+    trace.begin(math.inf)
     assert {event["pid"] for event in read(path)} == {3}
 
 
@@ -72,7 +73,7 @@ def test_a_span_is_written_when_its_block_raises(tmp_path: Path) -> None:
     trace = train_gpt.Trace(tmp_path / "trace.json")
     with pytest.raises(KeyError), trace.span("work", "main"):
         raise KeyError
-    trace.close()
+    trace.begin(math.inf)
     assert len(spans(read(tmp_path / "trace.json"), "work")) == 1
 
 
@@ -82,26 +83,26 @@ def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
         trace = train_gpt.Trace(path)
         with trace.span(name, "main"):
             pass
-        trace.close()
+        trace.begin(math.inf)
     assert len(spans(read(path), "first")) == len(spans(read(path), "second")) == 1
 
 
-def test_the_window_keeps_what_overlaps_it(tmp_path: Path) -> None:
+def test_the_window_keeps_what_ends_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    trace = train_gpt.Trace(path, steps=(2, 4))
+    trace = train_gpt.Trace(path, steps="2:4")
     begin = train_gpt.time.perf_counter_ns()
     for step in range(6):
         trace.begin(step)
         with trace.span("train", "main", step=step):
             trace.add("C", "depth", "main", args={"step": step})
-    trace.add("X", "epoch", "epochs", begin)  # from before it to after it
-    trace.close()
+        trace.add("X", "epoch", "epochs", begin, args={"ended": step})  # each from before it
+    trace.begin(math.inf)
     with trace.span("late", "main"):
         trace.add("C", "depth", "main", args={"step": 9})
     events = read(path)
     assert [span["args"]["step"] for span in spans(events, "train")] == [2, 3]
     assert [event["args"]["step"] for event in events if event["ph"] == "C"] == [2, 3]
-    assert len(spans(events, "epoch")) == 1
+    assert [span["args"]["ended"] for span in spans(events, "epoch")] == [2, 3]
 
 
 def test_many_threads_write_whole_events(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_many_threads_write_whole_events(tmp_path: Path) -> None:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         trace.begin(1)
-    trace.close()
+    trace.begin(math.inf)
     events = read(path)
     assert len(spans(events, "work")) == 1200
     assert len(lanes(events)) == 6
@@ -138,7 +139,7 @@ def traced_run(folder: Path, steps: int = 12) -> list[dict[str, Any]]:
                     trace.lap(lap)
             trace.lap("optimizer")
             trace.end()
-    trace.close()
+    trace.begin(math.inf)
     return read(path)
 
 
@@ -261,7 +262,7 @@ def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(train_gpt.time, "perf_counter_ns", lambda: round(1e6 * FakeEvent.host_ms))
-    trace, lines = train_gpt.Trace(tmp_path / "t.json", steps=(2, 3), every=4, cuda=True), []
+    trace, lines = train_gpt.Trace(tmp_path / "t.json", steps="2:3", every=4, cuda=True), []
     for step in range(1, 5):
         FakeEvent.host_ms, waits = FakeEvent.host_ms + 1, FakeEvent.waits
         trace.begin(step)
@@ -271,7 +272,7 @@ def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(
         assert FakeEvent.waits - waits == (step in (2, 4))  # the one that is traced, the one reported
         if step == 2:
             waited_until_us = 1e3 * FakeEvent.host_ms
-    trace.close()
+    trace.begin(math.inf)
     assert lines == [None] * 3 + [
         "timing_breakdown step:4 batch_cpu_ms:2.00 batch_h2d_ms:6.00 forward_ms:6.00 backward_ms:6.00 "
         "optimizer_ms:3.00 val_ms:0.00"
@@ -288,7 +289,7 @@ def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(
 @pytest.mark.gpu
 def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for(tmp_path: Path) -> None:
     """A kernel of known length is found in `forward`, and in the trace where it ran."""
-    trace = train_gpt.Trace(tmp_path / "t.json", steps=(2, 3), every=2, cuda=True)
+    trace = train_gpt.Trace(tmp_path / "t.json", steps="2:3", every=2, cuda=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
@@ -306,6 +307,6 @@ def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for(tmp_path: Path
     end_ns = train_gpt.time.perf_counter_ns()
     forward_ms = float(line.split("forward_ms:")[1].split()[0])
     assert forward_ms == pytest.approx(start.elapsed_time(end), rel=0.05)
-    trace.close()
+    trace.begin(math.inf)
     (span,) = (s for s in spans(read(tmp_path / "t.json"), "forward") if s["tid"] == "compute stream")
     assert begin_ns <= 1e3 * span["ts"] and 1e3 * (span["ts"] + span["dur"]) <= end_ns
