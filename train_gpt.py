@@ -86,10 +86,6 @@ class ArtifactError(RuntimeError):
     """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
 
 
-class ScoringError(RuntimeError):
-    """A score was written twice, left out, or asked for before it existed."""
-
-
 def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
     """One setting: its default, meaning with unit, and range (never infinite) or space-separated choices."""
     choices = "0 1" if isinstance(default, bool) else among
@@ -1310,7 +1306,6 @@ def run_progress(elapsed_seconds: float, step: int, reserve_seconds: float, c: C
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
-HEAD_ROWS = 4096  # scored positions that pass the output head at once
 Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
 Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
 
@@ -1323,29 +1318,26 @@ class Ledger:
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
-    def __len__(self) -> int:
-        return len(self.nats)
-
     def record(self, start: int, nats: np.ndarray) -> None:
-        """Write the next targets, from `start` on. ScoringError for any other, and for what is no number."""
+        """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
         good = np.isfinite(nats)
-        if start != self.scored or start + len(nats) > len(self) or not good.all():
-            raise ScoringError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
+        if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
+            raise ValueError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
         self._nats[start : start + len(nats)] = nats
         self.scored += len(nats)
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop: all that an update may learn from. ScoringError if one is not scored yet."""
+        """Tokens start .. stop: all that an update may learn from. ValueError if one is not scored yet."""
         if stop > self.scored + 1:
-            raise ScoringError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
+            raise ValueError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
         return self._tokens[start:stop].copy()
 
     def score(self, bytes_total: int) -> Score:
-        """The result, for text of so many bytes. ScoringError when a target was never scored."""
-        if left := len(self) - self.scored:
-            raise ScoringError(f"{left} targets were never scored, the first is {self.scored}")
+        """The result, for text of so many bytes. ValueError when a target was never scored."""
+        if left := len(self.nats) - self.scored:
+            raise ValueError(f"{left} targets were never scored, the first is {self.scored}")
         nats = float(self.nats.sum())
-        return Score(nats / len(self), nats / math.log(2) / bytes_total, len(self), bytes_total)
+        return Score(nats / self.scored, nats / math.log(2) / bytes_total, self.scored, bytes_total)
 
 
 def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
@@ -1395,23 +1387,19 @@ def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Any = Non
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
-    """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), undone at the end."""
-    sgd = torch.optim.SGD(model.parameters(), momentum=config.ttt_momentum)
-    found = copy.deepcopy(model.state_dict())
-    try:
-        return score_sliding(model, tokens, config, progress, sgd)
-    finally:
-        model.load_state_dict(found)
-        sgd.zero_grad()
+    """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), on a copy."""
+    learner = copy.deepcopy(model)
+    sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
+    return score_sliding(learner, tokens, config, progress, sgd)
 
 
 @torch.no_grad()
 def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
     """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
-    begins = np.maximum.accumulate(np.arange(len(ledger)) * (tokens[:-1] == BOS_ID) * config.doc_mask)
-    chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    chunks = window_rows(len(ledger), context, config.eval_stride, begins, chunk_tokens)
+    targets, chunk_tokens = len(tokens) - 1, config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
+    begins = np.maximum.accumulate(np.arange(targets) * (tokens[:-1] == BOS_ID) * config.doc_mask)
+    chunks = window_rows(targets, context, config.eval_stride, begins, chunk_tokens)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
     stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
@@ -1429,13 +1417,12 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
             inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
             hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
-            parts = scored.split(HEAD_ROWS)
-            found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
+            found = model.loss_per_token(hidden_ND[scored], targets_N[scored])
             nats[start[0] - begin : stop[-1] - begin] = found
         if world_size > 1:
             dist.all_reduce(nats)
         ledger.record(begin, nats.cpu().numpy())
-        if sgd and end < len(ledger):
+        if sgd and end < targets:
             share = 0.5 + 0.5 * math.cos(math.pi * index / (len(chunks) - 1))
             sgd.param_groups[0]["lr"] = config.ttt_lr * share
             learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
@@ -1452,13 +1439,12 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     length, stream = config.eval_length, torch.from_numpy(tokens.astype(np.int64))
     for batch_NT in stream.unfold(0, length + 1, length).split(config.ttt_batch_seqs) * config.ttt_epochs:
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-        mine_NT = batch_NT[rank::world_size].to(device)
-        if len(mine_NT):  # a rank without a share takes part below, with zeros
-            inputs_NT, targets_NT = mine_NT[:, :-1], mine_NT[:, 1:]
-            loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
-            (loss * (len(mine_NT) / len(batch_NT))).backward()
+        share = len(batch_NT[rank::world_size]) / len(batch_NT)  # 0: any row will do
+        rows_NT = batch_NT[rank % len(batch_NT) :: world_size].to(device)
+        inputs_NT, targets_NT = rows_NT[:, :-1], rows_NT[:, 1:]
+        sgd.zero_grad()
+        loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
+        (loss * share).backward()
         for weight in weights if world_size > 1 else []:
             dist.all_reduce(weight.grad)
         nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
@@ -1470,12 +1456,12 @@ def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chun
     run.alive()
     if chunk % (config.val_progress_log_every or -(-chunks // 20)):
         return
-    seconds, mean = time.perf_counter() - start, ledger.nats[: ledger.scored].mean()
-    left = seconds * (len(ledger) / ledger.scored - 1)
-    total = seconds + left + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
+    share, mean = ledger.scored / len(ledger.nats), ledger.nats[: ledger.scored].mean()
+    seconds = time.perf_counter() - start
+    total = seconds / share + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
     over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
-    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
-            f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
+    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {share:.0%} partial_mean_loss:{mean:.4f} "
+            f"tokens_seen:{ledger.scored} eta:{seconds / share - seconds:.0f}s{over}")
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
@@ -2133,7 +2119,7 @@ def main() -> int:
         return whole_run(config, run)
     except SystemExit as stopped:
         return int(stopped.code or 0)
-    except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
+    except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
