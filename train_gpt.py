@@ -16,7 +16,6 @@ R matrix rows, C matrix columns.
 from __future__ import annotations
 
 import ast
-import bisect
 import collections
 import contextlib
 import copy
@@ -1540,18 +1539,18 @@ def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Confi
     return weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0), spreads_NR, order_NC, upper_NCC
 
 
-def gptq(bank: Bank, step: float, levels: int) -> tuple[np.ndarray, np.ndarray]:
+def gptq(bank: Bank, step: float, levels: float) -> tuple[np.ndarray, np.ndarray]:
     """Codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next
     to step * spread; int8 both. Columns go in order, those to come make up for what one loses in rounding;
     blocks of 128 only batch the work. (Frantar et al., arXiv 2210.17323; PR #1394)"""
     weights_NRC, spreads_NR, order_NC, upper_NCC = bank
-    exponents_NR = (8 * (step * spreads_NR).clamp(min=1e-9).log2()).round().clamp(-127, 127).to(torch.int8)
+    exponents_NR = (8 * (spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).to(torch.int8)
     scales_NR = torch.exp2(exponents_NR / 8).half().float()
     work_NRC = weights_NRC.take_along_dim(order_NC[:, None], 2)
     for left in range(0, work_NRC.size(2), 128):
         right, errors = min(left + 128, work_NRC.size(2)), []
         for c in range(left, right):
-            codes_NR = (work_NRC[:, :, c] / scales_NR).round().clamp(-levels, levels)
+            codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
             errors.append((work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None])
             work_NRC[:, :, c:right] -= errors[-1][:, :, None] * upper_NCC[:, None, c, c:right]
             work_NRC[:, :, c] = codes_NR
@@ -1590,19 +1589,15 @@ def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.nda
         sums_256ths += np.abs(symbols - peak) << 8
 
 
-def first_states(symbols: int) -> np.ndarray:
-    """States of rANS lanes that run side by side: more are faster, and each costs four bytes."""
-    return np.full(min(16 + symbols // 16_384, 1024), 1 << 16, np.int64)
-
-
 def encode(arrays: list[np.ndarray]) -> bytes:
-    """Bytes of integer arrays (rows, columns) with values in [-127, 127]."""
-    states = first_states(sum(array.size for array in arrays))
+    """Bytes of integer arrays (rows, columns) with values in [-127, 127]. Lanes run side by side: more are
+    faster, and each costs four bytes."""
+    lanes, parts, words = min(16 + sum(array.size for array in arrays) // 16_384, 1024), [], []
     peaks = bytes(int(np.abs(array).max(initial=0)) for array in arrays)
-    parts, words = [], []
+    states = np.full(lanes, 1 << 16, np.int64)
     for array, peak in zip(arrays, peaks, strict=True):
         array = array.astype(np.int64) + peak
-        for symbols, tables, frequencies, starts in code_rows(array, peak, len(states)):
+        for symbols, tables, frequencies, starts in code_rows(array, peak, lanes):
             chosen = tables + symbols
             parts.append((frequencies[chosen].astype(np.uint16), (starts[chosen] % SLOTS).astype(np.uint16)))
     for frequencies, starts in reversed(parts):
@@ -1611,17 +1606,18 @@ def encode(arrays: list[np.ndarray]) -> bytes:
         words.append(state[full].astype("<u2").tobytes())
         quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
         state[:] = quotients * SLOTS + rests + starts
-    return b"".join([peaks, states.astype("<u4").tobytes(), *reversed(words)])
+    return b"".join([peaks, lanes.to_bytes(2, "little"), states.astype("<u4").tobytes(), *reversed(words)])
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     """Inverse of `encode`. ValueError where the data end early, late, or in the wrong state."""
-    final, arrays, used = first_states(sum(map(math.prod, shapes))), [], 0
-    states = np.frombuffer(data, "<u4", len(final), len(shapes)).astype(np.int64)
-    words = np.frombuffer(data[len(shapes) + 4 * len(states) :], "<u2").astype(np.int64)
-    for shape, peak in zip(shapes, data, strict=False):
+    peaks, head, arrays, used = data[: len(shapes)], data[len(shapes) :], [], 0
+    lanes = int.from_bytes(head[:2], "little")
+    states = np.frombuffer(head, "<u4", lanes, 2).astype(np.int64)
+    words = np.frombuffer(head[2 + 4 * lanes :], "<u2").astype(np.int64)
+    for shape, peak in zip(shapes, peaks, strict=True):
         array = np.empty(shape, np.int64)
-        for symbols, tables, frequencies, starts in code_rows(array, peak, len(states)):
+        for symbols, tables, frequencies, starts in code_rows(array, peak, lanes):
             state = states[: len(symbols)]
             slots = starts[tables] + state % SLOTS
             chosen = starts.searchsorted(slots, side="right") - 1
@@ -1631,108 +1627,93 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
             state[low] = (state[low] << 16) + words[used : used + len(low)]
             used += len(low)
         arrays.append((array - peak).astype(np.int8))
-    if used != len(words) or (states != final).any():
+    if used != len(words) or (states != 1 << 16).any():
         raise ValueError("the words do not end where the arrays end")
     return arrays
 
 
-OCTAVES, NOTCHES = (-7, 12), 2048  # of multipliers of steps; a notch of an octave moves 36 M weights by 2 kB
-TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
-             "RATE_CONTROL={:d}: keep it 1, or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
+# Multipliers of the configured steps, the finest first; a notch of an octave moves 36 M weights by 2 kB.
+MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
 
 
-def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
-    """Step of a bank's codes in spreads of a row, and the largest code, which reaches the configured clip.
-    The configured step is multiplied, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
+def step_of(name: str, config: Config, multiplier: Any) -> tuple[Any, Any]:
+    """Step of a bank's codes in spreads of a row, and steps to the clip, of a multiplier or an array of them:
+    the configured step times it, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
     role = MATRIX_ROLES.get(name)
     if not role:
-        return 1 / 120, 127
+        return 1 / 120, 127.0
     clip = getattr(config, f"{role}_clip_sigmas")
     configured = clip / (2 ** ((config.embed_bits if role == "embed" else config.matrix_bits) - 1) - 1)
-    step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
-    return step, round(clip / step)
+    step = np.clip(multiplier * configured, clip / 127, max(configured, 2.0))
+    return step, clip / step
 
 
-def expected_bytes(config: Config, multiplier: float) -> float:
+def expected_bytes(config: Config, multiplier: Any) -> Any:
     """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
     total = 1000.0
     for name, shape in parameter_shapes(config).items():
         step, _ = step_of(name, config, multiplier)
-        total += math.prod(shape) * math.log2(1 + 2 * math.pi * math.e / step**2) / 16
+        total += math.prod(shape) * np.log2(1 + 2 * math.pi * math.e / step**2) / 16
     return total
 
 
-def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
-    """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, 2.0**octave)) for octave in OCTAVES)
-    excess = fewest + code_bytes - config.artifact_bytes_max
-    if excess > 0:
-        raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
-    return fewest, most
-
-
-def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]) -> tuple[bytes, str]:
+def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) -> tuple[Any, str]:
     """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
 
     The line through the last two passes, expected against true bytes, leads to the next multiplier, between
     those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
-    notches = range(NOTCHES * OCTAVES[0], NOTCHES * OCTAVES[1]) if config.rate_control else range(1)
-    multipliers, best, passes = [2 ** (notch / NOTCHES) for notch in notches], b"", 0
-    finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
-    wanted, last_pass = (budget + least) / 2, (0.0, 0)  # expected and true bytes; the first line begins at 0
+    multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
+    expected, least = expected_bytes(config, multipliers), budget - 5e-4 * config.artifact_bytes_max
+    finest, coarsest, best, passes = 0, len(multipliers) - 1, b"", 0
+    aim = wanted = (budget + least) / 2
+    before = 0.0, 0  # expected and true bytes of the last pass
     while finest <= coarsest and (not best or (len(best) < least and passes < 10)):
-        at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
-                                key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
+        at = int(np.clip(np.searchsorted(-expected, -wanted), finest, coarsest))
         data, passes = quantized(multipliers[at]), passes + 1
-        expected = expected_bytes(config, multipliers[at])
-        slope = (expected - last_pass[0]) / (len(data) - last_pass[1] or 1)
-        wanted = expected + ((budget + least) / 2 - len(data)) * min(max(slope, 0.2), 2.0)  # sizes are noisy
-        last_pass = expected, len(data)
+        slope = (expected[at] - before[0]) / (len(data) - before[1] or 1)
+        wanted = expected[at] + (aim - len(data)) * np.clip(slope, 0.2, 2.0)  # sizes are noisy
+        before = expected[at], len(data)
         if len(data) > budget:
             finest = at + 1
         else:
             coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
-        raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-    note = " unused: 8 bits cannot fill it" * (chosen == 2.0 ** OCTAVES[0] and len(best) < least)
+        raise ArtifactError(f"code and artifact are {len(data) - budget} bytes above ARTIFACT_BYTES_MAX at "
+                            f"the coarsest step of RATE_CONTROL={config.rate_control:d}: keep it 1, or lower "
+                            "VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
+    note = " unused: 8 bits cannot fill it" if chosen == MULTIPLIERS[0] and len(best) < least else ""
     return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
 
-MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
+MAGIC, HEAD = b"\x89PGA\r\n\0\2", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
 
 
 def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Run, inputs: Inputs) -> None:
     """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX, with RATE_CONTROL=0 as
     bits and clips are given; rank 0 alone calls it. ArtifactError, and no file, when it does not fit."""
     banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
-    path, code_bytes = run.path("model.bin"), len(inputs.files["train_gpt.shipped.py"])
-    budget = config.artifact_bytes_max - code_bytes
+    header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": inputs.hashes["tokenizer"]}
+    about = zlib.compress(json.dumps(header).encode(), 9)
 
     def quantized(multiplier: float) -> bytes:
-        arrays, bits = list[np.ndarray](), dict[str, int]()
-        for name, bank in banks.items():
-            codes, exponents = gptq(bank, *step_of(name, config, multiplier))
-            arrays += [codes, exponents]
-            if name in MATRIX_ROLES:
-                bits[name] = int(abs(codes).max()).bit_length() + 1
-        header = {"config": config.as_env("LOGIT_SOFTCAP"), "bits": bits,
-                  "tokenizer_sha256": inputs.hashes["tokenizer"]}  # fmt: skip
-        about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
         run.alive()
+        steps = ((bank, *step_of(name, config, multiplier)) for name, bank in banks.items())
+        weights = encode([array for step in steps for array in gptq(*step)])
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
+    budget = config.artifact_bytes_max - len(inputs.files["train_gpt.shipped.py"])
     data, how = fill_budget(config, budget, quantized)
-    write_atomically(path, data)
-    run.log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
+    write_atomically(run.path("model.bin"), data)
+    run.log(f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}")
 
 
-def describe_artifact(path: Path) -> dict[str, Any]:
-    """What a file says of itself, checksums verified: config (the model's settings), tokenizer_sha256, bits
-    of each bank, label (int6: the widest block matrices), bytes. ArtifactError names section and reason."""
+def load_artifact(path: Path) -> tuple[GPT, dict[str, Any]]:
+    """Model on the CPU, and what its file says: config (the model's settings), tokenizer_sha256, bits of each
+    bank, label (int6: the widest block matrices), bytes, sha256, sections. Nothing is executed, memory stays
+    in proportion to the file. ArtifactError with section and reason, and nothing else, whatever the bytes."""
     section = "head"
     try:
-        with open(path, "rb") as file:
-            data = file.read(1 << 30)
+        data = path.read_bytes()
         magic, size, *checksums = HEAD.unpack_from(data)
         if magic != MAGIC:
             raise ValueError("not an artifact, or of another version; expected the model.bin of a run")
@@ -1741,31 +1722,16 @@ def describe_artifact(path: Path) -> dict[str, Any]:
             if zlib.crc32(parts[section]) != checksum:
                 raise ValueError("truncated or damaged; copy the file again")
         section = "config"
-        header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
-        if set(header["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in header:
+        about = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
+        if set(about["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in about:
             raise ValueError("fields are missing or unknown")
-        if not all(isinstance(value, str) for value in header["config"].values()):
-            raise ValueError("a setting is no text")
-        header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
-    except Exception as error:  # whatever the bytes are
-        raise ArtifactError(f"{path}: section {section}: {error}") from error
-    sizes = {name: len(part) for name, part in parts.items()}
-    return {**header, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "sections": sizes}
-
-
-def load_artifact(path: Path) -> tuple[GPT, Config]:
-    """Model on the CPU and config of a file; nothing is executed, memory stays in proportion to the file.
-    ArtifactError, and nothing else, whatever the bytes."""
-    about, section, tensors = describe_artifact(path), "config", {}
-    try:
         config = Config.from_env({**about["config"], "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
         shapes = parameter_shapes(config)
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
-        if entries > min(1 << 28, 1024 * about["bytes"]):
+        if entries > min(1 << 28, 1024 * len(data)):
             raise ValueError(f"{entries} weights and angles are more than such a file can hold")
-        section, banks = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()]
-        coded = path.read_bytes()[-about["sections"]["weights"] :]
-        arrays = decode(coded, [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
+        section, banks, tensors = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()], {}
+        arrays = decode(parts["weights"], [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
         for name, (n, r, c), codes, exponents in zip(shapes, banks, arrays[::2], arrays[1::2], strict=True):
             scales_RN1 = torch.exp2(torch.from_numpy(exponents)[:, :, None] / 8).half().float()
             weights_RNC = torch.from_numpy(codes).view(r, n, c) * scales_RN1
@@ -1774,7 +1740,11 @@ def load_artifact(path: Path) -> tuple[GPT, Config]:
         model.load_state_dict(tensors)
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: section {section}: {error}") from error
-    return model, config
+    peaks = dict(zip(shapes, parts["weights"][::2], strict=False))  # the largest code of each parameter
+    about["bits"] = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
+    about["label"] = f"int{max(about['bits'][name] for name in BANKS)}"
+    about["sections"] = {name: len(part) for name, part in parts.items()}
+    return model, about | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 WRAPPER = """# -*- coding: latin-1 -*-
@@ -1787,6 +1757,7 @@ exec(compile(s,n,"exec"))
 ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 
 
+@functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs:
     no comments, docstrings, annotations of plain functions, nor texts of --help. One wrapped stays so."""
@@ -2101,7 +2072,7 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
 
 # What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
 # which two runs know that they read the same.
-Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
+Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps estimate")
 NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 
 
@@ -2139,19 +2110,20 @@ def main() -> int:
 
 def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds."""
-    if config.eval_only:  # the artifact knows its model
-        config = Config.from_env({**config.as_env(), **describe_artifact(Path(config.eval_only))["config"]})
+    loaded = load_artifact(Path(config.eval_only)) if config.eval_only else None
+    if loaded:  # the artifact knows its model, and the tokenizer
+        config = Config.from_env({**config.as_env(), **loaded[1]["config"]})
     with run.phase("setup"):
-        inputs = preflight(config, run)
+        inputs = preflight(config, run, loaded[1]["tokenizer_sha256"] if loaded else "")
         open_run(config, run, inputs)
     if config.preflight_only:
         return 0
     trained = NOT_TRAINED if config.eval_only else train_and_ship(config, run, inputs)
-    path = Path(config.eval_only or run.path("model.bin"))
     with run.phase("reload"):
-        model = ready_model(load_artifact(path)[0], config, run)
-    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
-    summarize(config, run, inputs, trained, path, scores)
+        model, artifact = loaded or load_artifact(run.path("model.bin"))
+        ready_model(model, config, run)
+    scores = evaluate(model, config, run, inputs.validation, artifact["label"])
+    summarize(config, run, inputs, trained, artifact, scores)
     return 0
 
 
@@ -2178,7 +2150,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
     return trained
 
 
-def preflight(config: Config, run: Run) -> Inputs:
+def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
     folder, tokenizer = find_path(config.data_path), find_path(config.tokenizer_path)
     if not folder.is_dir():
@@ -2210,10 +2182,11 @@ def preflight(config: Config, run: Run) -> Inputs:
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
-    if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
-        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
-    estimate = estimate_artifact_bytes(config, len(files["train_gpt.shipped.py"]))
+    if tokenizer_sha256 not in ("", hashes["tokenizer"]):
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
+    budget = config.artifact_bytes_max - len(files["train_gpt.shipped.py"])  # of a file of the expected size:
+    _, estimate = fill_budget(replace(config, rate_control=True), budget,
+                              lambda scale: range(round(expected_bytes(config, scale))))  # fmt: skip
     return Inputs(train_shards, validation, files, hashes, micro_steps, estimate)
 
 
@@ -2242,14 +2215,14 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
         f"seed:{config.seed}",
-        "preflight:ok artifact:estimate {}..{} bytes before code".format(*inputs.artifact_bytes),
+        f"preflight:ok artifact:estimate {inputs.estimate}",
     ):
         run.log(line)
 
 
-def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Path, scores: dict) -> None:
+def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, artifact: dict, scores: dict) -> None:
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
-    artifact, devices, val = describe_artifact(path), run.gather(run.device_name), inputs.validation
+    devices, val = run.gather(run.device_name), inputs.validation
     source, code_bytes = inputs.files["train_gpt.py"], len(inputs.files["train_gpt.shipped.py"])
     total, label = code_bytes + artifact["bytes"], f"{artifact['label']}+rans"
     eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
