@@ -1541,20 +1541,17 @@ def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Confi
 
 def gptq(bank: Bank, step: float, levels: float) -> tuple[np.ndarray, np.ndarray]:
     """Codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next
-    to step * spread; int8 both. Columns go in order, those to come make up for what one loses in rounding;
-    blocks of 128 only batch the work. (Frantar et al., arXiv 2210.17323; PR #1394)"""
+    to step * spread; int8 both. Columns go in order, those to come make up for what one loses in rounding.
+    (Frantar et al., arXiv 2210.17323; PR #1394)"""
     weights_NRC, spreads_NR, order_NC, upper_NCC = bank
     exponents_NR = (8 * (spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).to(torch.int8)
     scales_NR = torch.exp2(exponents_NR / 8).half().float()
     work_NRC = weights_NRC.take_along_dim(order_NC[:, None], 2)
-    for left in range(0, work_NRC.size(2), 128):
-        right, errors = min(left + 128, work_NRC.size(2)), []
-        for c in range(left, right):
-            codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
-            errors.append((work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None])
-            work_NRC[:, :, c:right] -= errors[-1][:, :, None] * upper_NCC[:, None, c, c:right]
-            work_NRC[:, :, c] = codes_NR
-        work_NRC[:, :, right:] -= torch.stack(errors, dim=2) @ upper_NCC[:, left:right, right:]
+    for c in range(work_NRC.size(2)):
+        codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
+        errors_NR = (work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None]
+        work_NRC[:, :, c:].baddbmm_(errors_NR[:, :, None], upper_NCC[:, c, None, c:], alpha=-1)
+        work_NRC[:, :, c] = codes_NR
     codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).to(torch.int8)
     return codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()
 
@@ -1574,14 +1571,12 @@ def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.nda
     bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
     # A first guess with tails heavier than Gaussian; in products, as powers are not rounded alike everywhere.
     counts, size = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64), 2 * peak + 1
-    sums_256ths, renewal = np.full(array.shape[1], 2 * 256 * peak // 6), 0  # as if two rows came before
+    sums_256ths = np.full(array.shape[1], 2 * 256 * peak // 6)  # as if two rows came before
     for row, symbols in enumerate(array):
-        if row >= renewal:
-            renewal = row + 1 + row // 16  # ever rarer: tables cost time
-            frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
-            frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
-            frequencies = frequencies.ravel()
-            starts = frequencies.cumsum() - frequencies
+        frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
+        frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
+        frequencies = frequencies.ravel()
+        starts = frequencies.cumsum() - frequencies
         tables = size * np.searchsorted(CLASS_EDGES, sums_256ths // (2 + row), side="right")
         for left in range(0, len(symbols), lanes):
             yield symbols[left : left + lanes], tables[left : left + lanes], frequencies, starts
