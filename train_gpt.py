@@ -1769,12 +1769,7 @@ def shipped_code(source: bytes, mode: str) -> bytes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
             node.args[1] = ast.Constant("")
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
-    text = ast.unparse(tree)
-    lines = [(line.lstrip(), len(line) - len(line.lstrip())) for line in text.split("\n")]
-    narrow = "\n".join(" " * (spaces // 4) + line for line, spaces in lines)
-    if ast.dump(ast.parse(narrow)) == ast.dump(ast.parse(text)):  # no literal spans lines
-        text = narrow
-    packed = lzma.compress(text.encode(), lzma.FORMAT_ALONE, filters=filters)
+    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
 
 
