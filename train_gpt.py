@@ -1755,17 +1755,13 @@ ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 @functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs:
-    no comments, docstrings, annotations of plain functions, nor texts of --help. One wrapped stays so."""
+    neither comments and docstrings, nor texts of --help. One wrapped stays so."""
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list:  # some decorators read them
-            node.returns = None
-            for argument in (part for part in ast.walk(node.args) if isinstance(part, ast.arg)):
-                argument.annotation = None
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
             node.args[1] = ast.Constant("")
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
