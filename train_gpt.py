@@ -1755,15 +1755,13 @@ ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 @functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs:
-    neither comments and docstrings, nor texts of --help. One wrapped stays so."""
+    neither comments nor docstrings. One wrapped stays so."""
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
-            node.args[1] = ast.Constant("")
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
     packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
