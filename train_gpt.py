@@ -1024,7 +1024,7 @@ class GPT(nn.Module):
             stack += lanes[:1] if visit < 0 else []
         hidden = rms_norm(lanes[0] if len(lanes) == 1 else (lanes[0] + lanes[1]) / 2)
         if self.observer is not None:
-            self.observer("head_in", 0, hidden)
+            self.observer("token_embedding_VD" if c.tie_embeddings else "lm_head_VD", 0, hidden)
         return hidden
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -1481,8 +1481,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
         run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
                 f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}")
-        run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
-                  scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
+        run.event("final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())
         scores[name] = score
     return scores
 
@@ -1491,12 +1490,11 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
 # ============================================================================================================
 
-HESSIAN_SITES = {  # what the matrices of a bank multiply; two sites: one run of layers for each
-    "qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"], "mlp_up_bank": ["mlp_in"],
-    "mlp_down_bank": ["mlp_hidden"], "token_embedding_VD": ["head_in"], "lm_head_VD": ["head_in"],
-}  # fmt: skip
+# What the matrices of a bank multiply; two sites: one run of layers for each. The head's site has its name.
+HESSIAN_SITES = {"qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"],
+                 "mlp_up_bank": ["mlp_in"], "mlp_down_bank": ["mlp_hidden"]}  # fmt: skip
 Hessians = Mapping[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
-Bank = tuple[Tensor, Tensor, Tensor, Tensor]  # weights NRC, spreads NR, order NC, factor NCC
+Quantizer = Callable[[float, float], list[np.ndarray]]  # (step, levels) -> codes, exponents
 
 
 @torch.no_grad()
@@ -1517,14 +1515,15 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
     return sums
 
 
-def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Bank:
-    """What GPTQ needs of a parameter: weights, zero in unused columns; deviations of rows, maxima if it is no
-    matrix; columns by descending diagonal of H; the upper Cholesky factor of H⁻¹ in that order. H is the
-    identity, which rounds to nearest, where nobody observed the inputs."""
+def quantizer(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Quantizer:
+    """GPTQ of a parameter, ready for any step (Frantar et al., arXiv 2210.17323; PR #1394): codes (R, N * C)
+    within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next to step * spread;
+    int8 both. Spreads are deviations of rows, or maxima if it is no matrix. Columns go by descending diagonal
+    of the Hessian H, and those to come make up for what one loses in rounding; H is the identity, which
+    rounds to nearest, where nobody observed the inputs. ArtifactError for what is not finite."""
     weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
     spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
-    looked_up = name == "token_embedding_VD" and not config.tie_embeddings
-    sites = ["none"] if looked_up else HESSIAN_SITES.get(name, ["none"])
+    sites = HESSIAN_SITES.get(name, [name])
     keys = [(site, layer) for site in sites for layer in range(len(weights_NRC) // len(sites))]
     identity_CC = torch.eye(weights_NRC.size(2), device=weights_NRC.device)
     h_NCC = torch.stack([hessians.get(key, identity_CC) for key in keys]).double()
@@ -1536,24 +1535,20 @@ def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Confi
     h_NCC = h_NCC.take_along_dim(order_NC[:, :, None], 1).take_along_dim(order_NC[:, None], 2)
     lower_NCC = torch.linalg.cholesky(h_NCC + ridge_N11 * identity_CC)
     upper_NCC = torch.linalg.cholesky(torch.cholesky_inverse(lower_NCC), upper=True).float()
-    return weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0), spreads_NR, order_NC, upper_NCC
+    used_NRC = weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0).take_along_dim(order_NC[:, None], 2)
 
+    def gptq(step: float, levels: float) -> list[np.ndarray]:
+        exponents_NR = (8 * (spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
+        scales_NR, work_NRC = torch.exp2(exponents_NR / 8).half().float(), used_NRC.clone()
+        for c in range(work_NRC.size(2)):
+            codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
+            errors_NR = (work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None]
+            work_NRC[:, :, c:].baddbmm_(errors_NR[:, :, None], upper_NCC[:, c, None, c:], alpha=-1)
+            work_NRC[:, :, c] = codes_NR
+        codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).char()
+        return [codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()]
 
-def gptq(bank: Bank, step: float, levels: float) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next
-    to step * spread; int8 both. Columns go in order, those to come make up for what one loses in rounding.
-    (Frantar et al., arXiv 2210.17323; PR #1394)"""
-    weights_NRC, spreads_NR, order_NC, upper_NCC = bank
-    exponents_NR = (8 * (spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).to(torch.int8)
-    scales_NR = torch.exp2(exponents_NR / 8).half().float()
-    work_NRC = weights_NRC.take_along_dim(order_NC[:, None], 2)
-    for c in range(work_NRC.size(2)):
-        codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
-        errors_NR = (work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None]
-        work_NRC[:, :, c:].baddbmm_(errors_NR[:, :, None], upper_NCC[:, c, None, c:], alpha=-1)
-        work_NRC[:, :, c] = codes_NR
-    codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).to(torch.int8)
-    return codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()
+    return gptq
 
 
 # The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows
@@ -1686,14 +1681,14 @@ MAGIC, HEAD = b"\x89PGA\r\n\0\2", struct.Struct("<8s3I")  # with version; size o
 def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Run, inputs: Inputs) -> None:
     """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX, with RATE_CONTROL=0 as
     bits and clips are given; rank 0 alone calls it. ArtifactError, and no file, when it does not fit."""
-    banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
+    banks = {name: quantizer(name, p, hessians, config) for name, p in model.named_parameters()}
     header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": inputs.hashes["tokenizer"]}
     about = zlib.compress(json.dumps(header).encode(), 9)
 
     def quantized(multiplier: float) -> bytes:
         run.alive()
-        steps = ((bank, *step_of(name, config, multiplier)) for name, bank in banks.items())
-        weights = encode([array for step in steps for array in gptq(*step)])
+        arrays = (gptq(*step_of(name, config, multiplier)) for name, gptq in banks.items())
+        weights = encode(list(itertools.chain(*arrays)))
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
     budget = config.artifact_bytes_max - len(inputs.files["train_gpt.shipped.py"])
@@ -1725,14 +1720,14 @@ def load_artifact(path: Path) -> tuple[GPT, dict[str, Any]]:
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
         if entries > min(1 << 28, 1024 * len(data)):
             raise ValueError(f"{entries} weights and angles are more than such a file can hold")
-        section, banks, tensors = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()], {}
+        section, banks = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()]
         arrays = decode(parts["weights"], [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
-        for name, (n, r, c), codes, exponents in zip(shapes, banks, arrays[::2], arrays[1::2], strict=True):
+        model = GPT(config)
+        both = zip(model.parameters(), banks, arrays[::2], arrays[1::2], strict=True)
+        for parameter, (n, r, c), codes, exponents in both:
             scales_RN1 = torch.exp2(torch.from_numpy(exponents)[:, :, None] / 8).half().float()
             weights_RNC = torch.from_numpy(codes).view(r, n, c) * scales_RN1
-            tensors[name] = weights_RNC.transpose(0, 1).reshape(shapes[name])
-        model = GPT(config)
-        model.load_state_dict(tensors)
+            parameter.data.copy_(weights_RNC.transpose(0, 1).reshape(parameter.shape))
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: section {section}: {error}") from error
     peaks = dict(zip(shapes, parts["weights"][::2], strict=False))  # the largest code of each parameter
