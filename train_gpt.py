@@ -1341,7 +1341,6 @@ class Ledger:
 
 def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
     """Rows of sliding windows by chunk of targets: first token, first target to score, one after its last.
-
     Window 0 scores all its targets, others their last `stride`. The last one that holds the document of the
     first unscored target, from `begins` on, stands for those between: they agree to rounding."""
     chunks, stop = [list[tuple[int, int, int]]() for _ in range(0, targets, chunk)], 0
@@ -1622,8 +1621,7 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     return arrays
 
 
-# Multipliers of the configured steps, the finest first; a notch of an octave moves 36 M weights by 2 kB.
-MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
+MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)  # of configured steps; a notch moves 36 M weights by 2 kB
 
 
 def step_of(name: str, config: Config, multiplier: Any) -> tuple[Any, Any]:
@@ -1649,7 +1647,6 @@ def expected_bytes(config: Config, multiplier: Any) -> Any:
 
 def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) -> tuple[Any, str]:
     """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
-
     The line through the last two passes, expected against true bytes, leads to the next multiplier, between
     those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
     multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
