@@ -1493,7 +1493,6 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
 HESSIAN_SITES = {"qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"],
                  "mlp_up_bank": ["mlp_in"], "mlp_down_bank": ["mlp_hidden"]}  # fmt: skip
 Hessians = Mapping[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
-Quantizer = Callable[[float, float], list[np.ndarray]]  # (step, levels) -> codes, exponents
 
 
 @torch.no_grad()
@@ -1514,12 +1513,12 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
     return sums
 
 
-def quantizer(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Quantizer:
-    """GPTQ of a parameter, ready for any step (Frantar et al., arXiv 2210.17323; PR #1394): codes (R, N * C)
-    within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next to step * spread;
-    int8 both. Spreads are deviations of rows, or maxima if it is no matrix. Columns go by descending diagonal
-    of the Hessian H, and those to come make up for what one loses in rounding; H is the identity, which
-    rounds to nearest, where nobody observed the inputs. ArtifactError for what is not finite."""
+def quantizer(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Callable[..., list]:
+    """GPTQ of a parameter, as a function of step and levels (Frantar et al., arXiv 2210.17323; PR #1394):
+    codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next to
+    step * spread; int8 both. Spreads are deviations of rows, or maxima if it is no matrix. Columns go by
+    descending diagonal of the Hessian H, those to come make up for what one loses in rounding; H is the
+    identity, which rounds to nearest, where nobody saw the inputs. ArtifactError: something is not finite."""
     weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
     spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
     sites = HESSIAN_SITES.get(name, [name])
