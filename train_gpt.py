@@ -1568,11 +1568,10 @@ def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.nda
     for row, symbols in enumerate(array):
         frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
         frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
-        frequencies = frequencies.ravel()
-        starts = frequencies.cumsum() - frequencies
+        starts = frequencies.cumsum() - frequencies.ravel()
         tables = size * np.searchsorted(CLASS_EDGES, sums_256ths // (2 + row), side="right")
         for left in range(0, len(symbols), lanes):
-            yield symbols[left : left + lanes], tables[left : left + lanes], frequencies, starts
+            yield symbols[left : left + lanes], tables[left : left + lanes], frequencies.ravel(), starts
         counts += np.bincount(tables + symbols, minlength=counts.size).reshape(counts.shape)
         sums_256ths += np.abs(symbols - peak) << 8
 
