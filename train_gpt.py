@@ -16,7 +16,6 @@ R matrix rows, C matrix columns.
 from __future__ import annotations
 
 import ast
-import bisect
 import collections
 import contextlib
 import copy
@@ -84,10 +83,6 @@ class LoaderError(RuntimeError):
 
 class ArtifactError(RuntimeError):
     """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
-
-
-class ScoringError(RuntimeError):
-    """A score was written twice, left out, or asked for before it existed."""
 
 
 def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
@@ -968,7 +963,7 @@ class GPT(nn.Module):
             stack += lanes[:1] if visit < 0 else []
         hidden = rms_norm(lanes[0] if len(lanes) == 1 else (lanes[0] + lanes[1]) / 2)
         if self.observer is not None:
-            self.observer("head_in", 0, hidden)
+            self.observer("token_embedding_VD" if c.tie_embeddings else "lm_head_VD", 0, hidden)
         return hidden
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -1241,7 +1236,6 @@ def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
-HEAD_ROWS = 4096  # scored positions that pass the output head at once
 Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
 Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
 
@@ -1254,34 +1248,30 @@ class Ledger:
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
-    def __len__(self) -> int:
-        return len(self.nats)
-
     def record(self, start: int, nats: np.ndarray) -> None:
-        """Write the next targets, from `start` on. ScoringError for any other, and for what is no number."""
+        """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
         good = np.isfinite(nats)
-        if start != self.scored or start + len(nats) > len(self) or not good.all():
-            raise ScoringError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
+        if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
+            raise ValueError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
         self._nats[start : start + len(nats)] = nats
         self.scored += len(nats)
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop: all that an update may learn from. ScoringError if one is not scored yet."""
+        """Tokens start .. stop: all that an update may learn from. ValueError if one is not scored yet."""
         if stop > self.scored + 1:
-            raise ScoringError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
+            raise ValueError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
         return self._tokens[start:stop].copy()
 
     def score(self, bytes_total: int) -> Score:
-        """The result, for text of so many bytes. ScoringError when a target was never scored."""
-        if left := len(self) - self.scored:
-            raise ScoringError(f"{left} targets were never scored, the first is {self.scored}")
+        """The result, for text of so many bytes. ValueError when a target was never scored."""
+        if left := len(self.nats) - self.scored:
+            raise ValueError(f"{left} targets were never scored, the first is {self.scored}")
         nats = float(self.nats.sum())
-        return Score(nats / len(self), nats / math.log(2) / bytes_total, len(self), bytes_total)
+        return Score(nats / self.scored, nats / math.log(2) / bytes_total, self.scored, bytes_total)
 
 
 def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
     """Rows of sliding windows by chunk of targets: first token, first target to score, one after its last.
-
     Window 0 scores all its targets, others their last `stride`. The last one that holds the document of the
     first unscored target, from `begins` on, stands for those between: they agree to rounding."""
     chunks, stop = [list[tuple[int, int, int]]() for _ in range(0, targets, chunk)], 0
@@ -1326,23 +1316,19 @@ def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Any = Non
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
-    """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), undone at the end."""
-    sgd = torch.optim.SGD(model.parameters(), momentum=config.ttt_momentum)
-    found = copy.deepcopy(model.state_dict())
-    try:
-        return score_sliding(model, tokens, config, progress, sgd)
-    finally:
-        model.load_state_dict(found)
-        sgd.zero_grad()
+    """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), on a copy."""
+    learner = copy.deepcopy(model)
+    sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
+    return score_sliding(learner, tokens, config, progress, sgd)
 
 
 @torch.no_grad()
 def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
     """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
     ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
-    begins = np.maximum.accumulate(np.arange(len(ledger)) * (tokens[:-1] == BOS_ID) * config.doc_mask)
-    chunk_tokens = config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    chunks = window_rows(len(ledger), context, config.eval_stride, begins, chunk_tokens)
+    targets, chunk_tokens = len(tokens) - 1, config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
+    begins = np.maximum.accumulate(np.arange(targets) * (tokens[:-1] == BOS_ID) * config.doc_mask)
+    chunks = window_rows(targets, context, config.eval_stride, begins, chunk_tokens)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
     stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
@@ -1360,13 +1346,12 @@ def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None,
             ids_BT = windows[torch.from_numpy(first)].to(device).long()
             inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
             hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
-            parts = scored.split(HEAD_ROWS)
-            found = torch.cat([model.loss_per_token(hidden_ND[part], targets_N[part]) for part in parts])
+            found = model.loss_per_token(hidden_ND[scored], targets_N[scored])
             nats[start[0] - begin : stop[-1] - begin] = found
         if world_size > 1:
             dist.all_reduce(nats)
         ledger.record(begin, nats.cpu().numpy())
-        if sgd and end < len(ledger):
+        if sgd and end < targets:
             share = 0.5 + 0.5 * math.cos(math.pi * index / (len(chunks) - 1))
             sgd.param_groups[0]["lr"] = config.ttt_lr * share
             learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
@@ -1383,13 +1368,12 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     length, stream = config.eval_length, torch.from_numpy(tokens.astype(np.int64))
     for batch_NT in stream.unfold(0, length + 1, length).split(config.ttt_batch_seqs) * config.ttt_epochs:
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-        mine_NT = batch_NT[rank::world_size].to(device)
-        if len(mine_NT):  # a rank without a share takes part below, with zeros
-            inputs_NT, targets_NT = mine_NT[:, :-1], mine_NT[:, 1:]
-            loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
-            (loss * (len(mine_NT) / len(batch_NT))).backward()
+        share = len(batch_NT[rank::world_size]) / len(batch_NT)  # 0: any row will do
+        rows_NT = batch_NT[rank % len(batch_NT) :: world_size].to(device)
+        inputs_NT, targets_NT = rows_NT[:, :-1], rows_NT[:, 1:]
+        sgd.zero_grad()
+        loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
+        (loss * share).backward()
         for weight in weights if world_size > 1 else []:
             dist.all_reduce(weight.grad)
         nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
@@ -1400,12 +1384,12 @@ def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chun
     """After a chunk of a scorer begun at `start`: every so often, what all of evaluation should come to."""
     if chunk % (config.val_progress_log_every or -(-chunks // 20)):
         return
-    seconds, mean = time.perf_counter() - start, ledger.nats[: ledger.scored].mean()
-    left = seconds * (len(ledger) / ledger.scored - 1)
-    total = seconds + left + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
+    share, mean = ledger.scored / len(ledger.nats), ledger.nats[: ledger.scored].mean()
+    seconds = time.perf_counter() - start
+    total = seconds / share + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
     over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
-    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {ledger.scored / len(ledger):.0%} "
-            f"partial_mean_loss:{mean:.4f} tokens_seen:{ledger.scored} eta:{left:.0f}s{over}")
+    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {share:.0%} partial_mean_loss:{mean:.4f} "
+            f"tokens_seen:{ledger.scored} eta:{seconds / share - seconds:.0f}s{over}")
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
@@ -1426,8 +1410,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
         run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
                 f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}")
-        run.event("final", name=f"{label}_exact", val_loss=score.nats, val_bpb=score.bits_per_byte,
-                  scored_tokens=score.scored_tokens, val_bytes=score.bytes, eval_seconds=seconds)
+        run.event("final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())
         scores[name] = score
     return scores
 
@@ -1436,12 +1419,10 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
 # ============================================================================================================
 
-HESSIAN_SITES = {  # what the matrices of a bank multiply; two sites: one run of layers for each
-    "qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"], "mlp_up_bank": ["mlp_in"],
-    "mlp_down_bank": ["mlp_hidden"], "token_embedding_VD": ["head_in"],
-}  # fmt: skip
+# What the matrices of a bank multiply; two sites: one run of layers for each. The head's site has its name.
+HESSIAN_SITES = {"qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"],
+                 "mlp_up_bank": ["mlp_in"], "mlp_down_bank": ["mlp_hidden"]}  # fmt: skip
 Hessians = Mapping[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
-Bank = tuple[Tensor, Tensor, Tensor, Tensor]  # weights NRC, spreads NR, order NC, factor NCC
 
 
 @torch.no_grad()
@@ -1462,13 +1443,15 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
     return sums
 
 
-def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Bank:
-    """What GPTQ needs of a parameter: weights, zero in unused columns; deviations of rows, maxima if it is no
-    matrix; columns by descending diagonal of H; the upper Cholesky factor of H⁻¹ in that order. H is the
-    identity, which rounds to nearest, where nobody observed the inputs."""
+def quantizer(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Callable[..., list]:
+    """GPTQ of a parameter, as a function of step and levels (Frantar et al., arXiv 2210.17323; PR #1394):
+    codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next to
+    step * spread; int8 both. Spreads are deviations of rows, or maxima if it is no matrix. Columns go by
+    descending diagonal of the Hessian H, those to come make up for what one loses in rounding; H is the
+    identity, which rounds to nearest, where nobody saw the inputs. ArtifactError: something is not finite."""
     weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
     spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
-    sites = HESSIAN_SITES.get(name, ["none"])
+    sites = HESSIAN_SITES.get(name, [name])
     keys = [(site, layer) for site in sites for layer in range(len(weights_NRC) // len(sites))]
     identity_CC = torch.eye(weights_NRC.size(2), device=weights_NRC.device)
     h_NCC = torch.stack([hessians.get(key, identity_CC) for key in keys]).double()
@@ -1480,27 +1463,20 @@ def prepare_bank(name: str, parameter: Tensor, hessians: Hessians, config: Confi
     h_NCC = h_NCC.take_along_dim(order_NC[:, :, None], 1).take_along_dim(order_NC[:, None], 2)
     lower_NCC = torch.linalg.cholesky(h_NCC + ridge_N11 * identity_CC)
     upper_NCC = torch.linalg.cholesky(torch.cholesky_inverse(lower_NCC), upper=True).float()
-    return weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0), spreads_NR, order_NC, upper_NCC
+    used_NRC = weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0).take_along_dim(order_NC[:, None], 2)
 
-
-def gptq(bank: Bank, step: float, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next
-    to step * spread; int8 both. Columns go in order, those to come make up for what one loses in rounding;
-    blocks of 128 only batch the work. (Frantar et al., arXiv 2210.17323; PR #1394)"""
-    weights_NRC, spreads_NR, order_NC, upper_NCC = bank
-    exponents_NR = (8 * (step * spreads_NR).clamp(min=1e-9).log2()).round().clamp(-127, 127).to(torch.int8)
-    scales_NR = torch.exp2(exponents_NR / 8).half().float()
-    work_NRC = weights_NRC.take_along_dim(order_NC[:, None], 2)
-    for left in range(0, work_NRC.size(2), 128):
-        right, errors = min(left + 128, work_NRC.size(2)), []
-        for c in range(left, right):
-            codes_NR = (work_NRC[:, :, c] / scales_NR).round().clamp(-levels, levels)
-            errors.append((work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None])
-            work_NRC[:, :, c:right] -= errors[-1][:, :, None] * upper_NCC[:, None, c, c:right]
+    def gptq(step: float, levels: float) -> list[np.ndarray]:
+        exponents_NR = (8 * (spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
+        scales_NR, work_NRC = torch.exp2(exponents_NR / 8).half().float(), used_NRC.clone()
+        for c in range(work_NRC.size(2)):
+            codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
+            errors_NR = (work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None]
+            work_NRC[:, :, c:].baddbmm_(errors_NR[:, :, None], upper_NCC[:, c, None, c:], alpha=-1)
             work_NRC[:, :, c] = codes_NR
-        work_NRC[:, :, right:] -= torch.stack(errors, dim=2) @ upper_NCC[:, left:right, right:]
-    codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).to(torch.int8)
-    return codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()
+        codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).char()
+        return [codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()]
+
+    return gptq
 
 
 # The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows
@@ -1518,34 +1494,27 @@ def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.nda
     bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
     # A first guess with tails heavier than Gaussian; in products, as powers are not rounded alike everywhere.
     counts, size = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64), 2 * peak + 1
-    sums_256ths, renewal = np.full(array.shape[1], 2 * 256 * peak // 6), 0  # as if two rows came before
+    sums_256ths = np.full(array.shape[1], 2 * 256 * peak // 6)  # as if two rows came before
     for row, symbols in enumerate(array):
-        if row >= renewal:
-            renewal = row + 1 + row // 16  # ever rarer: tables cost time
-            frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
-            frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
-            frequencies = frequencies.ravel()
-            starts = frequencies.cumsum() - frequencies
+        frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
+        frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
+        starts = frequencies.cumsum() - frequencies.ravel()
         tables = size * np.searchsorted(CLASS_EDGES, sums_256ths // (2 + row), side="right")
         for left in range(0, len(symbols), lanes):
-            yield symbols[left : left + lanes], tables[left : left + lanes], frequencies, starts
+            yield symbols[left : left + lanes], tables[left : left + lanes], frequencies.ravel(), starts
         counts += np.bincount(tables + symbols, minlength=counts.size).reshape(counts.shape)
         sums_256ths += np.abs(symbols - peak) << 8
 
 
-def first_states(symbols: int) -> np.ndarray:
-    """States of rANS lanes that run side by side: more are faster, and each costs four bytes."""
-    return np.full(min(16 + symbols // 16_384, 1024), 1 << 16, np.int64)
-
-
 def encode(arrays: list[np.ndarray]) -> bytes:
-    """Bytes of integer arrays (rows, columns) with values in [-127, 127]."""
-    states = first_states(sum(array.size for array in arrays))
+    """Bytes of integer arrays (rows, columns) with values in [-127, 127]. Lanes run side by side: more are
+    faster, and each costs four bytes."""
+    lanes, parts, words = min(16 + sum(array.size for array in arrays) // 16_384, 1024), [], []
     peaks = bytes(int(np.abs(array).max(initial=0)) for array in arrays)
-    parts, words = [], []
+    states = np.full(lanes, 1 << 16, np.int64)
     for array, peak in zip(arrays, peaks, strict=True):
         array = array.astype(np.int64) + peak
-        for symbols, tables, frequencies, starts in code_rows(array, peak, len(states)):
+        for symbols, tables, frequencies, starts in code_rows(array, peak, lanes):
             chosen = tables + symbols
             parts.append((frequencies[chosen].astype(np.uint16), (starts[chosen] % SLOTS).astype(np.uint16)))
     for frequencies, starts in reversed(parts):
@@ -1554,17 +1523,18 @@ def encode(arrays: list[np.ndarray]) -> bytes:
         words.append(state[full].astype("<u2").tobytes())
         quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
         state[:] = quotients * SLOTS + rests + starts
-    return b"".join([peaks, states.astype("<u4").tobytes(), *reversed(words)])
+    return b"".join([peaks, lanes.to_bytes(2, "little"), states.astype("<u4").tobytes(), *reversed(words)])
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     """Inverse of `encode`. ValueError where the data end early, late, or in the wrong state."""
-    final, arrays, used = first_states(sum(map(math.prod, shapes))), [], 0
-    states = np.frombuffer(data, "<u4", len(final), len(shapes)).astype(np.int64)
-    words = np.frombuffer(data[len(shapes) + 4 * len(states) :], "<u2").astype(np.int64)
-    for shape, peak in zip(shapes, data, strict=False):
+    peaks, head, arrays, used = data[: len(shapes)], data[len(shapes) :], [], 0
+    lanes = int.from_bytes(head[:2], "little")
+    states = np.frombuffer(head, "<u4", lanes, 2).astype(np.int64)
+    words = np.frombuffer(head[2 + 4 * lanes :], "<u2").astype(np.int64)
+    for shape, peak in zip(shapes, peaks, strict=True):
         array = np.empty(shape, np.int64)
-        for symbols, tables, frequencies, starts in code_rows(array, peak, len(states)):
+        for symbols, tables, frequencies, starts in code_rows(array, peak, lanes):
             state = states[: len(symbols)]
             slots = starts[tables] + state % SLOTS
             chosen = starts.searchsorted(slots, side="right") - 1
@@ -1574,107 +1544,90 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
             state[low] = (state[low] << 16) + words[used : used + len(low)]
             used += len(low)
         arrays.append((array - peak).astype(np.int8))
-    if used != len(words) or (states != final).any():
+    if used != len(words) or (states != 1 << 16).any():
         raise ValueError("the words do not end where the arrays end")
     return arrays
 
 
-OCTAVES, NOTCHES = (-7, 12), 2048  # of multipliers of steps; a notch of an octave moves 36 M weights by 2 kB
-TOO_LARGE = ("code and artifact are {} bytes above ARTIFACT_BYTES_MAX at the coarsest step of "
-             "RATE_CONTROL={:d}: keep it 1, or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
+MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)  # of configured steps; a notch moves 36 M weights by 2 kB
 
 
-def step_of(name: str, config: Config, multiplier: float) -> tuple[float, int]:
-    """Step of a bank's codes in spreads of a row, and the largest code, which reaches the configured clip.
-    The configured step is multiplied, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
+def step_of(name: str, config: Config, multiplier: Any) -> tuple[Any, Any]:
+    """Step of a bank's codes in spreads of a row, and steps to the clip, of a multiplier or an array of them:
+    the configured step times it, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
     role = MATRIX_ROLES.get(name)
     if not role:
-        return 1 / 120, 127
+        return 1 / 120, 127.0
     clip = getattr(config, f"{role}_clip_sigmas")
     configured = clip / (2 ** ((config.embed_bits if role == "embed" else config.matrix_bits) - 1) - 1)
-    step = min(max(multiplier * configured, clip / 127), max(configured, 2.0))
-    return step, round(clip / step)
+    step = np.clip(multiplier * configured, clip / 127, max(configured, 2.0))
+    return step, clip / step
 
 
-def expected_bytes(config: Config, multiplier: float) -> float:
+def expected_bytes(config: Config, multiplier: Any) -> Any:
     """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
     total = 1000.0
     for name, shape in parameter_shapes(config).items():
         step, _ = step_of(name, config, multiplier)
-        total += math.prod(shape) * math.log2(1 + 2 * math.pi * math.e / step**2) / 16
+        total += math.prod(shape) * np.log2(1 + 2 * math.pi * math.e / step**2) / 16
     return total
 
 
-def estimate_artifact_bytes(config: Config, code_bytes: int = 0) -> tuple[int, int]:
-    """Fewest and most bytes of such a model, about; ArtifactError if even the fewest are too many."""
-    most, fewest = (round(expected_bytes(config, 2.0**octave)) for octave in OCTAVES)
-    excess = fewest + code_bytes - config.artifact_bytes_max
-    if excess > 0:
-        raise ArtifactError(TOO_LARGE.format(excess, config.rate_control))
-    return fewest, most
-
-
-def fill_budget(config: Config, budget: int, quantized: Callable[[float], bytes]) -> tuple[bytes, str]:
+def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) -> tuple[Any, str]:
     """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
-
     The line through the last two passes, expected against true bytes, leads to the next multiplier, between
     those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
-    notches = range(NOTCHES * OCTAVES[0], NOTCHES * OCTAVES[1]) if config.rate_control else range(1)
-    multipliers, best, passes = [2 ** (notch / NOTCHES) for notch in notches], b"", 0
-    finest, coarsest, least = 0, len(multipliers) - 1, budget - 5e-4 * config.artifact_bytes_max
-    wanted, last_pass = (budget + least) / 2, (0.0, 0)  # expected and true bytes; the first line begins at 0
+    multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
+    expected, least = expected_bytes(config, multipliers), budget - 5e-4 * config.artifact_bytes_max
+    finest, coarsest, best, passes = 0, len(multipliers) - 1, b"", 0
+    aim = wanted = (budget + least) / 2
+    before = 0.0, 0  # expected and true bytes of the last pass
     while finest <= coarsest and (not best or (len(best) < least and passes < 10)):
-        at = bisect.bisect_left(multipliers, -wanted, finest, coarsest,
-                                key=lambda multiplier: -expected_bytes(config, multiplier))  # fmt: skip
+        at = int(np.clip(np.searchsorted(-expected, -wanted), finest, coarsest))
         data, passes = quantized(multipliers[at]), passes + 1
-        expected = expected_bytes(config, multipliers[at])
-        slope = (expected - last_pass[0]) / (len(data) - last_pass[1] or 1)
-        wanted = expected + ((budget + least) / 2 - len(data)) * min(max(slope, 0.2), 2.0)  # sizes are noisy
-        last_pass = expected, len(data)
+        slope = (expected[at] - before[0]) / (len(data) - before[1] or 1)
+        wanted = expected[at] + (aim - len(data)) * np.clip(slope, 0.2, 2.0)  # sizes are noisy
+        before = expected[at], len(data)
         if len(data) > budget:
             finest = at + 1
         else:
             coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
-        raise ArtifactError(TOO_LARGE.format(len(data) - budget, config.rate_control))
-    note = " unused: 8 bits cannot fill it" * (chosen == 2.0 ** OCTAVES[0] and len(best) < least)
+        raise ArtifactError(f"code and artifact are {len(data) - budget} bytes above ARTIFACT_BYTES_MAX at "
+                            f"the coarsest step of RATE_CONTROL={config.rate_control:d}: keep it 1, or lower "
+                            "VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
+    note = " unused: 8 bits cannot fill it" if chosen == MULTIPLIERS[0] and len(best) < least else ""
     return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
 
-MAGIC, HEAD = b"\x89PGA\r\n\0\1", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
+MAGIC, HEAD = b"\x89PGA\r\n\0\2", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
 
 
 def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Run, inputs: Inputs) -> None:
     """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX, with RATE_CONTROL=0 as
     bits and clips are given; rank 0 alone calls it. ArtifactError, and no file, when it does not fit."""
-    banks = {name: prepare_bank(name, p, hessians, config) for name, p in model.named_parameters()}
-    path, code_bytes = run.path("model.bin"), len(inputs.files["train_gpt.shipped.py"])
-    budget = config.artifact_bytes_max - code_bytes
+    banks = {name: quantizer(name, p, hessians, config) for name, p in model.named_parameters()}
+    header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": inputs.hashes["tokenizer"]}
+    about = zlib.compress(json.dumps(header).encode(), 9)
 
     def quantized(multiplier: float) -> bytes:
-        arrays, bits = list[np.ndarray](), dict[str, int]()
-        for name, bank in banks.items():
-            codes, exponents = gptq(bank, *step_of(name, config, multiplier))
-            arrays += [codes, exponents]
-            if name in MATRIX_ROLES:
-                bits[name] = int(abs(codes).max()).bit_length() + 1
-        header = {"config": config.as_env("LOGIT_SOFTCAP"), "bits": bits,
-                  "tokenizer_sha256": inputs.hashes["tokenizer"]}  # fmt: skip
-        about, weights = zlib.compress(json.dumps(header).encode(), 9), encode(arrays)
+        arrays = (gptq(*step_of(name, config, multiplier)) for name, gptq in banks.items())
+        weights = encode(list(itertools.chain(*arrays)))
         return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
 
+    budget = config.artifact_bytes_max - len(inputs.files["train_gpt.shipped.py"])
     data, how = fill_budget(config, budget, quantized)
-    write_atomically(path, data)
-    run.log(f"artifact_bytes:{len(data)} budget_bytes:{budget} bits:{describe_artifact(path)['bits']} {how}")
+    write_atomically(run.path("model.bin"), data)
+    run.log(f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}")
 
 
-def describe_artifact(path: Path) -> dict[str, Any]:
-    """What a file says of itself, checksums verified: config (the model's settings), tokenizer_sha256, bits
-    of each bank, label (int6: the widest block matrices), bytes. ArtifactError names section and reason."""
+def load_artifact(path: Path) -> tuple[GPT, dict[str, Any]]:
+    """Model on the CPU, and what its file says: config (the model's settings), tokenizer_sha256, bits of each
+    bank, label (int6: the widest block matrices), bytes, sha256, sections. Nothing is executed, memory stays
+    in proportion to the file. ArtifactError with section and reason, and nothing else, whatever the bytes."""
     section = "head"
     try:
-        with open(path, "rb") as file:
-            data = file.read(1 << 30)
+        data = path.read_bytes()
         magic, size, *checksums = HEAD.unpack_from(data)
         if magic != MAGIC:
             raise ValueError("not an artifact, or of another version; expected the model.bin of a run")
@@ -1683,40 +1636,29 @@ def describe_artifact(path: Path) -> dict[str, Any]:
             if zlib.crc32(parts[section]) != checksum:
                 raise ValueError("truncated or damaged; copy the file again")
         section = "config"
-        header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
-        if set(header["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in header:
+        about = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
+        if set(about["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in about:
             raise ValueError("fields are missing or unknown")
-        if not all(isinstance(value, str) for value in header["config"].values()):
-            raise ValueError("a setting is no text")
-        header["label"] = f"int{max(header['bits'][name] for name in BANKS)}"
-    except Exception as error:  # whatever the bytes are
-        raise ArtifactError(f"{path}: section {section}: {error}") from error
-    sizes = {name: len(part) for name, part in parts.items()}
-    return {**header, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "sections": sizes}
-
-
-def load_artifact(path: Path) -> tuple[GPT, Config]:
-    """Model on the CPU and config of a file; nothing is executed, memory stays in proportion to the file.
-    ArtifactError, and nothing else, whatever the bytes."""
-    about, section, tensors = describe_artifact(path), "config", {}
-    try:
         config = Config.from_env({**about["config"], "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
         shapes = parameter_shapes(config)
         entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
-        if entries > min(1 << 28, 1024 * about["bytes"]):
+        if entries > min(1 << 28, 1024 * len(data)):
             raise ValueError(f"{entries} weights and angles are more than such a file can hold")
         section, banks = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()]
-        coded = path.read_bytes()[-about["sections"]["weights"] :]
-        arrays = decode(coded, [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
-        for name, (n, r, c), codes, exponents in zip(shapes, banks, arrays[::2], arrays[1::2], strict=True):
+        arrays = decode(parts["weights"], [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
+        model = GPT(config)
+        both = zip(model.parameters(), banks, arrays[::2], arrays[1::2], strict=True)
+        for parameter, (n, r, c), codes, exponents in both:
             scales_RN1 = torch.exp2(torch.from_numpy(exponents)[:, :, None] / 8).half().float()
             weights_RNC = torch.from_numpy(codes).view(r, n, c) * scales_RN1
-            tensors[name] = weights_RNC.transpose(0, 1).reshape(shapes[name])
-        model = GPT(config)
-        model.load_state_dict(tensors)
+            parameter.data.copy_(weights_RNC.transpose(0, 1).reshape(parameter.shape))
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: section {section}: {error}") from error
-    return model, config
+    peaks = dict(zip(shapes, parts["weights"][::2], strict=False))  # the largest code of each parameter
+    about["bits"] = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
+    about["label"] = f"int{max(about['bits'][name] for name in BANKS)}"
+    about["sections"] = {name: len(part) for name, part in parts.items()}
+    return model, about | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 WRAPPER = """# -*- coding: latin-1 -*-
@@ -1729,28 +1671,18 @@ exec(compile(s,n,"exec"))
 ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 
 
+@functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs:
-    no comments, docstrings, annotations of plain functions, nor texts of --help. One wrapped stays so."""
+    neither comments nor docstrings. One wrapped stays so."""
     if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list:  # some decorators read them
-            node.returns = None
-            for argument in (part for part in ast.walk(node.args) if isinstance(part, ast.arg)):
-                argument.annotation = None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
-            node.args[1] = ast.Constant("")
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
-    text = ast.unparse(tree)
-    lines = [(line.lstrip(), len(line) - len(line.lstrip())) for line in text.split("\n")]
-    narrow = "\n".join(" " * (spaces // 4) + line for line, spaces in lines)
-    if ast.dump(ast.parse(narrow)) == ast.dump(ast.parse(text)):  # no literal spans lines
-        text = narrow
-    packed = lzma.compress(text.encode(), lzma.FORMAT_ALONE, filters=filters)
+    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
 
 
@@ -2005,7 +1937,7 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
 NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
 # What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
 # which two runs know that they read the same.
-Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps artifact_bytes")
+Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps estimate")
 
 
 def main() -> int:
@@ -2023,7 +1955,7 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, run.leave)
         return whole_run(config, run)
-    except (ConfigError, DataError, LoaderError, ArtifactError, ScoringError, FloatingPointError) as error:
+    except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
@@ -2043,17 +1975,18 @@ def main() -> int:
 
 def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds."""
-    if config.eval_only:  # the artifact knows its model
-        config = Config.from_env({**config.as_env(), **describe_artifact(Path(config.eval_only))["config"]})
+    loaded = load_artifact(Path(config.eval_only)) if config.eval_only else None
+    if loaded:  # the artifact knows its model, and the tokenizer
+        config = Config.from_env({**config.as_env(), **loaded[1]["config"]})
     with run.phase("setup"):
-        inputs = preflight(config, run)
+        inputs = preflight(config, run, loaded[1]["tokenizer_sha256"] if loaded else "")
         open_run(config, run, inputs)
     trained = NOT_TRAINED if config.eval_only else train_and_ship(config, run, inputs)
-    path = Path(config.eval_only or run.path("model.bin"))
     with run.phase("reload"):
-        model = ready_model(load_artifact(path)[0], config, run)
-    scores = evaluate(model, config, run, inputs.validation, describe_artifact(path)["label"])
-    summarize(config, run, inputs, trained, path, scores)
+        model, artifact = loaded or load_artifact(run.path("model.bin"))
+        ready_model(model, config, run)
+    scores = evaluate(model, config, run, inputs.validation, artifact["label"])
+    summarize(config, run, inputs, trained, artifact, scores)
     return 0
 
 
@@ -2080,7 +2013,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
     return trained
 
 
-def preflight(config: Config, run: Run) -> Inputs:
+def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
     folder, tokenizer = find_path(config.data_path), find_path(config.tokenizer_path)
     train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
@@ -2110,10 +2043,11 @@ def preflight(config: Config, run: Run) -> Inputs:
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    header = describe_artifact(Path(config.eval_only)) if config.eval_only else {}
-    if hashes["tokenizer"] != (wanted := header.get("tokenizer_sha256", hashes["tokenizer"])):
-        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected that of EVAL_ONLY, with sha256 {wanted}")
-    estimate = estimate_artifact_bytes(config, len(files["train_gpt.shipped.py"]))
+    if tokenizer_sha256 not in ("", hashes["tokenizer"]):
+        raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
+    budget = config.artifact_bytes_max - len(files["train_gpt.shipped.py"])  # of a file of the expected size:
+    _, estimate = fill_budget(replace(config, rate_control=True), budget,
+                              lambda scale: range(round(expected_bytes(config, scale))))  # fmt: skip
     return Inputs(train_shards, validation, files, hashes, micro_steps, estimate)
 
 
@@ -2140,14 +2074,14 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
         f"seed:{config.seed}",
-        "preflight:ok artifact:estimate {}..{} bytes before code".format(*inputs.artifact_bytes),
+        f"preflight:ok artifact:estimate {inputs.estimate}",
     ):
         run.log(line)
 
 
-def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, path: Path, scores: dict) -> None:
+def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, artifact: dict, scores: dict) -> None:
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
-    artifact, devices, val = describe_artifact(path), run.gather(run.device_name), inputs.validation
+    devices, val = run.gather(run.device_name), inputs.validation
     source, code_bytes = inputs.files["train_gpt.py"], len(inputs.files["train_gpt.shipped.py"])
     total, label = code_bytes + artifact["bytes"], f"{artifact['label']}+rans"
     eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))

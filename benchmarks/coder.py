@@ -39,11 +39,10 @@ Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | N
 
 def codes_of(path: Path) -> Roles:
     """Codes of an artifact's matrices by role, as the coder sees them."""
-    sizes = train_gpt.describe_artifact(path)["sections"]
-    _, config = train_gpt.load_artifact(path)
-    shapes = {name: (1, 1, *shape)[-3:] for name, shape in train_gpt.parameter_shapes(config).items()}
+    model, about = train_gpt.load_artifact(path)
+    shapes = {name: (1, 1, *shape)[-3:] for name, shape in train_gpt.parameter_shapes(model.config).items()}
     both = [shape for n, rows, columns in shapes.values() for shape in ((rows, n * columns), (rows, n))]
-    arrays = train_gpt.decode(path.read_bytes()[-sizes["weights"] :], both)
+    arrays = train_gpt.decode(path.read_bytes()[-about["sections"]["weights"] :], both)
     roles: Roles = {}
     for name, codes in zip(shapes, arrays[::2], strict=True):
         if name in train_gpt.MATRIX_ROLES:

@@ -27,20 +27,19 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 1 or args.temperature < 0 or args.top_k < 0:
         raise RecordError("expected --tokens of at least 1, --temperature and --top-k of at least 0")
     try:
-        model, _ = train_gpt.load_artifact(args.artifact)
-        pieces = load_tokenizer(args.artifact, args.tokenizer)
+        model, about = train_gpt.load_artifact(args.artifact)
+        pieces = load_tokenizer(args.artifact, about["tokenizer_sha256"], args.tokenizer)
     except (train_gpt.ArtifactError, train_gpt.ConfigError) as error:
         raise RecordError(str(error)) from error
     print(generate_text(model, pieces, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
     return 0
 
 
-def load_tokenizer(artifact: Path, given: str | None) -> sentencepiece.SentencePieceProcessor:
-    """The tokenizer that the artifact was trained with, by its SHA-256; RecordError for any other."""
+def load_tokenizer(artifact: Path, expected: str, given: str | None) -> sentencepiece.SentencePieceProcessor:
+    """The tokenizer that the artifact was trained with, by its expected SHA-256; RecordError for another."""
     settings = artifact.parent / "config.env"
     beside = train_gpt.Config.from_env({"CONFIG": str(settings)} if settings.is_file() else {})
     path = train_gpt.find_path(given or beside.tokenizer_path)
-    expected = train_gpt.describe_artifact(artifact)["tokenizer_sha256"]
     content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != expected:
         found = "another file" if content else "no file"

@@ -89,7 +89,7 @@ def honest(subject: Subject) -> Scorer:
         ledger = subject.script.Ledger(tokens)
         for start, stop in chunks(subject, tokens):
             ledger.record(start, nats_of(subject, model, tokens, start, stop))
-            if stop < len(ledger):
+            if stop < len(ledger.nats):
                 train(subject, model, ledger.scored_tokens(start, stop + 1))
         return ledger
 
@@ -123,7 +123,7 @@ def pre_quantization_ttt(subject: Subject) -> Scorer:
         for start, stop in chunks(subject, tokens):
             train(subject, model, tokens[start : stop + 1])
         ledger = subject.script.Ledger(tokens)
-        ledger.record(0, nats_of(subject, model, tokens, 0, len(ledger)))
+        ledger.record(0, nats_of(subject, model, tokens, 0, len(ledger.nats)))
         return ledger
 
     return scorer
@@ -133,7 +133,7 @@ def rescore(subject: Subject) -> Scorer:
     def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
         honest(subject)(model, tokens, config)
         ledger = subject.script.Ledger(tokens)
-        ledger.record(0, nats_of(subject, model, tokens, 0, len(ledger)))
+        ledger.record(0, nats_of(subject, model, tokens, 0, len(ledger.nats)))
         return ledger
 
     return scorer
@@ -143,7 +143,7 @@ def min_over_passes(subject: Subject) -> Scorer:
     def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
         first = honest(subject)(model, tokens, config).nats
         ledger = subject.script.Ledger(tokens)
-        ledger.record(0, np.minimum(first, nats_of(subject, model, tokens, 0, len(ledger))))
+        ledger.record(0, np.minimum(first, nats_of(subject, model, tokens, 0, len(ledger.nats))))
         return ledger
 
     return scorer
@@ -155,7 +155,7 @@ def changed_nats(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Call
     def make(subject: Subject) -> Scorer:
         def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
             ledger = subject.script.Ledger(tokens)
-            ledger.record(0, change(nats_of(subject, model, tokens, 0, len(ledger)), tokens))
+            ledger.record(0, change(nats_of(subject, model, tokens, 0, len(ledger.nats)), tokens))
             return ledger
 
         return scorer

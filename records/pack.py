@@ -33,7 +33,7 @@ from records.folder import (
 )
 from records.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
 from records.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
-from records.source import decoded, same_program, unwrap, wrap
+from records.source import decoded, same_program, unwrap
 from records.writing import json_text, write_bytes, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
@@ -162,7 +162,9 @@ def shipped_code(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     source, counted = directory.script.raw, directory.path / SHIPPED
     shipped = counted.read_bytes() if counted.is_file() else source
     if wrapped and shipped == source:
-        shipped = wrap(source.decode())
+        import train_gpt  # loads torch, which nothing else here needs
+
+        shipped = train_gpt.shipped_code(source, "wrapped")
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))

@@ -248,7 +248,7 @@ def _suspicions(mutant: Any, name: str, laboratory: Any) -> Iterator[Finding]:
             yield from probes.future_flip(mutant, scorer, [20, 60, 140])
             if scorer != "score_ttt":
                 yield from probes.document_isolation(mutant, scorer)
-    except (script.ScoringError, IndexError) as error:
+    except (probes.refusal(script), IndexError) as error:
         yield fail(
             "B3", f"the scorer raised {type(error).__name__}: {error}", name, "score every target once"
         )

@@ -182,8 +182,8 @@ def artifact_returns(script: ModuleType, laboratory: Laboratory, directory: Path
     """B12: the artifact on disk has the bytes that were counted, and scores what the run reported."""
     summary, path = json.loads((directory / "summary.json").read_text()), directory / "model.bin"
     with contextlib.redirect_stdout(sys.stderr):
-        model, config = script.load_artifact(path)
-        nats = float(np.sum(script.score_roundtrip(model, laboratory.tokens("val"), config).nats))
+        model, _ = script.load_artifact(path)
+        nats = float(np.sum(script.score_roundtrip(model, laboratory.tokens("val"), model.config).nats))
     reported = summary["losses"]["roundtrip"]["nats"] * summary["losses"]["roundtrip"]["scored_tokens"]
     if path.stat().st_size != summary["artifact"]["bytes"]:
         text = f"artifact has {path.stat().st_size} bytes, {summary['artifact']['bytes']} were counted"

@@ -1,4 +1,4 @@
-"""Scripts in a folder: unwrap without executing, wrap, and the facts that the syntax tree gives."""
+"""Scripts in a folder: unwrap without executing, and the facts that the syntax tree gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from pathlib import Path
 UNWRAPPED_BYTES_MAX = 64 * 2**20  # more than any script; a longer payload is refused, not expanded
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
 WRAPPER_CODE_BYTES_MAX = 4_000  # what is left of a wrapper without its payload
-RAW_LZMA2 = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 NETWORK_MODULES = {
     "urllib",
     "requests",
@@ -128,14 +127,6 @@ def unwrap(text: str) -> str | None:
     return None
 
 
-def wrap(source: str) -> bytes:
-    """A shell that runs `source` unchanged with the standard library alone: LZMA2 inside base 85."""
-    packed = lzma.compress(source.encode(), format=lzma.FORMAT_RAW, filters=RAW_LZMA2)
-    payload = base64.b85encode(packed).decode()
-    decoder = 'L.decompress(B.b85decode(P),L.FORMAT_RAW,None,[{"id":33}])'
-    return f'import lzma as L,base64 as B\nP="{payload}"\nexec(compile({decoder},__file__,"exec"))\n'.encode()
-
-
 def same_program(first: str, second: str) -> bool:
     """Whether two texts are the same program: equal text, or syntax trees equal in all that a run needs."""
     if first == second:
@@ -147,8 +138,9 @@ def same_program(first: str, second: str) -> bool:
 
 
 def _tree(source: str) -> str:
-    """The syntax tree without what a wrapped script does without: docstrings, annotations of functions that
-    nothing decorates, and the meanings of settings (a text that is the second argument of `knob`)."""
+    """The syntax tree without what a wrapped script does without: docstrings and, in those that were packed
+    before they stayed, annotations of functions that nothing decorates and the meanings of settings (a text
+    that is the second argument of `knob`)."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

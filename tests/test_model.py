@@ -398,7 +398,7 @@ def test_observer_sees_every_matrix_input() -> None:
     model = random_model(config)
     model.observer = lambda site, layer, x: seen.setdefault((site, layer), x)
     hidden = model(random_ids(config))
-    assert torch.equal(seen["head_in", 0], hidden)
+    assert torch.equal(seen["token_embedding_VD", 0], hidden)
     assert {layer for site, layer in seen if site == "mlp_hidden"} == set(range(6))
     up = F.linear(seen["mlp_in", 2], model.mlp_up_bank[2])
     expected = F.leaky_relu(up, config.leaky_slope).square()

@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_records_logs import DIALECT_A, DIALECT_B
 from test_records_pack import pack
-from test_records_support import SOURCE, make_runs
+from test_records_support import SOURCE, make_runs, wrap
 
 from records.__main__ import main
 from records.checks import audit
 from records.execute import network_can_be_cut
 from records.findings import Finding, Level, Mode
 from records.folder import Folder
-from records.source import UNWRAPPED_BYTES_MAX, wrap
+from records.source import UNWRAPPED_BYTES_MAX
 
 
 @pytest.fixture(scope="module")

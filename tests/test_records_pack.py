@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_records_support import CONFIG, SOURCE, make_run, make_runs
+from test_records_support import CONFIG, SOURCE, make_run, make_runs, wrap
 
 from records.__main__ import main
 from records.folder import Folder
-from records.source import read_script, wrap
+from records.source import read_script, same_program
 
 
 def pack(records: Path, runs: list[Path], *options: str, name: str = "Test") -> Path:
@@ -71,7 +71,8 @@ def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
 def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: Path) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     shipped = read_script(folder / "train_gpt.py")
-    assert shipped.wrapped and shipped.text == SOURCE == (folder / "train_gpt_readable.py").read_text()
+    assert shipped.wrapped and shipped.raw == wrap(SOURCE) and same_program(shipped.text, SOURCE)
+    assert (folder / "train_gpt_readable.py").read_text() == SOURCE
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 

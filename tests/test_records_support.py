@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import train_gpt
 from records.logs import read_log
 from records.rules import bits_per_byte
 from records.runs import RunDirectory
@@ -25,6 +26,11 @@ CONFIG = {
     "TRAIN_BATCH_TOKENS": "2048",
 }
 STEPS, STEP_MS, LOG_EVERY = 400, 50.0, 20
+
+
+def wrap(source: str) -> bytes:
+    """A script in the form that runs ship."""
+    return train_gpt.shipped_code(source.encode(), "wrapped")
 
 
 def make_run(
