@@ -16,7 +16,6 @@ R matrix rows, C matrix columns.
 from __future__ import annotations
 
 import ast
-import collections
 import contextlib
 import copy
 import difflib
@@ -41,7 +40,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections import namedtuple
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import Field, dataclass, field, fields, replace
@@ -316,7 +315,7 @@ class Run:
     def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
         self.directory = Path(os.devnull)  # until it is opened, and what is written there is lost
-        self.phases = collections.defaultdict[str, float](float)
+        self.phases = defaultdict[str, float](float)
         self.phase_name, self.stop_signal = "setup", 0
         local_rank, gpus = int(environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -342,11 +341,6 @@ class Run:
             tell(line, self.path("log.txt"), sys.stdout)
         if self.rank == 0 and event:
             tell(json.dumps({"event": event, **values}), self.path("metrics.jsonl"))
-
-    def event(self, kind: str, **values: Any) -> None:
-        """One JSON object to metrics.jsonl, for machines; rank 0 only."""
-        if self.rank == 0:
-            tell(json.dumps({"event": kind, **values}), self.path("metrics.jsonl"))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -390,24 +384,6 @@ def tell(line: str, *places: Any) -> None:
             print(line, file=place, flush=True)
 
 
-def claim(config: Config) -> Path:
-    """The run directory: a new one, or that of the unfinished run that RESUME names. Raises ConfigError."""
-    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
-    directory = Path(config.resume or f"{config.runs_dir}/{name}")
-    needed = config.artifact_bytes_max + 32 * sum(map(math.prod, parameter_shapes(config).values()))
-    if config.resume and (not (directory / CHECKPOINT).exists() or (directory / "summary.json").exists()):
-        raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        if not config.resume and (free := shutil.disk_usage(directory.parent).free) < needed:
-            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
-        directory.mkdir(exist_ok=bool(config.resume))
-    except OSError as error:
-        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
-    return directory
-
-
 def compiling(config: Config, device: torch.device) -> bool:
     """Whether torch.compile is wanted here."""
     return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
@@ -445,7 +421,7 @@ class Trace:
                  cuda: bool = False) -> None:  # fmt: skip
         self.path, self.rank, self.every, self.cuda, self.val_ms = path, rank, every, cuda, 0.0
         self.first, self.after = map(float, (steps or "-1:inf").split(":"))
-        self.events = collections.deque[str]()
+        self.events = deque[str]()
         if path is not None and not path.exists():
             name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
             write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
@@ -477,7 +453,7 @@ class Trace:
         if not self.laps:
             return None
         names, host_ns, events = zip(*self.laps, strict=True)
-        lanes, ms = {"main": [*host_ns]}, collections.defaultdict[tuple[str, str], float](float)
+        lanes, ms = {"main": [*host_ns]}, defaultdict[tuple[str, str], float](float)
         if self.cuda:
             events[-1].synchronize()
             now_ns = time.perf_counter_ns()
@@ -644,7 +620,7 @@ class Loader:
         # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
         on_device: Any = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()
         self.pools.append(pool := futures.ThreadPoolExecutor(1, f"loader {stage}", *on_device))
-        pending = collections.deque(pool.submit(next, items) for _ in range(count))
+        pending = deque(pool.submit(next, items) for _ in range(count))
 
         def in_order() -> Iterator[Any]:
             while True:
@@ -1381,27 +1357,21 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
 
 
 def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chunk: int, chunks: int) -> None:
-    """After a chunk of a scorer begun at `start`: every so often, what all of evaluation should come to."""
+    """After a chunk of a scorer begun at `start`: every so often, how far it is and what is left."""
     if chunk % (config.val_progress_log_every or -(-chunks // 20)):
         return
     share, mean = ledger.scored / len(ledger.nats), ledger.nats[: ledger.scored].mean()
-    seconds = time.perf_counter() - start
-    total = seconds / share + sum(run.phases[name] for name in run.phases if name.startswith("eval_"))
-    over = f" warning: above MAX_EVAL_SECONDS: {total:.0f}s" * (0 < config.max_eval_seconds < total)
+    left = (time.perf_counter() - start) * (1 / share - 1)
     run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {share:.0%} partial_mean_loss:{mean:.4f} "
-            f"tokens_seen:{ledger.scored} eta:{seconds / share - seconds:.0f}s{over}")
+            f"tokens_seen:{ledger.scored} eta:{left:.0f}s")
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
     scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
-    length, scores = config.ttt_chunk_tokens + config.eval_length + 2, dict[str, Score]()
-    noise = np.random.default_rng(config.seed).integers(config.vocab_size, size=length)
+    scores = dict[str, Score]()
     for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
         label = name if name == "legal_ttt" else f"final_{weights}_{name}"
-        if compiling(config, run.device):
-            with run.phase("eval_warmup"):  # on random tokens, over a chunk of them: an update is compiled
-                scorer(model, noise, config)
         with run.phase(f"eval_{name}"):
             progress = functools.partial(report_progress, config, run, time.perf_counter())
             ledger = scorer(model, validation.tokens, config, progress)
@@ -1409,8 +1379,8 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
         run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
-                f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}")
-        run.event("final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())
+                f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}",
+                "final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())  # fmt: skip
         scores[name] = score
     return scores
 
@@ -1745,26 +1715,13 @@ class Training:
                            config.trace_steps, every, cuda=run.device.type == "cuda")  # fmt: skip
         self.loader = Loader(config, inputs.train_shards, run, self.trace)
         self.step, self.unread = 0, list[tuple[int, float, Tensor, Any]]()
-        self.counted, self.started = 0.0, math.inf  # the clock stands
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
+        self.started = time.perf_counter()  # later by what is not counted
 
     def seconds(self) -> float:
-        """Seconds of training so far, by this rank's clock."""
-        return self.counted + max(0.0, time.perf_counter() - self.started)
-
-    def run_clock(self, running: bool) -> None:
-        """Go on counting, or pause, once the device has finished what it was given."""
-        self.run.sync()
-        self.counted, self.started = self.seconds(), time.perf_counter() if running else math.inf
-
-    def exchange(self) -> list[float]:
-        """Rank 0's seconds and any rank's signal, over the host-side group: no device is asked."""
-        seconds = self.seconds() if self.run.rank == 0 else 0.0
-        message = torch.tensor([seconds, self.run.stop_signal], dtype=torch.float64)
-        if self.run.world_size > 1:
-            dist.all_reduce(message, dist.ReduceOp.MAX)
-        return message.tolist()
+        """Seconds of training so far, without validation, by this rank's clock."""
+        return time.perf_counter() - self.started
 
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
@@ -1776,7 +1733,7 @@ class Training:
         """Become what `state` returned. LoaderError where that is not possible with this data."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
-        self.step, self.counted = state["step"], state["seconds"]
+        self.step, self.started = state["step"], time.perf_counter() - state["seconds"]
 
     def close(self) -> None:
         """End threads and files, from any state."""
@@ -1831,9 +1788,11 @@ def train(training: Training) -> None:
     config, run, seconds = training.config, training.run, training.seconds()
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
-    training.run_clock(True)
     while True:
-        step, before, (seconds, caught) = training.step, seconds, training.exchange()
+        message = torch.tensor([training.seconds() * (run.rank == 0), run.stop_signal], dtype=torch.float64)
+        if run.world_size > 1:  # rank 0's clock and any rank's signal, on the host: no device is asked
+            dist.all_reduce(message, dist.ReduceOp.MAX)
+        step, before, (seconds, caught) = training.step, seconds, message.tolist()
         step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: a GPU is one behind
         over = caught or run_progress(seconds + 2 * step_seconds, step, config) >= 1
         save = seconds // save_every > before // save_every
@@ -1845,17 +1804,16 @@ def train(training: Training) -> None:
             save_checkpoint(training)
         if look:
             validate(training, f"step:{step}/{config.iterations}")
-            training.run_clock(True)
         progress = run_progress(seconds, step, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
         training.step += 1
         training.unread.append((training.step, progress, results, copied))
-    training.run_clock(False)
+    run.sync()
     if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
         save_checkpoint(training)
-        training.writer.join()
     if caught:
+        training.writer.join()
         run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
         os._exit(128 + int(caught))
     if step < config.iterations:
@@ -1893,12 +1851,13 @@ def read_results(training: Training, leave: int) -> None:
 
 def validate(training: Training, label: str) -> None:
     """Stop the clock, and score the current weights without overlap: a diagnostic, never the result."""
-    training.run_clock(False)
+    training.run.sync()
     run, data, start = training.run, training.validation, time.perf_counter()
     with training.trace.span("val", "main", step=training.step):
         ledger = score_roundtrip(training.model, data.tokens, training.config)
         score = ledger.score(data.bytes_total)
-    training.trace.val_ms, trained_ms = 1e3 * (time.perf_counter() - start), 1e3 * training.seconds()
+    training.started += (seconds := time.perf_counter() - start)
+    training.trace.val_ms, trained_ms = 1e3 * seconds, 1e3 * training.seconds()
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}",
             "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
@@ -1918,7 +1877,6 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
                 return
             yield training.loader.next_batch()
 
-    training.run_clock(True)
     torch._foreach_copy_(training.optimizer.weights, training.optimizer.average)
     training.model.looping = loop_is_on(1.0, config)
     if config.gptq:
@@ -2052,9 +2010,25 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
-    """Open the run directory, put source and settings into it, and begin the log in upstream's words."""
-    run.directory = run.gather(claim(config) if run.rank == 0 else None)[0]
-    run.log(f"run:{run.directory}")
+    """Make the run directory, or reopen RESUME's, put source and settings into it, and begin the log in
+    upstream's words. All ranks call it. Raises ConfigError."""
+    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+    directory = Path(run.gather(config.resume or f"{config.runs_dir}/{name}")[0])
+    if config.resume and (not (directory / CHECKPOINT).exists() or (directory / "summary.json").exists()):
+        raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        parameters = sum(map(math.prod, parameter_shapes(config).values()))
+        needed, free = config.artifact_bytes_max + 32 * parameters, shutil.disk_usage(directory.parent).free
+        if not config.resume and free < needed:
+            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
+        if run.rank == 0:
+            directory.mkdir(exist_ok=bool(config.resume))
+    except OSError as error:
+        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
+        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
+    run.directory = directory
+    run.log(f"run:{directory}")
     overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
     if run.rank == 0:
         for name, content in inputs.files.items() if not config.resume else ():
@@ -2068,12 +2042,9 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
-        f"model_params:{sum(map(math.prod, parameter_shapes(config).values()))}",
-        f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps}",
-        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
-        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
-        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"seed:{config.seed}",
+        f"model_params:{parameters}",
+        f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
+        f"train_batch_tokens:{config.train_batch_tokens}",
         f"preflight:ok artifact:estimate {inputs.estimate}",
     ):
         run.log(line)

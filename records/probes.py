@@ -320,7 +320,7 @@ class RecordingRun:
         yield
         self.phase_name, self.phases[name] = "between phases", 1.0
 
-    def log(self, line: str) -> None:
+    def log(self, line: str, *_: Any, **__: Any) -> None:
         """Keep a log line."""
         self.lines.append(line)
 
