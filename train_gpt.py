@@ -530,25 +530,11 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     return ids
 
 
-def mix64(words: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which every bit depends on every other (the finalizer of splitmix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-def random_words(start: int, count: int, *key: int) -> np.ndarray:
-    """Words `start`… of the random stream `key`, uint64; ours, as numpy may change its streams."""
-    state, gamma = np.zeros(1, np.uint64), 0x9E3779B97F4A7C15
-    for part in key:
-        state = mix64(state + np.uint64((part + gamma) % 2**64))
-    return mix64(state + np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(gamma))
-
-
 def permutation(config: Any, count: int, *key: int) -> np.ndarray:
-    """The numbers below `count` in the order of random words (SEED, *key); SHUFFLE=0: in their own."""
-    words = random_words(0, count, config.seed, *key) if config.shuffle else np.zeros(count)
-    return np.argsort(words, kind="stable")
+    """The numbers below `count` in the order of random words of SEED and one or two more; SHUFFLE=0: in their
+    own. The words are Philox4x64-10 itself (Salmon et al., 2011): numpy may change what it makes of them."""
+    random = np.random.Philox(key=config.seed, counter=[0, len(key), *key, 0][:4])
+    return np.argsort(random.random_raw(count) if config.shuffle else np.zeros(count), kind="stable")
 
 
 def shard_visits(config: Any, shards: list[Shard], position: int, trace: Trace) -> Iterator[Any]:
@@ -579,11 +565,12 @@ def document_starts(inputs_BT: np.ndarray, config: Any) -> np.ndarray:
 
 
 def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
-    """Sum modulo 2**64 of a hash of each sequence of T + 1 ids: word by word, and mixed with its position."""
+    """Sum modulo 2**64 over sequences of T + 1 ids: words times odd keys, times an odd word of the place."""
     even_BT = ids_BT[:, :-1] if ids_BT.shape[1] % 2 else np.pad(ids_BT[:, :-1], ((0, 0), (0, 1)))
-    keys = random_words(0, even_BT.shape[1] // 2 + 1, 1)
+    keys = np.random.Philox(key=1).random_raw(even_BT.shape[1] // 2 + 1) | np.uint64(1)
+    places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | np.uint64(1)
     sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + ids_BT[:, -1] * keys[0]
-    return int(mix64(sums ^ random_words(first, len(ids_BT), 2)).sum(dtype=np.uint64))
+    return int((sums * places).sum(dtype=np.uint64))
 
 
 class Loader:
