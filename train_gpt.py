@@ -499,30 +499,27 @@ Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
 
 def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
-    if not (names := sorted(glob.glob(pattern))):
+    shards = list[Shard]()
+    for path in map(Path, sorted(glob.glob(pattern))):
+        try:
+            magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
+            got = (magic, version, path.stat().st_size)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
+        if got != (expected := (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))):
+            raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
+        shards.append(Shard(path, tokens))
+    if not shards:
         raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH, get some as "
                         "data/README.md tells, or see `make demo`, which has its own")
-    return [open_shard(Path(name)) for name in names]
-
-
-def open_shard(path: Path) -> Shard:
-    """A shard as its header describes it. DataError where that does not fit the file."""
-    try:
-        magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
-        got = (magic, version, path.stat().st_size)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
-    if got != (expected := (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))):
-        raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
-    return Shard(path, tokens)
+    return shards
 
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     """All tokens of a shard, uint16. DataError where it is no longer as it was opened, or an id too large."""
-    open_shard(shard.path)
+    if open_shards(glob.escape(str(shard.path))) != [shard]:
+        raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens it had; fetch it again")
     ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
-    if len(ids) != shard.tokens:
-        raise DataError(f"{shard.path}: {len(ids)} tokens, not {shard.tokens} as before; fetch it again")
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
