@@ -195,8 +195,6 @@ class Config:
     val_progress_log_every: int = knob(0, "chunks between scoring progress lines; 0: twenty lines", 0)
     training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
     training_timing_every: int = knob(200, "steps between those lines", 1)
-    trace: bool = knob(False, "write trace_rank<r>.json for ui.perfetto.dev")
-    trace_steps: str = knob("", "a:b; trace only these steps; empty: all")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
@@ -279,7 +277,6 @@ def _cross_check(c: Config) -> None:
         (seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS <= ITERATIONS"),
         (not c.gptq or c.gptq_reserve_seconds < (seconds or math.inf),
          "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS with GPTQ"),
-        ([x.isdecimal() for x in (c.trace_steps or "0:1").split(":")] == [True, True], "TRACE_STEPS as a:b"),
         (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID as a plain name"),
     ]  # fmt: skip
     for rule in (rule for holds, rule in rules if not holds):
@@ -402,86 +399,49 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 # ============================================================================================================
-# TRACE — where the time went: a Perfetto file that is valid JSON after every step, and the timing lines.
+# TRACE — where the milliseconds of a step go, also with prefetch on; no step waits but one that is reported.
 # ============================================================================================================
 
-TRACE_TAIL, NO_SPAN = b"\n]}\n", contextlib.nullcontext()
 
+class StepTimer:
+    """`timing_breakdown` lines of each `every`-th step; 0: of none.
 
-class Trace:
-    """Spans of one rank for Perfetto, a lane per stage and stream, from any thread; `timing_breakdown` lines.
-
-    path: None for no file; of a resumed run it is continued. steps="a:b": only what ends in a <= step < b.
-    every: steps between lines; 0: none. Milliseconds: batch_cpu and val, before the step, on the host,
-    batch_h2d that the compute stream waited for batches, the others on the device. On a GPU a step that has
-    spans or a line is waited for, and no other.
+    Milliseconds: batch_cpu and val, before the step, of the host; batch_h2d that the compute stream waited
+    for batches; the others of the device. A step with a line is waited for; `records trace` draws timelines.
     """
 
-    def __init__(self, path: Path | None, rank: int = 0, steps: str = "", every: int = 0,
-                 cuda: bool = False) -> None:  # fmt: skip
-        self.path, self.rank, self.every, self.cuda, self.val_ms = path, rank, every, cuda, 0.0
-        self.first, self.after = map(float, (steps or "-1:inf").split(":"))
-        self.events = deque[str]()
-        if path is not None and not path.exists():
-            name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-            write_atomically(path, b'{"traceEvents": [\n' + json.dumps(name).encode() + TRACE_TAIL)
-        self.begin(-1)
+    def __init__(self, every: int, cuda: bool) -> None:
+        self.every, self.cuda, self.val_ms, self.reported = every, cuda, 0.0, False
 
-    def begin(self, step: float) -> None:
-        """Start of a step, which may open or close the window; writes what has gathered, in one call."""
-        self.recording = self.path is not None and self.first <= step < self.after
-        text = "".join(self.events.popleft() for _ in range(len(self.events)))
-        if self.path is not None and text:
-            with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
-                file.seek(-len(TRACE_TAIL), os.SEEK_END)
-                file.write(text.encode() + TRACE_TAIL)
+    def begin(self, step: int) -> None:
+        """Start of a step; those of the warm-up are negative."""
         self.step, self.reported = step, self.every > 0 and step >= 0 == step % self.every
-        self.laps = list[tuple[str, int, Any]]()  # what ended, when on the host, and its event on the GPU
+        self.laps = list[tuple[str, float, Any]]()  # what ended, when on the host, and its event on the GPU
         self.lap("begin")
 
     def lap(self, name: str) -> None:
         """Here ends a batch, forward, backward or optimizer."""
-        if self.recording or self.reported:
+        if self.reported:
             event = torch.cuda.Event(enable_timing=True) if self.cuda else None
-            self.laps.append((name, time.perf_counter_ns(), event))
+            self.laps.append((name, time.perf_counter(), event))
             if event is not None:
                 event.record()
 
-    def end(self) -> str | None:
-        """End of a step. Returns its line, if it is one of those reported."""
-        val_ms, self.val_ms = self.val_ms, 0.0
-        if not self.laps:
-            return None
-        names, host_ns, events = zip(*self.laps, strict=True)
-        lanes, ms = {"main": [*host_ns]}, defaultdict[tuple[str, str], float](float)
+    def line(self) -> str:
+        """End of a step: its line, empty if it is not reported."""
+        host, gpu = defaultdict[str, float](float), defaultdict[str, float](float)
+        host["val"], self.val_ms = self.val_ms, 0.0
+        if not self.reported:
+            return ""
         if self.cuda:
-            events[-1].synchronize()
-            now_ns = time.perf_counter_ns()
-            lanes["compute stream"] = [now_ns - 1e6 * event.elapsed_time(events[-1]) for event in events]
-        for lane, ns in lanes.items():  # the last lane is the device's, which the line below tells
-            for name, start, end in (("train", ns[0], ns[-1]), *zip(names[1:], ns, ns[1:], strict=False)):
-                self.add("X", name, lane, start, end, args={"step": self.step})
-                ms[lane, name] += (end - start) / 1e6
-        parts = {"batch_cpu": ms["main", "batch"], "batch_h2d": ms["compute stream", "batch"]}
-        parts |= {name: ms[lane, name] for name in ("forward", "backward", "optimizer")} | {"val": val_ms}
-        line = " ".join(f"{name}_ms:{value:.2f}" for name, value in parts.items())
-        return f"timing_breakdown step:{self.step} {line}" if self.reported else None
-
-    def add(self, ph: str, name: str, lane: str, start_ns: float = 0, end_ns: float = 0, **more: Any) -> None:
-        """A span ("X"), counters ("C"), an arrow from or to the open span ("s", "f"), as timed or now."""
-        if self.recording:
-            start_ns, end_ns = start_ns or time.perf_counter_ns(), end_ns or time.perf_counter_ns()
-            more |= {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "cat": "batch", "bp": "e"}
-            event = {"ph": ph, "name": name, "pid": self.rank, "tid": lane} | more
-            self.events.append(f",\n{json.dumps(event)}")
-
-    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[Any]:
-        """What the calling thread does inside the `with` block, also when that raises."""
-        if self.path is None:
-            return NO_SPAN
-        block = contextlib.ExitStack()
-        block.callback(self.add, "X", name, lane, time.perf_counter_ns(), args=args)
-        return block
+            self.laps[-1][2].synchronize()
+        for (_, start, first), (name, end, last) in zip(self.laps, self.laps[1:], strict=False):
+            host[name] += 1e3 * (end - start)
+            gpu[name] += first.elapsed_time(last) if self.cuda else 0.0
+        ms = {"batch_cpu": host["batch"], "batch_h2d": gpu["batch"]}
+        ms |= {name: (gpu if self.cuda else host)[name] for name in ("forward", "backward", "optimizer")}
+        ms["val"] = host["val"]
+        return f"timing_breakdown step:{self.step}" + "".join(f" {name}_ms:{ms[name]:.2f}" for name in ms)
 
 
 # ============================================================================================================
@@ -534,7 +494,7 @@ def permutation(config: Any, count: int, *key: int) -> np.ndarray:
     return np.argsort(random.random_raw(count) if config.shuffle else np.zeros(count), kind="stable")
 
 
-def shard_visits(config: Any, shards: list[Shard], position: int, trace: Trace) -> Iterator[Any]:
+def shard_visits(config: Any, shards: list[Shard], position: int) -> Iterator[Any]:
     """The stream without end: (where it begins, shard, order of its sequences) from the one with `position`.
 
     Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
@@ -549,9 +509,8 @@ def shard_visits(config: Any, shards: list[Shard], position: int, trace: Trace) 
         numbers = permutation(config, len(usable), epoch)
         ends = epoch * sizes.sum() + np.cumsum(sizes[numbers])
         coming = np.stack((numbers, ends, sizes[numbers]), axis=1)[ends > position]
-        with trace.span("epoch", "epochs", epoch=epoch):
-            for number, end, size in coming.tolist():
-                yield end - size, usable[number], permutation(config, size, epoch, number)
+        for number, end, size in coming.tolist():
+            yield end - size, usable[number], permutation(config, size, epoch, number)
 
 
 def document_starts(inputs_BT: np.ndarray, config: Any) -> np.ndarray:
@@ -577,8 +536,8 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Config, shards: list[Shard], run: Run, trace: Trace) -> None:
-        self.config, self.shards, self.trace, self.pools = config, shards, trace, list[Any]()
+    def __init__(self, config: Config, shards: list[Shard], run: Run) -> None:
+        self.config, self.shards, self.pools = config, shards, list[Any]()
         self.rank, self.world_size, self.device = run.rank, run.world_size, run.device
         copies = config.train_copy_stream and run.device.type == "cuda"
         self.stream = torch.cuda.Stream(run.device) if copies else None
@@ -609,7 +568,6 @@ class Loader:
         def in_order() -> Iterator[Any]:
             while True:
                 pending.append(pool.submit(next, items))
-                self.trace.add("C", "ready", stage, args={stage: sum(item.done() for item in pending)})
                 yield pending.popleft().result(self.config.loader_timeout_seconds)
 
         return in_order()
@@ -620,9 +578,8 @@ class Loader:
 
     def _read(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         length, start = self.config.train_seq_len, self._position(first)
-        for begin, shard, order in shard_visits(self.config, self.shards, start, self.trace):
-            with self.trace.span("disk_load", "disk", shard=shard.path.name):
-                tokens = read_tokens(shard, self.config.vocab_size)
+        for begin, shard, order in shard_visits(self.config, self.shards, start):
+            tokens = read_tokens(shard, self.config.vocab_size)
             positions = begin + np.arange(len(order))
             mine = (positions >= start) & (positions // self.share % self.world_size == self.rank)
             yield np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length], order[mine]
@@ -634,15 +591,13 @@ class Loader:
         shape, pin = (self.rows, self.config.train_seq_len + 1), self.device.type == "cuda"
         sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order.tolist())
         for index in itertools.count(first):
-            with self.trace.span("stage", "stage", batch=index):
-                ids = torch.empty(shape, dtype=torch.uint16, pin_memory=pin)
-                ids_BT = ids.numpy()
-                np.concatenate(list(itertools.islice(sequences, self.rows)), out=ids_BT.reshape(-1))
-                sequence_hash = hash_sequences(self._position(index), ids_BT)
-                starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
-                self.trace.add("s", "batch", "stage", id=self.rank << 40 | index)
+            ids = torch.empty(shape, dtype=torch.uint16, pin_memory=pin)
+            ids_BT = ids.numpy()
+            np.concatenate(list(itertools.islice(sequences, self.rows)), out=ids_BT.reshape(-1))
+            sequence_hash = hash_sequences(self._position(index), ids_BT)
+            starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
             if self.stream is not None:
-                with self.trace.span("gpu_transfer", "copy stream"), torch.cuda.stream(self.stream):
+                with torch.cuda.stream(self.stream):
                     ids = ids.to(self.device, non_blocking=True)
                     starts = starts.pin_memory().to(self.device, non_blocking=True)
                     self.stream.synchronize()
@@ -652,18 +607,16 @@ class Loader:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
         try:
-            with self.trace.span("gpu_queue_wait", "main", batch=self.index):
-                ids, starts, sequence_hash = next(self.batches)
+            ids, starts, sequence_hash = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:
             step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
-            _, shard, _ = next(shard_visits(self.config, self.shards, last, self.trace))
+            _, shard, _ = next(shard_visits(self.config, self.shards, last))
             where = f"rank {self.rank}, step {step}, position {last} of the stream, {shard.path}"
             if isinstance(error, futures.TimeoutError):
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
                 where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
             raise LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}") from error
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
-        self.trace.add("f", "batch", "main", id=self.rank << 40 | self.index)
         ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
         for part in (ids, starts) if self.stream is not None else ():
             part.record_stream(torch.cuda.current_stream(self.device))
@@ -1695,22 +1648,19 @@ class Training:
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
         every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.trace = Trace(run.path(f"trace_rank{run.rank}.json") if config.trace else None, run.rank,
-                           config.trace_steps, every, cuda=run.device.type == "cuda")  # fmt: skip
-        self.loader = Loader(config, inputs.train_shards, run, self.trace)
+        self.timer = StepTimer(every, cuda=run.device.type == "cuda")
+        self.loader = Loader(config, inputs.train_shards, run)
         self.step, self.unread = 0, list[tuple[int, float, Tensor, Any]]()
         self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
         self.writer.start()
         self.started = time.perf_counter()  # later by what is not counted
 
-    def seconds(self) -> float:
-        """Seconds of training so far, without validation, by this rank's clock."""
-        return time.perf_counter() - self.started
+    seconds = property(lambda self: time.perf_counter() - self.started)  # of training, without validation
 
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
         stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
-        state = {"step": self.step, "seconds": self.seconds(), "config": self.config.as_env()}
+        state = {"step": self.step, "seconds": self.seconds, "config": self.config.as_env()}
         return state | {"loader": self.loader.state_dict(stream_hash), "optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -1720,9 +1670,8 @@ class Training:
         self.step, self.started = state["step"], time.perf_counter() - state["seconds"]
 
     def close(self) -> None:
-        """End threads and files, from any state."""
+        """End all threads, from any state."""
         self.loader.close()
-        self.trace.begin(math.inf)
         self.writer.join()
 
 
@@ -1737,22 +1686,22 @@ def ready_model(model: GPT, config: Config, run: Run) -> GPT:
 
 def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, trace, loader, model = training.config, training.trace, training.loader, training.model
+    config, timer, loader, model = training.config, training.timer, training.loader, training.model
     model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
-    trace.begin(training.step if training.run.phase_name == "train" else -1)
+    timer.begin(training.step if training.run.phase_name == "train" else -1)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        trace.lap("batch")
+        timer.lap("batch")
         loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
-        trace.lap("forward")
+        timer.lap("forward")
         loss.backward()
-        trace.lap("backward")
+        timer.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
     momentum, decay = muon_momentum(progress, training.step, config), average_decay(training.step, config)
     norm = training.optimizer.step(scale, momentum, decay)
-    trace.lap("optimizer")
-    if (line := trace.end()) is not None:
+    timer.lap("optimizer")
+    if line := timer.line():
         training.run.log(line)
     return torch.stack([total, norm])
 
@@ -1769,11 +1718,11 @@ def warm_up(training: Training) -> None:
 
 def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
-    config, run, seconds = training.config, training.run, training.seconds()
+    config, run, seconds = training.config, training.run, training.seconds
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
     while True:
-        message = torch.tensor([training.seconds() * (run.rank == 0), run.stop_signal], dtype=torch.float64)
+        message = torch.tensor([training.seconds * (run.rank == 0), run.stop_signal], dtype=torch.float64)
         if run.world_size > 1:  # rank 0's clock and any rank's signal, on the host: no device is asked
             dist.all_reduce(message, dist.ReduceOp.MAX)
         step, before, (seconds, caught) = training.step, seconds, message.tolist()
@@ -1801,7 +1750,7 @@ def train(training: Training) -> None:
         run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
         os._exit(128 + int(caught))
     if step < config.iterations:
-        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds():.0f}ms "
+        run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds:.0f}ms "
                 f"step:{step}/{config.iterations}")
 
 
@@ -1821,7 +1770,7 @@ def read_results(training: Training, leave: int) -> None:
                 f"last good checkpoint: {saved}; lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
         if step > 10 and step % config.train_log_every:
             continue
-        loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds()
+        loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds
         p50, p99, most = np.percentile(training.loader.waits_ms or [0.0], [50, 99, 100]).tolist()
         training.loader.waits_ms.clear()
         scale = learning_rate_scale(progress, step - 1, config)
@@ -1837,26 +1786,24 @@ def validate(training: Training, label: str) -> None:
     """Stop the clock, and score the current weights without overlap: a diagnostic, never the result."""
     training.run.sync()
     run, data, start = training.run, training.validation, time.perf_counter()
-    with training.trace.span("val", "main", step=training.step):
-        ledger = score_roundtrip(training.model, data.tokens, training.config)
-        score = ledger.score(data.bytes_total)
+    score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
     training.started += (seconds := time.perf_counter() - start)
-    training.trace.val_ms, trained_ms = 1e3 * seconds, 1e3 * training.seconds()
+    training.timer.val_ms, trained_ms = 1e3 * seconds, 1e3 * training.seconds
     run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
             f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}",
             "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-            train_time_ms=trained_ms, val_ms=training.trace.val_ms)  # fmt: skip
+            train_time_ms=trained_ms, val_ms=training.timer.val_ms)  # fmt: skip
 
 
 def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     """Take the averaged weights, collect Hessians while the clock allows, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
-    limit, seconds = config.max_wallclock_seconds or math.inf, [training.seconds()]
+    limit, seconds = config.max_wallclock_seconds or math.inf, [training.seconds]
 
     def batches() -> Iterator[Batch]:  # the loader goes on where training stopped: training shards only
         for number in range(-(-config.gptq_calibration_batches // run.world_size)):
             run.sync()
-            seconds.append(run.gather(training.seconds())[0])
+            seconds.append(run.gather(training.seconds)[0])
             if number and 2 * seconds[-1] - seconds[-2] > limit:  # after one like the last
                 return
             yield training.loader.next_batch()
@@ -1866,7 +1813,7 @@ def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
     if config.gptq:
         hessians = collect_hessians(training.model, batches(), run.world_size)
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds():.2f}s")
+    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
     run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
             f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     return hessians
@@ -1947,7 +1894,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
             hessians = finish_training(training)
         stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
         trained = {"steps": training.step, "tokens": training.step * config.train_batch_tokens,
-                   "train_seconds": training.seconds(), "stream_hash": stream_hash}  # fmt: skip
+                   "train_seconds": training.seconds, "stream_hash": stream_hash}  # fmt: skip
         with run.phase("quantize"):
             if run.rank == 0:
                 write_artifact(training.model, config, hessians, run, inputs)
@@ -1971,7 +1918,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
         raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
-        next(shard_visits(config, train_shards, 0, Trace(None)))
+        next(shard_visits(config, train_shards, 0))
     if config.attention != "auto" or config.fused_mlp == "1":
         choose_kernels(config, run)
     source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"

@@ -122,7 +122,7 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     optimizer = train_gpt.Optimizer(model, config, 0, 1)
     run: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    loader, step = train_gpt.Loader(config, shards, run, train_gpt.Trace(None)), 0
+    loader, step = train_gpt.Loader(config, shards, run), 0
     with contextlib.closing(loader):
         start = now()
         while (progress := train_gpt.run_progress(now() - start, step, config)) < 1.0:

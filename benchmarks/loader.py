@@ -46,7 +46,6 @@ MEMCPY, OURS, DRAWN = "memcpy of the same bytes", "ours: staging", "#1532: weigh
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 CPU = torch.device("cpu")
 PLACE: Any = SimpleNamespace(rank=0, world_size=1, device=CPU)
-TRACE = train_gpt.Trace(None)
 
 
 # -- the others, written from their descriptions -------------------------------------------------------------
@@ -152,7 +151,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     rows, at = STEP_TOKENS // SEQ_LEN, 0
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
     ids_BT, data = slot.reshape(rows, SEQ_LEN + 1), load_shard(shards[0], 0.0)
-    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, PLACE, TRACE)
+    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, PLACE)
     sequences = (sequences_NT[i] for sequences_NT, order in loader._read(0) for i in order.tolist())
 
     def memcpy() -> None:
@@ -179,7 +178,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
 def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
     """Wall times of `next_batch()` in ms, the consumer idle between the calls."""
     config, times = make_config(train_prefetch=prefetch), []
-    with contextlib.closing(train_gpt.Loader(config, shards, PLACE, TRACE)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, PLACE)) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
             loader.next_batch()
@@ -191,7 +190,7 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
 def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
     """Times of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
     config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
-    with contextlib.closing(train_gpt.Loader(config, shards, PLACE, TRACE)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, PLACE)) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()
@@ -213,7 +212,7 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> li
     if design.startswith("ours"):
         config = make_config(train_prefetch=design == "ours")
         one_of_many: Any = SimpleNamespace(rank=0, world_size=RANKS, device=CPU)
-        loader = train_gpt.Loader(config, shards, one_of_many, TRACE)
+        loader = train_gpt.Loader(config, shards, one_of_many)
 
         def wait() -> float:
             loader.next_batch()

@@ -91,13 +91,11 @@ def open_loader(
     rank: int = 0,
     world_size: int = 1,
     device: torch.device = CPU,
-    trace: Any = None,
     **changes: Any,
 ) -> Any:
-    trace = trace or train_gpt.Trace(None)
     config = make_config(**changes)
     place = SimpleNamespace(rank=rank, world_size=world_size, device=device)
-    return ClosingLoader(config, shards, place, trace)
+    return ClosingLoader(config, shards, place)
 
 
 def sequences_of(batch: Any) -> np.ndarray:
@@ -189,7 +187,7 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
 
 
 def visits_from(config: Any, shards: list[Any], position: int) -> Iterator[Any]:
-    return train_gpt.shard_visits(config, shards, position, train_gpt.Trace(None))
+    return train_gpt.shard_visits(config, shards, position)
 
 
 def sequences_from(config: Any, shards: list[Any], position: int) -> Iterator[tuple[int, int]]:
@@ -778,7 +776,7 @@ sys.path.insert(0, {tests!r})
 from test_loader import make_config, write_shards
 shards = write_shards(Path({folder!r}))
 place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-loader = train_gpt.Loader(make_config(), shards, place, train_gpt.Trace(None))
+loader = train_gpt.Loader(make_config(), shards, place)
 loader.next_batch()
 print("ready", flush=True)
 {end}
