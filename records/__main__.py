@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "prove": ("records.prove", "run the dynamic proofs of a legal score on a script"),
     "diff": ("records.diff", "compare two runs or folders: config, code, metrics, curves"),
     "plot": ("records.plot", "draw loss, bits per byte and step times"),
+    "trace": ("records.trace", "run the training script and write a timeline of its steps"),
     "timeline": ("records.timeline", "draw a trace, lane by lane"),
     "generate": ("records.generate", "write text after a prompt from a run's artifact"),
     "board": ("records.board", "write the leaderboard from the folders"),

@@ -1,4 +1,4 @@
-"""`timeline RUN`: draw a trace that TRACE=1 wrote, one row per lane, or merge the files of all ranks."""
+"""`timeline RUN`: draw what `trace` wrote, one row per lane, or merge the files of all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from records.writing import json_text
 COLOURS = {
     "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
     "train": "lightsteelblue", "forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green",
-    "val": "tab:olive", "epoch": "lightgray", "batch": "tab:pink",
+    "val": "tab:olive",
 }  # fmt: skip
-ENCLOSING = ("epoch", "train")  # drawn first, in full height, with what they hold on top
+ENCLOSING = ("train",)  # drawn first, in full height, with what they hold on top
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def trace_files(directory: Path) -> list[Path]:
     """Traces of all ranks of a run. Raises RecordError when there is none."""
     files = sorted(directory.glob("trace_rank*.json"))
     if not files:
-        raise RecordError(f"{directory}: no trace_rank*.json; run with TRACE=1")
+        raise RecordError(f"{directory}: no trace_rank*.json; run it by `python -m records trace`")
     return files
 
 
@@ -56,7 +56,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{path}: not a trace ({error!r}); expected a file written with TRACE=1") from error
+        raise RecordError(f"{path}: not a trace ({error!r}), expected one of `records trace`") from error
     return [event for event in events if isinstance(event, dict)]
 
 
@@ -68,7 +68,7 @@ def lane_spans(events: list[dict[str, Any]], window: tuple[float, float] | None 
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     complete = [e for e in events if e.get("ph") == "X"]
     if not complete:
-        raise RecordError("the trace holds no span: TRACE_STEPS names steps that were never run")
+        raise RecordError("the trace holds no span: its --steps were never run")
     origin, ranks = min(e["ts"] for e in complete), {e["pid"] for e in complete}
     low, high = window or (0.0, float("inf"))
     spans: Spans = defaultdict(list)
@@ -96,19 +96,20 @@ def draw(spans: Spans, path: Path, window: list[float] | None = None) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(11, 0.7 + 0.55 * len(spans)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
     seen: dict[str, Any] = {}
     for row, found in enumerate(spans.values()):
         for name, start, length in sorted(found, key=lambda span: span[0] not in ENCLOSING):
             height = 0.8 if name in ENCLOSING else 0.5
             colour = COLOURS.get(name, "tab:gray")
-            bars = axes.barh(row, length, height, start, color=colour, edgecolor="white", linewidth=0.3)
+            edge = "white" if name in ENCLOSING else colour  # its own, so that a short one is seen
+            bars = axes.barh(row, length, height, start, color=colour, edgecolor=edge, linewidth=0.3)
             seen.setdefault(name, bars)
     axes.set_yticks(range(len(spans)), list(spans))
     axes.invert_yaxis()
     if window:
         axes.set_xlim(*window)
     axes.set_xlabel("seconds")
-    axes.legend(seen.values(), seen, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=8, frameon=False)
+    figure.legend(seen.values(), seen, loc="outside lower center", ncols=8, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

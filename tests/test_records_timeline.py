@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from pathlib import Path
 
 import pytest
 
-import train_gpt
 from records.__main__ import main
+from records.trace import Timeline
 
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
-        trace = train_gpt.Trace(tmp_path / f"trace_rank{rank}.json", rank)
-        start_ns = time.perf_counter_ns() + 1_000_000
-        trace.add("X", "train", "main", start_ns, start_ns + 4_000_000, args={"step": 0})
-        trace.add("X", "forward", "main", start_ns, start_ns + 1_500_000, args={"step": 0})
-        trace.add("X", "stage", "stage", start_ns - 500_000, start_ns, args={"batch": 0})
-        trace.begin(math.inf)
+        timeline, start_ns = Timeline(), 7_000_000_000
+        timeline.open(tmp_path / f"trace_rank{rank}.json", rank)
+        timeline.span("train", "main", start_ns, start_ns + 4_000_000, step=0)
+        timeline.span("forward", "main", start_ns, start_ns + 1_500_000, step=0)
+        timeline.span("stage", "stage", start_ns - 500_000, start_ns, batch=0)
+        timeline.flush()
     return tmp_path
 
 
@@ -36,7 +34,8 @@ def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [(None, "TRACE=1"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")]
+    ("content", "told"),
+    [(None, "`python -m records trace`"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],
 )
 def test_what_is_no_trace_is_refused(
     tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]
