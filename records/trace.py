@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     status = script.main()
-    timeline.flush()  # what threads and the device still told
+    timeline.flush()  # what threads still told
     os._exit(status)  # peers may wait in a collective that this rank never joins
 
 
@@ -276,6 +276,7 @@ class Tracer:
         run, cuda = training.run, training.run.device.type == "cuda"
         self.timeline.open(run.path(f"trace_rank{run.rank}.json"), run.rank, cuda)
         with contextlib.ExitStack() as until_its_end:
+            until_its_end.callback(self.timeline.flush)  # last, after what the device still tells
             for owner, attribute, name in (
                 (training, "loss", "forward"),
                 (self.torch.Tensor, "backward", "backward"),
