@@ -1039,8 +1039,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, scale: float, momentum: float, number: int = 0) -> Tensor:
-        """Step `number`: update all from their gradients (this rank's means, used up) at `scale` times each LR,
-        and the average of weights. Returns the global gradient norm before clipping, on the device."""
+        """Step `number`: update all from their gradients (means of this rank, used up) at `scale` times each
+        LR, and the average of weights. Returns the global gradient norm before clipping, on the device."""
         gradients: Any = [[parameter.grad for parameter in group] for group in (self.banks, self.small)]
         c, (slices, small) = self.config, gradients
         if self.world_size > 1:  # means over ranks: own slices of the banks, all on the way at once; the rest
@@ -1484,8 +1484,8 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) 
         else:
             coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
-        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX with the code, at the coarsest "
-                            "step; set RATE_CONTROL=1 or lower VOCAB_SIZE, MODEL_DIM, MLP_MULT, NUM_LAYERS")
+        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX with RATE_CONTROL="
+                            f"{config.rate_control:d}; set 1, or lower VOCAB_SIZE, MODEL_DIM or NUM_LAYERS")
     note = " unused: 8 bits cannot fill it" if chosen == MULTIPLIERS[0] and len(best) < least else ""
     return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 

@@ -442,9 +442,9 @@ def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config,
 
 def test_a_model_too_large_is_refused_before_and_after_training(tmp_path: Path) -> None:
     config = Config.from_env(settings_of(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
-    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX with the code, at the coarsest step"):
+    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX with"):
         train_gpt.fill_budget(config, 8_000, lambda m: range(round(train_gpt.expected_bytes(config, m))))
-    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX with the code, at the coarsest step"):
+    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX with"):
         write(tmp_path / "model.bin", config)
     assert not list(tmp_path.iterdir())
 
