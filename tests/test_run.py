@@ -184,8 +184,11 @@ def test_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
     assert set(other.summary["losses"]) == {"roundtrip"}
 
 
-def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
-    ended = lab.succeed(MAX_WALLCLOCK_SECONDS=3, GPTQ_RESERVE_SECONDS=1, ITERATIONS=100000, VAL_LOSS_EVERY=30)
+@pytest.mark.parametrize("batches", [1, 100000])
+def test_training_with_hessians_ends_within_its_seconds(batches: int, lab: Lab) -> None:
+    """However many batches are asked for: as many are taken as the clock allows."""
+    clock = {"MAX_WALLCLOCK_SECONDS": 3, "GPTQ_RESERVE_SECONDS": 1, "GPTQ_CALIBRATION_BATCHES": batches}
+    ended = lab.succeed(**clock, ITERATIONS=100000, VAL_LOSS_EVERY=30, EVAL_STRIDE=0, TTT_ENABLED=0)
     limit = ended.summary["limits"]["train_seconds"]
     assert limit["ok"] and 0.5 < limit["value"] <= 3.0
     steps = ended.summary["steps"]
