@@ -1777,13 +1777,14 @@ def validate(training: Training, label: str) -> None:
 def finish_training(training: Training) -> Hessians:
     """Take the averaged weights, collect Hessians while the clock allows, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
-    limit, seconds = config.max_wallclock_seconds or math.inf, [training.seconds]
+    spare, seconds = 0.1 * config.gptq_reserve_seconds, [training.seconds]
 
     def batches() -> Iterator[Batch]:  # the loader goes on where training stopped: training shards only
         for number in range(-(-config.gptq_calibration_batches // run.world_size)):
             run.sync()
             seconds.append(run.gather(training.seconds)[0])
-            if number and 2 * seconds[-1] - seconds[-2] > limit:  # after one like the last
+            end = 2 * seconds[-1] - seconds[-2] + spare  # after one like the last
+            if number and 0 < config.max_wallclock_seconds < end:
                 return
             yield training.loader.next_batch()
 
