@@ -48,9 +48,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # torch reads it when it loads
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle threads that spin make a busy machine crawl
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -262,7 +259,7 @@ def _parse(name: str, text: str, spec: Field[Any]) -> Any:
 
 def _cross_check(c: Config) -> None:
     """Raise ConfigError for settings that are fine alone and wrong together."""
-    chunk, seconds = c.ttt_chunk_tokens, c.max_wallclock_seconds
+    chunk, seconds, reserve = c.ttt_chunk_tokens, c.max_wallclock_seconds, c.gptq * c.gptq_reserve_seconds
     rules = [
         (c.model_dim % c.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
         (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
@@ -275,8 +272,7 @@ def _cross_check(c: Config) -> None:
         (not c.ttt_enabled or (c.eval_stride and chunk % c.eval_stride == 0 and chunk >= c.eval_length),
          "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN ) for TTT_ENABLED"),
         (seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS <= ITERATIONS"),
-        (not c.gptq or c.gptq_reserve_seconds < (seconds or math.inf),
-         "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS with GPTQ"),
+        (not seconds or reserve < seconds, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
         (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID as a plain name"),
     ]  # fmt: skip
     for rule in (rule for holds, rule in rules if not holds):
@@ -470,8 +466,7 @@ def open_shards(pattern: str) -> list[Shard]:
             raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: got no file, expected token shards; set DATA_PATH, get some as "
-                        "data/README.md tells, or see `make demo`, which has its own")
+        raise DataError(f"{pattern}: no token shard; set DATA_PATH, see data/README.md, or try `make demo`")
     return shards
 
 
@@ -633,8 +628,7 @@ class Loader:
         """Go on where a state ends, on any number of ranks. LoaderError names what would make it differ."""
         for name, value in self.fingerprint.items():
             if state.get(name) != value:
-                raise LoaderError(f"loader state: {name} is {state.get(name)!r}, expected {value!r}; resume "
-                                  "with the data and settings it was saved with, or start a new run")
+                raise LoaderError(f"state of other data: {name} is {state.get(name)!r}, expected {value!r}")
         self.seek(state["step"])
         self.stream_hash = state["stream_hash"] if self.rank == 0 else 0
 
@@ -704,8 +698,7 @@ linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is N
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197). Only
-    the kernel is opaque to torch.compile: it sees, and may fuse around, the other four products."""
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
@@ -731,9 +724,8 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Ten
 
 def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> list[Tensor]:
     """What a function makes of its inputs, and their gradients along the first, which has its shape."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves, *rest)
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[0])]
+    out, gradients = torch.autograd.functional.vjp(lambda *x: function(*x, *rest), tuple(inputs), inputs[0])
+    return [out, *gradients]
 
 
 def fastest(setting: str, names: list[str], load: Callable[[str], Any], inputs: list[Tensor],
@@ -759,8 +751,8 @@ def fastest(setting: str, names: list[str], load: Callable[[str], Any], inputs: 
     tried = " | ".join(f"{name} {text}" for name, (_, text) in worst.items())
     best = min(names, key=lambda name: worst[name][0])
     if worst[best][0] == math.inf:
-        asked = getattr(c, setting)
-        raise ConfigError(f"{setting.upper()}={asked}: {tried}; set auto, or lower MICRO_BATCH_TOKENS")
+        where = f"{setting.upper()}={getattr(c, setting)}"
+        raise ConfigError(f"{where}: {tried}; set auto, or lower MICRO_BATCH_TOKENS")
     run.log(f"{setting}:{best} tried: {tried}")
     return forms[best]
 
@@ -1046,9 +1038,9 @@ class Optimizer:
         return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.world_size))
 
     @torch.no_grad()
-    def step(self, scale: float, momentum: float, decay: float = 0.0) -> Tensor:
-        """Update all from their gradients (this rank's means), which are used up, at `scale` times each LR,
-        and the average of weights. Returns the global gradient norm before clipping, on the device."""
+    def step(self, scale: float, momentum: float, number: int = 0) -> Tensor:
+        """Step `number`: update all from their gradients (means of this rank, used up) at `scale` times each
+        LR, and the average of weights. Returns the global gradient norm before clipping, on the device."""
         gradients: Any = [[parameter.grad for parameter in group] for group in (self.banks, self.small)]
         c, (slices, small) = self.config, gradients
         if self.world_size > 1:  # means over ranks: own slices of the banks, all on the way at once; the rest
@@ -1073,6 +1065,7 @@ class Optimizer:
         for bank, update in self._gather(self._muon_update(*pair, momentum) for pair in pairs):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
             bank.mul_(1.0 - lr * c.muon_wd).add_(update, alpha=-lr * factor)
+        decay = min(c.ema_decay, (1 + number) / (10 + number))  # less at first: a short run forgets its start
         torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
@@ -1127,11 +1120,6 @@ def muon_momentum(progress: float, step: int, c: Config) -> float:
     steps, share = c.muon_momentum_warmup_steps, c.muon_momentum_warmup_frac
     rise = min(1.0, step / steps) if steps else min(1.0, progress / share) if share else 1.0
     return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
-
-
-def average_decay(step: int, c: Config) -> float:
-    """Decay of the average of weights: lower in the first steps, so that a short run forgets its start."""
-    return min(c.ema_decay, (1 + step) / (10 + step))
 
 
 def loop_is_on(progress: float, c: Config) -> bool:
@@ -1293,24 +1281,22 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
         sgd.step()
 
 
-def report_progress(config: Config, run: Run, start: float, ledger: Ledger, chunk: int, chunks: int) -> None:
-    """After a chunk of a scorer begun at `start`: every so often, how far it is and what is left."""
-    if chunk % (config.val_progress_log_every or -(-chunks // 20)):
-        return
-    share, mean = ledger.scored / len(ledger.nats), ledger.nats[: ledger.scored].mean()
-    left = (time.perf_counter() - start) * (1 / share - 1)
-    run.log(f"val_progress:{run.phase_name.removeprefix('eval_')} {share:.0%} partial_mean_loss:{mean:.4f} "
-            f"tokens_seen:{ledger.scored} eta:{left:.0f}s")
-
-
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
     scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
-    scores = dict[str, Score]()
+    scores, start = dict[str, Score](), 0.0
+
+    def progress(ledger: Ledger, chunk: int, chunks: int) -> None:
+        if chunk % (config.val_progress_log_every or -(-chunks // 20)) == 0:
+            share, mean = ledger.scored / len(ledger.nats), ledger.nats[: ledger.scored].mean()
+            left = (time.perf_counter() - start) * (1 / share - 1)
+            run.log(f"val_progress:{name} {share:.0%} partial_mean_loss:{mean:.4f} "
+                    f"tokens_seen:{ledger.scored} eta:{left:.0f}s")
+
     for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
         label = name if name == "legal_ttt" else f"final_{weights}_{name}"
         with run.phase(f"eval_{name}"):
-            progress = functools.partial(report_progress, config, run, time.perf_counter())
+            start = time.perf_counter()
             ledger = scorer(model, validation.tokens, config, progress)
         score, seconds = ledger.score(validation.bytes_total), run.phases[f"eval_{name}"]
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
@@ -1329,11 +1315,11 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
 # What the matrices of a bank multiply; two sites: one run of layers for each. The head's site has its name.
 HESSIAN_SITES = {"qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"],
                  "mlp_up_bank": ["mlp_in"], "mlp_down_bank": ["mlp_hidden"]}  # fmt: skip
-Hessians = Mapping[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
+Hessians = dict[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
 
 
 @torch.no_grad()
-def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> dict[tuple[str, int], Tensor]:
+def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> Hessians:
     """Sums of x xᵀ over the tokens of training `batches`, each visit of a looped layer; all ranks call it."""
     sums: dict[tuple[str, int], Tensor] = {}
 
@@ -1353,9 +1339,8 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> d
 def quantizer(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Callable[..., list]:
     """GPTQ of a parameter, as a function of step and levels (Frantar et al., arXiv 2210.17323; PR #1394):
     codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next to
-    step * spread; int8 both. Spreads are deviations of rows, or maxima if it is no matrix. Columns go by
-    descending diagonal of the Hessian H, those to come make up for what one loses in rounding; H is the
-    identity, which rounds to nearest, where nobody saw the inputs. ArtifactError: something is not finite."""
+    step * spread (deviation of a row; maximum if it is no matrix). Columns go by descending diagonal of the
+    Hessian, those to come make up for what one loses in rounding; without it: to nearest. ArtifactError."""
     weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
     spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
     sites = HESSIAN_SITES.get(name, [name])
@@ -1414,8 +1399,7 @@ def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.nda
 
 
 def encode(arrays: list[np.ndarray]) -> bytes:
-    """Bytes of integer arrays (rows, columns) with values in [-127, 127]. Lanes run side by side: more are
-    faster, and each costs four bytes."""
+    """Bytes of integer arrays (rows, columns) with values in [-127, 127]; each lane costs four more."""
     lanes, parts, words = min(16 + sum(array.size for array in arrays) // 16_384, 1024), [], []
     peaks = bytes(int(np.abs(array).max(initial=0)) for array in arrays)
     states = np.full(lanes, 1 << 16, np.int64)
@@ -1500,9 +1484,8 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) 
         else:
             coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
-        raise ArtifactError(f"code and artifact are {len(data) - budget} bytes above ARTIFACT_BYTES_MAX at "
-                            f"the coarsest step of RATE_CONTROL={config.rate_control:d}: keep it 1, or lower "
-                            "VOCAB_SIZE, MODEL_DIM, MLP_MULT or NUM_LAYERS")
+        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX with RATE_CONTROL="
+                            f"{config.rate_control:d}; set 1, or lower VOCAB_SIZE, MODEL_DIM or NUM_LAYERS")
     note = " unused: 8 bits cannot fill it" if chosen == MULTIPLIERS[0] and len(best) < least else ""
     return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
@@ -1580,16 +1563,14 @@ ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 
 @functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
-    """The script in the form that CODE_BYTES=`mode` ships and counts. Wrapped, it unpacks what a run needs:
-    neither comments nor docstrings. One wrapped stays so."""
-    if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):
+    """The script in the form that CODE_BYTES=`mode` ships and counts; wrapped: no comments, no docstrings."""
+    if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):  # shipped already
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]
-    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, filters=filters)
+    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
 
 
@@ -1628,8 +1609,7 @@ def load_checkpoint(training: Training) -> None:
         raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
     for name, ours in training.config.as_env("MIN_LR").items():
         if (theirs := state["config"].get(name)) != ours:
-            raise ConfigError(f"{name}={ours}, but {run.directory} has {theirs}; "
-                              f"resume with its settings: CONFIG={run.path('config.env')}")
+            raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={run.path('config.env')}")
     training.load_state(state)
     run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
 
@@ -1647,7 +1627,7 @@ class Training:
         self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
         self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
         self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
-        every = config.training_timing_every if config.training_timing_breakdown else 0
+        every = config.training_timing_breakdown * config.training_timing_every
         self.timer = StepTimer(every, cuda=run.device.type == "cuda")
         self.loader = Loader(config, inputs.train_shards, run)
         self.step, self.unread = 0, list[tuple[int, float, Tensor, Any]]()
@@ -1698,8 +1678,7 @@ def train_step(training: Training, progress: float) -> Tensor:
         timer.lap("backward")
         total += loss.detach()
     scale = learning_rate_scale(progress, training.step, config)
-    momentum, decay = muon_momentum(progress, training.step, config), average_decay(training.step, config)
-    norm = training.optimizer.step(scale, momentum, decay)
+    norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config), training.step)
     timer.lap("optimizer")
     if line := timer.line():
         training.run.log(line)
@@ -1795,16 +1774,17 @@ def validate(training: Training, label: str) -> None:
             train_time_ms=trained_ms, val_ms=training.timer.val_ms)  # fmt: skip
 
 
-def finish_training(training: Training) -> dict[tuple[str, int], Tensor]:
+def finish_training(training: Training) -> Hessians:
     """Take the averaged weights, collect Hessians while the clock allows, and validate once."""
     config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
-    limit, seconds = config.max_wallclock_seconds or math.inf, [training.seconds]
+    spare, seconds = 0.1 * config.gptq_reserve_seconds, [training.seconds]
 
     def batches() -> Iterator[Batch]:  # the loader goes on where training stopped: training shards only
         for number in range(-(-config.gptq_calibration_batches // run.world_size)):
             run.sync()
             seconds.append(run.gather(training.seconds)[0])
-            if number and 2 * seconds[-1] - seconds[-2] > limit:  # after one like the last
+            end = 2 * seconds[-1] - seconds[-2] + spare  # after one like the last
+            if number and 0 < config.max_wallclock_seconds < end:
                 return
             yield training.loader.next_batch()
 
@@ -1921,12 +1901,11 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
         next(shard_visits(config, train_shards, 0))
     if config.attention != "auto" or config.fused_mlp == "1":
         choose_kernels(config, run)
-    source, settings, manifest = Path(__file__).read_bytes(), config.as_env(), folder / "manifest.json"
+    source, settings = Path(__file__).read_bytes(), config.as_env()
     files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
              "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}
     listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": listing.encode(),
-            "manifest": manifest.read_bytes() if manifest.is_file() else b""}  # fmt: skip
+    read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": listing.encode()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
     mine = {**settings, **hashes, "torch": torch.__version__}
     for rank, theirs in enumerate(run.gather(mine)):
@@ -1941,8 +1920,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
-    """Make the run directory, or reopen RESUME's, put source and settings into it, and begin the log in
-    upstream's words. All ranks call it. Raises ConfigError."""
+    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words. ConfigError."""
     name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
     directory = Path(run.gather(config.resume or f"{config.runs_dir}/{name}")[0])
     if config.resume and (not (directory / CHECKPOINT).exists() or (directory / "summary.json").exists()):
@@ -1959,14 +1937,14 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
         raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
     run.directory = directory
-    run.log(f"run:{directory}")
     overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
     if run.rank == 0:
         for name, content in inputs.files.items() if not config.resume else ():
             write_atomically(run.path(name), content)
         for name, value in config.as_env().items():
             tell(f"  {name}={value}{'  # changed' * (name in overrides)}", run.path("log.txt"))
-    for line in (
+    run.log("\n".join((
+        f"run:{directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {run.device_name} "
         f"dtype:{run.dtype} compile:{compiling(config, run.device):d} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
@@ -1977,8 +1955,7 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
         f"train_batch_tokens:{config.train_batch_tokens}",
         f"preflight:ok artifact:estimate {inputs.estimate}",
-    ):
-        run.log(line)
+    )))  # fmt: skip
 
 
 def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, artifact: dict, scores: dict) -> None:
@@ -2020,6 +1997,4 @@ def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, artifact:
 
 
 if __name__ == "__main__":
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # no locale loses a line
     os._exit(main())  # peers may wait in a collective that this rank never joins

@@ -133,7 +133,7 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
             momentum = train_gpt.muon_momentum(progress, step, config)
-            optimizer.step(scale, momentum, train_gpt.average_decay(step, config))
+            optimizer.step(scale, momentum, step)
             step += 1
     torch._foreach_copy_(optimizer.weights, optimizer.average)
     return step

@@ -232,29 +232,32 @@ def test_state_is_a_copy_that_repeats_the_run() -> None:
     assert train(model, optimizer, range(4)) == first
 
 
-def after_steps(decays: list[float], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
-    """An optimizer after so many steps, and the weights at first and after each."""
+def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
+    """An optimizer after steps of these numbers, and the weights at first and after each."""
     config = tiny(**changes)
     model = build_model(config)
     optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
     seen = [[p.detach().clone() for p in model.parameters()]]
-    for decay in decays:
+    for number in numbers:
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step(1.0, 0.9, decay)
+        optimizer.step(1.0, 0.9, number)
         seen.append([p.detach().clone() for p in model.parameters()])
     return optimizer, seen
 
 
 def test_the_average_of_weights() -> None:
-    """Each step keeps `decay` of the average and takes the rest from the weights that it has just made."""
-    optimizer, (first, second, third) = after_steps([0.75, 0.5])
+    """Each step keeps a share of the average, more in later ones, and takes the rest from its weights."""
+    optimizer, (first, second, third) = after_steps([26, 8])
     for average, a, b, c in zip(optimizer.average, first, second, third, strict=True):
         torch.testing.assert_close(average, 0.5 * (0.75 * a + 0.25 * b) + 0.5 * c)
         assert not torch.equal(b, c)
+    optimizer, (first, second) = after_steps([100_000])
+    for average, a, b in zip(optimizer.average, first, second, strict=True):
+        torch.testing.assert_close(average, 0.9965 * a + 0.0035 * b)
 
 
 def test_without_decay_the_average_is_the_last_weights() -> None:
-    optimizer, (*_, last) = after_steps([0.0, 0.0], EMA_DECAY=0)
+    optimizer, (*_, last) = after_steps([0, 7], EMA_DECAY=0)
     assert all(map(torch.equal, optimizer.average, last))
     assert all(map(torch.equal, optimizer.weights, last))

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from train_gpt import Config, average_decay, learning_rate_scale, loop_is_on, muon_momentum, run_progress
+from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress
 
 PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
 
@@ -73,13 +73,6 @@ def test_the_loop_switches_on_once() -> None:
     assert on == [False] * 35 + [True] * 66
     assert not loop_is_on(1.0, Config(num_loops=0))
     assert loop_is_on(0.0, Config(enable_looping_at=0.0))
-
-
-def test_a_young_average_forgets_its_start() -> None:
-    assert [average_decay(step, Config()) for step in (0, 8)] == pytest.approx([0.1, 0.5])
-    assert average_decay(2_000, Config()) == pytest.approx(2_001 / 2_010)
-    assert average_decay(4_500, Config()) == 0.9965
-    assert average_decay(4_500, Config(ema_decay=0.0)) == 0.0
 
 
 def test_progress_is_the_share_of_what_ends_first() -> None:

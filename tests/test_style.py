@@ -13,8 +13,7 @@ import pytest
 SECTIONS = (
     "CONFIG RUNTIME TRACE DATA KERNELS MODEL OPTIMIZER SCHEDULE EVALUATION ARTIFACT CHECKPOINT TRAIN main"
 ).split()
-LINES_GOAL, LINES_NOW = 2000, 2265  # not there yet; LINES_NOW may only be lowered
-MAX_COLUMNS, MAX_FUNCTION_LINES, MAX_NESTING = 110, 60, 3
+MAX_LINES, MAX_COLUMNS, MAX_FUNCTION_LINES, MAX_NESTING = 2000, 110, 60, 3
 BANNER = re.compile(r"^# ={108}\n# (\S+) — (.+)\n# ={108}$", re.MULTILINE)
 
 
@@ -37,8 +36,8 @@ def test_no_line_is_too_long(source: str) -> None:
     assert not long
 
 
-def test_the_file_only_shrinks(source: str) -> None:
-    assert len(source.splitlines()) <= LINES_NOW, f"the ceiling is {LINES_GOAL}: leave out, never add"
+def test_the_file_stays_below_its_ceiling(source: str) -> None:
+    assert len(source.splitlines()) <= MAX_LINES, "leave out, never pack"
 
 
 def test_no_function_is_too_long(tree: ast.Module) -> None:
