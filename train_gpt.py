@@ -383,7 +383,7 @@ def compiling(config: Config, device: torch.device) -> bool:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path` completely or not at all: a full disk leaves what stood there. ConfigError."""
+    """Put `data` at `path` as a whole or not at all if killed or out of disk. Raises ConfigError."""
     temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is overwritten
     try:
         with open(temporary, "wb") as file:
@@ -868,7 +868,7 @@ class GPT(nn.Module):
             stack += lanes[:1] if visit < 0 else []
         hidden = rms_norm(lanes[0] if len(lanes) == 1 else (lanes[0] + lanes[1]) / 2)
         if self.observer is not None:
-            self.observer("token_embedding_VD" if c.tie_embeddings else "lm_head_VD", 0, hidden)
+            self.observer("token_embedding_VD", 0, hidden)
         return hidden
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -1484,8 +1484,7 @@ def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) 
         else:
             coarsest, best, chosen = at - 1, data, multipliers[at]
     if not best:
-        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX with RATE_CONTROL="
-                            f"{config.rate_control:d}; set 1, or lower VOCAB_SIZE, MODEL_DIM or NUM_LAYERS")
+        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM")
     note = " unused: 8 bits cannot fill it" if chosen == MULTIPLIERS[0] and len(best) < least else ""
     return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
 
@@ -1593,7 +1592,7 @@ def save_checkpoint(training: Training) -> None:
             write_atomically(run.path(CHECKPOINT), buffer.getvalue())
             run.log(f"checkpoint:{run.path(CHECKPOINT)} step:{state['step']}")
         except ConfigError as error:
-            run.log(f"warning: no checkpoint of step {state['step']}, the one before stands: {error}")
+            run.log(f"warning: no checkpoint of step {state['step']}, none is replaced: {error}")
 
     training.writer.join()
     training.writer = threading.Thread(target=write if run.rank == 0 else None, name="checkpoint")
@@ -1639,8 +1638,8 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
-        stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
         state = {"step": self.step, "seconds": self.seconds, "config": self.config.as_env()}
+        stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
         return state | {"loader": self.loader.state_dict(stream_hash), "optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -1697,7 +1696,7 @@ def warm_up(training: Training) -> None:
 
 def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
-    config, run, seconds = training.config, training.run, training.seconds
+    config, run, seconds = training.config, training.run, training.run.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
     while True:
@@ -1705,8 +1704,8 @@ def train(training: Training) -> None:
         if run.world_size > 1:  # rank 0's clock and any rank's signal, on the host: no device is asked
             dist.all_reduce(message, dist.ReduceOp.MAX)
         step, before, (seconds, caught) = training.step, seconds, message.tolist()
-        step_seconds = max(0.9 * step_seconds, seconds - before)  # two to come: a GPU is one behind
-        over = caught or run_progress(seconds + 2 * step_seconds, step, config) >= 1
+        step_seconds, steps = max(0.9 * step_seconds, seconds - before), 2 + 2 * (run.device.type == "cuda")
+        over = caught or run_progress(seconds + steps * step_seconds, step, config) >= 1  # a GPU is behind
         save = seconds // save_every > before // save_every
         look = step > 0 and step % look_every == 0
         read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
@@ -1726,6 +1725,7 @@ def train(training: Training) -> None:
         save_checkpoint(training)
     if caught:
         training.writer.join()
+        run.gather(None)  # torchrun kills the others when a rank has left
         run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
         os._exit(128 + int(caught))
     if step < config.iterations:
@@ -1899,8 +1899,6 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
     if train_shards:
         next(shard_visits(config, train_shards, 0))
-    if config.attention != "auto" or config.fused_mlp == "1":
-        choose_kernels(config, run)
     source, settings = Path(__file__).read_bytes(), config.as_env()
     files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
              "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}
@@ -1911,6 +1909,8 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     for rank, theirs in enumerate(run.gather(mine)):
         for name in (name for name in mine if theirs[name] != mine[name]):
             raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
+    if config.attention != "auto" or config.fused_mlp == "1":
+        choose_kernels(config, run)
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
     budget = config.artifact_bytes_max - len(files["train_gpt.shipped.py"])  # of a file of the expected size:

@@ -227,6 +227,6 @@ def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: L
     checkpoint = ended.directory / "checkpoint.pt"
     told = rf"step 4, batch at token {3 * 256}: train_loss nan, grad_norm nan, "
     assert re.search(told + f"last good checkpoint: {checkpoint}; lower", ended.err)
-    assert "no checkpoint of step 3, the one before stands: its weights are not finite" in ended.out
+    assert "no checkpoint of step 3, none is replaced: its weights are not finite" in ended.out
     assert set(train_losses(ended)) == {1, 2, 3}
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
