@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
-import io
 import itertools
 import json
 import math
 import operator
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from records.errors import RecordError
+from records.prove import load_script
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 TAIL = b"\n]}\n"
@@ -51,24 +49,19 @@ def step_window(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Ends this process with the exit status of the script, at once, as the script itself does."""
-    script = load_script(args.script)
+    script = load_traceable(args.script)
     timeline = Timeline(*args.steps)
     wrap_script(script, timeline)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     status = script.main()
     timeline.flush()  # what threads still told
     os._exit(status)  # peers may wait in a collective that this rank never joins
 
 
-def load_script(path: Path) -> ModuleType:
-    """The script as a module, before its torch is loaded set up as it does itself. Raises RecordError."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    if spec is None or spec.loader is None or not path.is_file():
+def load_traceable(path: Path) -> ModuleType:
+    """The script as a module that has all that is wrapped. Raises RecordError."""
+    if path.suffix != ".py" or not path.is_file():
         raise RecordError(f"{path}: expected a Python file; name the training script with --script")
-    script = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(path)
     for name in WRAPPED:
         try:
             operator.attrgetter(name)(script)
