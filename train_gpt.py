@@ -1699,16 +1699,17 @@ def train(training: Training) -> None:
     config, run, seconds = training.config, training.run, training.run.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
+    behind = 2 if run.device.type == "cuda" else 0  # steps that a device may be behind the host
     while True:
         message = torch.tensor([training.seconds * (run.rank == 0), run.stop_signal], dtype=torch.float64)
         if run.world_size > 1:  # rank 0's clock and any rank's signal, on the host: no device is asked
             dist.all_reduce(message, dist.ReduceOp.MAX)
         step, before, (seconds, caught) = training.step, seconds, message.tolist()
-        step_seconds, steps = max(0.9 * step_seconds, seconds - before), 2 + 2 * (run.device.type == "cuda")
-        over = caught or run_progress(seconds + steps * step_seconds, step, config) >= 1  # a GPU is behind
+        step_seconds = max(0.9 * step_seconds, seconds - before)
+        over = caught or run_progress(seconds + (2 + behind) * step_seconds, step, config) >= 1
         save = seconds // save_every > before // save_every
         look = step > 0 and step % look_every == 0
-        read_results(training, leave=0 if over or save or look or run.device.type == "cpu" else 2)
+        read_results(training, leave=0 if over or save or look else behind)
         if over:
             break
         if save:
@@ -1717,7 +1718,7 @@ def train(training: Training) -> None:
             validate(training, f"step:{step}/{config.iterations}")
         progress = run_progress(seconds, step, config)
         results = train_step(training, progress).to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if run.device.type == "cuda" else None
+        copied = torch.cuda.current_stream().record_event() if behind else None
         training.step += 1
         training.unread.append((training.step, progress, results, copied))
     run.sync()
@@ -1783,9 +1784,8 @@ def finish_training(training: Training) -> Hessians:
         for number in range(-(-config.gptq_calibration_batches // run.world_size)):
             run.sync()
             seconds.append(run.gather(training.seconds)[0])
-            end = 2 * seconds[-1] - seconds[-2] + spare  # after one like the last
-            if number and 0 < config.max_wallclock_seconds < end:
-                return
+            if number and 0 < config.max_wallclock_seconds < 2 * seconds[-1] - seconds[-2] + spare:
+                return  # one more like the last would end too late
             yield training.loader.next_batch()
 
     torch._foreach_copy_(training.optimizer.weights, training.optimizer.average)

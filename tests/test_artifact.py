@@ -89,7 +89,7 @@ def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tu
     """What the writer asks of a run and its inputs."""
     log = print if lines is None else lines.append
     files, hashes = {"train_gpt.shipped.py": bytes(code_bytes)}, {"tokenizer": TOKENIZER}
-    run = SimpleNamespace(path=lambda _: path, log=log, alive=lambda: None)
+    run = SimpleNamespace(path=lambda _: path, log=log)
     return run, SimpleNamespace(files=files, hashes=hashes)
 
 
