@@ -1828,9 +1828,9 @@ def main() -> int:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
-    except Exception as error:
+    except Exception:
         message = traceback.format_exc().strip()
-        if run and ("gloo/" in str(error) or isinstance(error, dist.DistBackendError)):
+        if run and any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError")):
             tell(f"rank {run.rank}: ends, as another rank has, or is not heard of", sys.stderr)
             return 1
     message = f"rank {run.rank}: {message}" if run and run.world_size > 1 else message
