@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from processes import Ended, Lab
 
 import train_gpt
-from records import probes, prove, rehearsal
-from records.findings import Level, Mode
+from tools.check.findings import Level, Mode
+from tools.prove import probes, prove, rehearsal
 from train_gpt import (
     Config,
     ConfigError,

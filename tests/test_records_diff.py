@@ -12,10 +12,10 @@ import pytest
 from test_records_pack import pack
 from test_records_support import SOURCE, make_run, make_runs
 
-from records import svg
-from records.__main__ import main
-from records.diff import changed_settings
-from records.stats import compare, deviation, welch_lower
+from tools.__main__ import main
+from tools.compare import svg
+from tools.compare.diff import changed_settings
+from tools.runs.stats import compare, deviation, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {

@@ -9,10 +9,10 @@ import pytest
 from test_records_pack import pack
 from test_records_support import make_run, make_runs
 
-from records import board
-from records.__main__ import main
-from records.curves import shard_crossings, step_times, train_loss, validation_bpb
-from records.runs import load_group
+from tools.__main__ import main
+from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
+from tools.pack import board
+from tools.runs.runs import load_group
 
 
 def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_board_of_this_repository_is_fresh(repo: Path) -> None:
-    """Fails when a folder was added or changed without `python -m records board`."""
+    """Fails when a folder was added or changed without `python -m tools board`."""
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_records_support import SOURCE, wrap
 
 import train_gpt
-from records import source
-from records.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
+from tools.runs import source
+from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
 
 SHELLS = {
     "lzma, base 85": (
