@@ -23,7 +23,8 @@ import numpy as np
 
 from data import caseops, shards
 from data.documents import Chunk, DocumentSource
-from data.shards import ByteTable, DataError
+from data.files import DataError
+from data.shards import ByteTable
 
 CHUNKS_AHEAD = 2  # per process, finished or under way, beyond the one being written
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
+from data.files import sha256_file
 from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
+from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, nested, sha256_file, submission
+from tools.runs.derive import Evidence, compare_with, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder
 from tools.runs.logs import decimals, read_log
@@ -190,19 +193,19 @@ def _check_readme(
 ) -> Iterator[Finding]:
     path = folder.file(README)
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    text = text.replace(readme.FORMER_BEGIN, readme.BEGIN)
-    part = readme.generated_part(text)
-    if part is None:
+    parts = split_at_marks(text.replace(readme.FORMER_BEGIN, readme.BEGIN), readme.BEGIN, readme.END)
+    if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
     wanted = readme.render(expected, summaries, folder.file(READABLE_SCRIPT).is_file())
-    before = text[: text.find(readme.BEGIN)].count("\n")
-    lines = zip([*part.splitlines(), ""], [*wanted.splitlines(), ""], strict=False)
-    for number, (got, derived) in enumerate(lines, before + 1):
+    wanted_parts = split_at_marks(wanted, readme.BEGIN, readme.END)
+    assert wanted_parts is not None
+    first_line = parts.before.count("\n") + 1
+    lines = zip_longest(parts.between.splitlines(), wanted_parts.between.splitlines(), fillvalue="")
+    for number, (got, derived) in enumerate(lines, first_line):
         if got != derived:
-            yield fail(
-                "A4", f"README.md says `{got}`, the logs give `{derived}`", f"{README}:{number}", REMEDY
-            )
+            where = f"{README}:{number}"
+            yield fail("A4", f"README.md says `{got}`, the logs give `{derived}`", where, REMEDY)
             return
 
 

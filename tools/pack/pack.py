@@ -15,10 +15,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data.files import sha256_file, write_bytes
 from tools import RECORDS
 from tools.compare.codediff import unified
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, nested, sha256_file, submission
+from tools.runs.derive import Evidence, compare_with, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     BASELINE_DIFF,
@@ -35,7 +36,7 @@ from tools.runs.folder import (
 from tools.runs.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
 from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
 from tools.runs.source import decoded, same_program, unwrap
-from tools.runs.writing import json_text, write_bytes, write_text
+from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 PINNED = ("torch", "numpy", "sentencepiece", "triton")  # what a shipped script may import

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tools.runs.errors import RecordError
@@ -24,10 +22,6 @@ class Evidence:
     seed: int
     log: RunLog
     summary: Mapping[str, Any]
-
-
-def sha256_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def evidence_files(seeds: Sequence[int]) -> list[str]:
