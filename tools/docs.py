@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -54,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def all_blocks() -> list[Block]:
     """Every generated block of the repository."""
-    from benchmarks import results  # with the benchmarks, which load torch
-
+    results = importlib.import_module("benchmarks.results")  # loads torch
     return [
         Block(REPO / README, SETTINGS_BEGIN, SETTINGS_END, settings_table),
         Block(REPO / README, RESULTS_BEGIN, RESULTS_END, lambda: result_tables(RECORDS)),

@@ -16,7 +16,7 @@ from tools.runs.derive import Evidence, compare_with, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder
 from tools.runs.logs import decimals, read_log
-from tools.runs.source import read_script, same_program
+from tools.runs.source import IGNORED_IN, read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 REMEDY = "restore the packed file, or pack the runs again"
@@ -43,14 +43,13 @@ def check_code(folder: Folder) -> Iterator[Finding]:
     if not folder.ours or folder.script is None:
         return
     readable = folder.file(READABLE_SCRIPT)
-    source = read_script(readable).raw if readable.is_file() else folder.script.raw
-    if readable.is_file() and not same_program(folder.script.text, source.decode("utf-8", errors="replace")):
-        yield fail(
-            "A6",
-            f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}",
-            READABLE_SCRIPT,
-            REMEDY,
-        )
+    source = folder.script.raw
+    if readable.is_file():
+        source = read_script(readable).raw
+        text = source.decode("utf-8", errors="replace")
+        if not same_program(folder.script.text, text, IGNORED_IN.get(folder.name, ())):
+            what = f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}"
+            yield fail("A6", what, READABLE_SCRIPT, REMEDY)
     digest = hashlib.sha256(source).hexdigest()
     for seed, summary in folder.summaries.items():
         ran = nested(summary, "code", "sha256")

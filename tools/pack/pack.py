@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if refusals:
         raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
     runs.sort(key=lambda directory: directory.seed or 0)
-    code = shipped_code(runs[0], args.wrap)
+    code = code_to_ship(runs[0], args.wrap)
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date", "track")}
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
@@ -159,7 +159,7 @@ class ShippedCode:
     readable: bytes | None
 
 
-def shipped_code(directory: RunDirectory, wrapped: bool) -> ShippedCode:
+def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     """The form that the run counted, or a wrapped one; a wrapped script is proved to be the same program."""
     source, counted = directory.script.raw, directory.path / SHIPPED
     shipped = counted.read_bytes() if counted.is_file() else source

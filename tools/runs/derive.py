@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import FORMAT, LOG_NAME, SUMMARY_NAME
+from tools.runs.folder import FORMAT
 from tools.runs.logs import RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
@@ -22,11 +22,6 @@ class Evidence:
     seed: int
     log: RunLog
     summary: Mapping[str, Any]
-
-
-def evidence_files(seeds: Sequence[int]) -> list[str]:
-    """Names of the per-seed files in a packed folder."""
-    return [name.format(seed=seed) for seed in sorted(seeds) for name in (LOG_NAME, SUMMARY_NAME)]
 
 
 def nested(value: Mapping[str, Any], *keys: str) -> Any:

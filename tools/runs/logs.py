@@ -108,7 +108,6 @@ class Stop:
     reason: str
     train_seconds: float
     step: int
-    step_limit: int
     line: int
 
 
@@ -264,7 +263,7 @@ def _read_line(line: str, number: int, log: RunLog) -> None:
     stop = STOP_LINE.match(line)
     if stop:
         seconds = float(stop[2]) * MILLISECONDS[stop[3]] / 1e3
-        log.stop = Stop(stop[1], seconds, int(stop[4]), int(stop[5]), number)
+        log.stop = Stop(stop[1], seconds, int(stop[4]), number)
         return
     _read_setting(line, number, log)
 
