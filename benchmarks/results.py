@@ -43,7 +43,8 @@ def commit() -> str:
     name = subprocess.run(revision, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip()
     difference = ["git", "diff", "--quiet", "HEAD", "--", "*.py"]
     changed = subprocess.run(difference, cwd=REPO, check=False).returncode != 0
-    return f"{name or 'unknown'}{'-dirty' * changed}"
+    name = name or "unknown"
+    return f"{name}-dirty" if changed else name
 
 
 def conditions() -> dict[str, Any]:

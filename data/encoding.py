@@ -155,7 +155,8 @@ def encode_chunk(settings: EncodingSettings, chunk: Chunk) -> EncodedChunk:
         coded = encoder.transform(text)
         ids = encoder.token_ids(coded)
         row = np.empty(1 + len(ids), dtype=shards.TOKEN_DTYPE)
-        row[0], row[1:] = shards.BOS_ID, ids
+        row[0] = shards.BOS_ID
+        row[1:] = ids
         rows.append(row)
         if index < val_count:
             sums, token_bytes = encoder.audit(text, coded, row)

@@ -70,7 +70,8 @@ def _declared_seeds(folder: Folder) -> list[int]:
 def _evidence(folder: Folder) -> list[Evidence]:
     found = []
     for seed in _declared_seeds(folder):
-        path, summary = folder.file(LOG_NAME.format(seed=seed)), folder.summaries.get(seed)
+        path = folder.file(LOG_NAME.format(seed=seed))
+        summary = folder.summaries.get(seed)
         if path.is_file() and summary is not None:
             found.append(Evidence(seed, read_log(path), summary))
     return found
@@ -97,7 +98,8 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
         return
     for evidence in _evidence(folder):
         yield from _check_losses(evidence)
-        log, summary = evidence.log, evidence.summary
+        log = evidence.log
+        summary = evidence.summary
         pairs = {
             "artifact bytes": (
                 nested(summary, "artifact", "bytes"),

@@ -130,7 +130,8 @@ def _repeated(values: Sequence[int | None]) -> set[int]:
 
 
 def _refuse_one(directory: RunDirectory) -> list[str]:
-    summary, reasons = directory.summary, []
+    summary = directory.summary
+    reasons = []
     if summary.get("exit") != FINISHED:
         reasons.append(f"{directory.path} did not finish: exit is {summary.get('exit')!r}")
     if directory.log.headline is None or directory.log.model_bytes is None:
@@ -161,7 +162,8 @@ class ShippedCode:
 
 def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     """The form that the run counted, or a wrapped one; a wrapped script is proved to be the same program."""
-    source, counted = directory.script.raw, directory.path / SHIPPED
+    source = directory.script.raw
+    counted = directory.path / SHIPPED
     shipped = counted.read_bytes() if counted.is_file() else source
     if wrapped and shipped == source:
         import train_gpt  # loads torch, which nothing else here needs

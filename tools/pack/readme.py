@@ -124,7 +124,8 @@ def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
     versions = ", ".join(
         f"{name} {value}" for name, value in (nested(first, "versions") or {}).items() if value
     )
-    digest, size = nested(first, "code", "sha256"), nested(first, "code", "bytes")
+    digest = nested(first, "code", "sha256")
+    size = nested(first, "code", "bytes")
     source = f"sha256 `{digest}`, {size:,} bytes; " if isinstance(size, int) else ""
     lines = [
         f"- hardware: {submission['hardware']}",

@@ -35,8 +35,10 @@ def nested(value: Mapping[str, Any], *keys: str) -> Any:
 
 def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     """One seed's numbers, each from its log; hashes and phases from its summary."""
-    log, summary = evidence.log, evidence.summary
-    score, model = log.headline, log.model_bytes
+    log = evidence.log
+    summary = evidence.summary
+    score = log.headline
+    model = log.model_bytes
     if score is None or model is None or log.steps is None:
         raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
     phases = nested(summary, "phases")
