@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from processes import Ended, Lab
 
 import train_gpt
-from records import probes, prove, rehearsal
-from records.findings import Level, Mode
+from data.shards import write_shard
+from tools.check.findings import Level, Mode
+from tools.prove import probes, prove, rehearsal, tiny
 from train_gpt import (
     Config,
     ConfigError,
@@ -289,7 +290,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory
 
 def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
     places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
-    return Config.from_env({**rehearsal.TINY_RUN, **places, **changes})
+    return Config.from_env({**tiny.RUN, **places, **changes})
 
 
 @pytest.mark.parametrize("size", [1024, 8192])
@@ -315,9 +316,7 @@ def test_pieces_count_the_bytes_that_they_decode_to(laboratory: rehearsal.Labora
 
 def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
     tokens, counts = np.array([1, 5, 6, 1, 7], np.uint16), np.array([0, 3, 1, 0, 4], "<u2")
-    header = np.zeros(256, "<i4")
-    header[:3] = *rehearsal.SHARD_HEADER, len(counts)
-    (tmp_path / "fineweb_val_bytes_000000.bin").write_bytes(header.tobytes() + counts.tobytes())
+    write_shard(tmp_path / "fineweb_val_bytes_000000.bin", counts)
     config = byte_config(laboratory, DATA_PATH=str(tmp_path))
     assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
     assert token_bytes(tokens[:3], config).tolist() == [3, 1]

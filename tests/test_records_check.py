@@ -17,12 +17,13 @@ from test_records_logs import DIALECT_A, DIALECT_B
 from test_records_pack import pack
 from test_records_support import SOURCE, make_runs, wrap
 
-from records.__main__ import main
-from records.checks import audit
-from records.execute import network_can_be_cut
-from records.findings import Finding, Level, Mode
-from records.folder import Folder
-from records.source import UNWRAPPED_BYTES_MAX
+from tools.__main__ import main
+from tools.check.checks import audit
+from tools.check.execute import network_can_be_cut
+from tools.check.findings import Finding, Level, Mode
+from tools.pack import readme
+from tools.runs.folder import Folder
+from tools.runs.source import UNWRAPPED_BYTES_MAX
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,16 @@ def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     (folder / "train_gpt.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
     assert any("is not the program in train_gpt_readable.py" in finding.text for finding in fails(folder))
+
+
+def test_a_folder_with_the_former_begin_mark_is_read_alike(packed: Path) -> None:
+    path = packed / "README.md"
+    path.write_text("Prose above.\n" + path.read_text().replace(readme.BEGIN, readme.FORMER_BEGIN))
+    assert readme.FORMER_BEGIN in path.read_text() and fails(packed) == []
+    _digit_in_readme(packed)
+    (finding,) = fails(packed)
+    changed = path.read_text().splitlines()[int(finding.where.split(":")[1]) - 1]
+    assert finding.check == "A4" and f"README.md says `{changed}`" in finding.text
 
 
 def test_prose_below_the_generated_part_is_free(packed: Path) -> None:
@@ -319,6 +330,6 @@ def test_code_that_is_run_has_no_network(tmp_path: Path) -> None:
         pytest.skip("this machine cannot start a process without network")
     script = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)\n"
     folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
-    from records.execute import check_starts
+    from tools.check.execute import check_starts
 
     assert any("unreachable" in finding.text for finding in check_starts(Folder(folder)))

@@ -12,10 +12,10 @@ import pytest
 from test_records_pack import pack
 from test_records_support import SOURCE, make_run, make_runs
 
-from records import svg
-from records.__main__ import main
-from records.diff import changed_settings
-from records.stats import compare, deviation, welch_lower
+from tools.__main__ import main
+from tools.compare import svg
+from tools.compare.diff import changed_settings
+from tools.runs.stats import compare, deviation, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {
@@ -95,6 +95,12 @@ def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Pa
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
     assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
     assert html.count("<svg") == 6
+
+
+def test_a_page_without_a_name_goes_into_the_new_run(two: tuple[Path, Path]) -> None:
+    base, new = two
+    assert main(["diff", str(base), str(new), "--html"]) == 0
+    assert "<svg" in (new / f"diff_{base.name}.html").read_text()
 
 
 def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_records_support import CONFIG, SOURCE, make_run, make_runs, wrap
 
-from records.__main__ import main
-from records.folder import Folder
-from records.source import read_script, same_program
+from tools.__main__ import main
+from tools.runs.folder import Folder
+from tools.runs.source import read_script, same_program
 
 
 def pack(records: Path, runs: list[Path], *options: str, name: str = "Test") -> Path:

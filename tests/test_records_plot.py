@@ -9,10 +9,10 @@ import pytest
 from test_records_pack import pack
 from test_records_support import make_run, make_runs
 
-from records import board
-from records.__main__ import main
-from records.curves import shard_crossings, step_times, train_loss, validation_bpb
-from records.runs import load_group
+from tools.__main__ import main
+from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
+from tools.pack import board
+from tools.runs.runs import load_group
 
 
 def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:
@@ -49,13 +49,30 @@ def test_figure_is_written(tmp_path: Path, suffix: str, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["runs"][0]["slow"] == {"shard": 1}
 
 
+def test_a_figure_goes_into_its_run_and_never_into_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = make_runs(tmp_path / "runs", 1, 2)
+    record = pack(tmp_path / "records", [one])
+    files = sorted(record.iterdir())
+    for arguments, written in (
+        ([one], one / "plot.png"),
+        ([one, two], one / "plot_of_2.png"),
+        ([record], tmp_path / f"{record.name}_plot.png"),
+    ):
+        assert main(["plot", *map(str, arguments)]) == 0
+        assert written.read_bytes().startswith(b"\x89PNG")
+    assert sorted(record.iterdir()) == files
+
+
 def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(make_run(tmp_path / "a", 1)), "--out", str(tmp_path / "a.gif")]) == 2
     assert ".png or .svg" in capsys.readouterr().err
 
 
 def test_board_of_this_repository_is_fresh(repo: Path) -> None:
-    """Fails when a folder was added or changed without `python -m records board`."""
+    """Fails when a folder was added or changed without `python -m tools board`."""
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
 
 

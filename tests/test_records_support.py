@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import train_gpt
-from records.logs import read_log
-from records.rules import bits_per_byte
-from records.runs import RunDirectory
+from tools.runs.logs import read_log
+from tools.runs.rules import bits_per_byte
+from tools.runs.runs import RunDirectory
 
 SOURCE = '"""A stand-in for the training script."""\n\nLEARNING_RATE = 0.02\n' + "".join(
     f"LAYER_{i} = {i * 37 % 101}\n" for i in range(200)

@@ -1,0 +1,342 @@
+"""Read a training log: both public dialects and ours, into one `RunLog`; every value keeps its line number.
+
+Dialect A (`step:5/100 train_loss:…`) is the upstream baseline's and ours; dialect B (`5/100 train_loss: …`, a
+sorted `Hyperparameters:` block) is that of the records from April 2026 on. Logs often begin with the script's
+source, whose f-strings look like log lines: only lines with literal numbers match.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+
+NUMBER = r"-?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)"
+STEP_LINE = re.compile(r"^(?:step:)?\s*(\d+)/(\d+)\s+(.*)$")
+PAIR = re.compile(r"([A-Za-z_][\w/]*)[:=]\s*(\S+)")
+FINAL_LINE = re.compile(
+    rf"^([A-Za-z][\w+\-() ]*?):?(?:\s+\w+:\d+)*\s+val_loss:\s*({NUMBER})\s+val_bpb:\s*({NUMBER})\b(.*)$"
+)
+CLOCK_PREFIX = re.compile(r"^\d{9,}\.\d+ ")  # epoch seconds before each line, put there by a wrapper
+BYTES_LINE = re.compile(
+    r"^(Serialized model|Code size|Total submission size)\s*\(?([^:)]*)\)?:\s*(\d+) bytes"
+)
+STOP_LINE = re.compile(rf"^stopping_early:\s*(\w+)\s+train_time:\s*({NUMBER})(ms|s)\s+step:\s*(\d+)/(\d+)")
+HESSIAN_LINE = re.compile(r"collected \d+ [Hh]essians in ([\d.]+)s")
+SETTINGS_LINE = re.compile(r"^\w{3,}:\S+(?: \w{3,}[:=]\S+)*$")
+HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
+LABELLED_LINE = re.compile(r"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*(\d+)$")
+TRAIN_LOADER_LINE = re.compile(r"^train_loader:dataset:(\S+) train_shards:(\d+)")
+VAL_LOADER_LINE = re.compile(r"^val_loader:.*\btokens:(\d+)")
+GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)\s.*?)\s+(?:On|Off|N/A)\s+\|")
+VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
+TOTAL_EVAL_LINE = re.compile(r"^total_eval_time:\s*([\d.]+)s")
+FENCE = "=" * 100
+EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
+
+MILLISECONDS = {"ms": 1.0, "s": 1e3, "m": 6e4}
+DURATION = re.compile(rf"^({NUMBER})(ms|s|m)$")
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value and the 1-based line of the log it was read from."""
+
+    value: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock."""
+
+    step: int
+    loss: float
+    line: int
+    time_ms: float | None = None
+    bpb: float | None = None
+
+
+@dataclass(frozen=True)
+class Final:
+    """One scoring line after training; `loss_text` and `bpb_text` keep the printed digits."""
+
+    label: str
+    loss_text: str
+    bpb_text: str
+    line: int
+    eval_seconds: float | None = None
+    scored_tokens: int | None = None
+    val_bytes: int | None = None
+
+    @property
+    def loss(self) -> float:
+        return float(self.loss_text)
+
+    @property
+    def bpb(self) -> float:
+        return float(self.bpb_text)
+
+    @property
+    def rank(self) -> int:
+        """Claim of the label: 3 test-time training, 2 sliding window, 1 artifact round trip, 0 no score."""
+        label = self.label.lower()
+        if re.search(r"pre-?quant|post[-_ ]ema|diagnostic|^raw", label):
+            return 0
+        if "ttt" in label:
+            return 3
+        if "sliding" in label:
+            return 2
+        return 1
+
+
+@dataclass(frozen=True)
+class ByteCount:
+    """A line of bytes: `what` is the line's beginning, such as 'Code size'; `form` what follows it."""
+
+    what: str
+    form: str
+    bytes: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why and when training stopped early."""
+
+    reason: str
+    train_seconds: float
+    step: int
+    line: int
+
+
+@dataclass
+class RunLog:
+    """Everything a log says about one run."""
+
+    path: Path
+    lines: int = 0
+    dialect: str = "A"
+    train: list[Point] = field(default_factory=list)
+    validation: list[Point] = field(default_factory=list)
+    finals: list[Final] = field(default_factory=list)
+    byte_counts: list[ByteCount] = field(default_factory=list)
+    settings: dict[str, Located] = field(default_factory=dict)
+    versions: dict[str, Located] = field(default_factory=dict)
+    gpus: list[str] = field(default_factory=list)
+    stop: Stop | None = None
+    hessian_seconds: Located | None = None
+    total_eval_seconds: Located | None = None
+    source: str | None = None  # the script's text, where the log begins with it
+
+    @property
+    def seed(self) -> int | None:
+        located = self.settings.get("seed")
+        return int(located.value) if located and located.value.isdecimal() else None
+
+    @property
+    def headline(self) -> Final | None:
+        """The score: the strongest label, exact digits before rounded, late before early."""
+        scored = [final for final in self.finals if final.rank > 0]
+        if not scored:
+            return None
+        return max(scored, key=lambda final: (final.rank, decimals(final.bpb_text), final.line))
+
+    @property
+    def model_bytes(self) -> ByteCount | None:
+        """Bytes of the compressed model: the last line that names a compression."""
+        return self._last_bytes("Serialized model")
+
+    @property
+    def total_bytes(self) -> ByteCount | None:
+        return self._last_bytes("Total submission size")
+
+    def _last_bytes(self, what: str) -> ByteCount | None:
+        found = [count for count in self.byte_counts if count.what == what and count.form]
+        return found[-1] if found else None
+
+    @property
+    def code_bytes(self) -> ByteCount | None:
+        """Bytes of the script as it ran: the plain or 'uncompressed' line."""
+        found = [c for c in self.byte_counts if c.what == "Code size" and c.form in ("", "uncompressed")]
+        return found[-1] if found else None
+
+    @property
+    def steps(self) -> int | None:
+        if self.stop:
+            return self.stop.step
+        reached = [point.step for point in (*self.train, *self.validation)]
+        return max(reached) if reached else None
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Seconds on the training clock when it stopped."""
+        if self.stop:
+            return self.stop.train_seconds
+        times = [p.time_ms for p in (*self.train, *self.validation) if p.time_ms is not None]
+        return max(times) / 1e3 if times else None
+
+    @property
+    def step_ms(self) -> float | None:
+        steps = self.steps
+        seconds = self.train_seconds
+        return seconds * 1e3 / steps if steps and seconds else None
+
+    @property
+    def validation_tokens(self) -> Located | None:
+        return self.settings.get("val_tokens")
+
+    def where(self, line: int) -> str:
+        return f"{self.path.name}:{line}"
+
+
+def decimals(text: str) -> int:
+    """Digits after the point of a printed number."""
+    exponent = Decimal(text).as_tuple().exponent
+    return -exponent if isinstance(exponent, int) and exponent < 0 else 0
+
+
+def read_log(path: Path) -> RunLog:
+    """Parse `path`; undecodable bytes are replaced, unknown lines skipped."""
+    return parse_log(path.read_text(encoding="utf-8", errors="replace"), path)
+
+
+def parse_log(text: str, path: Path) -> RunLog:
+    """Parse the text of a log; `path` is only remembered."""
+    log = RunLog(path=path)
+    lines = [CLOCK_PREFIX.sub("", line) for line in text.splitlines()]
+    log.lines = len(lines)
+    start = _skip_source(lines, log)
+    in_hyperparameters = False
+    for number, line in enumerate(lines[start:], start + 1):
+        if line.startswith("Hyperparameters:"):
+            in_hyperparameters = True
+            log.dialect = "B"
+            continue
+        pair = HYPERPARAMETER_LINE.match(line) if in_hyperparameters else None
+        if pair:
+            log.settings[pair[1]] = Located(pair[2].strip(), number)
+            continue
+        in_hyperparameters = False
+        _read_line(line, number, log)
+    _share_eval_seconds(log)
+    return log
+
+
+def _share_eval_seconds(log: RunLog) -> None:
+    """Give `x_exact` lines, which print no time, the seconds of the `x` line before them."""
+    seconds: dict[str, float | None] = {}
+    for index, final in enumerate(log.finals):
+        if final.eval_seconds is None and final.label.endswith(EXACT):
+            log.finals[index] = replace(final, eval_seconds=seconds.get(final.label.removesuffix(EXACT)))
+        seconds[final.label] = final.eval_seconds
+
+
+def _skip_source(lines: list[str], log: RunLog) -> int:
+    """Index of the first line after the script's own text, where the log opens with it; keeps that text."""
+    fence = next((i for i, line in enumerate(lines) if line == FENCE), None)
+    if fence is None:
+        return 0
+    first = next((i for i, line in enumerate(lines[:fence]) if _opens_source(line)), None)
+    if first is None or any(STEP_LINE.match(line) for line in lines[first:fence]):
+        return 0  # no source, or one that log lines were written into
+    log.source = "\n".join(lines[first:fence])
+    return fence
+
+
+def _opens_source(line: str) -> bool:
+    return line.startswith(('"', "'", "import ", "from ", "#!", "# "))
+
+
+def _read_line(line: str, number: int, log: RunLog) -> None:
+    step = STEP_LINE.match(line)
+    if step:
+        _read_step(step, number, log)
+        return
+    final = FINAL_LINE.match(line)
+    if final:
+        log.finals.append(_final(final, number))
+        return
+    counted = BYTES_LINE.match(line)
+    if counted:
+        log.byte_counts.append(ByteCount(counted[1], counted[2].strip(), int(counted[3]), number))
+        return
+    stop = STOP_LINE.match(line)
+    if stop:
+        seconds = float(stop[2]) * MILLISECONDS[stop[3]] / 1e3
+        log.stop = Stop(stop[1], seconds, int(stop[4]), number)
+        return
+    _read_setting(line, number, log)
+
+
+def _read_setting(line: str, number: int, log: RunLog) -> None:
+    loader = TRAIN_LOADER_LINE.match(line)
+    if loader:
+        log.settings.setdefault("train_dataset", Located(loader[1], number))
+        log.settings.setdefault("train_shards", Located(loader[2], number))
+    elif match := VAL_LOADER_LINE.match(line):
+        log.settings.setdefault("val_tokens", Located(match[1], number))
+    elif match := LABELLED_LINE.match(line):
+        log.settings.setdefault(match[1], Located(match[2], number))
+    elif match := GPU_LINE.match(line):
+        log.gpus.append(match[1])
+    elif match := VERSION_LINE.match(line):
+        log.versions.setdefault(match[1].lower(), Located(match[2], number))
+    elif match := HESSIAN_LINE.search(line):
+        log.hessian_seconds = Located(match[1], number)
+    elif match := TOTAL_EVAL_LINE.match(line):
+        log.total_eval_seconds = Located(match[1], number)
+    elif not log.train and SETTINGS_LINE.match(line):
+        for name, value in PAIR.findall(line):
+            log.settings.setdefault(name, Located(value, number))
+
+
+def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
+    pairs = dict(PAIR.findall(match[3]))
+    step = int(match[1])
+    time_ms = _train_time_ms(int(match[1]), pairs, log)
+    log.settings.setdefault("iterations", Located(match[2], number))
+    if _is_number(pairs.get("val_loss")):
+        bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
+        log.validation.append(Point(step, float(pairs["val_loss"]), number, time_ms, bpb))
+        return
+    loss = pairs.get("train_loss") or pairs.get("loss")
+    if _is_number(loss):
+        log.train.append(Point(step, float(str(loss)), number, time_ms))
+
+
+def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
+    """The clock as printed; dialect B prints tenths of minutes, its tokens per second say more."""
+    batch = log.settings.get("train_batch_tokens")
+    rate = pairs.get("tok/s")
+    if batch and batch.value.isdecimal() and rate and _is_number(rate) and float(rate) > 0:
+        return step * int(batch.value) / float(rate) * 1e3
+    return _duration_ms(pairs.get("train_time"))
+
+
+def _final(match: re.Match[str], number: int) -> Final:
+    pairs = dict(PAIR.findall(match[4]))
+    eval_ms = _duration_ms(pairs.get("eval_time") or pairs.get("time"))
+    return Final(
+        label=match[1].strip(),
+        loss_text=match[2],
+        bpb_text=match[3],
+        line=number,
+        eval_seconds=eval_ms / 1e3 if eval_ms is not None else None,
+        scored_tokens=_integer(pairs.get("scored_tokens")),
+        val_bytes=_integer(pairs.get("val_bytes")),
+    )
+
+
+def _duration_ms(text: str | None) -> float | None:
+    match = DURATION.match(text) if text else None
+    return float(match[1]) * MILLISECONDS[match[2]] if match else None
+
+
+def _is_number(text: str | None) -> bool:
+    return bool(text and re.fullmatch(NUMBER, text))
+
+
+def _integer(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() else None

@@ -1,0 +1,150 @@
+"""`timeline RUN`: draw what `trace` wrote, one row per lane, or merge the files of all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.runs.errors import RecordError
+from tools.runs.writing import figure_path, json_text, write_figure, write_text
+
+COLOURS = {
+    "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
+    "train": "lightsteelblue", "forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green",
+    "val": "tab:olive",
+}  # fmt: skip
+ENCLOSING = ("train",)  # drawn first, in full height, with what they hold on top
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory with trace_rank<r>.json files")
+    parser.add_argument("--out", type=Path, help="PNG or SVG (default: timeline.png in the run directory)")
+    parser.add_argument("--merge", type=Path, metavar="JSON", help="also write the ranks' files as one trace")
+    parser.add_argument("--seconds", type=float, nargs=2, metavar=("FROM", "TO"), help="part to draw")
+    parser.add_argument("--json", action="store_true", help="print the time of each lane and span as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    out = figure_path(args.out or args.run / "timeline.png")
+    events: list[dict[str, Any]] = []
+    for path in trace_files(args.run):
+        events += read_trace(path)
+    if args.merge:
+        write_text(args.merge, json.dumps({"traceEvents": events}))
+    window = Window(*args.seconds) if args.seconds else None
+    spans = lane_spans(events, window)
+    draw(spans, out, window)
+    totals = {lane: span_totals(found) for lane, found in spans.items()}
+    if args.json:
+        print(json_text({"file": str(out), "seconds": totals}), end="")
+        return 0
+    print(out)
+    for lane, seconds in totals.items():
+        print(f"  {lane}: " + ", ".join(f"{name} {total:.3f} s" for name, total in seconds.items()))
+    return 0
+
+
+def trace_files(directory: Path) -> list[Path]:
+    """Traces of all ranks of a run. Raises RecordError when there is none."""
+    files = sorted(directory.glob("trace_rank*.json"))
+    if not files:
+        raise RecordError(f"{directory}: no trace_rank*.json; run it by `python -m tools trace`")
+    return files
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Events of a Chrome trace. Raises RecordError when the file is not one."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path}: not a trace ({error!r}), expected one of `tools trace`") from error
+    return [event for event in events if isinstance(event, dict)]
+
+
+class Window(NamedTuple):
+    """The part of a trace to draw, in seconds from its first span."""
+
+    start: float
+    end: float
+
+
+class Span(NamedTuple):
+    """Something that went on; in seconds from the first span of the trace."""
+
+    name: str
+    start: float
+    length: float
+
+
+def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> dict[str, list[Span]]:
+    """The spans of each lane that overlap the window, by their beginning."""
+    lanes: dict[tuple[int, int], str] = {}  # by process and thread
+    complete = []
+    for event in events:
+        if event.get("name") == "thread_name":
+            lanes[event["pid"], event["tid"]] = event["args"]["name"]
+        elif event.get("ph") == "X":
+            complete.append(event)
+    if not complete:
+        raise RecordError("the trace holds no span: its --steps were never run")
+    complete.sort(key=lambda event: event["ts"])
+    origin = complete[0]["ts"]
+    several_ranks = len({event["pid"] for event in complete}) > 1
+    spans: dict[str, list[Span]] = {}
+    for event in complete:
+        span = Span(event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6)
+        if window is not None and not overlaps(span, window):
+            continue
+        lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
+        if several_ranks:
+            lane = f"rank {event['pid']} {lane}"
+        spans.setdefault(lane, []).append(span)
+    return spans
+
+
+def overlaps(span: Span, window: Window) -> bool:
+    """Whether a part of the span lies in the window."""
+    return span.start <= window.end and span.start + span.length >= window.start
+
+
+def span_totals(spans: list[Span]) -> dict[str, float]:
+    """Seconds per name of span."""
+    totals: dict[str, float] = defaultdict(float)
+    for span in spans:
+        totals[span.name] += span.length
+    return dict(totals)
+
+
+def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
+    """One row per lane, a bar per span, coloured by name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
+    legend: dict[str, Any] = {}  # per name: its first bar
+    for row, found in enumerate(spans.values()):
+        enclosing_first = sorted(found, key=lambda span: span.name not in ENCLOSING)
+        for span in enclosing_first:
+            colour = COLOURS.get(span.name, "tab:gray")
+            height = 0.5
+            edge = colour  # so that a short span is seen
+            if span.name in ENCLOSING:
+                height = 0.8
+                edge = "white"
+            bars = axes.barh(
+                row, span.length, height, span.start, color=colour, edgecolor=edge, linewidth=0.3
+            )
+            legend.setdefault(span.name, bars)
+    axes.set_yticks(range(len(spans)), list(spans))
+    axes.invert_yaxis()
+    if window is not None:
+        axes.set_xlim(*window)
+    axes.set_xlabel("seconds")
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=8, frameon=False)
+    write_figure(path, figure, dpi=120)
+    pyplot.close(figure)
