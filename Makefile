@@ -49,7 +49,7 @@ test-slow: $(STAMP)
 	@$(RUN) -m pytest -q -m slow
 
 soak: $(STAMP)
-	@SECONDS=$(SECONDS) $(RUN) tests/soak.py
+	@SECONDS=$(SECONDS) $(RUN) tests/faults/soak.py
 
 bench: $(STAMP)
 	@$(RUN) data/sample.py

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import BOS_ID, SCRIPT, Ended, Lab
 
 import train_gpt
+from tests.support.processes import BOS_ID, SCRIPT, Ended, Lab
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens

@@ -9,13 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_records_pack import pack
-from test_records_support import SOURCE, make_run, make_runs
 
 from records import svg
 from records.__main__ import main
 from records.diff import changed_settings
 from records.stats import compare, deviation, welch_lower
+from tests.support.runs import SOURCE, make_run, make_runs
+from tests.tools.test_pack import pack
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {

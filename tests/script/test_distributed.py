@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import ONE_THREAD, SCRIPT, Ended, Lab
+
+from tests.support.processes import ONE_THREAD, SCRIPT, Ended, Lab
 
 TOGETHER_SECONDS = 60.0  # what a fault of one rank may cost all
 

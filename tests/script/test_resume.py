@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Ended, Lab, Started
+
+from tests.support.processes import Ended, Lab, Started
 
 LEAVE_SECONDS = 10.0  # from a signal to the end of the process
 # Long enough steps that a signal finds the one that it is meant for.

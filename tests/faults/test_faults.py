@@ -12,9 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from faults import KINDS, MARKS, SLOW, assert_whole, matrix, reached
-from processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
-from soak import soak
+
+from tests.faults.faults import KINDS, MARKS, SLOW, assert_whole, matrix, reached
+from tests.faults.soak import soak
+from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS, SEED = 30, 20240520

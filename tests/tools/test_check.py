@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_records_logs import DIALECT_A, DIALECT_B
-from test_records_pack import pack
-from test_records_support import SOURCE, make_runs, wrap
 
 from records.__main__ import main
 from records.checks import audit
@@ -23,6 +20,9 @@ from records.execute import network_can_be_cut
 from records.findings import Finding, Level, Mode
 from records.folder import Folder
 from records.source import UNWRAPPED_BYTES_MAX
+from tests.support.runs import SOURCE, make_runs, wrap
+from tests.tools.test_logs import DIALECT_A, DIALECT_B
+from tests.tools.test_pack import pack
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_records_support import CONFIG, SOURCE, make_run, make_runs, wrap
 
 from records.__main__ import main
 from records.folder import Folder
 from records.source import read_script, same_program
+from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, wrap
 
 
 def pack(records: Path, runs: list[Path], *options: str, name: str = "Test") -> Path:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import Ended
 
 import train_gpt
 from records.__main__ import main
+from tests.support.processes import Ended
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

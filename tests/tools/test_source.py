@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_records_support import SOURCE, wrap
 
 import train_gpt
 from records import source
 from records.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
+from tests.support.runs import SOURCE, wrap
 
 SHELLS = {
     "lzma, base 85": (

@@ -1,7 +1,7 @@
 """A long run under random faults, against the same run left alone: nothing lost, nothing that grows.
 
     make soak                       # 20 minutes of faults, and the runs to compare with
-    SECONDS=60 SEED=2 python tests/soak.py
+    SECONDS=60 SEED=2 python tests/faults/soak.py
 
 One run trains on the CPU while its process is stopped and continued, ended by SIGTERM or SIGKILL and resumed,
 and while its shards cannot be read for a while. Then the same steps run without any of that: stream hash,
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from processes import PRELOAD, SERVER, Ended, Lab, Started, make_dataset
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started, make_dataset
 
 SAMPLE_SECONDS, ENOUGH_SAMPLES, MOST_SECONDS = 0.2, 20, 60.0
 TRAINING_SHARE = 0.5  # of the seconds under faults; the rest goes into pauses and new starts

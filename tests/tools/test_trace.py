@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import REPO, SCRIPT, Ended, Lab, Started
-from test_loader import wait_until
-from test_run import results
 
 from records import trace
 from records.__main__ import main
 from records.timeline import lane_spans
+from tests.script.test_loader import wait_until
+from tests.script.test_run import results
+from tests.support.processes import REPO, SCRIPT, Ended, Lab, Started
 
 TOOL = REPO / "records" / "__main__.py"
 Event = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Run directories as train_gpt.py leaves them, generated for the tests of records/, and a test of them."""
+"""Run directories as train_gpt.py leaves them, generated for the tests of the tools."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import train_gpt
-from records.logs import read_log
 from records.rules import bits_per_byte
-from records.runs import RunDirectory
 
 SOURCE = '"""A stand-in for the training script."""\n\nLEARNING_RATE = 0.02\n' + "".join(
     f"LAYER_{i} = {i * 37 % 101}\n" for i in range(200)
@@ -147,12 +145,3 @@ def _log(
 
 def make_runs(folder: Path, *seeds: int, **options: Any) -> list[Path]:
     return [make_run(folder / f"run_{seed}", seed, **options) for seed in seeds]
-
-
-def test_generated_run_reads_as_a_finished_run(tmp_path: Path) -> None:
-    directory = RunDirectory(make_run(tmp_path / "a", 42))
-    log = read_log(tmp_path / "a" / "log.txt")
-    assert log.headline is not None and log.headline.label == "legal_ttt_exact"
-    assert (directory.seed, log.seed, log.steps) == (42, 42, STEPS)
-    assert log.headline.scored_tokens == TOKENS and log.headline.eval_seconds == 4.321
-    assert log.model_bytes is not None and log.model_bytes.bytes == MODEL_BYTES

@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import Ended, Lab
 
 import train_gpt
 from records import probes, prove, rehearsal
 from records.findings import Level, Mode
+from tests.support.processes import Ended, Lab
 from train_gpt import (
     Config,
     ConfigError,

@@ -1,7 +1,7 @@
 """The fault matrix: runs as real processes, something happens to each, and all must end with one result.
 
-    python tests/faults.py 200             # so many runs; kinds in random order, each about equally often
-    SEED=2 python tests/faults.py 50 disk  # only the kinds with this word in their name
+    python tests/faults/faults.py 200             # so many runs; kinds in random order, each equally often
+    SEED=2 python tests/faults/faults.py 50 disk  # only the kinds with this word in their name
 
 lost: a run could not be brought to its end. corrupted: at its end a number differs from that of a run which
 nothing happened to, or half a file is left. hung: a process did not end when it should. Exit status 1 if any.
@@ -25,8 +25,18 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started, make_dataset, write_shard
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.processes import (
+    PRELOAD,
+    SCRIPT,
+    SERVER,
+    Ended,
+    Hung,
+    Lab,
+    Started,
+    make_dataset,
+    write_shard,
+)
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two

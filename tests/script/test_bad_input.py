@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import BOS_ID, SCRIPT, VOCAB_SIZE, Ended, Lab, write_shard
+
+from tests.support.processes import BOS_ID, SCRIPT, VOCAB_SIZE, Ended, Lab, write_shard
 
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hub_server
 import huggingface_hub.constants
 import numpy as np
 import pytest
 
 from data import fineweb, sample, shards
+from tests.support import hub_server
 
 REPO = "willdepueoai/parameter-golf"
 DATASET = "fineweb10B_sp1024"

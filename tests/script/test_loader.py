@@ -24,9 +24,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import Lab
 
 import train_gpt
+from tests.support.processes import Lab
 
 CPU = torch.device("cpu")
 SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
@@ -772,8 +772,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import torch, train_gpt
-sys.path.insert(0, {tests!r})
-from test_loader import make_config, write_shards
+from tests.script.test_loader import make_config, write_shards
 shards = write_shards(Path({folder!r}))
 place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 loader = train_gpt.Loader(make_config(), shards, place)
@@ -796,7 +795,7 @@ print("ready", flush=True)
 )
 def test_a_process_that_never_closes_ends(tmp_path: Path, end: str, sent: Any, code: int) -> None:
     """Normal end, error, exit, Ctrl-C and SIGTERM, without close(): the process is gone within 5 s."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "data"), end=end)
+    script = SCRIPT.format(folder=str(tmp_path / "data"), end=end)
     path = os.pathsep.join([str(Path(train_gpt.__file__).parent), *sys.path])
     process = subprocess.Popen(
         [sys.executable, "-c", script],

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from test_records_pack import pack
-from test_records_support import make_run, make_runs
 
 from records import board
 from records.__main__ import main
 from records.curves import shard_crossings, step_times, train_loss, validation_bpb
 from records.runs import load_group
+from tests.support.runs import make_run, make_runs
+from tests.tools.test_pack import pack
 
 
 def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:

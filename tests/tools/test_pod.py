@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from processes import REPO, Ended, Lab
+
+from tests.support.processes import REPO, Ended, Lab
 
 POD = REPO / "benchmarks" / "pod.py"
 TINY = ("--read-mb", "0.02", "--write-mb", "0.1", "--copy-mb", "0.1", "--matmul", "64")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "train_gpt.py"
 VOCAB_SIZE, BOS_ID = 320, 1
 DEADLINE_SECONDS = 120.0  # for hangs only
