@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 0
 SECONDS ?= 1200
 SEEDS ?= 1337 42 2025
 CONFIG ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 \
-	&& echo records/configs/gpu_demo.env || echo records/configs/cpu_demo.env)
+	&& echo configs/gpu_demo.env || echo configs/cpu_demo.env)
 NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 
 help:
@@ -32,14 +32,14 @@ $(STAMP): requirements.txt requirements-dev.txt
 demo: $(STAMP)
 	@$(RUN) data/sample.py
 	@CONFIG=$(CONFIG) RUN_ID=$(NAME) $(RUN) train_gpt.py
-	@$(RUN) -m records generate runs/$(NAME)/model.bin "The function returns"
-	@$(RUN) -m records plot runs/$(NAME) --out runs/$(NAME)/loss.png
+	@$(RUN) -m tools generate runs/$(NAME)/model.bin "The function returns"
+	@$(RUN) -m tools plot runs/$(NAME) --out runs/$(NAME)/loss.png
 	@echo "loss curve: runs/$(NAME)/loss.png"
 
 seeds: $(STAMP)
 	@$(RUN) data/sample.py
 	@for seed in $(SEEDS); do CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; done
-	@echo "pack them: $(RUN) -m records pack runs/$(NAME)-seed* --name NAME --track TRACK"
+	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name NAME --track TRACK"
 
 test: $(STAMP)
 	@$(RUN) -m ruff check .
@@ -54,17 +54,17 @@ soak: $(STAMP)
 bench: $(STAMP)
 	@$(RUN) data/sample.py
 	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --keep || exit 1; done
-	@CONFIG=records/configs/cpu_demo.env $(RUN) benchmarks/checkpoint.py --keep
+	@CONFIG=configs/cpu_demo.env $(RUN) benchmarks/checkpoint.py --keep
 	@$(RUN) benchmarks/kernels.py --keep || test $$? -eq 2  # 2: no GPU, and it says so
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .
-	@$(RUN) -m mypy train_gpt.py data records
+	@$(RUN) -m mypy train_gpt.py data tools
 
 docs: $(STAMP)
-	@$(RUN) -m records.settings_table
-	@$(RUN) -m records.results_table
-	@$(RUN) -m records board
+	@$(RUN) -m tools.settings_table
+	@$(RUN) -m tools.results_table
+	@$(RUN) -m tools board
 	@$(RUN) benchmarks/results.py
 
 clean:

@@ -99,7 +99,7 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
         "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
         "VAL_TOKENS_LIMIT": str(arguments.val_tokens), "ITERATIONS": "1000000",
     }  # fmt: skip
-    baseline = {"CONFIG": str(REPO / "records/configs/upstream_baseline.env"), **common, **BASELINE_SCHEDULE}
+    baseline = {"CONFIG": str(REPO / "configs/upstream_baseline.env"), **common, **BASELINE_SCHEDULE}
     default = {**common, **DEFAULT_SMALL}
     return {
         DEFAULT: default,

@@ -1,6 +1,6 @@
 """What a checkpoint every 30 s costs: steps lost, by interleaved stretches of training with and without one.
 
-    CONFIG=records/configs/cpu_demo.env python benchmarks/checkpoint.py [--rounds 40] [--seconds 1] [--keep]
+    CONFIG=configs/cpu_demo.env python benchmarks/checkpoint.py [--rounds 40] [--seconds 1] [--keep]
 
 All variables of train_gpt.py apply. Of each pair of stretches, in random order, one saves a checkpoint at its
 start and waits for it at its end. Steps are counted per second of the clock and per second of CPU time, which

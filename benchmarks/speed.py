@@ -1,6 +1,6 @@
 """What a training step and a scored token cost: the real `Training` and the real scorers, interleaved.
 
-    python benchmarks/speed.py [--config records/configs/cpu_demo.env] [--steps 60] [--targets 20000]
+    python benchmarks/speed.py [--config configs/cpu_demo.env] [--steps 60] [--targets 20000]
         [--keep]
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
@@ -183,7 +183,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measure, print, and with --keep store."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", type=Path, default=REPO / "records/configs/cpu_demo.env")
+    parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--steps", type=int, default=60, help="steps with and as many without prefetch")
     parser.add_argument("--targets", type=int, default=20_000, help="validation targets per scorer")

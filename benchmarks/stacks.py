@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 from benchmarks.ablation import BASELINE_SCHEDULE, DEFAULT_SMALL, SMALL  # noqa: E402
 
-CONFIGS = "records/configs"
+CONFIGS = "configs"
 PR549_STEPS, PR1493_STEPS = 7191, 4553  # of their runs on 8 GPUs
 IN_SHARES = {"WARMDOWN_ITERS": "0", "MUON_MOMENTUM_WARMUP_STEPS": "0"}
 STACKS = {
@@ -80,7 +80,7 @@ def main() -> None:
             subprocess.run([sys.executable, "train_gpt.py"], cwd=REPO, env=os.environ | settings, check=True)
             runs.append(f"runs/{settings['RUN_ID']}")
         blurb = f"{stack} at 4 layers × 64, {arguments.seconds} s of training on {arguments.data.name}."
-        pack = [sys.executable, "-m", "records", "pack", *runs, "--name", stack, "--track", arguments.track]
+        pack = [sys.executable, "-m", "tools", "pack", *runs, "--name", stack, "--track", arguments.track]
         date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
         about = ["--date", date, "--author", "the project", "--blurb", blurb]
         subprocess.run([*pack, *about], cwd=REPO, check=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from records import results_table, settings_table
-from records.rules import ARTIFACT_BYTES_MAX
+from tools import results_table, settings_table
+from tools.runs.rules import ARTIFACT_BYTES_MAX
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for config in re.findall(r"`(\w+\.env)`", readme):
-        assert (repo / "records" / "configs" / config).is_file() or config == "config.env", config
+        assert (repo / "configs" / config).is_file() or config == "config.env", config
 
 
 def test_the_tables_of_results_are_fresh(readme: str) -> None:

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import train_gpt
-from records.source import decoded, unwrap
+from tools.runs.source import decoded, unwrap
 from train_gpt import ArtifactError, Config
 
 TOKENIZER = "ab" * 32

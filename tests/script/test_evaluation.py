@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from records import probes, prove, rehearsal
-from records.findings import Level, Mode
 from tests.support.processes import Ended, Lab
+from tools.check.findings import Level, Mode
+from tools.prove import probes, prove, rehearsal
 from train_gpt import (
     Config,
     ConfigError,

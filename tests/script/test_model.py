@@ -344,7 +344,7 @@ def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
 
 
 def parameters_of(name: str, repo: Path) -> tuple[Config, int]:
-    config = Config.from_env({"CONFIG": str(repo / "records/configs" / name)} if name else {})
+    config = Config.from_env({"CONFIG": str(repo / "configs" / name)} if name else {})
     return config, sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
@@ -364,7 +364,7 @@ def test_parameter_counts(name: str, reference: int, difference: int, repo: Path
     config, count = parameters_of(name, repo)
     assert count == reference + difference
     if name:
-        assert f"{count:,} parameters" in (repo / "records/configs" / name).read_text(encoding="utf-8")
+        assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
     with torch.device("meta"):
         assert sum(p.numel() for p in GPT(config).parameters()) == count
 
@@ -372,7 +372,7 @@ def test_parameter_counts(name: str, reference: int, difference: int, repo: Path
 @pytest.mark.parametrize("name", ["cpu_demo.env", "gpu_demo.env", "h200_1gpu.env"])
 def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
     _, count = parameters_of(name, repo)
-    assert f"{count:,} parameters" in (repo / "records/configs" / name).read_text(encoding="utf-8")
+    assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

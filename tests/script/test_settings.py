@@ -243,7 +243,7 @@ def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path
 
 
 def test_shipped_configurations_are_valid(repo: Path) -> None:
-    paths = sorted((repo / "records" / "configs").glob("*.env"))
+    paths = sorted((repo / "configs").glob("*.env"))
     assert paths
     for path in paths:
         assert Config.from_env({"CONFIG": str(path)}).overrides(), path
@@ -357,7 +357,7 @@ def test_finding_a_path_looks_upward_from_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train_gpt.find_path("records/configs").samefile(repo / "records" / "configs")
-    (tmp_path / "records" / "configs").mkdir(parents=True)
-    assert train_gpt.find_path("records/configs").resolve() == (tmp_path / "records" / "configs").resolve()
+    assert train_gpt.find_path("configs").samefile(repo / "configs")
+    (tmp_path / "configs").mkdir(parents=True)
+    assert train_gpt.find_path("configs").resolve() == (tmp_path / "configs").resolve()
     assert train_gpt.find_path("no/such/thing") == Path("no/such/thing")

@@ -32,7 +32,7 @@ SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 # Two layers of width 32, six steps of 256 tokens, every feature of the default model, all evaluations.
 TINY = {
-    "CONFIG": str(REPO / "records/configs/cpu_demo.env"), "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
+    "CONFIG": str(REPO / "configs/cpu_demo.env"), "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
     "VOCAB_SIZE": str(VOCAB_SIZE), "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1", "XSA_LAST_N": "2", "NUM_LOOPS": "1", "LOOP_START": "0", "LOOP_END": "0",
     "ENABLE_LOOPING_AT": "0.5", "PARALLEL_START_LAYER": "1", "EMA_DECAY": "0.5", "MUON_WD": "0.1",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import train_gpt
-from records.rules import bits_per_byte
+from tools.runs.rules import bits_per_byte
 
 SOURCE = '"""A stand-in for the training script."""\n\nLEARNING_RATE = 0.02\n' + "".join(
     f"LAYER_{i} = {i * 37 % 101}\n" for i in range(200)

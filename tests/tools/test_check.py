@@ -14,15 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from records.__main__ import main
-from records.checks import audit
-from records.execute import network_can_be_cut
-from records.findings import Finding, Level, Mode
-from records.folder import Folder
-from records.source import UNWRAPPED_BYTES_MAX
 from tests.support.runs import SOURCE, make_runs, wrap
 from tests.tools.test_logs import DIALECT_A, DIALECT_B
 from tests.tools.test_pack import pack
+from tools.__main__ import main
+from tools.check.checks import audit
+from tools.check.execute import network_can_be_cut
+from tools.check.findings import Finding, Level, Mode
+from tools.runs.folder import Folder
+from tools.runs.source import UNWRAPPED_BYTES_MAX
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +319,6 @@ def test_code_that_is_run_has_no_network(tmp_path: Path) -> None:
         pytest.skip("this machine cannot start a process without network")
     script = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)\n"
     folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
-    from records.execute import check_starts
+    from tools.check.execute import check_starts
 
     assert any("unreachable" in finding.text for finding in check_starts(Folder(folder)))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from records import svg
-from records.__main__ import main
-from records.diff import changed_settings
-from records.stats import compare, deviation, welch_lower
 from tests.support.runs import SOURCE, make_run, make_runs
 from tests.tools.test_pack import pack
+from tools.__main__ import main
+from tools.compare import svg
+from tools.compare.diff import changed_settings
+from tools.runs.stats import compare, deviation, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
 PUBLISHED = {

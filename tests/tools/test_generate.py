@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from records.__main__ import main
 from tests.support.processes import Ended
+from tools.__main__ import main
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -41,7 +41,7 @@ def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dat
     import sentencepiece
     import torch
 
-    from records.generate import generate_text
+    from tools.generate import generate_text
 
     model, _ = train_gpt.load_artifact(finished.directory / "model.bin")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from records.logs import decimals, parse_log
+from tools.runs.logs import decimals, parse_log
 
 DIALECT_A = """import torch
         log0(f"step:{step}/{args.iterations} val_loss:{val_loss:.4f} val_bpb:{val_bpb:.4f}")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from records.__main__ import main
-from records.folder import Folder
-from records.source import read_script, same_program
 from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, wrap
+from tools.__main__ import main
+from tools.runs.folder import Folder
+from tools.runs.source import read_script, same_program
 
 
 def pack(records: Path, runs: list[Path], *options: str, name: str = "Test") -> Path:

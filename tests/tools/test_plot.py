@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from records import board
-from records.__main__ import main
-from records.curves import shard_crossings, step_times, train_loss, validation_bpb
-from records.runs import load_group
 from tests.support.runs import make_run, make_runs
 from tests.tools.test_pack import pack
+from tools.__main__ import main
+from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
+from tools.pack import board
+from tools.runs.runs import load_group
 
 
 def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_board_of_this_repository_is_fresh(repo: Path) -> None:
-    """Fails when a folder was added or changed without `python -m records board`."""
+    """Fails when a folder was added or changed without `python -m tools board`."""
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
 
 

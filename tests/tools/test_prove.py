@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from records import probes, prove, rehearsal
-from records.findings import Finding, Level, Mode
-from records.mutants import MUTANTS, honest, with_scorer
+from tools.check.findings import Finding, Level, Mode
+from tools.prove import probes, prove, rehearsal
+from tools.prove.mutants import MUTANTS, honest, with_scorer
 
 KILLED_BY = {
     "adapt-then-score": "B5",
@@ -105,7 +105,7 @@ def test_our_evaluation_reads_nothing_before_its_timers(subject: probes.Subject)
 
 
 def prove_file(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "records", "prove", str(path), *options]
+    command = [sys.executable, "-m", "tools", "prove", str(path), *options]
     root = Path(train_gpt.__file__).parent
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=False)
 

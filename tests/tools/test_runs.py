@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from records.logs import read_log
-from records.runs import RunDirectory
 from tests.support.runs import MODEL_BYTES, STEPS, TOKENS, make_run
+from tools.runs.logs import read_log
+from tools.runs.runs import RunDirectory
 
 
 def test_generated_run_reads_as_a_finished_run(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from records import source
-from records.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
 from tests.support.runs import SOURCE, wrap
+from tools.runs import source
+from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
 
 SHELLS = {
     "lzma, base 85": (

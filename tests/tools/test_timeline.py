@@ -1,4 +1,4 @@
-"""`records timeline`: reads what the tracer writes, sums it, draws it, merges ranks."""
+"""`tools timeline`: reads what the tracer writes, sums it, draws it, merges ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from records.__main__ import main
-from records.trace import Timeline
+from tools.__main__ import main
+from tools.trace.trace import Timeline
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "`python -m records trace`"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],
+    [(None, "`python -m tools trace`"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],
 )
 def test_what_is_no_trace_is_refused(
     tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""`records trace`: a file that is valid whatever happens, says what happened, and changes nothing."""
+"""`tools trace`: a file that is valid whatever happens, says what happened, and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from records import trace
-from records.__main__ import main
-from records.timeline import lane_spans
 from tests.script.test_loader import wait_until
 from tests.script.test_run import results
 from tests.support.processes import REPO, SCRIPT, Ended, Lab, Started
+from tools.__main__ import main
+from tools.trace import trace
+from tools.trace.timeline import lane_spans
 
-TOOL = REPO / "records" / "__main__.py"
+TOOL = REPO / "tools" / "__main__.py"
 Event = dict[str, Any]
 
 
@@ -166,7 +166,7 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {repo!r})
-from records.trace import Timeline
+from tools.trace.trace import Timeline
 timeline, number = Timeline(), 0
 timeline.open(Path({path!r}))
 timeline.begin(0)
@@ -323,7 +323,7 @@ def test_a_signal_and_an_error_end_the_run_as_without_it(lab: Lab) -> None:
 
 def test_torchrun_starts_it_and_every_rank_has_its_file(lab: Lab, finished: Ended) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "-m", "records", "trace", "--steps", "1:3"]  # fmt: skip
+               "-m", "tools", "trace", "--steps", "1:3"]  # fmt: skip
     settings = lab.settings() | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, env=settings, cwd=lab.folder, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,61 @@
+"""`python -m tools VERB …`: a module per verb, each with `add_arguments` and `run(args) -> exit status`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from tools.runs.errors import RecordError
+
+VERBS: dict[str, tuple[str, str]] = {
+    "pack": ("tools.pack.pack", "turn finished runs into a records folder"),
+    "check": ("tools.check.check", "audit a records folder, ours or any public one"),
+    "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
+    "diff": ("tools.compare.diff", "compare two runs or folders: config, code, metrics, curves"),
+    "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
+    "trace": ("tools.trace.trace", "run the training script and write a timeline of its steps"),
+    "timeline": ("tools.trace.timeline", "draw a trace, lane by lane"),
+    "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
+    "board": ("tools.pack.board", "write the leaderboard from the folders"),
+}
+EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too
+EXIT_INTERRUPTED = 130
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Parser with every verb listed; only the module of the verb in `argv` is imported: `--help` is quick."""
+    parser = argparse.ArgumentParser(prog="python -m tools", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for verb, (module_name, purpose) in VERBS.items():
+        if importlib.util.find_spec(module_name) is None:
+            continue
+        subparser = verbs.add_parser(verb, help=purpose, description=purpose)
+        if verb == wanted:
+            importlib.import_module(module_name).add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser(arguments).parse_args(arguments)
+    try:
+        return int(importlib.import_module(VERBS[args.verb][0]).run(args))
+    except RecordError as error:
+        print(f"tools {args.verb}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"tools {args.verb}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

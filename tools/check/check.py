@@ -1,0 +1,64 @@
+"""`check FOLDER…`: the checklist on any records folder; exit status 1 on a FAIL."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tqdm import tqdm
+
+from tools.check.checks import audit
+from tools.check.execute import check_starts
+from tools.check.findings import Finding, Level, Mode
+from tools.runs.folder import Folder
+from tools.runs.writing import json_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="records folders")
+    reading = parser.add_mutually_exclusive_group()
+    reading.add_argument(
+        "--strict", action="store_true", help="decide contested points by the rules as written"
+    )
+    reading.add_argument("--convention", action="store_true", help="decide contested points as practised")
+    parser.add_argument(
+        "--run", action="store_true", help="also start the script, without network (A8); runs its code"
+    )
+    parser.add_argument("--quiet", action="store_true", help="FAIL and WARN only")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    mode = Mode.STRICT if args.strict else Mode.CONVENTION if args.convention else Mode.AGREED
+    progress = tqdm(args.folders, desc="auditing", disable=len(args.folders) < 2 or not sys.stderr.isatty())
+    reports: dict[str, list[Finding]] = {}
+    for path in progress:
+        folder = Folder(path)
+        findings = audit(folder)
+        if args.run:
+            findings += check_starts(folder)
+        reports[str(path)] = findings
+    if args.json:
+        print(json_text({path: [f.as_json(mode) for f in found] for path, found in reports.items()}), end="")
+    else:
+        for path, found in reports.items():
+            print(render(path, found, mode, args.quiet))
+    return int(any(finding.level(mode) is Level.FAIL for found in reports.values() for finding in found))
+
+
+def render(path: str, findings: list[Finding], mode: Mode, quiet: bool) -> str:
+    """The report on one folder: the worst first, each with evidence and what to do, then the counts."""
+    lines = [path]
+    for finding in sorted(findings, key=lambda f: -f.level(mode)):
+        level = finding.level(mode)
+        if quiet and level is Level.INFO:
+            continue
+        where = f"  [{finding.where}]" if finding.where else ""
+        lines.append(f"  {level.name:4} {finding.check:3} {finding.text}{where}")
+        if finding.remedy and level is not Level.INFO:
+            lines.append(f"           -> {finding.remedy}")
+    counts = Counter(finding.level(mode).name for finding in findings)
+    shown = ", ".join(f"{counts[level.name]} {level.name}" for level in reversed(Level))
+    return "\n".join([*lines, f"  {shown} ({mode.value} reading)"])

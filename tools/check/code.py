@@ -1,0 +1,169 @@
+"""A7, A8, A10-A13: what the script's text tells; advice, with FAIL only on certainties."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+from tools.check.findings import Finding, contested, fail, info, warn
+from tools.runs import source
+from tools.runs.folder import README, REQUIREMENTS, Folder
+from tools.runs.rules import VALIDATION_DOCUMENTS
+
+OPTIONAL_MODULES = {
+    "flash_attn_interface",
+    "flash_attn",
+    "flash_attn_3",
+    "mlx",
+    "cutlass_evt_fusion",
+    "pyminify",
+}
+HARMLESS_PROGRAMS = {"nvidia-smi", "git", "rocm-smi", "hostname"}
+INSTALLERS = {"pip", "apt", "apt-get", "conda", "uv", "curl", "wget"}
+PACKED_LINE_CHARACTERS = 4_000  # no readable line is that long
+FIRST_PYTHON_WITH_NESTED_QUOTES = (3, 12)
+
+
+def check_syntax(folder: Folder) -> Iterator[Finding]:
+    """A7: the script parses here; a newer syntax is a warning, since it ran somewhere."""
+    script = folder.script
+    if script is None or not isinstance(script.tree, SyntaxError):
+        return
+    error, here = script.tree, ".".join(map(str, sys.version_info[:2]))
+    where = script.where(error.lineno or 1)
+    if sys.version_info[:2] >= FIRST_PYTHON_WITH_NESTED_QUOTES:
+        yield fail("A7", f"does not parse on Python {here}: {error.msg}", where, "ship the file that ran")
+        return
+    yield warn(
+        "A7",
+        f"does not parse on Python {here}: {error.msg} (#1591)",
+        where,
+        "write 3.10 syntax: several images run 3.10 or 3.11",
+    )
+
+
+def check_imports(folder: Folder) -> Iterator[Finding]:
+    """A8, A11: unguarded optional packages; modules that reach the network."""
+    script = folder.script
+    if script is None:
+        return
+    shipped = {path.stem for path in folder.files()}
+    for call in source.imports(script):
+        where = script.where(call.line)
+        if call.name in OPTIONAL_MODULES and not call.detail and call.name not in shipped:
+            yield warn(
+                "A8",
+                f"import of {call.name} is unguarded; the stock image lacks it (#280)",
+                where,
+                "import it inside try/except ImportError with a fallback",
+            )
+        if call.name in source.NETWORK_MODULES:
+            yield warn(
+                "A11",
+                f"imports {call.name}: evaluation may not use the network",
+                where,
+                "move downloads to a separate script",
+            )
+
+
+def check_programs(folder: Folder) -> Iterator[Finding]:
+    """A11: programs that the script starts."""
+    script = folder.script
+    if script is None:
+        return
+    notes = "".join(
+        folder.file(name).read_text(encoding="utf-8", errors="replace")
+        for name in (README, REQUIREMENTS)
+        if folder.file(name).is_file()
+    )
+    for call in source.subprocess_calls(script):
+        where = script.where(call.line)
+        if call.name in INSTALLERS:
+            yield warn(
+                "A11", f"runs `{call.detail}`", where, "install before the run, in documented setup steps"
+            )
+        elif (
+            call.name not in HARMLESS_PROGRAMS
+            and call.name not in notes
+            and not call.name.startswith(("?", "-"))
+        ):
+            yield warn(
+                "A11",
+                f"starts `{call.name}`, which neither README nor requirements.txt names (#1856)",
+                where,
+                "document it as a prerequisite",
+            )
+
+
+def check_closure(folder: Folder) -> Iterator[Finding]:
+    """A10: code outside the counted script."""
+    script = folder.script
+    if script is None:
+        return
+    for path in folder.closure:
+        yield contested(
+            "A10",
+            f"{script.path.name} also runs {path.relative_to(folder.path)} ({path.stat().st_size:,} bytes)",
+            script.path.name,
+            "all counted code lives in train_gpt.py; put it there, its bytes count",
+        )
+
+
+def check_patterns(folder: Folder) -> Iterator[Finding]:
+    """A12: functions worth proving. Names and keywords decide nothing, so this never warns."""
+    script = folder.script
+    if script is None:
+        return
+    for call in source.validation_training(script):
+        yield info(
+            "A12",
+            f"`{call.name}` steps an optimizer beside validation tokens",
+            script.where(call.line),
+            "legal if every token is scored first; `python -m tools prove` decides",
+        )
+
+
+def check_split(folder: Folder) -> Iterator[Finding]:
+    """A13: data preparation that cuts another validation split than the first 50,000 documents."""
+    for script in folder.scripts.values():
+        for call in source.argument_defaults(script, "--val-docs"):
+            if call.detail.isdecimal() and int(call.detail) != VALIDATION_DOCUMENTS:
+                yield warn(
+                    "A13",
+                    f"--val-docs defaults to {int(call.detail):,}, validation is the first"
+                    f" {VALIDATION_DOCUMENTS:,} documents: training shards cut with it"
+                    " hold validation text (#2127)",
+                    script.where(call.line),
+                    f"use {VALIDATION_DOCUMENTS} and state the shards' hashes",
+                )
+
+
+def brotli_missing() -> bool:
+    """Whether brotli shells cannot be unwrapped here."""
+    return importlib.util.find_spec("brotli") is None
+
+
+def check_readable(folder: Folder) -> Iterator[Finding]:
+    """A7: code in a form that this tool cannot read."""
+    script = folder.script
+    if script is None or script.wrapped or isinstance(script.tree, SyntaxError):
+        return
+    longest = max((len(line) for line in script.text.splitlines()), default=0)
+    if script.problem is None and not ("exec(" in script.text and longest > PACKED_LINE_CHARACTERS):
+        return
+    reason = script.problem or ("brotli is not installed here" if brotli_missing() else "unknown form")
+    yield warn(
+        "A7", f"packed code was not unwrapped: {reason}", script.path.name, "ship the source beside it"
+    )
+
+
+CHECKS = (
+    check_syntax,
+    check_readable,
+    check_imports,
+    check_programs,
+    check_closure,
+    check_patterns,
+    check_split,
+)

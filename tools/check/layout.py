@@ -1,0 +1,101 @@
+"""A1-A3: the folder's name and place, required files, submission.json's schema."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from tools.check.findings import Finding, contested, fail, info, warn
+from tools.runs.folder import README, SCRIPT, SUBMISSION, Folder
+from tools.runs.rules import TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
+
+FOLDER_NAME = re.compile(r"^\d{4}-\d\d-\d\d_[A-Za-z0-9._+-]+$")
+TRACK_NAME = re.compile(r"^track_\w+$")
+REQUIRED_TEXT = ("author", "github_id", "name", "date")
+SCORE_ALIASES = ("mean_val_bpb", "mean_bpb", "bpb", "score")
+DATE = re.compile(r"^\d{4}-\d\d-\d\d")
+
+
+def check_name(folder: Folder) -> Iterator[Finding]:
+    if not FOLDER_NAME.match(folder.name):
+        yield warn(
+            "A1",
+            f"folder `{folder.name}` is not YYYY-MM-DD_Description",
+            folder.name,
+            "rename it (asked for in #1851)",
+        )
+    if not TRACK_NAME.match(folder.track):
+        yield info(
+            "A1", f"parent `{folder.track}` is no track_* folder", folder.name, "move it under its track"
+        )
+
+
+def check_files(folder: Folder) -> Iterator[Finding]:
+    required = {README: folder.file(README), SUBMISSION: folder.submission_path, SCRIPT: folder.script_path}
+    for name, path in required.items():
+        if path is None or not path.is_file():
+            yield fail(
+                "A2", f"missing `{name}`", folder.name, "add it; folders without it were not listed (#561)"
+            )
+        elif path.stat().st_size == 0:
+            yield fail("A2", f"`{path.name}` is empty", folder.name, "ship the file that ran")
+        elif path.name != name:
+            yield contested(
+                "A2", f"`{path.name}` stands in for `{name}` (#561)", folder.name, f"rename it to `{name}`"
+            )
+    if not folder.logs:
+        yield fail("A2", "no training log", folder.name, "add one log per seed, as the script wrote it")
+
+
+def check_submission(folder: Folder) -> Iterator[Finding]:
+    if folder.submission_path is None:
+        return
+    name = folder.submission_path.name
+    if folder.submission_error:
+        yield fail(
+            "A3", f"{name} cannot be read: {folder.submission_error}", name, "write valid JSON, one object"
+        )
+        return
+    submission = folder.submission
+    for key in REQUIRED_TEXT:
+        if not isinstance(submission.get(key), str) or not submission[key]:
+            yield warn("A3", f"`{key}` is absent or no text", name, f"add `{key}`")
+    if isinstance(submission.get("date"), str) and not DATE.match(submission["date"]):
+        yield warn("A3", f"date `{submission['date']}` is not YYYY-MM-DD", name, "write an ISO date")
+    yield from _check_score(folder, name)
+
+
+def _check_score(folder: Folder, name: str) -> Iterator[Finding]:
+    loss, bpb = folder.submission.get("val_loss"), folder.submission.get("val_bpb")
+    if not isinstance(bpb, int | float) or isinstance(bpb, bool):
+        alias = next((key for key in SCORE_ALIASES if key in folder.submission), None)
+        found = f", found `{alias}`" if alias else ""
+        yield fail(
+            "A3", f"`val_bpb` is absent or no number{found}", name, "add `val_bpb`, the mean over the seeds"
+        )
+        return
+    if bpb <= 0 or not math.isfinite(bpb):
+        yield fail("A3", f"`val_bpb` {bpb} is no bits per byte", name, "write the mean over the seeds")
+        return
+    if not isinstance(loss, int | float) or isinstance(loss, bool):
+        return
+    if loss == bpb:
+        yield fail(
+            "A3", f"`val_loss` equals `val_bpb` ({bpb}): bits stored as loss", name, "nats per token go here"
+        )
+        return
+    implied = bytes_per_token(loss, bpb)
+    if (
+        not any(abs(implied / t.bytes_per_token - 1) < TOKENIZER_TOLERANCE for t in TOKENIZERS)
+        and not folder.ours
+    ):
+        yield warn(
+            "A3",
+            f"`val_loss` {loss} and `val_bpb` {bpb} imply {implied:.3f} bytes/token, no known tokenizer's",
+            name,
+            "check that both are of the same run and that `val_loss` is nats per token",
+        )
+
+
+CHECKS = (check_name, check_files, check_submission)

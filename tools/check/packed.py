@@ -1,0 +1,223 @@
+"""Folders that `pack` wrote: every file is the one packed, every number follows from the logs again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tools.check.budget import is_record
+from tools.check.findings import Finding, fail, warn
+from tools.pack import readme
+from tools.runs.derive import Evidence, compare_with, nested, sha256_file, submission
+from tools.runs.errors import RecordError
+from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder
+from tools.runs.logs import decimals, read_log
+from tools.runs.source import read_script, same_program
+
+LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
+REMEDY = "restore the packed file, or pack the runs again"
+
+
+def check_files(folder: Folder) -> Iterator[Finding]:
+    """A2: no file was changed, removed or added to the evidence since packing."""
+    if not folder.ours:
+        return
+    files = folder.submission.get("files")
+    if not isinstance(files, dict) or not files:
+        yield fail("A2", "`files` is missing: nothing says what was packed", SUBMISSION, REMEDY)
+        return
+    for name, digest in files.items():
+        path = folder.file(name)
+        if not path.is_file():
+            yield fail("A2", f"`{name}` was packed and is missing", name, REMEDY)
+        elif sha256_file(path) != digest:
+            yield fail("A2", f"`{name}` is not the file that was packed: its sha256 differs", name, REMEDY)
+
+
+def check_code(folder: Folder) -> Iterator[Finding]:
+    """A6: the shipped program is the one whose hash every run recorded, wrapped or not."""
+    if not folder.ours or folder.script is None:
+        return
+    readable = folder.file(READABLE_SCRIPT)
+    source = read_script(readable).raw if readable.is_file() else folder.script.raw
+    if readable.is_file() and not same_program(folder.script.text, source.decode("utf-8", errors="replace")):
+        yield fail(
+            "A6",
+            f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}",
+            READABLE_SCRIPT,
+            REMEDY,
+        )
+    digest = hashlib.sha256(source).hexdigest()
+    for seed, summary in folder.summaries.items():
+        ran = nested(summary, "code", "sha256")
+        if ran and ran != digest:
+            yield fail(
+                "A6",
+                f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…, ran {ran[:12]}…",
+                SUMMARY_NAME.format(seed=seed),
+                REMEDY,
+            )
+
+
+def _declared_seeds(folder: Folder) -> list[int]:
+    seeds = folder.submission.get("seeds")
+    return [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
+
+
+def _evidence(folder: Folder) -> list[Evidence]:
+    found = []
+    for seed in _declared_seeds(folder):
+        path, summary = folder.file(LOG_NAME.format(seed=seed)), folder.summaries.get(seed)
+        if path.is_file() and summary is not None:
+            found.append(Evidence(seed, read_log(path), summary))
+    return found
+
+
+def check_seeds(folder: Folder) -> Iterator[Finding]:
+    """A5: one log and one summary per seed, each saying that seed."""
+    if not folder.ours:
+        return
+    found = {evidence.seed: evidence for evidence in _evidence(folder)}
+    for seed in _declared_seeds(folder):
+        if seed not in found:
+            yield fail("A5", f"seed {seed} is declared, its log or summary is missing", SUBMISSION, REMEDY)
+            continue
+        said = nested(found[seed].summary, "seed")
+        if said is not None and said != seed:
+            name = SUMMARY_NAME.format(seed=seed)
+            yield fail("A5", f"{name} stands for seed {seed}, but says seed {said}", name, REMEDY)
+
+
+def check_summaries(folder: Folder) -> Iterator[Finding]:
+    """A4: each log's final lines are its summary's losses, its model bytes the artifact's."""
+    if not folder.ours:
+        return
+    for evidence in _evidence(folder):
+        yield from _check_losses(evidence)
+        log, summary = evidence.log, evidence.summary
+        pairs = {
+            "artifact bytes": (
+                nested(summary, "artifact", "bytes"),
+                log.model_bytes and log.model_bytes.bytes,
+            ),
+            "steps": (nested(summary, "steps"), log.steps),
+        }
+        for name, (recorded, printed) in pairs.items():
+            if recorded is not None and printed is not None and recorded != printed:
+                yield fail(
+                    "A4",
+                    f"{name}: {printed:,} in the log, {recorded:,} in the summary",
+                    log.path.name,
+                    REMEDY,
+                )
+
+
+def _check_losses(evidence: Evidence) -> Iterator[Finding]:
+    log = evidence.log
+    for name, loss in (nested(evidence.summary, "losses") or {}).items():
+        if not isinstance(loss, Mapping):
+            continue
+        found = [final for final in log.finals if name in final.label]
+        for final in found:
+            pairs = {
+                "val_loss": (final.loss_text, loss.get("nats")),
+                "val_bpb": (final.bpb_text, loss.get("bits_per_byte")),
+            }
+            for key, (printed, recorded) in pairs.items():
+                if isinstance(recorded, int | float) and f"{recorded:.{decimals(printed)}f}" != printed:
+                    yield fail(
+                        "A4",
+                        f"`{final.label}` {key} is {printed} in the log and {recorded!r} in the summary",
+                        log.where(final.line),
+                        REMEDY,
+                    )
+
+
+def check_derived(folder: Folder) -> Iterator[Finding]:
+    """A4: submission.json and README.md are what logs and summaries give when derived again."""
+    if not folder.ours or folder.script is None:
+        return
+    evidences = _evidence(folder)
+    if not evidences:
+        yield fail("A5", "`seeds` names no seed that has a log and a summary", SUBMISSION, REMEDY)
+        return
+    files = folder.submission.get("files")
+    try:
+        expected = submission(
+            folder.submission, evidences, folder.script.bytes, files if isinstance(files, dict) else {}, None
+        )
+    except RecordError as error:
+        yield fail("C10", str(error), folder.name, REMEDY)
+        return
+    expected["comparison"] = _expected_comparison(folder.submission, expected["seed_results"])
+    for place, got, derived in _differences(folder.submission, expected):
+        yield fail("A4", f"`{place}` is {got!r}, logs and summaries give {derived!r}", SUBMISSION, REMEDY)
+    yield from _check_readme(folder, expected, {evidence.seed: evidence.summary for evidence in evidences})
+
+
+def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any] | None:
+    comparison = claimed.get("comparison")
+    if not isinstance(comparison, dict):
+        return None
+    bpbs, losses = (_numbers(comparison.get(f"baseline_{key}")) for key in ("val_bpb", "val_loss"))
+    if not (bpbs and losses):
+        return None
+    return compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+
+
+def _numbers(value: Any) -> list[float]:
+    """`value` where it is a list of numbers, else nothing."""
+    if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+        return []
+    return value
+
+
+def _differences(got: Any, expected: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Leaves that differ, by dotted path; keys that somebody added are left alone."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for key, value in expected.items():
+            yield from _differences(got.get(key), value, f"{place}.{key}" if place else str(key))
+    elif isinstance(expected, float) and isinstance(got, float):
+        if abs(got - expected) > 1e-9 * max(1.0, abs(expected)):
+            yield place, got, expected
+    elif got != expected:
+        yield place, got, expected
+
+
+def _check_readme(
+    folder: Folder, expected: dict[str, Any], summaries: Mapping[int, Mapping[str, Any]]
+) -> Iterator[Finding]:
+    path = folder.file(README)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = text.replace(readme.FORMER_BEGIN, readme.BEGIN)
+    part = readme.generated_part(text)
+    if part is None:
+        yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
+        return
+    wanted = readme.render(expected, summaries, folder.file(READABLE_SCRIPT).is_file())
+    before = text[: text.find(readme.BEGIN)].count("\n")
+    lines = zip([*part.splitlines(), ""], [*wanted.splitlines(), ""], strict=False)
+    for number, (got, derived) in enumerate(lines, before + 1):
+        if got != derived:
+            yield fail(
+                "A4", f"README.md says `{got}`, the logs give `{derived}`", f"{README}:{number}", REMEDY
+            )
+            return
+
+
+def check_limits(folder: Folder) -> Iterator[Finding]:
+    """C2, C3, A9: limits that the runs themselves judged; binding in the record track."""
+    report = fail if is_record(folder) else warn
+    for seed, summary in folder.summaries.items():
+        for name, limit in (nested(summary, "limits") or {}).items():
+            if isinstance(limit, Mapping) and limit.get("ok") is False:
+                yield report(
+                    LIMIT_CHECKS.get(name, "C2"),
+                    f"seed {seed} broke its own limit: {name} {limit.get('value')} > {limit.get('limit')}",
+                    SUMMARY_NAME.format(seed=seed),
+                    "run again inside the limit",
+                )
+
+
+CHECKS = (check_limits, check_files, check_code, check_seeds, check_summaries, check_derived)

@@ -1,0 +1,147 @@
+"""C1, C6, C8, C9: the byte denominator, data provenance, seeds and spread, plausibility."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from tools.check.budget import is_record
+from tools.check.findings import Finding, contested, fail, info, warn
+from tools.runs.folder import Folder, SeedRun
+from tools.runs.logs import Final, decimals
+from tools.runs.rules import (
+    BYTE_ERROR_TOLERANCE,
+    KNOWN_BYTE_ERRORS,
+    LEGAL_TTT_GAIN_BPB,
+    PLAUSIBLE_BPB_MIN,
+    RECORD_SEEDS_MIN,
+    VALIDATION_BYTES,
+    VALIDATION_BYTES_TOLERANCE,
+    bits_per_byte,
+)
+from tools.runs.stats import deviation, mean
+
+DIGITS_MIN = 6  # printed decimals below which the implied bytes scatter too far
+OVERLAP_SHARDS = 1499  # shard count of the export whose training text overlaps validation (#2127)
+
+
+def check_denominator(folder: Folder) -> Iterator[Finding]:
+    """C1: tokens x loss / ln 2 / bpb is the number of bytes of the validation text."""
+    for run in folder.seed_runs:
+        score = folder.score(run.log)
+        if score is None or not math.isfinite(score.loss) or score.bpb <= 0:
+            continue
+        if score.scored_tokens and score.val_bytes:
+            yield from _check_own_line(run, score)
+        if folder.ours and not is_record(folder):
+            continue  # another text than the challenge's is scored there, and the line above covers it
+        yield from _check_implied(folder, run, score)
+
+
+def _check_own_line(run: SeedRun, score: Final) -> Iterator[Finding]:
+    """A line that prints tokens and bytes must be arithmetically true to its last digit."""
+    assert score.scored_tokens and score.val_bytes
+    expected = bits_per_byte(score.loss, score.scored_tokens, score.val_bytes)
+    unit = 10.0 ** -decimals(score.bpb_text) + 10.0 ** -decimals(score.loss_text)
+    if abs(expected - score.bpb) > unit:
+        yield fail(
+            "C1",
+            f"val_bpb {score.bpb_text} is not val_loss {score.loss_text} over"
+            f" {score.scored_tokens:,} tokens and {score.val_bytes:,} bytes: that is {expected:.8f}",
+            run.log.where(score.line),
+            "ship the log as the script wrote it",
+        )
+
+
+def _check_implied(folder: Folder, run: SeedRun, score: Final) -> Iterator[Finding]:
+    tokens = score.scored_tokens or _integer(run)
+    if tokens is None or decimals(score.bpb_text) < 4:
+        return
+    implied = score.loss / math.log(2.0) * tokens / score.bpb
+    off = implied / VALIDATION_BYTES - 1
+    slack = (
+        VALIDATION_BYTES_TOLERANCE
+        if decimals(score.bpb_text) >= DIGITS_MIN
+        else 2 * VALIDATION_BYTES_TOLERANCE
+    )
+    if abs(off) <= slack:
+        return
+    known = [
+        e for e in KNOWN_BYTE_ERRORS if abs(implied / VALIDATION_BYTES / e.ratio - 1) < BYTE_ERROR_TOLERANCE
+    ]
+    cause = f": {known[0].cause}" if known else ""
+    report = contested if known and "export" in known[0].cause else fail if is_record(folder) else warn
+    yield report(
+        "C1",
+        f"implied validation bytes {implied:,.0f} ({off:+.2%}), the challenge's text has {VALIDATION_BYTES:,}"
+        f"{cause}",
+        run.log.where(score.line),
+        "check the byte table and that every validation token is scored",
+    )
+
+
+def _integer(run: SeedRun) -> int | None:
+    located = run.log.validation_tokens
+    return int(located.value) if located and located.value.isdecimal() else None
+
+
+def check_provenance(folder: Folder) -> Iterator[Finding]:
+    """C6: signs of training shards that hold validation documents."""
+    for run in folder.seed_runs:
+        shards = run.log.settings.get("train_shards")
+        if shards and shards.value.isdecimal() and int(shards.value) >= OVERLAP_SHARDS:
+            yield warn(
+                "C6",
+                f"train_shards {shards.value}: the count of the export that overlaps validation (#2127)",
+                run.log.where(shards.line),
+                "state repository, revision and hashes of the shards",
+            )
+        paths = [v for k, v in run.log.settings.items() if k in ("datasets_dir", "data_path", "train_files")]
+        for located in paths:
+            if "datasets/datasets" in located.value:
+                yield warn(
+                    "C6",
+                    "path with datasets/datasets: seen with the export that overlaps validation (#2127)",
+                    run.log.where(located.line),
+                    "state repository, revision and hashes of the shards",
+                )
+                break
+
+
+def check_seeds(folder: Folder) -> Iterator[Finding]:
+    """C8: enough seeds for a claim, and their spread."""
+    scores = [score.bpb for run in folder.seed_runs if (score := folder.score(run.log))]
+    if not scores:
+        return
+    spread = deviation(scores)
+    shown = f" ± {spread:.6f}" if spread is not None else ""
+    yield info("C8", f"{len(scores)} seeds, val_bpb {mean(scores):.8f}{shown}", folder.headline_label or "")
+    if is_record(folder) and len(scores) < RECORD_SEEDS_MIN:
+        yield warn(
+            "C8",
+            f"{len(scores)} seed(s) with a log: no significance can be shown",
+            folder.name,
+            f"run {RECORD_SEEDS_MIN} seeds; compare with `python -m tools diff`",
+        )
+
+
+def check_plausible(folder: Folder) -> Iterator[Finding]:
+    """C9: scores below, or gains above, anything legal seen so far."""
+    for run in folder.seed_runs:
+        score = folder.score(run.log)
+        if score is None:
+            continue
+        where = run.log.where(score.line)
+        if score.bpb < PLAUSIBLE_BPB_MIN:
+            yield warn("C9", f"val_bpb {score.bpb_text} < {PLAUSIBLE_BPB_MIN}", where, "prove the scorer")
+        earlier = [final.bpb for final in run.log.finals if final.rank == 2]
+        if score.rank == 3 and earlier and min(earlier) - score.bpb > LEGAL_TTT_GAIN_BPB:
+            yield warn(
+                "C9",
+                f"test-time training gains {min(earlier) - score.bpb:.4f}; legal precedents gain 0.002-0.013",
+                where,
+                "prove the scorer",
+            )
+
+
+CHECKS = (check_denominator, check_provenance, check_seeds, check_plausible)

@@ -1,0 +1,139 @@
+"""A5, A6, C10: distinct runs of one program under one configuration, each complete."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+
+from tools.check.findings import Finding, fail, info, warn
+from tools.runs.folder import Folder, SeedRun
+from tools.runs.source import Script, same_program
+
+PER_SEED_SETTINGS = {"seed", "run_id", "pid", "rank", "local_rank", "logfile", "artifact_dir"}
+PATH_SETTINGS = ("path", "dir", "file", "logs")
+
+
+def check_distinct(folder: Folder) -> Iterator[Finding]:
+    """A5: no log twice under two seeds; the seed in a file's name is the seed in the log."""
+    digests: dict[str, SeedRun] = {}
+    for run in folder.seed_runs:
+        path = run.log.path
+        if run.named_seed is not None and run.log.seed is not None and run.log.seed != run.named_seed:
+            yield fail(
+                "A5",
+                f"{path.name} stands for seed {run.named_seed}, but says seed {run.log.seed}",
+                run.log.where(run.log.settings["seed"].line),
+                f"ship the log of seed {run.named_seed}, or make the script read SEED",
+            )
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest in digests:
+            other = digests[digest].log.path.name
+            yield fail("A5", f"{path.name} is identical to {other}", path.name, "ship one log per run")
+        digests[digest] = run
+    yield from _check_declared_seeds(folder)
+
+
+def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
+    declared = folder.submission.get("seeds")
+    if not isinstance(declared, list):
+        return
+    seeds = {run.seed for run in folder.seed_runs} | {log.seed for log in folder.logs}
+    for seed in declared:
+        if seeds - {None} and seed not in seeds and seed not in folder.submitted_seeds():
+            yield warn("A5", f"seed {seed} is declared, no log is of that seed", folder.name, "add its log")
+
+
+def check_same_code(folder: Folder) -> Iterator[Finding]:
+    """A6: every seed ran the same bytes, and those are the bytes shipped."""
+    sizes = {run.log.code_bytes.bytes: run for run in folder.seed_runs if run.log.code_bytes}
+    if len(sizes) > 1:
+        text = ", ".join(f"{size:,} bytes in {run.log.path.name}" for size, run in sorted(sizes.items()))
+        yield fail(
+            "A6", f"the seeds ran different code: {text}", folder.name, "rerun all seeds with one script"
+        )
+    scripts = folder.training_scripts
+    embedded = [run for run in folder.seed_runs if run.log.source is not None]
+    for run in embedded:
+        yield from _check_embedded(run, scripts)
+    shipped = {
+        size for s in scripts for size in (s.bytes, len(s.text.encode()), len(s.raw.replace(b"\r\n", b"\n")))
+    }
+    if embedded or len(sizes) != 1 or folder.script is None:
+        return
+    (size, run), count = next(iter(sizes.items())), next(iter(sizes.values())).log.code_bytes
+    if size not in shipped and count:
+        yield fail(
+            "A6",
+            f"the logs' code has {size:,} bytes, the shipped {folder.script.path.name}"
+            f" {folder.script.bytes:,}",
+            run.log.where(count.line),
+            "ship the file that ran",
+        )
+
+
+def _check_embedded(run: SeedRun, scripts: list[Script]) -> Iterator[Finding]:
+    """Compare the source at the head of a log with the shipped scripts; layout and comments do not count."""
+    ran = run.log.source or ""
+    if not scripts or any(_same_lines(ran, script.text) for script in scripts):
+        return
+    nearest = max(scripts, key=lambda script: len(set(ran.splitlines()) & set(script.text.splitlines())))
+    changes = list(difflib.unified_diff(ran.splitlines(), nearest.text.splitlines(), lineterm="", n=0))
+    first = next((line for line in changes if line.startswith("@@")), "")
+    where = f"{nearest.path.name} {first}"
+    if any(same_program(ran, script.text) for script in scripts):
+        yield info("A6", f"{run.log.path.name} holds a source that differs in layout or comments only", where)
+        return
+    changed = sum(line[:1] in "+-" for line in changes[2:])
+    yield fail(
+        "A6",
+        f"{run.log.path.name} holds a source that differs from {nearest.path.name} in {changed} lines",
+        where,
+        "ship the file that ran",
+    )
+
+
+def _same_lines(first: str, second: str) -> bool:
+    return [x.rstrip() for x in first.rstrip().splitlines()] == [
+        x.rstrip() for x in second.rstrip().splitlines()
+    ]
+
+
+def check_same_config(folder: Folder) -> Iterator[Finding]:
+    """A6: the settings that the logs print are equal but for the seed and paths."""
+    runs = folder.seed_runs
+    if len(runs) < 2:
+        return
+    reference = runs[0]
+    for run in runs[1:]:
+        for key, located in run.log.settings.items():
+            first = reference.log.settings.get(key)
+            if first is None or first.value == located.value or _may_differ(key, first.value, located.value):
+                continue
+            yield fail(
+                "A6",
+                f"`{key}` is {first.value} in {reference.log.path.name},"
+                f" {located.value} in {run.log.path.name}",
+                run.log.where(located.line),
+                "a record is several seeds of one configuration (#2124)",
+            )
+
+
+def _may_differ(key: str, first: str, second: str) -> bool:
+    """Names of places and per-process values; not options."""
+    return key in PER_SEED_SETTINGS or key.endswith(PATH_SETTINGS) or "/" in first + second
+
+
+def check_complete(folder: Folder) -> Iterator[Finding]:
+    """C10: every seed's log reaches a final metric."""
+    for run in folder.seed_runs:
+        if run.log.headline is None:
+            yield fail(
+                "C10",
+                f"{run.log.path.name} ends before a final metric",
+                run.log.where(run.log.lines),
+                "ship the complete log, or leave the run out",
+            )
+
+
+CHECKS = (check_distinct, check_same_code, check_same_config, check_complete)

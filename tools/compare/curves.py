@@ -1,0 +1,141 @@
+"""Loss, bits per byte and step times of a run as series: from metrics.jsonl where it exists, else the log."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tools.runs.runs import Run
+
+NOT_A_STEP = "DIAGNOSTIC"  # label of validations of averaged weights, off the curve of training
+AXES = ("steps", "tokens", "seconds")
+SLOW_DEVIATIONS = 6.0  # median absolute deviations above the median from which an interval is slow ...
+SLOW_SHARE = 0.03  # ... and at least this part above the median
+COMPILE_STEPS = 10  # slow steps up to here are compilation and autotuning, whatever else happens in them
+PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
+DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its cause
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One logged step: where it stands on the three axes, and its value."""
+
+    step: int
+    tokens: float | None
+    seconds: float | None
+    value: float
+
+    def at(self, axis: str) -> float | None:
+        return {"steps": float(self.step), "tokens": self.tokens, "seconds": self.seconds}[axis]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Mean duration of the steps after the previous sample; `cause` is set on slow ones."""
+
+    step: int
+    ms: float
+    cause: str | None
+
+
+def batch_tokens(run: Run) -> int | None:
+    """Tokens of one optimizer step, as the log prints it."""
+    located = run.log.settings.get("train_batch_tokens")
+    return int(located.value) if located and located.value.isdecimal() else None
+
+
+def train_loss(run: Run) -> list[Sample]:
+    """Training loss in nats per token."""
+    events = _samples(run, "train", "train_loss")
+    return events or _from_points(run, [(p.step, p.time_ms, p.loss) for p in run.log.train])
+
+
+def validation_loss(run: Run) -> list[Sample]:
+    """Validation loss in nats per token during training."""
+    events = _samples(run, "val", "val_loss")
+    return events or _from_points(run, [(p.step, p.time_ms, p.loss) for p in run.log.validation])
+
+
+def validation_bpb(run: Run) -> list[Sample]:
+    """Bits per byte during training."""
+    events = _samples(run, "val", "val_bpb")
+    points = [(p.step, p.time_ms, p.bpb) for p in run.log.validation if p.bpb is not None]
+    return events or _from_points(run, points)
+
+
+def _samples(run: Run, kind: str, key: str) -> list[Sample]:
+    batch = batch_tokens(run)
+    found = []
+    for event in run.events:
+        step, value = event.step, event.number(key)
+        if (
+            event.kind != kind
+            or step is None
+            or value is None
+            or str(event.values.get("label")).startswith(NOT_A_STEP)
+        ):
+            continue
+        tokens = event.number("tokens")
+        milliseconds = event.number("train_time_ms")
+        seconds = milliseconds / 1e3 if milliseconds is not None else None
+        found.append(Sample(step, tokens if tokens is not None else _product(step, batch), seconds, value))
+    return found
+
+
+def _from_points(run: Run, points: Sequence[tuple[int, float | None, float]]) -> list[Sample]:
+    batch = batch_tokens(run)
+    return [
+        Sample(step, _product(step, batch), time_ms / 1e3 if time_ms is not None else None, value)
+        for step, time_ms, value in points
+    ]
+
+
+def _product(step: int, batch: int | None) -> float | None:
+    return float(step * batch) if batch else None
+
+
+def step_times(run: Run) -> list[StepTime]:
+    """Mean step duration between consecutive lines with the clock, the slow ones with their likely cause."""
+    times = [
+        (start, stop, (stop_ms - start_ms) / (stop - start))
+        for (start, start_ms), (stop, stop_ms) in pairwise([(0, 0.0), *_clock(run)])
+        if stop > start and stop_ms > start_ms
+    ]
+    if not times:
+        return []
+    median = statistics.median(ms for _, _, ms in times)
+    spread = statistics.median(abs(ms - median) for _, _, ms in times)
+    limit = median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median)
+    marked = []
+    for start, stop, ms in times:
+        slow = ms > limit
+        marked.append(
+            StepTime(stop, ms, _cause(start, stop, (ms - median) * (stop - start), run) if slow else None)
+        )
+    return marked
+
+
+def _clock(run: Run) -> list[tuple[int, float]]:
+    """(step, milliseconds of training) of every training line; metrics.jsonl has them to more digits."""
+    events = [(e.step, e.number("train_time_ms")) for e in run.events if e.kind == "train"]
+    exact = [(step, ms) for step, ms in events if step is not None and ms is not None]
+    return exact or [(point.step, point.time_ms) for point in run.log.train if point.time_ms is not None]
+
+
+def _cause(start: int, stop: int, excess_ms: float, run: Run) -> str:
+    """Likely cause of `excess_ms` after step `start` up to `stop`: compile, shard, validation or other."""
+    if stop <= COMPILE_STEPS:
+        return "compile"
+    waited = [e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train" and e.step == stop]
+    if sum(waited) >= DATA_SHARE * excess_ms:
+        return "shard"
+    if not waited and shard_crossings(start, stop, batch_tokens(run) or 0):
+        return "shard"
+    return "validation" if any(start <= point.step < stop for point in run.log.validation) else "other"
+
+
+def shard_crossings(start: int, stop: int, batch: int) -> int:
+    """How many shards of the published exports end in the steps after `start` up to `stop`."""
+    return stop * batch // PUBLISHED_SHARD_TOKENS - start * batch // PUBLISHED_SHARD_TOKENS

@@ -1,0 +1,279 @@
+"""`diff BASE NEW`: settings, code, metrics with Welch tests, curves; runs and folders alike."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.compare import curves, page, svg
+from tools.compare.codediff import changed_lines, unified
+from tools.runs.derive import nested
+from tools.runs.errors import RecordError
+from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
+from tools.runs.runs import Group, Run, load_group, scores
+from tools.runs.stats import Comparison, Welch, compare, deviation, mean
+from tools.runs.writing import json_text, write_text
+
+UNSET = "–"
+CURVE_ROWS = 12  # steps at which the text compares losses
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs between two groups; `reruns` compares sets of logs that a folder holds beside its own.
+
+    `comparison` is None where a side has no score.
+    """
+
+    base: Group
+    new: Group
+    comparison: Comparison | None
+    reruns: dict[str, Comparison]
+    settings: list[tuple[str, str, str]]
+    code: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "base", type=Path, metavar="BASE", help="run directory or records folder to compare with"
+    )
+    parser.add_argument(
+        "new", type=Path, metavar="NEW", help="run directory or records folder that should be better"
+    )
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page with plots")
+    parser.add_argument("--no-code", action="store_true", help="count changed lines instead of showing them")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = difference(load_group(args.base), load_group(args.new))
+    if args.html:
+        write_text(args.html, html(found))
+    if args.json:
+        print(json_text(as_json(found)), end="")
+    elif args.html:
+        print(f"{args.html}: {found.new.name} against {found.base.name}")
+    else:
+        print(text(found, show_code=not args.no_code))
+    return 0
+
+
+def difference(base: Group, new: Group) -> Difference:
+    """Compare two groups; raises RecordError when neither has anything to compare."""
+    if not base.runs or not new.runs:
+        raise RecordError("nothing to compare: one side holds no run")
+    reruns = {f"{base.name}/{name}": _compare(new.runs, runs) for name, runs in base.other_sets.items()}
+    reruns |= {f"{new.name}/{name}": _compare(runs, base.runs) for name, runs in new.other_sets.items()}
+    code = unified(base.script, new.script, base.name, new.name) if base.script and new.script else ""
+    return Difference(
+        base=base,
+        new=new,
+        comparison=_compare(new.runs, base.runs),
+        reruns={name: comparison for name, comparison in reruns.items() if comparison},
+        settings=changed_settings(base.config, new.config),
+        code=code,
+    )
+
+
+def _compare(new: Sequence[Run], base: Sequence[Run]) -> Comparison | None:
+    sides = [scores(side, attribute) for attribute in ("bpb", "loss") for side in (new, base)]
+    return compare(*sides) if all(sides) else None
+
+
+def changed_settings(base: dict[str, str], new: dict[str, str]) -> list[tuple[str, str, str]]:
+    """(name, base value, new value) of settings that differ; values that are equal as numbers are equal."""
+    return [
+        (key, base.get(key, UNSET), new.get(key, UNSET))
+        for key in sorted({*base, *new})
+        if _canonical(base.get(key)) != _canonical(new.get(key))
+    ]
+
+
+def _canonical(value: str | None) -> object:
+    try:
+        return float(value) if value is not None else None
+    except ValueError:
+        return value
+
+
+Metric = tuple[str, Callable[[Run], float | None], str]
+METRICS: tuple[Metric, ...] = (
+    ("val_bpb", lambda run: run.score.bpb if run.score else None, ".6f"),
+    ("val_loss (nats/token)", lambda run: run.score.loss if run.score else None, ".6f"),
+    ("steps", lambda run: run.log.steps, ",.1f"),
+    ("ms per step", lambda run: run.log.step_ms, ".3f"),
+    ("train seconds", lambda run: run.log.train_seconds, ".2f"),
+    ("eval seconds", lambda run: run.score.eval_seconds if run.score else None, ".1f"),
+    ("model bytes", lambda run: run.log.model_bytes.bytes if run.log.model_bytes else None, ",.0f"),
+)
+
+
+def metric_rows(found: Difference) -> list[list[str]]:
+    """Name, base, new, change; mean ± deviation over the seeds that have the metric."""
+    rows = []
+    for name, value_of, form in METRICS:
+        sides = [
+            [v for run in group.runs if (v := value_of(run)) is not None] for group in (found.base, found.new)
+        ]
+        if not any(sides):
+            continue
+        change = f"{mean(sides[1]) - mean(sides[0]):+{form}}" if all(sides) else UNSET
+        rows.append([name, *(_spread(values, form) for values in sides), change])
+    return rows
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return UNSET
+    spread = deviation(values)
+    return (
+        f"{mean(values):{form}}"
+        + (f" ± {spread:{form}}" if spread is not None else "")
+        + f" (n={len(values)})"
+    )
+
+
+def verdict_lines(found: Difference) -> list[str]:
+    """The gain in three units and the outcome at both standards; then the outcome with reruns, if any."""
+    comparison = found.comparison
+    if comparison is None:
+        return ["no score on one side: metrics cannot be compared"]
+    per_token = comparison.gain_nats_per_token
+    token = (
+        f"{per_token:+.6f} nats/token"
+        if per_token is not None
+        else "nats/token not comparable (tokenizers differ)"
+    )
+    return [
+        f"gain {comparison.gain_bpb:+.6f} bits/byte = {comparison.gain_nats_per_byte:+.6f} nats/byte;"
+        f" {token}",
+        _standard("one-sided Welch, no margin", comparison.frontier, FRONTIER_P, comparison.meets_frontier),
+        _standard(f"beyond {MARGIN_NATS} nats/token", comparison.margin, MARGIN_P, comparison.meets_margin),
+        *(
+            _standard(f"with the reruns {name}, no margin", rerun.frontier, FRONTIER_P, rerun.meets_frontier)
+            for name, rerun in found.reruns.items()
+        ),
+    ]
+
+
+def _standard(name: str, test: Welch | None, level: float, met: bool) -> str:
+    if test is None:
+        return f"{name}: no test (two seeds a side are needed, of one tokenizer for the margin)"
+    outcome = "meets" if met else "misses"
+    return f"{name}: p = {test.p:.4f} (t = {test.t:.3f}, df = {test.df:.2f}); {outcome} p < {level}"
+
+
+def loss_rows(found: Difference) -> list[list[str]]:
+    """Step, mean training loss of base and new, change, at steps that every run of both sides logged."""
+    tables = [
+        [{s.step: s.value for s in curves.train_loss(run)} for run in g.runs] for g in (found.base, found.new)
+    ]
+    common = sorted(set.intersection(*(set(losses) for side in tables for losses in side)))
+    stride = max(1, len(common) // CURVE_ROWS)
+    rows = []
+    for step in common[::-1][::stride][::-1]:
+        base, new = (mean([losses[step] for losses in side]) for side in tables)
+        rows.append([f"{step:,}", f"{base:.4f}", f"{new:.4f}", f"{new - base:+.4f}"])
+    return rows
+
+
+def text(found: Difference, show_code: bool) -> str:
+    """The whole comparison for a terminal."""
+    plus, minus = changed_lines(found.code)
+    blocks = [
+        f"{found.new.name}\nagainst {found.base.name}",
+        "\n".join(verdict_lines(found)),
+        columns(["metric", "base", "new", "change"], metric_rows(found)),
+        columns(["setting", "base", "new"], [list(row) for row in found.settings]) or "settings: equal",
+        columns(["step", "loss base", "loss new", "change"], loss_rows(found)),
+        f"code: +{plus} -{minus} lines" + ("\n" + found.code if show_code and found.code else ""),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns; empty text without rows."""
+    if not rows:
+        return ""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_json(found: Difference) -> dict[str, Any]:
+    plus, minus = changed_lines(found.code)
+    return {
+        "base": found.base.name,
+        "new": found.new.name,
+        "comparison": found.comparison.as_json() if found.comparison else None,
+        "reruns": {name: rerun.as_json() for name, rerun in found.reruns.items()},
+        "settings": [{"name": name, "base": base, "new": new} for name, base, new in found.settings],
+        "code": {"lines_added": plus, "lines_removed": minus, "diff": found.code},
+    }
+
+
+def html(found: Difference) -> str:
+    """The page: verdict, metrics, curves, settings, code."""
+    plus, minus = changed_lines(found.code)
+    summary = f"<p>+{plus} −{minus} lines</p>"
+    code = summary + (
+        f"<details><summary>show</summary>{page.code_diff(found.code)}</details>" if found.code else ""
+    )
+    settings = page.table(["setting", "base", "new"], [list(row) for row in found.settings], prose=True)
+    phases = page.table(["phase", "base s", "new s"], phase_rows(found))
+    return page.page(
+        f"{found.new.name} against {found.base.name}",
+        [
+            ("Verdict", page.paragraphs(verdict_lines(found))),
+            ("Metrics", page.table(["metric", "base", "new", "change"], metric_rows(found))),
+            ("Curves", charts(found)),
+            ("Phases", phases),
+            ("Settings", settings or "<p>equal</p>"),
+            ("Code", code),
+        ],
+    )
+
+
+def phase_rows(found: Difference) -> list[list[str]]:
+    """Mean seconds of each phase that our summaries recorded."""
+    sides = [[nested(run.summary, "phases") or {} for run in group.runs] for group in (found.base, found.new)]
+    names = list(dict.fromkeys(name for side in sides for phases in side for name in phases))
+    return [
+        [name, *(_spread([p[name] for p in side if name in p], ".2f") for side in sides)] for name in names
+    ]
+
+
+def charts(found: Difference) -> str:
+    """Loss against steps, tokens and seconds, bits per byte and step times of both sides."""
+    figures = [
+        _chart(found, f"Training loss by {axis}", axis, "nats per token", curves.train_loss)
+        for axis in curves.AXES
+    ]
+    figures.append(_chart(found, "Validation", "steps", "bits per byte", curves.validation_bpb))
+    figures.append(_chart(found, "Validation by seconds", "seconds", "bits per byte", curves.validation_bpb))
+    lines = [
+        svg.Line(kind, [(float(t.step), t.ms) for t in curves.step_times(run)])
+        for kind, group in (("base", found.base), ("new", found.new))
+        for run in group.runs
+    ]
+    figures.append(svg.chart("Step time", "steps", "ms per step", lines))
+    drawn = "".join(figures)
+    legend = page.legend({"base": found.base.name, "new": found.new.name})
+    return f'{legend}<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def _chart(
+    found: Difference, title: str, axis: str, unit: str, series: Callable[[Run], list[curves.Sample]]
+) -> str:
+    lines = []
+    for kind, group in (("base", found.base), ("new", found.new)):
+        for run in group.runs:
+            points = [(x, sample.value) for sample in series(run) if (x := sample.at(axis)) is not None]
+            lines.append(svg.Line(kind, points))
+    return svg.chart(title, axis, unit, lines)

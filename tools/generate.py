@@ -1,0 +1,66 @@
+"""`generate`: text that a run's artifact writes after a prompt; needs that file and its tokenizer alone."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import sentencepiece
+import torch
+
+import train_gpt
+from tools.runs.errors import RecordError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", type=Path, metavar="MODEL", help="model.bin of a run")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to write (default: 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=40, help="choose among so many; 0: all (default: 40)")
+    parser.add_argument("--seed", type=int, default=1337, help="of the choices (default: 1337)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="default: that of config.env beside the artifact")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.tokens < 1 or args.temperature < 0 or args.top_k < 0:
+        raise RecordError("expected --tokens of at least 1, --temperature and --top-k of at least 0")
+    try:
+        model, about = train_gpt.load_artifact(args.artifact)
+        pieces = load_tokenizer(args.artifact, about["tokenizer_sha256"], args.tokenizer)
+    except (train_gpt.ArtifactError, train_gpt.ConfigError) as error:
+        raise RecordError(str(error)) from error
+    print(generate_text(model, pieces, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
+    return 0
+
+
+def load_tokenizer(artifact: Path, expected: str, given: str | None) -> sentencepiece.SentencePieceProcessor:
+    """The tokenizer that the artifact was trained with, by its expected SHA-256; RecordError for another."""
+    settings = artifact.parent / "config.env"
+    beside = train_gpt.Config.from_env({"CONFIG": str(settings)} if settings.is_file() else {})
+    path = train_gpt.find_path(given or beside.tokenizer_path)
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != expected:
+        found = "another file" if content else "no file"
+        raise RecordError(f"{path}: {found}, expected the tokenizer of {artifact}, with sha256 {expected}; "
+                          "name it with --tokenizer")  # fmt: skip
+    return sentencepiece.SentencePieceProcessor(model_proto=content)
+
+
+@torch.no_grad()
+def generate_text(
+    model: train_gpt.GPT, pieces: sentencepiece.SentencePieceProcessor, prompt: str, tokens: int,
+    temperature: float, top_k: int, seed: int,
+) -> str:  # fmt: skip
+    """The prompt and so many tokens more, sampled among the `top_k` likeliest; temperature 0: the first."""
+    softcap, length = model.config.logit_softcap, model.config.eval_length
+    source, ids = torch.Generator().manual_seed(seed), [train_gpt.BOS_ID, *pieces.encode(prompt)]
+    for _ in range(tokens):
+        logits = model.logits(model(torch.tensor([ids[-length:]]))[0, -1])
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        top = logits.topk(min(top_k or len(logits), len(logits)))
+        odds = (top.values / max(temperature, 1e-6)).softmax(-1)
+        ids.append(int(top.indices[torch.multinomial(odds, 1, generator=source)]))
+    return str(pieces.decode(ids))

@@ -1,0 +1,237 @@
+"""`pack RUN…`: a records folder from finished runs of one program and one configuration, one per seed."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tools import RECORDS
+from tools.compare.codediff import unified
+from tools.pack import readme
+from tools.runs.derive import Evidence, compare_with, nested, sha256_file, submission
+from tools.runs.errors import RecordError
+from tools.runs.folder import (
+    BASELINE_DIFF,
+    CONFIG,
+    LOG_NAME,
+    PER_RUN_SETTINGS,
+    READABLE_SCRIPT,
+    README,
+    REQUIREMENTS,
+    SCRIPT,
+    SUBMISSION,
+    SUMMARY_NAME,
+)
+from tools.runs.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
+from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
+from tools.runs.source import decoded, same_program, unwrap
+from tools.runs.writing import json_text, write_bytes, write_text
+
+NAME = re.compile(r"[A-Za-z0-9._+-]+")
+PINNED = ("torch", "numpy", "sentencepiece", "triton")  # what a shipped script may import
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, one per seed")
+    parser.add_argument("--name", required=True, help="name of the record: letters, digits and . _ + -")
+    parser.add_argument("--track", default=RECORD_TRACK, help="track folder (default: %(default)s)")
+    parser.add_argument(
+        "--date", default=datetime.date.today().isoformat(), help="YYYY-MM-DD (default: today)"
+    )
+    parser.add_argument("--author", default="", help="author's name")
+    parser.add_argument("--github-id", default="", help="author's GitHub id")
+    parser.add_argument("--blurb", default="", help="one paragraph: what is new and what it brought")
+    parser.add_argument("--baseline", type=Path, help="records folder to compare with and to diff against")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
+    parser.add_argument(
+        "--wrap",
+        action="store_true",
+        help="ship an lzma-wrapped script even where the run counted the readable one",
+    )
+    parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
+
+
+def run(args: argparse.Namespace) -> int:
+    destination = args.records / args.track / f"{args.date}_{args.name}"
+    _check_names(args, destination)
+    runs = [
+        RunDirectory(path) for path in tqdm(args.runs, desc="reading runs", disable=not sys.stderr.isatty())
+    ]
+    refusals = refuse(runs)
+    if refusals:
+        raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
+    runs.sort(key=lambda directory: directory.seed or 0)
+    code = shipped_code(runs[0], args.wrap)
+    identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date", "track")}
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
+    try:
+        packed = write_folder(staging, runs, code, identity, args.baseline)
+        over = over_cap(packed, runs, args.track)
+        if over:
+            raise RecordError(over)
+        staging.chmod(0o755)
+        staging.rename(destination)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    if args.json:
+        print(json_text({"folder": str(destination), **packed}), end="")
+    else:
+        print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
+    return 0
+
+
+def _check_names(args: argparse.Namespace, destination: Path) -> None:
+    if not NAME.fullmatch(args.name):
+        raise RecordError(f"--name {args.name!r}: use letters, digits and . _ + - only")
+    try:
+        datetime.date.fromisoformat(args.date)
+    except ValueError as error:
+        raise RecordError(f"--date {args.date!r}: expected YYYY-MM-DD") from error
+    if destination.exists():
+        raise RecordError(
+            f"{destination} exists and is never overwritten: choose another --name or remove it"
+        )
+
+
+def refuse(runs: Sequence[RunDirectory]) -> list[str]:
+    """Why these runs are no record; empty when they are. Every reason is listed, not only the first."""
+    reasons = [reason for directory in runs for reason in _refuse_one(directory)]
+    seeds = [directory.seed for directory in runs]
+    reasons += [
+        f"seed {seed} comes more than once: give one run per seed" for seed in sorted(_repeated(seeds))
+    ]
+    first = runs[0]
+    for other in runs[1:]:
+        if other.script.sha256 != first.script.sha256:
+            reasons.append(f"{other.path} ran other code than {first.path}: all seeds must run one script")
+        reasons += [
+            f"{key} is {first.config.get(key, 'unset')} in {first.path},"
+            f" {other.config.get(key, 'unset')} in {other.path}"
+            for key in sorted({*first.config, *other.config} - PER_RUN_SETTINGS)
+            if first.config.get(key) != other.config.get(key)
+        ]
+    return reasons
+
+
+def _repeated(values: Sequence[int | None]) -> set[int]:
+    return {value for value in values if value is not None and values.count(value) > 1}
+
+
+def _refuse_one(directory: RunDirectory) -> list[str]:
+    summary, reasons = directory.summary, []
+    if summary.get("exit") != FINISHED:
+        reasons.append(f"{directory.path} did not finish: exit is {summary.get('exit')!r}")
+    if directory.log.headline is None or directory.log.model_bytes is None:
+        reasons.append(f"{directory.path / LOG} has no final metric or no model bytes")
+    if directory.seed is None:
+        reasons.append(f"{directory.path} names no seed")
+    if directory.log.seed is not None and directory.log.seed != directory.seed:
+        reasons.append(
+            f"{directory.path / LOG} says seed {directory.log.seed}, {SUMMARY} says {directory.seed}"
+        )
+    recorded = nested(summary, "code", "sha256")
+    if recorded and recorded != directory.script.sha256:
+        reasons.append(f"{directory.path / SCRIPT} is not the code that ran: sha256 differs from {SUMMARY}")
+    if summary.get("comparable") is False:
+        reasons.append(
+            f"{directory.path} is marked not comparable: validation was limited or another text was scored"
+        )
+    return reasons
+
+
+@dataclass(frozen=True)
+class ShippedCode:
+    """What goes into the folder: `train_gpt.py`'s bytes, and the readable source beside it when wrapped."""
+
+    script: bytes
+    readable: bytes | None
+
+
+def shipped_code(directory: RunDirectory, wrapped: bool) -> ShippedCode:
+    """The form that the run counted, or a wrapped one; a wrapped script is proved to be the same program."""
+    source, counted = directory.script.raw, directory.path / SHIPPED
+    shipped = counted.read_bytes() if counted.is_file() else source
+    if wrapped and shipped == source:
+        import train_gpt  # loads torch, which nothing else here needs
+
+        shipped = train_gpt.shipped_code(source, "wrapped")
+    if shipped == source:
+        return ShippedCode(source, None)
+    inner = unwrap(decoded(shipped))
+    if inner is None or not same_program(inner, source.decode()):
+        raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
+    return ShippedCode(shipped, source)
+
+
+def write_folder(
+    folder: Path,
+    runs: Sequence[RunDirectory],
+    code: ShippedCode,
+    identity: dict[str, Any],
+    baseline: Path | None,
+) -> dict[str, Any]:
+    """Write every file of the record into `folder`; returns submission.json's object."""
+    seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
+    for seed, directory in seeds.items():
+        shutil.copyfile(directory.path / LOG, folder / LOG_NAME.format(seed=seed))
+        shutil.copyfile(directory.path / SUMMARY, folder / SUMMARY_NAME.format(seed=seed))
+    write_bytes(folder / SCRIPT, code.script)
+    if code.readable is not None:
+        write_bytes(folder / READABLE_SCRIPT, code.readable)
+    kept = [line for line in runs[0].config_lines if line.split("=", 1)[0] not in PER_RUN_SETTINGS]
+    write_text(folder / CONFIG, "\n".join(kept) + "\n")
+    write_text(folder / REQUIREMENTS, requirements(runs[0].summary))
+    if baseline is not None:
+        write_text(folder / BASELINE_DIFF, _baseline_diff(baseline, runs[0]))
+    files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
+    evidences = [
+        Evidence(seed, directory.log, directory.summary) for seed, directory in sorted(seeds.items())
+    ]
+    packed = submission(identity, evidences, len(code.script), files, None)
+    if baseline is not None:
+        base = load_group(baseline)
+        packed["comparison"] = compare_with(
+            base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss")
+        )
+    write_text(folder / SUBMISSION, json_text(packed))
+    summaries = {evidence.seed: evidence.summary for evidence in evidences}
+    write_text(folder / README, readme.render(packed, summaries, code.readable is not None))
+    return packed
+
+
+def _baseline_diff(baseline: Path, directory: RunDirectory) -> str:
+    base = load_group(baseline)
+    if base.script is None:
+        raise RecordError(f"{baseline} holds no script to diff against")
+    return unified(base.script, directory.script, base.name, "this record")
+
+
+def requirements(summary: dict[str, Any]) -> str:
+    """requirements.txt: the versions that the run recorded of what the script may import."""
+    versions = nested(summary, "versions") or {}
+    pinned = [f"{name}=={str(versions[name]).split('+')[0]}" for name in PINNED if versions.get(name)]
+    return "\n".join(pinned or PINNED) + "\n"
+
+
+def over_cap(packed: dict[str, Any], runs: Sequence[RunDirectory], track: str) -> str | None:
+    """The refusal when shipped code plus the largest model exceeds the run's cap, or the challenge's."""
+    configured = runs[0].config.get("ARTIFACT_BYTES_MAX", "")
+    cap = int(configured) if configured.isdecimal() and track != RECORD_TRACK else ARTIFACT_BYTES_MAX
+    total = packed["bytes_total"]
+    if total <= cap:
+        return None
+    return (
+        f"total {total:,} bytes is {total - cap:,} over the cap of {cap:,} (code as shipped"
+        f" {packed['bytes_code']:,}): lower the artifact's target, or ship a wrapped script with --wrap"
+    )

@@ -1,0 +1,163 @@
+"""What a packed folder claims, derived from logs and summaries: pack writes it, check derives it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.runs.errors import RecordError
+from tools.runs.folder import FORMAT, LOG_NAME, SUMMARY_NAME
+from tools.runs.logs import RunLog
+from tools.runs.rules import RECORD_SEEDS_MIN
+from tools.runs.stats import Comparison, compare, deviation, mean
+
+IDENTITY = ("author", "github_id", "name", "blurb", "date", "track")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One seed's log and summary."""
+
+    seed: int
+    log: RunLog
+    summary: Mapping[str, Any]
+
+
+def sha256_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def evidence_files(seeds: Sequence[int]) -> list[str]:
+    """Names of the per-seed files in a packed folder."""
+    return [name.format(seed=seed) for seed in sorted(seeds) for name in (LOG_NAME, SUMMARY_NAME)]
+
+
+def nested(value: Mapping[str, Any], *keys: str) -> Any:
+    """`value[k1][k2]…`, or None where a level is missing."""
+    for key in keys:
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
+    """One seed's numbers, each from its log; hashes and phases from its summary."""
+    log, summary = evidence.log, evidence.summary
+    score, model = log.headline, log.model_bytes
+    if score is None or model is None or log.steps is None:
+        raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
+    phases = nested(summary, "phases")
+    return {
+        "metric": score.label,
+        "val_loss": score.loss,
+        "val_bpb": score.bpb,
+        "scored_tokens": score.scored_tokens,
+        "val_bytes": score.val_bytes,
+        "model_bytes": model.bytes,
+        "artifact_bytes": model.bytes + code_bytes,
+        "steps": log.steps,
+        "step_avg_ms": _rounded(log.step_ms, 3),
+        "train_time_s": _rounded(log.train_seconds, 3),
+        "eval_time_s": _rounded(score.eval_seconds if score.eval_seconds else _phase(phases, "eval"), 3),
+        "run_id": nested(summary, "run_id"),
+        "stream_hash": nested(summary, "stream_hash"),
+        "artifact_sha256": nested(summary, "artifact", "sha256"),
+    }
+
+
+def _phase(phases: Any, name: str) -> float | None:
+    """Seconds of the phases whose name begins with `name`."""
+    if not isinstance(phases, Mapping):
+        return None
+    seconds = [float(value) for key, value in phases.items() if str(key).startswith(name)]
+    return sum(seconds) if seconds else None
+
+
+def _rounded(value: float | None, places: int) -> float | None:
+    return round(value, places) if value is not None else None
+
+
+def submission(
+    identity: Mapping[str, Any],
+    evidences: Sequence[Evidence],
+    code_bytes: int,
+    files: Mapping[str, str],
+    comparison: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The whole of submission.json; `files` maps names to SHA-256, `comparison` comes from `compare_with`."""
+    ordered = sorted(evidences, key=lambda evidence: evidence.seed)
+    results = {str(evidence.seed): seed_result(evidence, code_bytes) for evidence in ordered}
+    losses = [result["val_loss"] for result in results.values()]
+    bpbs = [result["val_bpb"] for result in results.values()]
+    first = ordered[0].summary
+    largest = max(result["artifact_bytes"] for result in results.values())
+    return {
+        "format": FORMAT,
+        **{key: identity.get(key, "") for key in IDENTITY},
+        "metric": next(iter(results.values()))["metric"],
+        "val_loss": _rounded(mean(losses), 8),
+        "val_loss_std": _rounded(deviation(losses), 8),
+        "val_bpb": _rounded(mean(bpbs), 8),
+        "val_bpb_std": _rounded(deviation(bpbs), 8),
+        "seeds": [evidence.seed for evidence in ordered],
+        "seed_results": results,
+        "bytes_total": largest,
+        "bytes_code": code_bytes,
+        "artifact_bytes_max": largest,
+        "hardware": hardware(first),
+        "pytorch_version": nested(first, "versions", "torch"),
+        "cuda_version": nested(first, "versions", "cuda"),
+        "compliance": compliance([evidence.summary for evidence in ordered]),
+        "comparison": dict(comparison) if comparison else None,
+        "all_runs": [
+            {"run_id": r["run_id"], "seed": int(seed), "val_bpb": r["val_bpb"]} for seed, r in results.items()
+        ],
+        "files": dict(sorted(files.items())),
+    }
+
+
+def hardware(summary: Mapping[str, Any]) -> str:
+    """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`."""
+    world = nested(summary, "hardware", "world_size") or 1
+    gpus = nested(summary, "hardware", "gpus") or []
+    if gpus:
+        return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
+    cores = nested(summary, "hardware", "cores")
+    return f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU" + (f", {cores} cores" if cores else "")
+
+
+def compliance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Each limit that the runs checked holds in all of them; never self-attested."""
+    limits: dict[str, bool] = {}
+    for summary in summaries:
+        for name, limit in (nested(summary, "limits") or {}).items():
+            if isinstance(limit, Mapping) and "ok" in limit:
+                limits[f"{name}_ok"] = limits.get(f"{name}_ok", True) and bool(limit["ok"])
+    limits["comparable"] = all(bool(nested(summary, "comparable")) for summary in summaries)
+    limits["three_seeds"] = len(summaries) >= RECORD_SEEDS_MIN
+    return limits
+
+
+def compare_with(
+    baseline: str,
+    results: Mapping[str, Mapping[str, Any]],
+    base_bpb: Sequence[float],
+    base_nats: Sequence[float],
+) -> dict[str, Any]:
+    """The `comparison` object, with the baseline's own numbers so that it can be derived again."""
+    verdict: Comparison = compare(
+        [result["val_bpb"] for result in results.values()],
+        base_bpb,
+        [result["val_loss"] for result in results.values()],
+        base_nats,
+    )
+    return {
+        "baseline": baseline,
+        "baseline_val_bpb": list(base_bpb),
+        "baseline_val_loss": list(base_nats),
+        **verdict.as_json(),
+    }

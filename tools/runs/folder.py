@@ -1,0 +1,247 @@
+"""A records folder as it stands on disk: submission.json, logs by seed, the script, our own summaries."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tools.runs.errors import RecordError
+from tools.runs.logs import Final, RunLog, decimals, read_log
+from tools.runs.source import Script, closure, read_script
+
+SUBMISSION = "submission.json"
+SCRIPT = "train_gpt.py"
+README = "README.md"
+REQUIREMENTS = "requirements.txt"
+CONFIG = "config.env"
+READABLE_SCRIPT = "train_gpt_readable.py"  # the source beside a wrapped script
+PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
+BASELINE_DIFF = "baseline.diff"
+LOG_NAME = "train_seed{seed}.log"
+SUMMARY_NAME = "summary_seed{seed}.json"
+SEED_IN_NAME = re.compile(r"seed[_-]?(\d+)")
+NUMBER_IN_NAME = re.compile(r"(?:^|[_-]|train)(\d+)$")
+FORMAT = "records/1"  # value of submission.json's `format` in folders that `pack` wrote
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """A log taken as the evidence of one seed; `named_seed` is what its file name says."""
+
+    log: RunLog
+    named_seed: int | None
+
+    @property
+    def seed(self) -> int | None:
+        return self.log.seed if self.log.seed is not None else self.named_seed
+
+
+class Folder:
+    """Lazy view of a records folder; reading never raises on malformed contents, only on a missing folder."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise RecordError(
+                f"{path} is not a folder: give the path of one records folder (track_*/DATE_Name)"
+            )
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def track(self) -> str:
+        return self.path.resolve().parent.name
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.path.rglob("*") if path.is_file())
+
+    @cached_property
+    def submission_path(self) -> Path | None:
+        exact = self.file(SUBMISSION)
+        if exact.is_file():
+            return exact
+        return next(iter(sorted(self.path.glob("submission*.json"))), None)
+
+    @cached_property
+    def submission_error(self) -> str | None:
+        """Why submission.json cannot be read, or None."""
+        if self.submission_path is None:
+            return f"no {SUBMISSION}"
+        try:
+            value = json.loads(self.submission_path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            return str(error)
+        return None if isinstance(value, dict) else f"holds a {type(value).__name__}, expected an object"
+
+    @cached_property
+    def submission(self) -> dict[str, Any]:
+        """The object in submission.json; empty where it cannot be read."""
+        if self.submission_error or self.submission_path is None:
+            return {}
+        value: dict[str, Any] = json.loads(self.submission_path.read_text(encoding="utf-8"))
+        return value
+
+    @property
+    def ours(self) -> bool:
+        """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
+        return self.submission.get("format") == FORMAT or bool(self.summaries)
+
+    @cached_property
+    def script_path(self) -> Path | None:
+        exact = self.file(SCRIPT)
+        if exact.is_file():
+            return exact
+        return next(iter(sorted(self.path.glob("train*.py"))), None)
+
+    @cached_property
+    def script(self) -> Script | None:
+        return self.scripts.get(self.script_path) if self.script_path else None
+
+    @cached_property
+    def scripts(self) -> dict[Path, Script]:
+        """Every Python file of the folder, read once."""
+        return {path: read_script(path) for path in self.files() if path.suffix == ".py"}
+
+    @property
+    def training_scripts(self) -> list[Script]:
+        """Every script beside submission.json that may be what ran: studies ship more than one."""
+        top = {path: script for path, script in self.scripts.items() if path.parent == self.path}
+        return [script for path, script in top.items() if path.name.startswith("train")]
+
+    @cached_property
+    def closure(self) -> list[Path]:
+        """Files that the script runs besides itself."""
+        return closure(self.script, self.scripts, self.files()) if self.script else []
+
+    @cached_property
+    def logs(self) -> list[RunLog]:
+        """Every training log in the folder, subfolders included."""
+        candidates = [p for p in self.files() if p.suffix in (".log", ".txt") and p.name != REQUIREMENTS]
+        return [log for log in map(read_log, candidates) if log.finals or log.train or log.validation]
+
+    @cached_property
+    def seed_runs(self) -> list[SeedRun]:
+        """One log per seed: those beside submission.json, else in subfolders; of reruns the submitted set."""
+        top = [log for log in self.logs if log.path.parent == self.path]
+        runs = [_seed_run(log) for log in top or self.logs]
+        if not top and (claimed := self._claimed_runs()):
+            return claimed
+        named = [run for run in runs if run.named_seed is not None]
+        if not named:
+            return self._submitted_set(runs)
+        known = {run.seed for run in named}
+        unnamed = [run for run in runs if run.named_seed is None and run.seed not in known]
+        return self._submitted_set(named + (unnamed if top else []))
+
+    def _submitted_set(self, runs: list[SeedRun]) -> list[SeedRun]:
+        """Of several logs per seed: those with the submitted results, else the file names with most seeds."""
+        if len({run.seed for run in runs}) == len(runs):
+            return runs
+        claimed = self._claimed_runs()
+        if claimed:
+            return claimed
+        variants: dict[str, list[SeedRun]] = {}
+        for run in runs:
+            variants.setdefault(_variant(run), []).append(run)
+        declared = self.submission.get("val_bpb")
+        target = float(declared) if isinstance(declared, int | float) else 0.0
+
+        def preference(group: list[SeedRun]) -> tuple[int, float]:
+            scores = [run.log.headline.bpb for run in group if run.log.headline]
+            return len(group), -abs(sum(scores) / len(scores) - target) if scores else -1e9
+
+        return max(variants.values(), key=preference)
+
+    def other_sets(self) -> dict[str, list[SeedRun]]:
+        """Reruns: sets of two seeds or more that share a file-name variant and are not the submitted set."""
+        chosen = {run.log.path for run in self.seed_runs}
+        sets: dict[str, list[SeedRun]] = {}
+        for run in map(_seed_run, self.logs):
+            place = run.log.path.parent.relative_to(self.path)
+            if run.named_seed is not None and run.log.headline and run.log.path not in chosen:
+                sets.setdefault((place / _variant(run)).as_posix(), []).append(run)
+        return {name: runs for name, runs in sets.items() if len({run.seed for run in runs}) > 1}
+
+    def _claimed_runs(self) -> list[SeedRun]:
+        """The logs that print each submitted seed's `val_bpb`; empty unless every seed has one."""
+        claimed = []
+        for seed, result in self.submitted_seeds().items():
+            value = result.get("val_bpb")
+            if not isinstance(value, float):
+                return []
+            places = decimals(str(value))
+            found = [log for log in self.logs if any(f"{f.bpb:.{places}f}" == str(value) for f in log.finals)]
+            if not found:
+                return []
+            claimed.append(SeedRun(found[0], seed))
+        return claimed
+
+    @cached_property
+    def headline_label(self) -> str | None:
+        """The strongest scoring label that every seed's log has."""
+        runs = [run for run in self.seed_runs if run.log.headline]
+        counts: Counter[str] = Counter()
+        ranks: dict[str, int] = {}
+        for run in runs:
+            labels = {final.label: final.rank for final in run.log.finals if final.rank > 0}
+            counts.update(labels.keys())
+            ranks.update(labels)
+        common = [label for label, count in counts.items() if count == len(runs)]
+        own = Counter(run.log.headline.label for run in runs if run.log.headline)
+        return max(
+            common, key=lambda label: (ranks[label], own[label], label.endswith("_exact")), default=None
+        )
+
+    def score(self, log: RunLog) -> Final | None:
+        """The log's line under the folder's headline label, the last one."""
+        found = [final for final in log.finals if final.label == self.headline_label]
+        return found[-1] if found else log.headline
+
+    @cached_property
+    def summaries(self) -> dict[int, dict[str, Any]]:
+        """Our per-seed summaries by the seed in their file name; unreadable ones are left out."""
+        found = {}
+        for path in sorted(self.path.glob(SUMMARY_NAME.format(seed="*"))):
+            match = SEED_IN_NAME.search(path.name)
+            if match and (value := read_object(path)) is not None:
+                found[int(match[1])] = value
+        return found
+
+    def submitted_seeds(self) -> dict[int, dict[str, Any]]:
+        """Per-seed results in submission.json (`seed_results`, or `seeds` as an object), by seed."""
+        for key in ("seed_results", "seeds"):
+            value = self.submission.get(key)
+            if isinstance(value, dict):
+                return {int(s): r for s, r in value.items() if str(s).isdecimal() and isinstance(r, dict)}
+        return {}
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object from `path`, or None where the file is missing or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _variant(run: SeedRun) -> str:
+    """The file name without its seed: what tells reruns apart."""
+    stem = run.log.path.stem
+    return stem if run.named_seed is None else stem.replace(str(run.named_seed), "*", 1)
+
+
+def _seed_run(log: RunLog) -> SeedRun:
+    stem = log.path.stem
+    match = SEED_IN_NAME.search(stem) or NUMBER_IN_NAME.search(stem)
+    return SeedRun(log, int(match[1]) if match else None)

@@ -1,0 +1,197 @@
+"""A run directory `runs/<RUN_ID>/`, and one view on runs and folders for diff and plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tools.runs.errors import RecordError
+from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, READABLE_SCRIPT, SCRIPT, Folder, SeedRun, read_object
+from tools.runs.logs import Final, RunLog, read_log
+from tools.runs.source import Script, read_script
+
+LOG = "log.txt"
+SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
+SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of metrics.jsonl; `values` keeps whatever the script wrote."""
+
+    kind: str
+    values: dict[str, Any]
+
+    def number(self, key: str) -> float | None:
+        value = self.values.get(key)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    @property
+    def step(self) -> int | None:
+        step = self.number("step")
+        return int(step) if step is not None else None
+
+
+class RunDirectory:
+    """Lazy view of a run directory. Raises RecordError where log or summary is missing."""
+
+    def __init__(self, path: Path) -> None:
+        if not (path / LOG).is_file():
+            raise RecordError(f"{path} is no run directory: it has no {LOG}; give runs/<RUN_ID>")
+        self.path = path
+
+    @cached_property
+    def log(self) -> RunLog:
+        return read_log(self.path / LOG)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        summary = read_object(self.path / SUMMARY)
+        if summary is None:
+            raise RecordError(
+                f"{self.path / SUMMARY} is missing or no JSON object: the run did not finish; rerun it"
+            )
+        return summary
+
+    @property
+    def run_id(self) -> str:
+        return str(self.summary.get("run_id", self.path.name))
+
+    @property
+    def seed(self) -> int | None:
+        seed = self.summary.get("seed", self.log.seed)
+        return int(seed) if seed is not None else None
+
+    @cached_property
+    def config_lines(self) -> list[str]:
+        """KEY=VALUE lines of config.env, comments and blank lines left out."""
+        path = self.path / CONFIG
+        if not path.is_file():
+            raise RecordError(f"{path} is missing: the run directory is not complete")
+        return settings_lines(path)
+
+    @cached_property
+    def config(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in self.config_lines)
+
+    @cached_property
+    def script(self) -> Script:
+        path = self.path / SCRIPT
+        if not path.is_file():
+            raise RecordError(f"{path} is missing: the run directory does not hold the source that ran")
+        return read_script(path)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        return read_events(self.path / METRICS)
+
+
+def settings_lines(path: Path) -> list[str]:
+    """KEY=VALUE lines of a config.env, comments and blank lines left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if "=" in line and not line.lstrip().startswith("#")]
+
+
+def read_events(path: Path) -> list[Event]:
+    """Events of a metrics.jsonl; a torn last line, as a killed run leaves it, is skipped."""
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict):
+            events.append(Event(str(values.get("event", "")), values))
+    return events
+
+
+@dataclass
+class Run:
+    """One run, from a run directory or one seed of a records folder."""
+
+    name: str
+    log: RunLog
+    score: Final | None
+    events: list[Event]
+    summary: dict[str, Any]
+
+
+@dataclass
+class Group:
+    """What one argument of diff or plot names: the seeds of a folder, or a single run."""
+
+    name: str
+    runs: list[Run]
+    config: dict[str, str]
+    script: Script | None
+    other_sets: dict[str, list[Run]]  # reruns of the same seeds that the folder also holds, by file name
+
+    def scores(self, attribute: str) -> list[float]:
+        return scores(self.runs, attribute)
+
+
+def scores(runs: Sequence[Run], attribute: str) -> list[float]:
+    """`bpb` or `loss` of every run that has a score."""
+    return [getattr(run.score, attribute) for run in runs if run.score]
+
+
+def load_group(path: Path) -> Group:
+    """A run directory or a records folder, ours or public."""
+    if (path / LOG).is_file():
+        return _group_of_run(RunDirectory(path))
+    folder = Folder(path)
+    runs = [_seed_of_folder(folder, seed) for seed in folder.seed_runs]
+    if not runs:
+        raise RecordError(
+            f"{path} holds neither {LOG} nor a training log: give a run directory or a records folder"
+        )
+    others = {
+        name: [_seed_of_folder(folder, seed) for seed in found] for name, found in folder.other_sets().items()
+    }
+    return Group(
+        folder.name, runs, _settings(folder.file(CONFIG), folder.seed_runs[0].log), _readable(folder), others
+    )
+
+
+def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
+    return Run(
+        name=f"{folder.name} seed {seed.seed}" if seed.seed is not None else seed.log.path.stem,
+        log=seed.log,
+        score=folder.score(seed.log),
+        events=[],
+        summary=folder.summaries.get(seed.seed, {}) if seed.seed is not None else {},
+    )
+
+
+def _group_of_run(directory: RunDirectory) -> Group:
+    summary = read_object(directory.path / SUMMARY) or {}
+    run = Run(directory.path.name, directory.log, directory.log.headline, directory.events, summary)
+    config = _settings(directory.path / CONFIG, directory.log)
+    script = directory.script if (directory.path / SCRIPT).is_file() else None
+    return Group(directory.path.name, [run], config, script, {})
+
+
+def _readable(folder: Folder) -> Script | None:
+    readable = folder.file(READABLE_SCRIPT)
+    return read_script(readable) if readable.is_file() else folder.script
+
+
+def _settings(path: Path, log: RunLog) -> dict[str, str]:
+    """Settings of config.env, or those that the log prints, without what differs between seeds."""
+    found = (
+        dict(line.split("=", 1) for line in settings_lines(path)) if path.is_file() else _printed_config(log)
+    )
+    return {name: value for name, value in found.items() if name not in PER_RUN_SETTINGS}
+
+
+def _printed_config(log: RunLog) -> dict[str, str]:
+    """The settings that a log prints, under the names that the environment gives them."""
+    return {key.upper(): located.value for key, located in log.settings.items()}
