@@ -26,17 +26,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.support.processes import (
-    PRELOAD,
-    SCRIPT,
-    SERVER,
-    Ended,
-    Hung,
-    Lab,
-    Started,
-    make_dataset,
-    write_shard,
-)
+from data import shards
+from tests.support import tiny
+from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two
@@ -183,8 +175,15 @@ def damage(lab: Lab, reference: Ended, source: random.Random, how: Callable[[Pat
     assert_whole(go_on(lab, ended), reference)
 
 
+def overwrite_tokens(path: Path) -> None:
+    """Put ids beyond the vocabulary into a shard in place, as damage comes."""
+    with open(path, "r+b") as file:
+        file.seek(shards.HEADER_BYTES)
+        file.write(np.full(SHARD_TOKENS, 60_000, shards.TOKEN_DTYPE).tobytes())
+
+
 def shard_corrupted(lab: Lab, reference: Ended, source: random.Random) -> None:
-    damage(lab, reference, source, lambda path: write_shard(path, np.full(SHARD_TOKENS, 60_000)))
+    damage(lab, reference, source, overwrite_tokens)
 
 
 def shard_truncated(lab: Lab, reference: Ended, source: random.Random) -> None:
@@ -267,13 +266,14 @@ OUTCOMES: dict[type, str] = {Hung: "hung", subprocess.TimeoutExpired: "hung", Co
 
 def make_small_shards(folder: Path) -> None:
     """The tiny dataset cut into many shards."""
-    make_dataset(folder)
+    tiny.make_dataset(folder)
     paths = sorted(folder.glob("fineweb_train_*.bin"))
-    tokens = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
+    tokens = np.concatenate([tiny.tokens_of(path) for path in paths])
     for path in (*paths, folder / "manifest.json"):
         path.unlink()
     for number, start in enumerate(range(0, len(tokens) - SHARD_TOKENS, SHARD_TOKENS)):
-        write_shard(folder / f"fineweb_train_{number:06d}.bin", tokens[start : start + SHARD_TOKENS])
+        shard = tokens[start : start + SHARD_TOKENS]
+        shards.write_shard(folder / f"fineweb_train_{number:06d}.bin", shard)
 
 
 def in_turn(source: random.Random, words: tuple[str, ...]) -> Iterator[Kind]:

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started, make_dataset
+from tests.support import tiny
+from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started
 
 SAMPLE_SECONDS, ENOUGH_SAMPLES, MOST_SECONDS = 0.2, 20, 60.0
 TRAINING_SHARE = 0.5  # of the seconds under faults; the rest goes into pauses and new starts
@@ -145,7 +146,7 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[str, list[str]]:
     source, counts, start = random.Random(seed), Counter[str](), time.monotonic()
     data = folder / "data"
     data.mkdir()
-    make_dataset(data)
+    tiny.make_dataset(data)
     SERVER.set_forkserver_preload(PRELOAD.split())
     lab, lives, wrong, left, total = Lab(folder, data), list[Life](), list[str](), seconds, 0
     alone, _ = left_alone(lab.elsewhere("try"), **WATCHED, ITERATIONS=100)

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.processes import BOS_ID, SCRIPT, VOCAB_SIZE, Ended, Lab, write_shard
+from data.shards import BOS_ID, write_shard
+from tests.support.processes import SCRIPT, Ended, Lab
+from tests.support.tiny import VOCAB_SIZE, tokens_of
 
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 
@@ -24,10 +26,6 @@ def refused(ended: Ended, *named: str) -> None:
     assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
     assert all(name in ended.err for name in named), ended.err
     assert not ended.runs_dir.exists() or not any(ended.runs_dir.iterdir())
-
-
-def tokens_of(path: Path) -> np.ndarray:
-    return np.fromfile(path, "<u2", offset=1024)
 
 
 def without_training_shards(data: Path) -> None:

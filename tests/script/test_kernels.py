@@ -6,6 +6,7 @@ Triton is first imported; with a GPU the same tests run the compiled kernel, in 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 import train_gpt
+from tests.support.models import tiny_config
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: only the plain twin exists here")
 
@@ -207,8 +209,7 @@ def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
     assert len(products) == 4
 
 
-SMALL = {"micro_batch_tokens": 64, "train_seq_len": 16, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1,
-         "mlp_mult": 2.0, "attention": "sdpa", "compile": "0"}  # fmt: skip
+SMALL = tiny_config(MODEL_DIM=16, MLP_MULT=2, ROPE_DIMS=8, TRAIN_SEQ_LEN=16, ATTENTION="sdpa", COMPILE=0)
 LOSES = {"plain": (2.0, "slow"), "kernel": (math.inf, "PTXAS")}  # what another rank finds
 
 
@@ -234,7 +235,7 @@ class StubRun:
 
 def chosen(run: Any, **settings: Any) -> str:
     """The form that would run."""
-    _, function = train_gpt.choose_kernels(train_gpt.Config(**{**SMALL, **settings}), run)
+    _, function = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), run)
     return {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}[function]
 
 

@@ -17,18 +17,13 @@ import torch.multiprocessing
 from torch import Tensor
 
 import train_gpt
+from tests.support.models import tiny_config
 from train_gpt import Config, Optimizer, build_model, orthogonalize
 
-TINY = {
-    "VOCAB_SIZE": 64, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 2, "NUM_KV_HEADS": 1, "MLP_MULT": 2,
-    "ROPE_DIMS": 8, "XSA_LAST_N": 3, "LOOP_START": 1, "LOOP_END": 1, "PARALLEL_START_LAYER": 2,
-    "TRAIN_SEQ_LEN": 16, "TRAIN_BATCH_TOKENS": 128, "MICRO_BATCH_TOKENS": 32,
-    "EVAL_STRIDE": 0, "TTT_ENABLED": 0,
-}  # fmt: skip
 
-
-def tiny(**changes: Any) -> Config:
-    return Config.from_env({name: str(value) for name, value in {**TINY, **changes}.items()})
+def three_layers(**changes: object) -> Config:
+    """Three matrices of a kind: no bank divides among two or four ranks."""
+    return tiny_config(**{"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1, **changes})
 
 
 def batch(step: int, rows: int = 8) -> Tensor:
@@ -63,7 +58,7 @@ def one_rank(rank: int, size: int, port: int, folder: str, changes: dict[str, An
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo")
-    config = tiny(**changes)
+    config = three_layers(**changes)
     model = build_model(config)
     optimizer = Optimizer(model, config, rank, size)
     losses = train(model, optimizer, range(12), rank, size)
@@ -88,9 +83,9 @@ def on_ranks(size: int, folder: Path, changes: dict[str, Any]) -> list[dict[str,
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_number_of_ranks_takes_the_same_steps(size: int, tmp_path: Path) -> None:
-    """Three layers: no bank divides among two or four ranks, so every one of them is filled up."""
+    """Every bank is filled up to a number of matrices that the ranks divide."""
     changes = {"GRAD_CLIP_NORM": 0.05}
-    config = tiny(**changes)
+    config = three_layers(**changes)
     alone = build_model(config)
     expected = train(alone, Optimizer(alone, config, 0, 1), range(20))
     ranks = on_ranks(size, tmp_path, changes)
@@ -127,7 +122,7 @@ def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum
 
 @pytest.mark.parametrize("changes", [{}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0}])
 def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
-    config = tiny(GRAD_CLIP_NORM=0, **changes)
+    config = three_layers(GRAD_CLIP_NORM=0, **changes)
     model = build_model(config)
     optimizer = Optimizer(model, config, 0, 1)
     before = {name: getattr(model, name).detach().clone() for name in train_gpt.BANKS}
@@ -147,7 +142,7 @@ def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
 
 
 def test_small_tensors_follow_adamw() -> None:
-    config = tiny(GRAD_CLIP_NORM=0)
+    config = three_layers(GRAD_CLIP_NORM=0)
     model = build_model(config)
     rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
     twins, steps = {}, []
@@ -173,7 +168,7 @@ def test_small_tensors_follow_adamw() -> None:
 @pytest.mark.parametrize(("norm", "factor"), [(0.5, 0.05), (20.0, 1.0), (0.0, 1.0)])
 def test_clipping_is_by_the_global_norm(norm: float, factor: float) -> None:
     """Every gradient is scaled by one factor; momentum buffers hold what was left of it."""
-    config = tiny(GRAD_CLIP_NORM=norm)
+    config = three_layers(GRAD_CLIP_NORM=norm)
     model = build_model(config)
     parameters = list(model.parameters())
     count = sum(p.numel() for p in parameters)
@@ -209,7 +204,7 @@ def test_orthogonalised_singular_values_are_near_one(
     ids=str,
 )  # fmt: skip
 def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
-    model = build_model(tiny(**changes))
+    model = build_model(three_layers(**changes))
     optimizer = Optimizer(model, model.config, 0, 1)
     groups = [group["params"] for group in optimizer.adam.param_groups]
     owned = [id(parameter) for parameter in itertools.chain(optimizer.banks, *groups)]
@@ -219,7 +214,7 @@ def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
 
 
 def test_state_is_a_copy_that_repeats_the_run() -> None:
-    config = tiny()
+    config = three_layers()
     model = build_model(config)
     optimizer = Optimizer(model, config, 0, 1)
     fresh = optimizer.state()
@@ -234,7 +229,7 @@ def test_state_is_a_copy_that_repeats_the_run() -> None:
 
 def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
     """An optimizer after steps of these numbers, and the weights at first and after each."""
-    config = tiny(**changes)
+    config = three_layers(**changes)
     model = build_model(config)
     optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
     seen = [[p.detach().clone() for p in model.parameters()]]

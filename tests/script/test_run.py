@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import train_gpt
-from tests.support.processes import BOS_ID, SCRIPT, Ended, Lab
+from data import shards
+from tests.support.processes import SCRIPT, Ended, Lab
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens
@@ -121,8 +122,8 @@ def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path)
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
-    targets = np.fromfile(dataset / "fineweb_val_000000.bin", "<u2", offset=1024)[1:1001]
-    documents = np.split(targets, np.flatnonzero(targets == BOS_ID))
+    targets = shards.read_shard(dataset / "fineweb_val_000000.bin")[1:1001]
+    documents = np.split(targets, np.flatnonzero(targets == shards.BOS_ID))
     text_bytes = sum(len(pieces.decode(document.tolist()).encode()) for document in documents)
     for loss in finished.summary["losses"].values():
         assert (loss["scored_tokens"], loss["bytes"]) == (1000, text_bytes)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -20,29 +18,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+
+from tests.support import tiny
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "train_gpt.py"
-VOCAB_SIZE, BOS_ID = 320, 1
 DEADLINE_SECONDS = 120.0  # for hangs only
 PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
-# Two layers of width 32, six steps of 256 tokens, every feature of the default model, all evaluations.
-TINY = {
-    "CONFIG": str(REPO / "configs/cpu_demo.env"), "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
-    "VOCAB_SIZE": str(VOCAB_SIZE), "NUM_LAYERS": "2", "MODEL_DIM": "32", "NUM_HEADS": "2",
-    "NUM_KV_HEADS": "1", "XSA_LAST_N": "2", "NUM_LOOPS": "1", "LOOP_START": "0", "LOOP_END": "0",
-    "ENABLE_LOOPING_AT": "0.5", "PARALLEL_START_LAYER": "1", "EMA_DECAY": "0.5", "MUON_WD": "0.1",
-    "EMBED_WD": "0.1", "ADAM_WD": "0.1", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256",
-    "MICRO_BATCH_TOKENS": "64", "ITERATIONS": "6", "MAX_WALLCLOCK_SECONDS": "0", "VAL_TOKENS_LIMIT": "1000",
-    "VAL_BATCH_SIZE": "2048", "EVAL_STRIDE": "16", "GPTQ_CALIBRATION_BATCHES": "4",
-    "TTT_CHUNK_TOKENS": "256", "TTT_BATCH_SEQS": "4", "TTT_EPOCHS": "1",
-    "ARTIFACT_BYTES_MAX": "300000", "CODE_BYTES": "raw",
+# Six steps of the tiny model, every feature of the default run, all evaluations.
+TINY_RUN: dict[str, object] = {
+    **tiny.MODEL,
+    "CONFIG": REPO / "configs/cpu_demo.env",
+    "DEVICE": "cpu",
+    "COMPUTE_DTYPE": "float32",
+    "ITERATIONS": 6,
+    "MAX_WALLCLOCK_SECONDS": 0,
+    "ENABLE_LOOPING_AT": 0.5,
+    "EMA_DECAY": 0.5,
+    "MUON_WD": 0.1,
+    "EMBED_WD": 0.1,
+    "ADAM_WD": 0.1,
+    "VAL_TOKENS_LIMIT": 1000,
+    "VAL_BATCH_SIZE": 2048,
+    "EVAL_STRIDE": 16,
+    "TTT_ENABLED": 1,
+    "TTT_CHUNK_TOKENS": 256,
+    "TTT_BATCH_SEQS": 4,
+    "TTT_EPOCHS": 1,
+    "GPTQ_CALIBRATION_BATCHES": 4,
+    "ARTIFACT_BYTES_MAX": 300_000,
+    "CODE_BYTES": "raw",
     "RUN_ID": "run",
-}  # fmt: skip
+}
 
 
 class Hung(AssertionError):
@@ -164,7 +174,7 @@ class Lab:
         """The environment of a tiny run; None removes a variable."""
         data = {"DATA_PATH": str(self.dataset), "TOKENIZER_PATH": str(self.dataset / "tokenizer.model"),
                 "RUNS_DIR": str(self.folder / "runs"), "PATH": os.environ.get("PATH", "")}  # fmt: skip
-        wanted = {**TINY, **ONE_THREAD, **data, **changes}
+        wanted = {**TINY_RUN, **ONE_THREAD, **data, **changes}
         return {name: str(value) for name, value in wanted.items() if value is not None}
 
     def start(self, *arguments: str, fault: str = "", script: Path = SCRIPT, **changes: object) -> Started:
@@ -213,39 +223,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """A shard in the challenge's format."""
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-
-
-def make_dataset(folder: Path) -> None:
-    """Two training shards, a validation shard, a tokenizer and a manifest, of words that the seed made up."""
-    import sentencepiece
-
-    source = random.Random(7)
-    syllables = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aeiou"]
-    words = ["".join(source.choices(syllables, k=source.randint(1, 3))) for _ in range(150)]
-    sentences = [" ".join(source.choices(words, k=source.randint(20, 120))) for _ in range(120)]
-    documents = [sentence.capitalize() + "." for sentence in sentences]
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(documents), model_writer=model, model_type="bpe", vocab_size=VOCAB_SIZE,
-        byte_fallback=True, pad_id=0, bos_id=BOS_ID, eos_id=2, unk_id=3, num_threads=1, minloglevel=2,
-    )  # fmt: skip
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    files = {}
-    for name, start, stop in (("val_000000", 0, 20), ("train_000000", 20, 80), ("train_000001", 80, 120)):
-        ids = [token for document in documents[start:stop] for token in (BOS_ID, *pieces.encode(document))]
-        path = folder / f"fineweb_{name}.bin"
-        write_shard(path, np.array(ids))
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        files[path.name] = {"split": name.split("_")[0], "sha256": digest, "documents": [start, stop]}
-    (folder / "manifest.json").write_text(json.dumps({"version": 1, "files": files}))
-
-
 def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
     """A folder filled by `make`, once for all test files and all parallel workers of a session."""
     base = factory.getbasetemp()
@@ -264,7 +241,7 @@ def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny dataset; to be read only."""
     SERVER.set_forkserver_preload(PRELOAD.split())
-    return made_once("dataset", tmp_path_factory, make_dataset)
+    return made_once("dataset", tmp_path_factory, tiny.make_dataset)
 
 
 @pytest.fixture(scope="session")
