@@ -1,4 +1,4 @@
-"""ARTIFACT: the coder is exact and at its limit, GPTQ is GPTQ, budgets are filled, bad files refused."""
+"""ARTIFACT: budgets are filled, what was written is read back, bad files are refused."""
 
 from __future__ import annotations
 
@@ -23,66 +23,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import train_gpt
+from tests.support.models import plain_settings, random_batches, trained_like
 from tools.runs.source import decoded, unwrap
 from train_gpt import ArtifactError, Config
 
 TOKENIZER = "ab" * 32
-QUIET = settings(max_examples=40, deadline=None)
-
-
-def settings_of(layers: int, width: int, vocabulary: int, **others: Any) -> dict[str, str]:
-    """Environment of a small model."""
-    chosen = {
-        "NUM_LAYERS": layers,
-        "MODEL_DIM": width,
-        "VOCAB_SIZE": vocabulary,
-        "NUM_HEADS": 2,
-        "NUM_KV_HEADS": 1,
-        "NUM_LOOPS": 0,
-        "PARALLEL_START_LAYER": -1,
-        "XSA_LAST_N": 1,
-        "GATE_WINDOW": 4,
-        "ROPE_DIMS": 4,
-        "TRAIN_SEQ_LEN": 32,
-        "TRAIN_BATCH_TOKENS": 128,
-        "MICRO_BATCH_TOKENS": 128,
-        "EVAL_STRIDE": 0,
-        "TTT_ENABLED": 0,
-        **others,
-    }
-    return {name: str(value) for name, value in chosen.items()}
-
-
-def trained_like(config: Config, seed: int = 0) -> nn.Module:
-    """A model whose weights look trained: rows and columns of different spread, a few outliers."""
-    model, random_bits = train_gpt.build_model(config), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=random_bits)
-            if parameter.dim() > 1:
-                noise *= torch.randn(parameter.shape[-1], generator=random_bits).mul(0.3).exp()
-                noise *= torch.randn(*parameter.shape[:-1], 1, generator=random_bits).mul(0.3).exp()
-                noise[torch.rand(noise.shape, generator=random_bits) < 1e-3] *= 6
-            parameter.add_(0.03 * noise)
-    return model
-
-
-def batches(config: Config, count: int = 2, seed: int = 0) -> list[Any]:
-    """Random training batches."""
-    random_bits = torch.Generator().manual_seed(seed)
-    shape = (4, config.train_seq_len)
-    return [
-        SimpleNamespace(
-            inputs_BT=torch.randint(2, config.vocab_size, shape, generator=random_bits), cu_seqlens=None
-        )
-        for _ in range(count)
-    ]
 
 
 def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tuple[Any, Any]:
@@ -96,24 +44,14 @@ def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tu
 def write(path: Path, config: Config, code_bytes: int = 0, seed: int = 0) -> tuple[nn.Module, Any, list[str]]:
     """Write the artifact of a trained-looking model."""
     model, lines = trained_like(config, seed), []
-    hessians = train_gpt.collect_hessians(model, batches(config), 1) if config.gptq else {}
+    hessians = train_gpt.collect_hessians(model, random_batches(config), 1) if config.gptq else {}
     train_gpt.write_artifact(model, config, hessians, *place(path, code_bytes, lines))
     return model, train_gpt.load_artifact(path)[1], lines
 
 
-def correlated_bank(matrices: int, rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Weights and the Hessians of strongly correlated inputs of unequal size."""
-    random_bits = torch.Generator().manual_seed(seed)
-    weights = torch.randn(matrices, rows, columns, generator=random_bits)
-    mix = torch.randn(matrices, columns, columns, generator=random_bits) / columns**0.5
-    x = torch.randn(matrices, 8 * columns, columns, generator=random_bits) @ (mix + 0.3 * torch.eye(columns))
-    x = x * torch.randn(matrices, 1, columns, generator=random_bits).mul(0.5).exp()
-    return weights, x.mT @ x / x.size(1)
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Config:
-    return Config.from_env(settings_of(1, 16, 32, ARTIFACT_BYTES_MAX=100_000))
+    return Config.from_env(plain_settings(1, 16, 32, ARTIFACT_BYTES_MAX=100_000))
 
 
 @pytest.fixture(scope="module")
@@ -121,272 +59,6 @@ def tiny_file(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("artifact") / "model.bin"
     write(path, tiny)
     return path
-
-
-# --- coder --------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def code_arrays(draw: st.DrawFn) -> list[np.ndarray]:
-    """Arrays of all kinds: empty, constant, one row, one column, heavy tails."""
-    arrays = []
-    for _ in range(draw(st.integers(0, 3))):
-        rows, columns, peak = draw(st.integers(0, 40)), draw(st.integers(1, 90)), draw(st.integers(0, 127))
-        rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-        values = rng.standard_normal((rows, columns)) * draw(st.sampled_from([0.0, 0.3, 3.0, 60.0]))
-        arrays.append(np.clip(np.rint(values), -peak, peak).astype(np.int8))
-    return arrays
-
-
-@QUIET
-@given(code_arrays())
-def test_coder_round_trip(arrays: list[np.ndarray]) -> None:
-    data = train_gpt.encode(arrays)
-    decoded = train_gpt.decode(data, [array.shape for array in arrays])
-    assert all(np.array_equal(a, b) for a, b in zip(arrays, decoded, strict=True))
-
-
-def lcg_codes(rows: int, columns: int) -> np.ndarray:
-    """Bell-shaped codes from whole-number arithmetic alone."""
-    state, values = 12345, np.empty(rows * columns, np.int8)
-    for index in range(values.size):
-        total = 0
-        for _ in range(4):
-            state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-            total += (state >> 33) % 9
-        values[index] = total - 16
-    return values.reshape(rows, columns)
-
-
-def test_same_codes_give_the_same_bytes_everywhere() -> None:
-    data = train_gpt.encode([lcg_codes(70, 90), lcg_codes(33, 7)])
-    assert hashlib.sha256(data).hexdigest() == GOLDEN_SHA256, f"{len(data)} bytes"
-
-
-GOLDEN_SHA256 = "7cfecf83855a27d24ede733d4ff4358c73df0356417f59928561a657d0337d98"
-
-
-def zeroth_order_bytes(codes: np.ndarray) -> float:
-    counts = np.bincount(codes.ravel().view(np.uint8))
-    counts = counts[counts > 0]
-    return float(-(counts * np.log2(counts / counts.sum())).sum() / 8)
-
-
-def gaussian_codes(rows: int, columns: int, deviation: float, column_spread: float) -> np.ndarray:
-    rng = np.random.default_rng(7)
-    spread = np.exp(column_spread * rng.standard_normal(columns))
-    return np.clip(np.rint(rng.standard_normal((rows, columns)) * deviation * spread), -127, 127).astype(
-        np.int8
-    )
-
-
-@pytest.mark.parametrize(("deviation", "columns"), [(2.7, 4096), (1.0, 4096), (9.0, 512)])
-def test_coder_is_at_the_entropy(deviation: float, columns: int) -> None:
-    codes = gaussian_codes(2_097_152 // columns, columns, deviation, 0.0)
-    assert len(train_gpt.encode([codes])) <= 1.003 * zeroth_order_bytes(codes)
-
-
-def test_columns_of_different_spread_beat_the_entropy() -> None:
-    codes = gaussian_codes(512, 2048, 2.7, 0.3)
-    assert len(train_gpt.encode([codes])) < 0.98 * zeroth_order_bytes(codes)
-
-
-def test_coder_beats_lzma_by_four_percent() -> None:
-    codes = gaussian_codes(512, 512, 2.7, 0.0)
-    assert len(train_gpt.encode([codes])) < 0.96 * len(
-        lzma.compress(codes.tobytes(), preset=9 | lzma.PRESET_EXTREME)
-    )
-
-
-@QUIET
-@given(st.data())
-def test_damaged_codes_end_in_an_error_or_in_codes(data: st.DataObject) -> None:
-    array = gaussian_codes(20, 30, 2.0, 0.0)
-    packed = bytearray(train_gpt.encode([array]))
-    for _ in range(data.draw(st.integers(1, 4))):
-        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(packed)))
-    for damaged in (bytes(packed), bytes(packed[:cut]), bytes(packed) + b"xy"):
-        with contextlib.suppress(ValueError):
-            (decoded,) = train_gpt.decode(damaged, [array.shape])
-            assert decoded.shape == array.shape
-
-
-# --- GPTQ -------------------------------------------------------------------------------------------------
-
-
-def gptq_written_out(weights: Tensor, hessian: Tensor, scales: Tensor, levels: int, damping: float) -> Tensor:
-    """GPTQ of one matrix, one column at a time, with the inverse updated by elimination, in float64."""
-    weights, hessian = weights.double().clone(), hessian.double().clone()
-    weights[:, hessian.diagonal() == 0] = 0
-    hessian.diagonal().add_(damping * hessian.diagonal().mean())
-    inverse, codes = torch.linalg.inv(hessian), torch.zeros_like(weights)
-    diagonal = hessian.diagonal().tolist()
-    for column in sorted(range(len(diagonal)), key=lambda c: -diagonal[c]):
-        codes[:, column] = (weights[:, column] / scales.double()).round().clamp(-levels, levels)
-        error = (weights[:, column] - codes[:, column] * scales.double()) / inverse[column, column]
-        weights -= error[:, None] * inverse[column][None, :]
-        inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-    return codes
-
-
-def quantize(
-    weights: Tensor, hessians: Tensor | None, bits: int, clip: float, damping: float = 0.01
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a bank of MLP matrices; without Hessians, each weight's nearest code."""
-    seen = {} if hessians is None else {("mlp_in", layer): h for layer, h in enumerate(hessians)}
-    gptq = train_gpt.quantizer("mlp_up_bank", weights, seen, Config(gptq_damping=damping))
-    levels = 2 ** (bits - 1) - 1
-    codes, exponents = gptq(clip / levels, levels)
-    matrices, rows, columns = weights.shape
-    codes_NRC = torch.from_numpy(codes).view(rows, matrices, columns).transpose(0, 1)
-    return codes_NRC, torch.exp2(torch.from_numpy(exponents).T / 8).half()
-
-
-@pytest.mark.parametrize("columns", [40, 300])
-def test_gptq_is_gptq(columns: int) -> None:
-    weights, hessians = correlated_bank(2, 24, columns)
-    hessians[0, 5], hessians[0, :, 5] = 0, 0
-    codes, scales = quantize(weights, hessians, 4, 5.0)
-    for matrix in range(2):
-        expected = gptq_written_out(weights[matrix], hessians[matrix], scales[matrix].float(), 7, 0.01)
-        assert (codes[matrix] == expected).float().mean() > 0.995
-    assert (codes[0, :, 5] == 0).all()
-
-
-def weighted_error(weights: Tensor, hessians: Tensor, quantized: tuple[Tensor, Tensor]) -> float:
-    error = weights - quantized[0].float() * quantized[1].float()[:, :, None]
-    return float(torch.einsum("nrc,ncd,nrd->", error, hessians, error))
-
-
-@pytest.mark.parametrize("bits", [3, 4, 6])
-def test_gptq_beats_rounding_in_the_metric_that_counts(bits: int) -> None:
-    weights, hessians = correlated_bank(2, 48, 64)
-    rounded = weighted_error(weights, hessians, quantize(weights, None, bits, 6.0))
-    assert weighted_error(weights, hessians, quantize(weights, hessians, bits, 6.0)) < 0.6 * rounded
-
-
-def test_uncorrelated_or_unknown_inputs_leave_nothing_to_gptq() -> None:
-    weights, _ = correlated_bank(2, 16, 32)
-    unequal = torch.linspace(0.5, 2.0, 32).diag().repeat(2, 1, 1)
-    for hessians in (None, unequal):
-        codes, scales = quantize(weights, hessians, 6, 10.0)
-        nearest = (weights / scales.float()[:, :, None]).round().clamp(-31, 31)
-        assert torch.equal(codes.float(), nearest)
-
-
-@pytest.mark.parametrize("with_hessian", [False, True])
-def test_zero_and_tiny_rows_are_safe(with_hessian: bool) -> None:
-    weights, hessians = correlated_bank(1, 8, 16)
-    weights[0, 2], weights[0, 3] = 0.0, weights[0, 3] * 1e-9
-    codes, scales = quantize(weights, hessians if with_hessian else None, 6, 10.0)
-    assert (scales > 0).all() and scales.isfinite().all() and (codes[0, 2:4] == 0).all()
-
-
-def test_scales_are_the_clip_that_was_asked_for() -> None:
-    weights, _ = correlated_bank(1, 64, 128)
-    codes, scales = quantize(weights, None, 6, 11.5)
-    assert codes.dtype == torch.int8 and codes.abs().max() <= 31
-    asked = 11.5 * weights.std(dim=2) / 31
-    assert ((scales.float() / asked).log2().abs() < 1 / 15).all()
-
-
-def test_every_exponent_is_a_sound_scale() -> None:
-    scales = torch.exp2(torch.arange(-128, 128, dtype=torch.int8) / 8).half()
-    assert scales.isfinite().all() and (scales > 0).all()
-
-
-def test_singular_hessians_are_damped_and_broken_ones_refused() -> None:
-    weights, _ = correlated_bank(1, 8, 16)
-    vector = torch.randn(16, generator=torch.Generator().manual_seed(1))
-    singular = torch.outer(vector, vector)[None]
-    codes, _ = quantize(weights, singular, 6, 10.0, damping=0.0)
-    assert codes.abs().max() > 1
-    with pytest.raises(ArtifactError, match="not finite"):
-        quantize(weights, torch.full((1, 16, 16), math.nan), 6, 10.0)
-
-
-def test_gptq_knows_the_inputs_of_every_matrix() -> None:
-    config = Config.from_env(settings_of(2, 16, 32))
-    model = trained_like(config)
-    hessians = train_gpt.collect_hessians(model, batches(config), 1)
-    for name, parameter in model.named_parameters():
-        informed, rounded = (train_gpt.quantizer(name, parameter, h, config) for h in (hessians, {}))
-        moved = informed(0.3, 30.0)[0] != rounded(0.3, 30.0)[0]
-        of_each_matrix = moved.reshape(len(moved), -1, parameter.shape[-1]).any((0, 2))
-        assert (of_each_matrix == (name in train_gpt.MATRIX_ROLES)).all(), name
-
-
-# --- Hessians -----------------------------------------------------------------------------------------------
-
-
-def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
-    model, seen = trained_like(tiny), {}
-    data = batches(tiny)
-    model.observer = lambda site, layer, x: seen.setdefault((site, layer), []).append(
-        x.reshape(-1, x.size(-1))
-    )
-    with torch.no_grad():
-        for batch in data:
-            model(batch.inputs_BT, batch.cu_seqlens)
-    hessians = train_gpt.collect_hessians(model, iter(data), 1)
-    assert set(hessians) == {
-        ("attn_in", 0),
-        ("attn_out", 0),
-        ("mlp_in", 0),
-        ("mlp_hidden", 0),
-        ("token_embedding_VD", 0),
-    }
-    for key, parts in seen.items():
-        x = torch.cat(parts).double()
-        torch.testing.assert_close(hessians[key].double(), x.T @ x, rtol=1e-4, atol=1e-4)
-
-
-def test_looped_layers_count_every_visit() -> None:
-    config = Config.from_env(settings_of(2, 16, 32, NUM_LOOPS=2, LOOP_START=0, LOOP_END=0))
-    model = trained_like(config)
-    counted = []
-    model.observer = lambda site, layer, x: counted.append((site, layer))
-    model(batches(config)[0].inputs_BT, None)
-    assert counted.count(("attn_in", 0)) == 3
-    visits: list[Tensor] = []
-    model.observer = lambda site, layer, x: (
-        visits.append(x.reshape(-1, 16)) if (site, layer) == ("attn_in", 0) else None
-    )
-    with torch.no_grad():
-        model(batches(config)[0].inputs_BT, None)
-    x = torch.cat(visits)
-    hessians = train_gpt.collect_hessians(model, batches(config, 1), 1)
-    torch.testing.assert_close(hessians["attn_in", 0], x.T @ x, rtol=1e-4, atol=1e-4)
-
-
-def test_calibration_reads_nothing_but_its_batches(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = trained_like(tiny), batches(tiny)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("calibration opened a file")
-
-    for owner, name in [("builtins.open", ""), ("numpy.fromfile", ""), ("numpy.memmap", ""), ("os.open", "")]:
-        monkeypatch.setattr(owner + name, refuse)
-    train_gpt.collect_hessians(model, iter(data), 1)
-
-
-def _rank_hessians(rank: int, folder: str, env: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    config = Config.from_env(env)
-    hessians = train_gpt.collect_hessians(trained_like(config), [batches(config, 2)[rank]], 2)
-    torch.save(hessians, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank_hessians, (str(tmp_path), tiny.as_env()), nprocs=2)
-    alone = train_gpt.collect_hessians(trained_like(tiny), batches(tiny, 2), 1)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for key, expected in alone.items():
-        assert torch.equal(ranks[0][key], ranks[1][key])
-        torch.testing.assert_close(ranks[0][key], expected, rtol=1e-4, atol=1e-4)
 
 
 # --- rate control -------------------------------------------------------------------------------------------
@@ -400,7 +72,7 @@ SIZES = [(1, 32, 128), (2, 64, 256), (3, 96, 512)]
 def test_budget_is_filled(
     layers: int, width: int, vocabulary: int, bits_per_weight: float, passes: int, tmp_path: Path
 ) -> None:
-    env = settings_of(layers, width, vocabulary)
+    env = plain_settings(layers, width, vocabulary)
     weights = sum(math.prod(shape) for shape in train_gpt.parameter_shapes(Config.from_env(env)).values())
     limit = int(weights * bits_per_weight / 8) + 6000
     config = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(limit)})
@@ -411,7 +83,7 @@ def test_budget_is_filled(
 
 
 def test_same_weights_give_the_same_file(tmp_path: Path) -> None:
-    config = Config.from_env(settings_of(2, 32, 64, ARTIFACT_BYTES_MAX=20_000))
+    config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=20_000))
     write(tmp_path / "a.bin", config)
     write(tmp_path / "b.bin", config)
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
@@ -420,7 +92,7 @@ def test_same_weights_give_the_same_file(tmp_path: Path) -> None:
 def test_more_bytes_buy_less_error(tmp_path: Path) -> None:
     errors = []
     for limit in (12_000, 16_000, 24_000):
-        config = Config.from_env(settings_of(2, 32, 64, ARTIFACT_BYTES_MAX=limit))
+        config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=limit))
         model, _, _ = write(tmp_path / f"{limit}.bin", config)
         loaded, _ = train_gpt.load_artifact(tmp_path / f"{limit}.bin")
         errors.append(
@@ -441,16 +113,16 @@ def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config,
 
 
 def test_a_model_too_large_is_refused_before_and_after_training(tmp_path: Path) -> None:
-    config = Config.from_env(settings_of(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
+    config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
     with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX;"):
-        train_gpt.fill_budget(config, 8_000, lambda m: range(round(train_gpt.expected_bytes(config, m))))
+        train_gpt.fill_budget(config, 8_000, lambda m: bytes(round(train_gpt.expected_bytes(config, m))))
     with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX;"):
         write(tmp_path / "model.bin", config)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
-    env = settings_of(2, 64, 256)
+    env = plain_settings(2, 64, 256)
     high, *_, low = train_gpt.expected_bytes(Config.from_env(env), train_gpt.MULTIPLIERS)
     _, report, _ = write(tmp_path / "model.bin", Config.from_env(env))
     assert low < report["bytes"] and abs(report["bytes"] / high - 1) < 0.05
@@ -460,7 +132,7 @@ def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
 
 
 def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> None:
-    env = settings_of(
+    env = plain_settings(
         2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3
     )
     _, report, lines = write(tmp_path / "model.bin", Config.from_env(env))
@@ -473,7 +145,7 @@ def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> Non
 
 def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, str, int]:
     """Size and note of the file found where files have these sizes, and how many were made."""
-    config, made = Config.from_env(settings_of(2, 64, 256, ARTIFACT_BYTES_MAX=40_000)), []
+    config, made = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=40_000)), []
 
     def quantized(multiplier: float) -> bytes:
         made.append(multiplier)
@@ -485,7 +157,7 @@ def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, 
 
 
 def expected(multiplier: float) -> float:
-    return train_gpt.expected_bytes(Config.from_env(settings_of(2, 64, 256)), multiplier)
+    return train_gpt.expected_bytes(Config.from_env(plain_settings(2, 64, 256)), multiplier)
 
 
 @pytest.mark.parametrize("factor", [0.8, 0.97, 1.0, 1.1, 1.2])
@@ -525,7 +197,7 @@ def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    config = Config.from_env(settings_of(2, 32, 64, ARTIFACT_BYTES_MAX=40_000))
+    config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=40_000))
     model, report, _ = write(tmp_path / "model.bin", config)
     loaded, _ = train_gpt.load_artifact(tmp_path / "model.bin")
     assert loaded.config.as_env("LOGIT_SOFTCAP") == config.as_env("LOGIT_SOFTCAP") == report["config"]

@@ -18,6 +18,14 @@ def tiny_config(**changes: object) -> Config:
     return Config.from_env(tiny.environment(**changes))
 
 
+def plain_settings(layers: int, width: int, vocabulary: int, **changes: object) -> dict[str, str]:
+    """The environment of a model of this size whose layers are all alike: no loop, one residual lane."""
+    size = {"NUM_LAYERS": layers, "MODEL_DIM": width, "VOCAB_SIZE": vocabulary, "MLP_MULT": 4}
+    heads = {"GATE_WINDOW": 4, "ROPE_DIMS": 4, "XSA_LAST_N": 1}
+    off = {"NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1}
+    return tiny.environment(**{**size, **heads, **off, **changes})
+
+
 def trained_like(config: Config, seed: int = 0) -> nn.Module:
     """A model whose weights look trained: rows and columns of different spread, a few outliers."""
     model, random_bits = train_gpt.build_model(config), torch.Generator().manual_seed(seed)
