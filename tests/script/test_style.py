@@ -1,8 +1,9 @@
-"""The limits that train_gpt.py sets itself, read from its source."""
+"""train_gpt.py is plain: what stands in a row, what a reader has to decode, what a section may use."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,11 +11,35 @@ from pathlib import Path
 
 import pytest
 
-SECTIONS = (
-    "CONFIG RUNTIME TRACE DATA KERNELS MODEL OPTIMIZER SCHEDULE EVALUATION ARTIFACT CHECKPOINT TRAIN main"
-).split()
-MAX_LINES, MAX_COLUMNS, MAX_FUNCTION_LINES, MAX_NESTING = 2000, 110, 60, 3
-BANNER = re.compile(r"^# ={108}\n# (\S+) — (.+)\n# ={108}$", re.MULTILINE)
+import train_gpt
+from tests.support import plainness
+
+SECTIONS = [
+    "SETTINGS",
+    "RUN",
+    "TIMING",
+    "DATA",
+    "MODEL",
+    "KERNELS",
+    "OPTIMIZER",
+    "SCHEDULE",
+    "EVALUATION",
+    "QUANTIZE",
+    "CODER",
+    "ARTIFACT",
+    "TRAIN",
+    "main",
+]
+MAX_COLUMNS = 110
+MAX_FUNCTION_LINES = 60
+MAX_NESTING = 3
+MAX_TOKENS_PER_STATEMENT = 12.7
+MAX_TOKENS_PER_ROW = 12.0
+MAX_PACKED_PER_1000_ROWS = 15
+MIN_COMMENTS_PER_1000_ROWS = 80
+
+# The script is being rewritten plainly; strict, so that the mark goes with the rewrite.
+until_the_rewrite = pytest.mark.xfail(reason="train_gpt.py is not rewritten yet", strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +56,12 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
+# -- how much stands in a row --------------------------------------------------------------------------------
+
+
 def test_no_line_is_too_long(source: str) -> None:
     long = [number for number, line in enumerate(source.splitlines(), 1) if len(line) > MAX_COLUMNS]
     assert not long
-
-
-def test_the_file_stays_below_its_ceiling(source: str) -> None:
-    assert len(source.splitlines()) <= MAX_LINES, "leave out, never pack"
 
 
 def test_no_function_is_too_long(tree: ast.Module) -> None:
@@ -45,26 +69,80 @@ def test_no_function_is_too_long(tree: ast.Module) -> None:
     assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
-def depth(node: ast.AST) -> int:
-    """Deepest stack of blocks inside a function body; `elif` is no deeper than its `if`."""
-    blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try)
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
-        if not isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-            deepest = max(deepest, depth(child) + (isinstance(child, blocks) and not is_elif))
-    return deepest
-
-
 def test_nothing_is_nested_too_deep(tree: ast.Module) -> None:
-    deep = {f.name: depth(f) for f in functions(tree)}
+    deep = {f.name: plainness.nesting(f) for f in functions(tree)}
     assert {name: found for name, found in deep.items() if found > MAX_NESTING} == {}
 
 
-def test_sections_stand_in_order_and_say_what_they_guarantee(source: str) -> None:
-    banners = BANNER.findall(source)
-    assert [name for name, _ in banners] == list(SECTIONS)
-    assert all(guarantee.endswith(".") for _, guarantee in banners)
+@until_the_rewrite
+def test_a_statement_says_one_thing(source: str) -> None:
+    assert plainness.density(source).tokens_per_statement <= MAX_TOKENS_PER_STATEMENT
+
+
+@until_the_rewrite
+def test_a_row_is_read_at_a_glance(source: str) -> None:
+    assert plainness.density(source).tokens_per_row <= MAX_TOKENS_PER_ROW
+
+
+@until_the_rewrite
+def test_comments_say_why(source: str) -> None:
+    assert plainness.density(source).comments_per_1000_rows >= MIN_COMMENTS_PER_1000_ROWS
+
+
+@until_the_rewrite
+def test_unlike_things_are_assigned_apart(source: str) -> None:
+    packed = plainness.packed_assignments(source)
+    assert plainness.density(source).packed_per_1000_rows <= MAX_PACKED_PER_1000_ROWS, packed
+
+
+# -- what a reader has to decode -----------------------------------------------------------------------------
+
+
+@until_the_rewrite
+def test_no_truth_value_is_a_factor_or_an_index(source: str) -> None:
+    assert plainness.truth_values_as_numbers(source) == []
+
+
+@until_the_rewrite
+def test_no_loop_runs_over_a_conditional(source: str) -> None:
+    assert plainness.loops_over_a_conditional(source) == []
+
+
+@until_the_rewrite
+def test_no_alias_of_a_type_is_called(source: str) -> None:
+    assert plainness.called_aliases(source) == []
+
+
+def test_statements_are_not_packed(tree: ast.Module) -> None:
+    starts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    one_line_bodies = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.If, ast.For, ast.While, ast.With)) and node.body[0].lineno == node.lineno
+    ]
+    assert len(starts) == len(set(starts))
+    assert one_line_bodies == []
+
+
+# -- sections ------------------------------------------------------------------------------------------------
+
+
+@until_the_rewrite
+def test_sections_stand_in_order(source: str) -> None:
+    assert [section.name for section in plainness.sections(source)] == SECTIONS
+
+
+def test_sections_say_what_they_guarantee(source: str) -> None:
+    sections = plainness.sections(source)
+    assert sections and all(section.guarantee.endswith(".") for section in sections)
+
+
+@until_the_rewrite
+def test_a_section_uses_only_what_stands_above_it(source: str) -> None:
+    assert plainness.reads_from_below(source) == []
+
+
+# -- names, settings, import ---------------------------------------------------------------------------------
 
 
 def test_public_names_have_docstrings(tree: ast.Module) -> None:
@@ -92,37 +170,53 @@ def test_no_bare_except_and_no_unfinished_mark(tree: ast.Module, source: str) ->
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", source)
 
 
-def test_statements_are_not_packed(tree: ast.Module) -> None:
-    starts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    one_line_bodies = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.If, ast.For, ast.While, ast.With)) and node.body[0].lineno == node.lineno
-    ]
-    assert len(starts) == len(set(starts))
-    assert one_line_bodies == []
-
-
-def test_every_setting_has_a_meaning_and_is_used(source: str) -> None:
-    import dataclasses
-
-    import train_gpt
-
+def test_every_setting_has_a_meaning() -> None:
     for field in dataclasses.fields(train_gpt.Config):
         assert field.metadata["meaning"], field.name
-        by_role = field.name.endswith("_clip_sigmas") and "{role}_clip_sigmas" in source
-        accepted = field.metadata["among"] == ["1"]  # the one value there is, so that another is refused
-        read = len(re.findall(rf"\b{field.name}\b", source)) >= 2 or by_role or accepted
-        assert read, f"{field.name} is never read"
+
+
+def names_that_are_read(nodes: list[ast.AST]) -> tuple[set[str], list[str]]:
+    """Attributes that are read, and patterns of those read by a name that is put together."""
+    attributes = set()
+    patterns = []
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            attributes.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            name = node.args[1]
+            if isinstance(name, ast.JoinedStr):
+                parts = [re.escape(p.value) if isinstance(p, ast.Constant) else r"\w+" for p in name.values]
+                patterns.append("".join(parts))
+    return attributes, patterns
+
+
+def is_property(node: ast.AST) -> bool:
+    """Whether this makes a property: of the settings, what the rest of the script reads instead of them."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "property"
+    decorators = getattr(node, "decorator_list", [])
+    return any(ast.unparse(decorator).endswith("property") for decorator in decorators)
+
+
+def test_every_setting_is_used(tree: ast.Module, source: str) -> None:
+    """Each is read as an attribute by what stands below the settings: to check a value is not to use it."""
+    _, below, *_ = plainness.sections(source)
+    nodes = [node for top in tree.body if top.lineno > below.line for node in ast.walk(top)]
+    for node in ast.walk(tree):
+        if is_property(node):
+            nodes += ast.walk(node)
+    attributes, patterns = names_that_are_read(nodes)
+    unused = []
+    for field in dataclasses.fields(train_gpt.Config):
+        by_pattern = any(re.fullmatch(pattern, field.name) for pattern in patterns)
+        has_one_value = len(field.metadata["among"]) == 1  # accepted, so that another value is refused
+        if field.name not in attributes and not by_pattern and not has_one_value:
+            unused.append(field.name)
+    assert unused == []
 
 
 def test_the_environment_is_read_in_main_alone(tree: ast.Module) -> None:
-    inside_main = {
-        node
-        for f in functions(tree)
-        if f.name in ("main", "score_artifact", "whole_run")
-        for node in ast.walk(f)
-    }
+    inside_main = {node for f in functions(tree) if f.name == "main" for node in ast.walk(f)}
     guards = {node for top in tree.body if isinstance(top, ast.If) for node in ast.walk(top)}
     reads = [
         node.lineno
@@ -145,18 +239,3 @@ def test_import_has_no_side_effects(repo: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", program], cwd=repo, check=True, env={"PATH": "", "CUDA_VISIBLE_DEVICES": ""}
     )
-
-
-def test_no_file_speaks_of_where_it_was_made(repo: Path) -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=repo, capture_output=True, text=True, check=False
-    ).stdout.split("\n")
-    if not tracked[0]:
-        pytest.skip("not a git checkout")
-    texts = {
-        name: repo / name for name in tracked if Path(name).suffix in {".py", ".md", ".toml", ".env", ".json"}
-    }
-    foreign = re.compile(r"/(?:work|root|tmp/parts)/|this " + r"session|sub" + r"agent", re.IGNORECASE)
-    assert [
-        n for n, p in texts.items() if p.exists() and foreign.search(p.read_text("utf-8", "replace"))
-    ] == []
