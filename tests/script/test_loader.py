@@ -1,12 +1,9 @@
-"""The data loader: an order of the tokens that threads, ranks, faults and resumes neither change nor stop."""
+"""DATA: an order of the tokens that threads, ranks, faults and resumes neither change nor stop."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import dataclasses
 import itertools
-import json
 import os
 import re
 import signal
@@ -14,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,104 +23,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
+from data.shards import write_shard
+from tests.support.loaders import (
+    CPU,
+    SIZES,
+    drain,
+    loader_threads,
+    make_config,
+    on_read,
+    on_stage,
+    open_loader,
+    sequences_of,
+    state_of,
+    stream,
+    take,
+    write_shards,
+)
 from tests.support.processes import Lab
-
-CPU = torch.device("cpu")
-SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
-DEADLINE_SECONDS = 20
-
-
-# -- helpers -------------------------------------------------------------------------------------------------
-
-
-def make_config(**changes: Any) -> Any:
-    """A small loader configuration; field names in lower case."""
-    values: dict[str, Any] = {
-        "vocab_size": 8192,
-        "seed": 1337,
-        "shuffle": True,
-        "train_seq_len": 16,
-        "train_batch_tokens": 256,
-        "micro_batch_tokens": 64,
-        "doc_mask": True,
-        "train_prefetch": True,
-        "train_prefetch_queue": 2,
-        "train_copy_stream": True,
-        "val_tokens_limit": 0,
-        "loader_timeout_seconds": DEADLINE_SECONDS,
-    }
-    values |= changes
-    return dataclasses.replace(train_gpt.Config.from_env({}), **values)
-
-
-def header(*fields: int) -> bytes:
-    return np.array([*fields] + [0] * (256 - len(fields)), "<i4").tobytes()
-
-
-def write_shard(path: Path, ids: np.ndarray) -> None:
-    path.write_bytes(header(20240520, 1, len(ids)) + ids.astype("<u2").tobytes())
-
-
-def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> list[Any]:
-    """Counting shards: every token is its own position in the joined shards, so each one can be checked."""
-    folder.mkdir(exist_ok=True)
-    start = 0
-    for number, size in enumerate(sizes):
-        write_shard(folder / f"fineweb_train_{number:06d}.bin", np.arange(start, start + size))
-        start += size
-    return train_gpt.open_shards(str(folder / "fineweb_train_*.bin"))
+from tests.support.tiny import tokens_of
+from tests.support.waiting import DEADLINE_SECONDS, wait_until, within
 
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return write_shards(tmp_path_factory.mktemp("counting"))
-
-
-class ClosingLoader(train_gpt.Loader, contextlib.AbstractContextManager):
-    """A loader that a `with` block closes."""
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def open_loader(
-    shards: list[Any],
-    rank: int = 0,
-    world_size: int = 1,
-    device: torch.device = CPU,
-    **changes: Any,
-) -> Any:
-    config = make_config(**changes)
-    place = SimpleNamespace(rank=rank, world_size=world_size, device=device)
-    return ClosingLoader(config, shards, place)
-
-
-def sequences_of(batch: Any) -> np.ndarray:
-    """(B, T + 1) ids of a batch; checks that targets are the inputs one token later."""
-    assert batch.inputs_BT.dtype == batch.targets_BT.dtype == torch.int64
-    assert torch.equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
-    return torch.cat((batch.inputs_BT, batch.targets_BT[:, -1:]), dim=1).cpu().numpy()
-
-
-def take(loader: Any, count: int) -> np.ndarray:
-    return np.concatenate([sequences_of(loader.next_batch()) for _ in range(count)])
-
-
-def stream(
-    shards: list[Any], steps: int, world_size: int = 1, first_step: int = 0, **changes: Any
-) -> tuple[np.ndarray, int]:
-    """All ranks' sequences in stream order, and the sum of their hashes."""
-    parts, total = [], 0
-    for rank in range(world_size):
-        with open_loader(shards, rank, world_size, **changes) as loader:
-            loader.seek(first_step)
-            parts.append([take(loader, loader.micro_steps) for _ in range(steps)])
-            total += loader.stream_hash
-    return np.concatenate([part[step] for step in range(steps) for part in parts]), total % 2**64
-
-
-def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader ")]
 
 
 @pytest.fixture(autouse=True)
@@ -136,12 +59,21 @@ def no_thread_left() -> Iterator[None]:
     assert not loader_threads()
 
 
-def staged(loader: Any) -> int:
-    """Batches that stand ready."""
-    return sum(item.done() for item in loader.batches.gi_frame.f_locals["pending"])
+def header(*fields: int) -> bytes:
+    """The head of a shard with any fields, right or wrong."""
+    return np.array([*fields] + [0] * (256 - len(fields)), "<i4").tobytes()
+
+
+def sequences_from(config: Any, shards: list[Any], position: int) -> Iterator[tuple[int, int]]:
+    """(shard, sequence) at `position` of the stream and on, by the visits; they join up."""
+    for begin, shard, sequences in train_gpt.shard_visits(config, shards, position):
+        assert begin <= position < begin + len(sequences)
+        yield from ((int(shard.path.name), int(i)) for i in sequences[position - begin :])
+        position = begin + len(sequences)
 
 
 def rss_bytes() -> int:
+    """Memory of this process that is resident."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -186,18 +118,6 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
     assert f"{stream_hash:016x}" == "823f6cffeaf9e2a0"
 
 
-def visits_from(config: Any, shards: list[Any], position: int) -> Iterator[Any]:
-    return train_gpt.shard_visits(config, shards, position)
-
-
-def sequences_from(config: Any, shards: list[Any], position: int) -> Iterator[tuple[int, int]]:
-    """(shard, sequence) at `position` of the stream and on, by the visits; they join up."""
-    for begin, shard, sequences in visits_from(config, shards, position):
-        assert begin <= position < begin + len(sequences)
-        yield from ((int(shard.path.name), int(i)) for i in sequences[position - begin :])
-        position = begin + len(sequences)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6),
@@ -213,7 +133,7 @@ def test_an_epoch_is_every_sequence_once(
     config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
     if max(sizes) <= seq_len:
         with pytest.raises(train_gpt.DataError, match=rf"TRAIN_SEQ_LEN \+ 1 = {seq_len + 1} tokens"):
-            next(visits_from(config, all_shards, 0))
+            next(train_gpt.shard_visits(config, all_shards, 0))
         return
     expected = [(number, i) for number, size in enumerate(sizes) for i in range((size - 1) // seq_len)]
     first = epoch * len(expected)
@@ -339,12 +259,6 @@ def test_hash_sees_a_swap_of_two_sequences() -> None:
 # -- seek, state, resume -------------------------------------------------------------------------------------
 
 
-def state_of(loaders: list[Any]) -> dict[str, Any]:
-    """The state that rank 0 saves for all ranks, through JSON as in a checkpoint."""
-    total_hash = sum(loader.stream_hash for loader in loaders) % 2**64
-    return json.loads(json.dumps(loaders[0].state_dict(total_hash)))
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_resume_at_every_step_on_any_number_of_ranks(shards: list[Any], prefetch: bool) -> None:
     """Each step by new loaders, resumed from the resumed: over shard edges and epochs, 1, 2 and 4 ranks."""
@@ -370,7 +284,7 @@ def test_resume_at_every_step_on_any_number_of_ranks(shards: list[Any], prefetch
 def test_state_is_of_the_batch_delivered_not_of_the_one_prefetched(shards: list[Any]) -> None:
     with open_loader(shards, train_prefetch_queue=8) as loader:
         take(loader, loader.micro_steps)
-        wait_until(lambda: staged(loader) == 8)
+        wait_until(lambda: loader.ready() == 8)
         assert loader.state_dict(0)["step"] == 1
 
 
@@ -467,35 +381,6 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
 # -- timing of the stages ------------------------------------------------------------------------------------
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "deadline"
-        time.sleep(0.002)
-
-
-def on_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], Any]) -> None:
-    """Do something with the path of each shard before it is read."""
-    real = train_gpt.read_tokens
-
-    def read_tokens(shard: Any, *args: Any, **kwargs: Any) -> np.ndarray:
-        action(shard.path)
-        return real(shard, *args, **kwargs)
-
-    monkeypatch.setattr(train_gpt, "read_tokens", read_tokens)
-
-
-def on_stage(monkeypatch: pytest.MonkeyPatch, action: Callable[[int, np.ndarray], Any]) -> None:
-    """Do something with the stream position of each batch and its ids as they are staged."""
-    real = train_gpt.hash_sequences
-
-    def hash_sequences(position: int, ids_BT: np.ndarray) -> int:
-        action(position, ids_BT)
-        return real(position, ids_BT)
-
-    monkeypatch.setattr(train_gpt, "hash_sequences", hash_sequences)
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("slow", ["disk", "stage", "step", "random"])
 def test_no_stage_can_change_the_stream_by_its_speed(
@@ -529,7 +414,7 @@ def test_the_next_shard_is_read_ahead_and_no_more_than_that(
         wait_until(lambda: len(reads) >= 2)
         time.sleep(0.05)
         assert len(reads) == 2
-        visits = visits_from(loader.config, shards, 0)
+        visits = train_gpt.shard_visits(loader.config, shards, 0)
         assert reads == [next(visits)[1].path for _ in range(2)]
 
 
@@ -571,42 +456,6 @@ def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Run in a thread, so that a hang is a failure and not the end of the suite."""
-    result: list[Any] = []
-
-    def call() -> None:
-        try:
-            result.append((function(), None))
-        except BaseException as error:
-            result.append((None, error))
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert result, f"hung for {seconds} s"
-    if result[0][1] is not None:
-        raise result[0][1]
-    return result[0][0]
-
-
-def drain(loader: Any) -> tuple[list[np.ndarray], BaseException]:
-    """Batches until the error, and the error, which must come again when asked again."""
-    rows: list[np.ndarray] = []
-    try:
-        while len(rows) < 10_000:
-            rows.append(sequences_of(loader.next_batch()))
-    except train_gpt.LoaderError as error:
-        with pytest.raises(train_gpt.LoaderError):
-            loader.next_batch()
-        return rows, error
-    raise AssertionError("no error in 10,000 batches")
-
-
-def raise_(error: BaseException) -> None:
-    raise error
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("fault", [OSError("disk on fire"), SystemExit(3), KeyError("k"), MemoryError()])
 def test_an_error_in_the_disk_stage_arrives_in_order(
@@ -614,8 +463,13 @@ def test_an_error_in_the_disk_stage_arrives_in_order(
 ) -> None:
     """All good batches first, then a LoaderError with rank, shard, position and the origin's traceback."""
     expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
-    (_, _, sequences), (_, bad, _) = itertools.islice(visits_from(make_config(), shards, 0), 2)
-    on_read(monkeypatch, lambda path: path != bad.path or raise_(fault))
+    (_, _, sequences), (_, bad, _) = itertools.islice(train_gpt.shard_visits(make_config(), shards, 0), 2)
+
+    def fail_at_the_bad_shard(path: Path) -> None:
+        if path == bad.path:
+            raise fault
+
+    on_read(monkeypatch, fail_at_the_bad_shard)
     with open_loader(shards, train_prefetch=prefetch) as loader:
         rows, error = within(5, lambda: drain(loader))
     good = len(sequences) // 4  # whole micro-batches of four out of the first shard
@@ -629,7 +483,11 @@ def test_an_error_in_the_disk_stage_arrives_in_order(
 def test_an_error_in_the_stage_arrives(
     shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_stage(monkeypatch, lambda position, ids_BT: position < 24 or raise_(fault))
+    def fail_after_six_batches(position: int, ids_BT: np.ndarray) -> None:
+        if position >= 24:
+            raise fault
+
+    on_stage(monkeypatch, fail_after_six_batches)
     with open_loader(shards, train_prefetch=prefetch) as loader:
         rows, error = within(5, lambda: drain(loader))
     assert len(rows) == 6
@@ -642,7 +500,7 @@ def test_a_worker_that_is_killed(shards: list[Any], name: str) -> None:
     """An exception from outside ends a worker between two items: its reader does not wait for ever."""
     with open_loader(shards, loader_timeout_seconds=1) as loader:
         loader.next_batch()
-        wait_until(lambda: staged(loader) == 2)
+        wait_until(lambda: loader.ready() == 2)
         (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith(name))
         killed = ctypes.c_ulong(thread.ident)
         assert ctypes.pythonapi.PyThreadState_SetAsyncExc(killed, ctypes.py_object(SystemExit)) == 1
@@ -725,7 +583,7 @@ def close_in_state(shards: list[Any], state: str) -> float:
     if state in ("used", "full", "synchronous"):
         loader.next_batch()
     if state == "full":
-        wait_until(lambda: staged(loader) == 1 + len(state) % 3)
+        wait_until(lambda: loader.ready() == 1 + len(state) % 3)
     if state == "moved":
         loader.seek(5)
     begin = time.monotonic()
@@ -772,7 +630,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import torch, train_gpt
-from tests.script.test_loader import make_config, write_shards
+from tests.support.loaders import make_config, write_shards
 shards = write_shards(Path({folder!r}))
 place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 loader = train_gpt.Loader(make_config(), shards, place)
@@ -859,7 +717,7 @@ def test_ids_of_all_16_bits_survive(tmp_path: Path, prefetch: bool, copy_stream:
 def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None:
     lab = lab.copy_dataset()
     path = lab.dataset / "fineweb_val_000000.bin"
-    ids = np.fromfile(path, "<u2", offset=1024)
+    ids = tokens_of(path)
     write_shard(path, ids[:500])
     write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
     run = SimpleNamespace(rank=0, world_size=1, device=CPU, gather=lambda value: [value])
@@ -957,7 +815,7 @@ def test_gpu_memory_is_flat_over_10_000_steps(shards: list[Any]) -> None:
         for steps in (100, 9_900):
             for _ in range(steps):
                 loader.next_batch()
-            wait_until(lambda: staged(loader) == 2)  # no batch is under way
+            wait_until(lambda: loader.ready() == 2)  # no batch is under way
             torch.cuda.synchronize()
             used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), rss_bytes()))
     (allocated, reserved, rss), after = used
