@@ -13,7 +13,7 @@ import pytest
 
 import train_gpt
 from data import shards
-from tests.support.processes import SCRIPT, Ended, Lab
+from tests.support.processes import SCRIPT, Ended, Lab, results
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens
@@ -44,13 +44,6 @@ LINES = [  # of upstream's dialect, in order; new fields only at the end of a li
 
 def log_of(ended: Ended) -> list[str]:
     return (ended.directory / "log.txt").read_text("utf-8").splitlines()
-
-
-def results(ended: Ended) -> tuple[object, ...]:
-    """What two equal runs agree on to the last bit."""
-    trained = [(e["step"], e["train_loss"], e["grad_norm"]) for e in ended.events if e["event"] == "train"]
-    summary = ended.summary
-    return trained, summary["stream_hash"], summary["artifact"]["sha256"], summary["losses"]
 
 
 def test_the_run_directory_holds_the_evidence(finished: Ended) -> None:

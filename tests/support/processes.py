@@ -87,6 +87,13 @@ class Ended:
         ]
 
 
+def results(ended: Ended) -> tuple[object, ...]:
+    """What two equal runs agree on to the last bit."""
+    trained = [(e["step"], e["train_loss"], e["grad_norm"]) for e in ended.events if e["event"] == "train"]
+    summary = ended.summary
+    return trained, summary["stream_hash"], summary["artifact"]["sha256"], summary["losses"]
+
+
 class Started:
     """One process that runs the script."""
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.script.test_loader import wait_until
-from tests.script.test_run import results
-from tests.support.processes import REPO, SCRIPT, Ended, Lab, Started
+import train_gpt
+from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, FakeGpu, fake_script
+from tests.support.processes import REPO, SCRIPT, Ended, Lab, Started, results
+from tests.support.waiting import wait_until
 from tools.__main__ import main
 from tools.trace import trace
 from tools.trace.timeline import lane_spans
@@ -38,10 +39,12 @@ def read(path: Path) -> list[Event]:
 
 
 def spans(events: list[Event], name: str) -> list[Event]:
+    """Those of one name."""
     return [event for event in events if event["ph"] == "X" and event["name"] == name]
 
 
 def steps(events: list[Event], name: str = "train") -> list[int]:
+    """The steps that the spans of one name belong to."""
     return [span["args"]["step"] for span in spans(events, name)]
 
 
@@ -52,18 +55,69 @@ def inside(event: Event, span: Event) -> bool:
     return same_lane and span["ts"] - 1e-3 <= event["ts"] and end <= span["ts"] + span["dur"] + 1e-3
 
 
-# -- the file ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "trace_rank0.json"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
+    """A traced run, with a warm-up and a validation between steps; to be read only."""
+    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3)
+
+
 def opened(path: Path, first: float = 0, after: float = math.inf, rank: int = 0) -> trace.Timeline:
+    """A timeline of some steps that writes into `path`."""
     timeline = trace.Timeline(first, after)
     timeline.open(path, rank)
     return timeline
+
+
+def start(lab: Lab, *arguments: str, **changes: Any) -> Started:
+    """A run with the tool, under way."""
+    return lab.start("trace", *arguments, script=TOOL, **changes)
+
+
+def traced(lab: Lab, *arguments: str, **changes: Any) -> tuple[Ended, list[Event]]:
+    """A run with the tool that must succeed, and its file."""
+    ended = start(lab, *arguments, **changes).wait()
+    assert ended.status == 0, ended.out + ended.err
+    return ended, read(ended.directory / "trace_rank0.json")
+
+
+def device_spans(events: list[Event]) -> list[Event]:
+    """The spans of the compute stream."""
+    return [e for e in events if e["ph"] == "X" and e["tid"] == 1 + trace.LANES.index("compute stream")]
+
+
+def fake_run(
+    gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, trained: int = 6, window: Any = (0, math.inf)
+) -> list[Event]:
+    """The events of a tracer that watched a script in miniature: a step of warm-up, then `trained` steps."""
+    monkeypatch.setattr(trace.time, "perf_counter_ns", lambda: gpu.host_ns)
+    script = fake_script(gpu, trained)
+    timeline = trace.Timeline(*window)
+    before = (script.torch.Tensor.backward, script.torch.cuda.stream)
+    trace.wrap_script(script, timeline)
+    run = SimpleNamespace(rank=0, path=folder.joinpath, device=SimpleNamespace(type="cuda"))
+    optimizer = SimpleNamespace(step=lambda: gpu.run("optimizer"))
+    training = SimpleNamespace(
+        run=run, loader=script.Loader(), optimizer=optimizer, step=0, loss=lambda: gpu.run("forward")
+    )
+    run.phase_name = "warmup"
+    script.train_step(training, 0.0)
+    assert not timeline.recording and not timeline.events
+    training.loader.seek(0)
+    gpu.did.clear()
+    gpu.streams.clear()
+    run.phase_name = "train"
+    script.train(training)
+    assert (script.torch.Tensor.backward, script.torch.cuda.stream) == before  # evaluation finds its own
+    timeline.flush()
+    return read(folder / "trace_rank0.json")
+
+
+# -- the file ------------------------------------------------------------------------------------------------
 
 
 def test_valid_after_every_step(path: Path) -> None:
@@ -191,23 +245,6 @@ def test_valid_after_sigkill(path: Path) -> None:
 
 
 # -- a run of the script -------------------------------------------------------------------------------------
-
-
-def start(lab: Lab, *arguments: str, **changes: Any) -> Started:
-    return lab.start("trace", *arguments, script=TOOL, **changes)
-
-
-def traced(lab: Lab, *arguments: str, **changes: Any) -> tuple[Ended, list[Event]]:
-    """A run with the tool that must succeed, and its file."""
-    ended = start(lab, *arguments, **changes).wait()
-    assert ended.status == 0, ended.out + ended.err
-    return ended, read(ended.directory / "trace_rank0.json")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
-    """A traced run, with a warm-up and a validation between steps; to be read only."""
-    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3)
 
 
 def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], finished: Ended) -> None:
@@ -358,7 +395,7 @@ def test_a_script_that_cannot_be_traced_is_refused(
     content: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(sys.modules, "train_gpt", sys.modules["train_gpt"])
+    monkeypatch.setitem(sys.modules, "train_gpt", train_gpt)  # and back again
     monkeypatch.setattr(os, "environ", {**os.environ})
     path = tmp_path / "train_other.py"
     if content is not None:
@@ -369,8 +406,6 @@ def test_a_script_that_cannot_be_traced_is_refused(
 
 def test_another_script_can_be_named(lab: Lab, finished: Ended) -> None:
     """As shipped: the wrapped form of this repository's."""
-    import train_gpt
-
     shipped = lab.folder / "train_gpt.py"
     shipped.write_bytes(train_gpt.shipped_code(SCRIPT.read_bytes(), "wrapped"))
     ended, events = traced(lab, "--script", str(shipped))
@@ -378,125 +413,6 @@ def test_another_script_can_be_named(lab: Lab, finished: Ended) -> None:
 
 
 # -- a GPU, as far as can be told without one ----------------------------------------------------------------
-
-US = 1000  # nanoseconds
-
-
-class FakeGpu:
-    """Work that the host gives it at once and it does later, in order; its own clock may run differently."""
-
-    def __init__(self, rate: float = 1.0) -> None:
-        self.host_ns, self.free_ns, self.waits, self.rate, self.streams = 10**9, 0, 0, rate, list[Any]()
-        self.did = list[tuple[int, int]]()
-        gpu = self
-
-        class CudaEvent:
-            """A torch.cuda.Event."""
-
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.ns = max(gpu.free_ns, gpu.host_ns)
-
-            def query(self) -> bool:
-                return self.ns <= gpu.host_ns
-
-            def synchronize(self) -> None:
-                gpu.waits, gpu.host_ns = gpu.waits + 1, max(gpu.host_ns, self.ns)
-
-            def elapsed_time(self, later: CudaEvent) -> float:
-                assert self.query() and later.query(), "an event was asked that is not over"
-                return gpu.rate * (later.ns - self.ns) / 1e6
-
-        self.Event = CudaEvent
-
-    def stream(self, stream: Any) -> Any:
-        """torch.cuda.stream, which remembers what was entered."""
-        self.streams.append(stream)
-        return pytest.MonkeyPatch.context()
-
-    def launch(self, host_ns: int, device_ns: int) -> None:
-        """So long for the host to ask for it, and so long for the device to do."""
-        self.host_ns += host_ns
-        start = max(self.free_ns, self.host_ns)
-        self.free_ns = start + device_ns
-        self.did.append((start, self.free_ns))
-
-
-def fake_script(gpu: FakeGpu, trained: int) -> Any:
-    """A script in miniature: `trained` steps of a host that runs ahead of its GPU by two of them, at most."""
-
-    class Loader:
-        def __init__(self) -> None:
-            self.stream: Any = "copies"
-            self.seek(0)
-
-        def seek(self, step: int) -> None:
-            self.index, self.batches = step, self._stage(None, step)
-
-        def _stage(self, visits: Any, first: int) -> Any:
-            while True:
-                with script.torch.cuda.stream(self.stream):
-                    gpu.host_ns += 5 * US
-                yield "batch"
-
-        def next_batch(self) -> str:
-            batch = next(self.batches)
-            self.index += 1
-            return batch
-
-    class Tensor:
-        def backward(self) -> None:
-            gpu.launch(20 * US, 60 * US)
-
-    def train_step(training: Any, progress: float) -> None:
-        training.loader.next_batch()
-        training.loss()
-        Tensor().backward()
-        training.optimizer.step()
-
-    def train(training: Any) -> None:
-        ends = list[int]()
-        for training.step in range(trained):
-            script.train_step(training, 0.0)
-            ends.append(gpu.free_ns)
-            gpu.host_ns = max(gpu.host_ns, [0, 0, *ends][-3])
-        gpu.host_ns = max(gpu.host_ns, gpu.free_ns)
-
-    torch = SimpleNamespace(cuda=gpu, Tensor=Tensor)
-    script = SimpleNamespace(torch=torch, Loader=Loader, train=train, train_step=train_step,
-                             read_tokens=None, validate=None)  # fmt: skip
-    return script
-
-
-def fake_run(
-    gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, trained: int = 6, window: Any = (0, math.inf)
-) -> list[Event]:
-    monkeypatch.setattr(trace.time, "perf_counter_ns", lambda: gpu.host_ns)
-    script, timeline = fake_script(gpu, trained), trace.Timeline(*window)
-    before = (script.torch.Tensor.backward, script.torch.cuda.stream)
-    trace.wrap_script(script, timeline)
-    device = SimpleNamespace(type="cuda")
-    run = SimpleNamespace(rank=0, path=folder.joinpath, device=device)
-    optimizer = SimpleNamespace(step=lambda: gpu.launch(10 * US, 90 * US))
-    training = SimpleNamespace(run=run, loader=script.Loader(), optimizer=optimizer, step=0,
-                               loss=lambda: gpu.launch(10 * US, 30 * US))  # fmt: skip
-    run.phase_name = "warmup"
-    script.train_step(training, 0.0)
-    assert not timeline.recording and not timeline.events
-    training.loader.seek(0)
-    gpu.did.clear()
-    gpu.streams.clear()
-    run.phase_name = "train"
-    script.train(training)
-    assert (script.torch.Tensor.backward, script.torch.cuda.stream) == before  # evaluation finds its own
-    timeline.flush()
-    return read(folder / "trace_rank0.json")
-
-
-def device_spans(events: list[Event]) -> list[Event]:
-    return [e for e in events if e["ph"] == "X" and e["tid"] == 1 + trace.LANES.index("compute stream")]
 
 
 def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
@@ -506,14 +422,16 @@ def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
     events = fake_run(gpu, tmp_path, monkeypatch)
     assert gpu.waits == 1  # before the first step
     found = device_spans(events)
-    assert [span["name"] for span in found] == 6 * ["forward", "backward", "optimizer"]
+    durations = 6 * [*DEVICE_US.values()]
+    assert [span["name"] for span in found] == 6 * [*DEVICE_US]
     assert [span["args"]["step"] for span in found] == sorted(3 * [*range(6)])
     starts = [start / 1e3 for start, _ in gpu.did]
-    starts[0] -= 10  # when the GPU, which had nothing to do, came to where it was asked
+    early_us = HOST_US["forward"]  # the GPU, which had nothing to do, was where it was asked before the host
+    starts[0] -= early_us
     assert [span["ts"] for span in found] == pytest.approx(starts, rel=0, abs=1e-3)
-    assert [span["dur"] for span in found] == pytest.approx([40, *(6 * [30, 60, 90])[1:]])
+    assert [span["dur"] for span in found] == pytest.approx([early_us + durations[0], *durations[1:]])
     hosts = [span["dur"] for span in spans(events, "optimizer") if span not in found]
-    assert hosts == pytest.approx(6 * [10])  # what the host did is beside it
+    assert hosts == pytest.approx(6 * [HOST_US["optimizer"]])  # what the host did is beside it
 
 
 @pytest.mark.parametrize("rate", [0.99, 1.01])
@@ -525,8 +443,9 @@ def test_a_gpu_whose_clock_drifts_stays_in_step_with_the_host(
     found = device_spans(fake_run(gpu, tmp_path, monkeypatch, trained=2000))
     assert len(found) == 6000
     off = [abs(span["ts"] - start / 1e3) for span, (start, _) in zip(found, gpu.did, strict=True)]
-    assert max(off) < 3 * 180
-    assert [span["dur"] for span in found[1:]] == pytest.approx((2000 * [30, 60, 90])[1:], rel=0.02)
+    assert max(off) < 3 * sum(DEVICE_US.values())
+    durations = 2000 * [*DEVICE_US.values()]
+    assert [span["dur"] for span in found[1:]] == pytest.approx(durations[1:], rel=0.02)
 
 
 def test_the_device_lane_holds_the_work_of_the_steps_asked_for(
@@ -542,7 +461,7 @@ def test_copies_of_the_loader_have_their_lane(tmp_path: Path, monkeypatch: pytes
     gpu = FakeGpu()
     events = fake_run(gpu, tmp_path, monkeypatch)
     copies = spans(events, "gpu_transfer")
-    assert len(copies) == 6 and {span["dur"] for span in copies} == {5}
+    assert len(copies) == 6 and {span["dur"] for span in copies} == {COPY_US}
     assert {span["tid"] for span in copies} == {1 + trace.LANES.index("copy stream")}
     assert gpu.streams == 6 * ["copies"]
     tracer = trace.Tracer(SimpleNamespace(cuda=gpu), timeline := trace.Timeline())
