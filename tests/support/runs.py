@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import train_gpt
+from tools.__main__ import main
 from tools.runs.rules import bits_per_byte
 
 SOURCE = '"""A stand-in for the training script."""\n\nLEARNING_RATE = 0.02\n' + "".join(
@@ -145,3 +146,11 @@ def _log(
 
 def make_runs(folder: Path, *seeds: int, **options: Any) -> list[Path]:
     return [make_run(folder / f"run_{seed}", seed, **options) for seed in seeds]
+
+
+def pack(records: Path, runs: list[Path], *options: str, name: str = "Test") -> Path:
+    """Pack `runs` into the demo track of `records`; returns the folder."""
+    identity = ["--author", "A", "--github-id", "a", "--blurb", "B."]
+    place = ["--records", str(records), "--track", "track_demo", "--date", "2026-05-01", "--name", name]
+    assert main(["pack", *map(str, runs), *identity, *place, *options]) == 0
+    return records / "track_demo" / f"2026-05-01_{name}"

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.runs import SOURCE, make_runs, wrap
-from tests.tools.test_logs import DIALECT_A, DIALECT_B
-from tests.tools.test_pack import pack
+from tests.support.dialects import DIALECT_A, DIALECT_B
+from tests.support.runs import SOURCE, make_runs, pack, wrap
 from tools.__main__ import main
 from tools.check.checks import audit
 from tools.check.execute import network_can_be_cut

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import SOURCE, make_run, make_runs
-from tests.tools.test_pack import pack
+from tests.support.runs import SOURCE, make_run, make_runs, pack
 from tools.__main__ import main
 from tools.compare import svg
 from tools.compare.diff import changed_settings

@@ -7,30 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, wrap
+from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, pack, wrap
 from tools.__main__ import main
 from tools.runs.folder import Folder
 from tools.runs.source import read_script, same_program
-
-
-def pack(records: Path, runs: list[Path], *options: str, name: str = "Test") -> Path:
-    """Pack `runs` into the demo track of `records`; returns the folder."""
-    identity = [
-        "--author",
-        "A",
-        "--github-id",
-        "a",
-        "--blurb",
-        "B.",
-        "--date",
-        "2026-05-01",
-        "--track",
-        "track_demo",
-    ]
-    assert (
-        main(["pack", *map(str, runs), "--name", name, "--records", str(records), *identity, *options]) == 0
-    )
-    return records / "track_demo" / f"2026-05-01_{name}"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], records: Path, runs: list[Path], *options: str) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import make_run, make_runs
-from tests.tools.test_pack import pack
+from tests.support.runs import make_run, make_runs, pack
 from tools.__main__ import main
 from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
 from tools.pack import board
