@@ -19,8 +19,8 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 
-from data import fineweb, sample, shards
-from tests.support import hub_server
+from data import fineweb, shards
+from tests.support import hub_server, tiny
 
 REPO = "willdepueoai/parameter-golf"
 DATASET = "fineweb10B_sp1024"
@@ -34,21 +34,19 @@ def shard_bytes(tokens: np.ndarray) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def files(dataset: Path) -> dict[str, bytes]:
     """A repository in the official layout: BOS at random places, so that shards begin within documents."""
     generator = np.random.default_rng(0)
     folder = f"datasets/datasets/{DATASET}"
     content = {"README.md": b"a small file"}
     for index in range(TRAIN_SHARDS + 1):
-        tokens = generator.integers(4, 290, SHARD_TOKENS)
+        tokens = generator.integers(4, tiny.VOCAB_SIZE, SHARD_TOKENS)
         tokens[generator.integers(1, SHARD_TOKENS, 30)] = shards.BOS_ID
         tokens[0] = shards.BOS_ID if index < 2 else 7
         name = "fineweb_val_000000.bin" if index == 0 else f"fineweb_train_{index - 1:06d}.bin"
         content[f"{folder}/{name}"] = shard_bytes(tokens)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "VOCAB_SIZE", 290)
-        model = sample.train_tokenizer([f"{'words and more ' * 40}{index}" for index in range(60)])
-    content["datasets/tokenizers/fineweb_1024_bpe.model"] = model
+    model = dataset / "tokenizer.model"
+    content["datasets/tokenizers/fineweb_1024_bpe.model"] = model.read_bytes()
     return content
 
 

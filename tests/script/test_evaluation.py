@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 import signal
@@ -17,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
+from data.shards import load_tokenizer, write_shard
+from tests.support import tiny
 from tests.support.processes import Ended, Lab
 from tools.check.findings import Level, Mode
 from tools.prove import probes, prove, rehearsal
@@ -32,7 +33,6 @@ from train_gpt import (
 
 GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238
 VALIDATION_PREFIX_BYTES = 2_504_310  # of its 901 whole documents
-SOURCE = Path(train_gpt.__file__).read_text(encoding="utf-8")
 
 
 def subject(**settings: str) -> probes.Subject:
@@ -122,19 +122,48 @@ def test_updates_get_scored_tokens_only() -> None:
     assert ledger.scored_tokens(0, 1).tolist() == [10]
 
 
-def test_the_source_learns_from_scored_tokens_only() -> None:
-    section = SOURCE[SOURCE.index("# EVALUATION —") : SOURCE.index("# ARTIFACT —")]
-    functions = {n.name: n for n in ast.walk(ast.parse(section)) if isinstance(n, ast.FunctionDef)}
-    names = {
-        name: {n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute)} for name, f in functions.items()
-    }
-    assert [name for name, used in names.items() if {"backward", "grad", "step"} & used] == ["learn"]
-    calls = [
-        n for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "learn"
-    ]
-    (call,) = calls
-    assert ast.unparse(call.args[2]) == "ledger.scored_tokens(begin, end + 1)"
-    assert [argument.arg for argument in functions["learn"].args.args] == ["model", "sgd", "tokens", "config"]
+def learned_from(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each pass with gradients: the last place of the stream that it sees, and the targets scored by then.
+
+    The stream counts, so that a token tells its place: i + 1 stands at i, and BOS, which is 1, at the start.
+    """
+    lab = subject(VOCAB_SIZE="256")
+    tokens = np.arange(1, 151, dtype=np.uint16)
+    scored = [0]
+    seen: list[tuple[int, int]] = []
+    record, forward, loss = Ledger.record, train_gpt.GPT.forward, train_gpt.GPT.loss_per_token
+
+    def watched_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
+        record(ledger, start, nats)
+        scored.append(start + len(nats))
+
+    def watched_forward(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            seen.append((int(inputs_BT.max()) - 1, scored[-1]))
+        return forward(model, inputs_BT, *rest)
+
+    def watched_loss(model: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            seen.append((int(targets_N.max()) - 1, scored[-1]))
+        return loss(model, hidden_ND, targets_N)
+
+    monkeypatch.setattr(Ledger, "record", watched_record)
+    monkeypatch.setattr(train_gpt.GPT, "forward", watched_forward)
+    monkeypatch.setattr(train_gpt.GPT, "loss_per_token", watched_loss)
+    assert len(lab.nats(name, tokens)) == 149
+    return seen
+
+
+def test_what_is_learned_from_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token at place i + 1 is target i: it may be seen once i + 1 targets are scored."""
+    seen = learned_from("score_ttt", monkeypatch)
+    assert seen and all(last <= scored for last, scored in seen)
+    assert max(last for last, _ in seen) == 128, "the fourth chunk of five was learned from to its end"
+
+
+@pytest.mark.parametrize("name", ["score_roundtrip", "score_sliding"])
+def test_the_other_scorers_learn_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert learned_from(name, monkeypatch) == []
 
 
 # --- windows ---
@@ -282,14 +311,10 @@ def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(
 # --- bytes ---
 
 
-@pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory:
-    return rehearsal.build_laboratory(tmp_path_factory.mktemp("laboratory"))
-
-
-def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
-    places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
-    return Config.from_env({**rehearsal.TINY_RUN, **places, **changes})
+def byte_config(dataset: Path, **changes: str) -> Config:
+    """The settings of a run on the tiny dataset."""
+    places = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(dataset / "tokenizer.model")}
+    return Config.from_env({**tiny.environment(), **places, **changes})
 
 
 @pytest.mark.parametrize("size", [1024, 8192])
@@ -307,34 +332,33 @@ def test_bytes_of_the_real_validation_prefix(shared_data: Path, size: int) -> No
     assert token_bytes(whole, config).sum() == VALIDATION_PREFIX_BYTES
 
 
-def test_pieces_count_the_bytes_that_they_decode_to(laboratory: rehearsal.Laboratory) -> None:
-    lab = subject()
-    findings = list(probes.byte_table(lab, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces))
+def test_pieces_count_the_bytes_that_they_decode_to(dataset: Path) -> None:
+    tokenizer = dataset / "tokenizer.model"
+    pieces = load_tokenizer(tokenizer)
+    findings = list(probes.byte_table(subject(), str(tokenizer), rehearsal.TEXTS, pieces))
     assert [finding.check for finding in findings] == ["B10", "B11"]
 
 
-def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
-    tokens, counts = np.array([1, 5, 6, 1, 7], np.uint16), np.array([0, 3, 1, 0, 4], "<u2")
-    header = np.zeros(256, "<i4")
-    header[:3] = *rehearsal.SHARD_HEADER, len(counts)
-    (tmp_path / "fineweb_val_bytes_000000.bin").write_bytes(header.tobytes() + counts.tobytes())
-    config = byte_config(laboratory, DATA_PATH=str(tmp_path))
+def test_a_byte_sidecar_takes_precedence(dataset: Path, tmp_path: Path) -> None:
+    tokens = np.array([1, 5, 6, 1, 7], np.uint16)
+    write_shard(tmp_path / "fineweb_val_bytes_000000.bin", np.array([0, 3, 1, 0, 4]))
+    config = byte_config(dataset, DATA_PATH=str(tmp_path))
     assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
     assert token_bytes(tokens[:3], config).tolist() == [3, 1]
     with pytest.raises(DataError, match="4 counts for 5 targets"):
         token_bytes(np.append(tokens, 8), config)
 
 
-def test_a_foreign_tokenizer_is_refused(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
+def test_a_foreign_tokenizer_is_refused(dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.model").write_bytes(b"no model")
     for changes in (
         {"TOKENIZER_PATH": str(tmp_path / "absent")},
         {"TOKENIZER_PATH": str(tmp_path / "broken.model")},
     ):
         with pytest.raises(DataError, match="no SentencePiece model"):
-            token_bytes(np.array([1, 5]), byte_config(laboratory, **changes))
+            token_bytes(np.array([1, 5]), byte_config(dataset, **changes))
     with pytest.raises(DataError, match=r"320 pieces.*VOCAB_SIZE=512"):
-        token_bytes(np.array([1, 5]), byte_config(laboratory, VOCAB_SIZE="512"))
+        token_bytes(np.array([1, 5]), byte_config(dataset, VOCAB_SIZE="512"))
 
 
 # --- settings and lines ---

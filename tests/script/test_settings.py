@@ -157,8 +157,29 @@ def refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: py
     return err
 
 
-def test_the_table_is_long_enough() -> None:
-    assert len(table(WRONG_VALUES)) >= 60 and len(set(table(WRONG_VALUES))) == len(table(WRONG_VALUES))
+def values_beyond(field: dataclasses.Field[Any]) -> list[str]:
+    """Values just outside of what a field may hold, and words that are none of its kind."""
+    rules = field.metadata
+    if isinstance(field.default, bool):
+        return ["2", "-1", "yes", "true", ""]
+    if rules["among"]:
+        return [f"no {rules['among'][0]}", ""]
+    if isinstance(field.default, str):
+        return []
+    beyond = ["", "many", "nan"]
+    if isinstance(field.default, int):
+        beyond.append("1.5")
+    for end, sign in (("low", -1), ("high", 1)):
+        beyond.append(repr(rules[end] + sign * (1 + abs(rules[end]))))
+    return beyond
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if values_beyond(field)])
+def test_every_setting_refuses_what_lies_beyond_it(name: str) -> None:
+    for text in values_beyond(FIELDS[name]):
+        with pytest.raises(ConfigError, match=rf"{name}=") as error:
+            Config.from_env({name: text})
+        assert "expected" in str(error.value), text
 
 
 @pytest.mark.parametrize(("given", "named"), table(WRONG_VALUES))
