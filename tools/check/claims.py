@@ -101,7 +101,7 @@ def _mean_of_others(folder: Folder, attribute: str, declared: float) -> str | No
             groups.setdefault((place, final.label), []).append(getattr(final, attribute))
     for (place, label), values in groups.items():
         if len(values) > 1 and matches(declared, mean(values)):
-            return f"`{label}`" + (f" in {place}/" if place != "." else "")
+            return f"`{label}`" if place == "." else f"`{label}` in {place}/"
     return None
 
 

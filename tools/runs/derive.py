@@ -127,7 +127,8 @@ def compliance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     for summary in summaries:
         for name, limit in (nested(summary, "limits") or {}).items():
             if isinstance(limit, Mapping) and "ok" in limit:
-                limits[f"{name}_ok"] = limits.get(f"{name}_ok", True) and bool(limit["ok"])
+                key = f"{name}_ok"
+                limits[key] = limits.get(key, True) and bool(limit["ok"])
     limits["comparable"] = all(bool(nested(summary, "comparable")) for summary in summaries)
     limits["three_seeds"] = len(summaries) >= RECORD_SEEDS_MIN
     return limits
