@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -34,8 +33,6 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for verb, (module_name, purpose) in VERBS.items():
-        if importlib.util.find_spec(module_name) is None:
-            continue
         subparser = verbs.add_parser(verb, help=purpose, description=purpose)
         if verb == wanted:
             importlib.import_module(module_name).add_arguments(subparser)
@@ -46,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser(arguments).parse_args(arguments)
+    module_name, _ = VERBS[args.verb]
     try:
-        return int(importlib.import_module(VERBS[args.verb][0]).run(args))
+        return int(importlib.import_module(module_name).run(args))
     except (RecordError, DataError) as error:
         print(f"tools {args.verb}: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -105,7 +105,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
                 nested(summary, "artifact", "bytes"),
                 log.model_bytes and log.model_bytes.bytes,
             ),
-            "steps": (nested(summary, "steps"), log.steps),
+            "steps": (nested(summary, "steps"), log.steps_done),
         }
         for name, (recorded, printed) in pairs.items():
             if recorded is not None and printed is not None and recorded != printed:

@@ -164,10 +164,20 @@ class RunLog:
 
     @property
     def steps(self) -> int | None:
+        """Steps up to the last line that tells them."""
         if self.stop:
             return self.stop.step
         reached = [point.step for point in (*self.train, *self.validation)]
         return max(reached) if reached else None
+
+    @property
+    def steps_done(self) -> int | None:
+        """Steps of a whole run. Without a line that says where it stopped it went to its step limit, and the
+        last line of training may come before."""
+        limit = self.settings.get("iterations")
+        if self.stop is None and self.steps is not None and limit is not None and limit.value.isdecimal():
+            return int(limit.value)
+        return self.steps
 
     @property
     def train_seconds(self) -> float | None:
