@@ -29,7 +29,9 @@ EXIT_INTERRUPTED = 130
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Parser with every verb listed; only the module of the verb in `argv` is imported: `--help` is quick."""
-    parser = argparse.ArgumentParser(prog="python -m tools", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools", description="Pack, audit, prove, compare and draw runs and records."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for verb, (module_name, purpose) in VERBS.items():
