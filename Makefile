@@ -57,7 +57,7 @@ test-slow: $(READY) ## the tests that take minutes each
 	@$(RUN) -m pytest -q -m slow
 
 soak: $(READY) ## a long run under faults (SOAK_SECONDS=1200)
-	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/soak.py
+	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/faults/soak.py
 
 bench: $(READY) ## print what loader, coder, kernels and a whole run cost (KEEP=1: put it into benchmarks/, too)
 	@$(RUN) data/sample.py

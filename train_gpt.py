@@ -1,19 +1,24 @@
 """Train, quantize and score a GPT under a hard budget: one file, from token shards to bits per byte.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # the 8-GPU run: the defaults
-    CONFIG=records/configs/cpu_demo.env python train_gpt.py   # the whole job on a laptop
+    CONFIG=configs/cpu_demo.env python train_gpt.py           # the whole job on a laptop
     EVAL_ONLY=runs/x/model.bin python train_gpt.py            # score an artifact in a fresh process
     python train_gpt.py --help                                # every variable
 
 A run checks what a user can get wrong, compiles, trains for MAX_WALLCLOCK_SECONDS, writes an artifact that,
 with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All lies in runs/<RUN_ID>/.
 
+The file reads from top to bottom: a section uses only what stands above it.
+
+    SETTINGS · RUN · TIMING · DATA · MODEL · KERNELS · OPTIMIZER · SCHEDULE · EVALUATION
+    QUANTIZE · CODER · ARTIFACT · TRAIN · main
+
+PR and issue numbers are those of openai/parameter-golf, unless another repository is named.
+
 Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
 head, V vocabulary, L layers, S skips, P parallel layers, W gate channels, N anything flattened or batched,
 R matrix rows, C matrix columns.
 """
-
-from __future__ import annotations
 
 import ast
 import contextlib
@@ -32,6 +37,7 @@ import lzma
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import struct
@@ -40,13 +46,14 @@ import threading
 import time
 import traceback
 import zlib
-from collections import defaultdict, deque, namedtuple
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import Field, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -61,7 +68,7 @@ except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twin
     triton = None
 
 # ============================================================================================================
-# CONFIG — every setting in one frozen dataclass; what is wrong is refused by name, before anything starts.
+# SETTINGS — every setting in one frozen dataclass; what is wrong is refused by name, before anything starts.
 # ============================================================================================================
 
 
@@ -87,49 +94,136 @@ def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, a
     return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
 
 
-@dataclass(frozen=True)
-class Config:
-    """All settings, in the order of what they decide; upper case in the environment. Default: 8 GPUs."""
+def find_path(path: str) -> Path:
+    """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
+    given = Path(path).expanduser()
+    for folder in (Path(), *Path(__file__).resolve().parents):
+        if (folder / given).exists():
+            return folder / given
+    return given
 
-    # --- the model: an artifact keeps these ---
+
+Settings = TypeVar("Settings", bound="ModelSettings")
+Rule = tuple[bool, str]  # whether it holds, and what is expected, in the names of settings
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the weights mean: the settings that an artifact keeps. In the environment they are upper case.
+
+    The classes below add to these. The class a setting stands in decides what keeps it, not its place there.
+    """
+
+    # The text: how it is cut, and what a token sees of it.
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
     doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
     vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
+    # Size.
     num_layers: int = knob(11, "blocks that own weights", 1, 256)
     model_dim: int = knob(512, "width of the residual stream", 8)
     num_heads: int = knob(8, "query heads", 1)
     num_kv_heads: int = knob(4, "key and value heads", 1)
     mlp_mult: float = knob(4.0, "MLP width / MODEL_DIM", 0.125, 64)
     leaky_slope: float = knob(0.5, "MLP activation LeakyReLU(slope)²; 0: relu²", 0, 1)
+    # Positions: some channels of each head are rotated, the others compare contents alone.
     rope_base: float = knob(10_000.0, "rotary base", 1)
     rope_dims: int = knob(16, "rotated dimensions of each head; 0: all", 0)
     rope_train_seq_len: int = knob(0, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN", 0)
+    # Attention, and what keeps deep layers in bounds.
     ln_scale: bool = knob(True, "scale block inputs by 1/sqrt(layer + 1)")
     qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
     xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
     sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
     gate_window: int = knob(12, "channels that feed the gates", 1)
+    # Ways around the blocks: the token before, and the skips of the U-Net.
     smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
     skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
+    # Depth recurrence: some layers run several times, with the same weights (PR #1493).
     num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
     loop_start: int = knob(3, "first looped layer", 0)
     loop_end: int = knob(5, "last looped layer", 0)
     enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
+    # Late layers whose two halves read side by side.
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
+    # Ends and beginnings.
     tie_embeddings: str = knob("1", "accepted; the output head is the input embedding", among="1")
     tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
-    # --- its training: a checkpoint keeps these as well ---
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.model_dim // self.num_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return int(self.mlp_mult * self.model_dim)
+
+    @property
+    def rotated_dims(self) -> int:
+        """Channels of a head that the rotary embedding turns."""
+        return self.rope_dims or self.head_dim
+
+    def rules(self) -> list[Rule]:
+        """What must hold between these settings."""
+        loop_in_order = self.loop_start <= self.loop_end < self.num_layers
+        return [
+            (self.model_dim % self.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
+            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
+            (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
+            (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
+            (self.gate_window <= self.model_dim, "GATE_WINDOW <= MODEL_DIM"),
+            (self.parallel_start_layer < self.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
+            (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+        ]
+
+    def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
+        """Settings as strings that `from_values` reads back: all, or those of one class."""
+        env = {}
+        for spec in fields(part or type(self)):
+            value = getattr(self, spec.name)
+            if isinstance(value, bool):
+                value = int(value)
+            env[spec.name.upper()] = str(value)
+        return env
+
+    @classmethod
+    def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
+        """The settings of this class out of `values`, others left alone. ConfigError for what is wrong."""
+        # What is not given keeps its default.
+        given = {}
+        for spec in fields(cls):
+            name = spec.name.upper()
+            if name in values:
+                given[spec.name] = parse_value(name, values[name], spec)
+        settings = cls(**given)
+        # A rule names the settings it is about: their values are part of the message.
+        for holds, expected in settings.rules():
+            if not holds:
+                named = re.findall(r"[A-Z_]{2,}", expected)
+                got = [f"{name}={value}" for name, value in settings.as_env().items() if name in named]
+                raise ConfigError(f"expected {expected}; got {', '.join(got)}")
+        return settings
+
+
+@dataclass(frozen=True)
+class TrainingSettings(ModelSettings):
+    """What training makes of the weights: a checkpoint keeps these too, and a resumed run has the same."""
+
+    # Which tokens, how many, for how long.
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
     iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
     max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
+    # Step sizes of the three groups of parameters.
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
     tied_embed_lr: float = knob(0.03, "AdamW, embedding", 0)
+    # Muon, for the matrices.
     muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
     muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
     muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
@@ -137,17 +231,31 @@ class Config:
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
     muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
     muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
+    # Weight decay; AdamW, for the rest.
     muon_wd: float = knob(0.095, "decoupled weight decay of matrices", 0)
     embed_wd: float = knob(0.085, "decoupled weight decay of embeddings", 0)
     adam_wd: float = knob(0.02, "decoupled weight decay of small tensors", 0)
     beta1: float = knob(0.9, "AdamW", 0, 0.9999)
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
+    # What holds for all of them.
     grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
     ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
+    # The schedule of the learning rates.
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
+
+    def rules(self) -> list[Rule]:
+        """What must hold between these settings."""
+        warmdown_begins = self.max_wallclock_seconds > 0 or self.warmdown_iters <= self.iterations
+        return [*super().rules(), (warmdown_begins, "WARMDOWN_ITERS <= ITERATIONS")]
+
+
+@dataclass(frozen=True)
+class Config(TrainingSettings):
+    """All settings, in the order of what they decide. The defaults are the run on 8 GPUs."""
+
     # --- the artifact ---
     artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
     code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
@@ -195,160 +303,172 @@ class Config:
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
-    attention: str = knob("auto", "kernel; auto: the fastest that passes", among="auto fa3 varlen sdpa")
-    fused_mlp: str = knob("auto", "Triton MLP; auto: where right and faster", among="auto 0 1")
+    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
+    fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
     peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
-        path = environ.get("CONFIG") or os.devnull
-        try:
-            text = find_path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-        lines = [f" {line}".split(" #")[0].partition("=") for line in text.split("\n")]  # ` #`: a comment
-        for key, equals, value in lines:
-            if bool(key.strip()) != bool(equals):
-                raise ConfigError(f"CONFIG={path}: got {(key + equals + value).strip()!r}, not KEY=VALUE")
-        in_file = {key.strip(): value.strip() for key, _, value in lines}
-        known = {f.name.upper(): f for f in fields(cls)}
-        # First words that are not ours alone: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
-        common = "CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING"
-        for name in sorted((in_file.keys() | environ.keys()) - known.keys() - {""}):
-            word = name.split("_")[0]
-            kin = [other for other in known if other.split("_")[0] == word and word not in common.split()]
-            near = difflib.get_close_matches(name, known, cutoff=0.83) if len(name) >= 6 else []
-            if meant := near or kin or ["one that --help lists"] * (name in in_file):
-                raise ConfigError(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
-        given = {**in_file, **environ}
-        config = cls(**{f.name: _parse(name, given[name], f) for name, f in known.items() if name in given})
-        _cross_check(config)
-        return config
+    @property
+    def eval_length(self) -> int:
+        """Tokens of context in evaluation."""
+        return self.eval_seq_len or self.train_seq_len
 
-    def as_env(self, through: str = "") -> dict[str, str]:
-        """Settings as strings that `from_env` reads back: all, or the first ones through the one named."""
-        env = {name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in vars(self).items()}
-        count = list(env).index(through) + 1 if through else len(env)
-        return dict(itertools.islice(env.items(), count))
+    def rules(self) -> list[Rule]:
+        """What must hold between these settings."""
+        chunk = self.ttt_chunk_tokens
+        whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
+        reserve = self.gptq_reserve_seconds if self.gptq else 0.0
+        clock = self.max_wallclock_seconds
+        plain_name = os.sep not in self.run_id and not self.run_id.startswith(".")
+        return [
+            *super().rules(),
+            (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
+            (not self.ttt_enabled or whole_strides,
+             "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED"),
+            (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
+            (plain_name, "RUN_ID as a plain name"),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Config":
+        """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
+        in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
+        refuse_unknown(in_file, environ)
+        return cls.from_values({**in_file, **environ})
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
         default = Config().as_env()
         return {name: value for name, value in self.as_env().items() if value != default[name]}
 
-    eval_length = property(lambda self: self.eval_seq_len or self.train_seq_len)  # tokens of context
-    head_dim = property(lambda self: self.model_dim // self.num_heads)  # channels of one head
-    mlp_dim = property(lambda self: int(self.mlp_mult * self.model_dim))  # width of the hidden layer
 
-
-def _parse(name: str, text: str, spec: Field[Any]) -> Any:
+def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     """The value of one variable in its field's type; ConfigError says what was expected."""
-    meaning, low, high, among = spec.metadata.values()
+    among = spec.metadata["among"]
+    low = spec.metadata["low"]
+    high = spec.metadata["high"]
     kind: Any = type(spec.default)
+    value: Any = None
+    # What cannot be read is told below, like any other value that does not fit.
     with contextlib.suppress(ValueError):
-        value = kind(int(text) if kind is bool else text)
-        if text.isprintable() and (text in among or not among) and (kind is str or low <= value <= high):
-            return value
+        value = bool(int(text)) if kind is bool else kind(text)
+    # Text that would not print cannot be stored as KEY=VALUE either.
+    if among:
+        fits = value is not None and text in among
+    elif kind is str:
+        fits = text.isprintable()
+    else:
+        fits = value is not None and text.isprintable() and low <= value <= high
+    if fits:
+        return value
     kind_and_range = "printable text" if kind is str else f"{kind.__name__} from {low:g} to {high:g}"
-    raise ConfigError(f"{name}={text!r}: expected {' or '.join(among) or kind_and_range}; {meaning}")
+    expected = " or ".join(among) or kind_and_range
+    raise ConfigError(f"{name}={text!r}: expected {expected}; {spec.metadata['meaning']}")
 
 
-def _cross_check(c: Config) -> None:
-    """Raise ConfigError for settings that are fine alone and wrong together."""
-    chunk, seconds, reserve = c.ttt_chunk_tokens, c.max_wallclock_seconds, c.gptq * c.gptq_reserve_seconds
-    rules = [
-        (c.model_dim % c.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
-        (c.num_heads % c.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
-        ((c.rope_dims or c.head_dim) % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS ) even"),
-        (c.rope_dims <= c.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
-        (c.gate_window <= c.model_dim, "GATE_WINDOW <= MODEL_DIM"),
-        (c.parallel_start_layer < c.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
-        (not c.num_loops or c.loop_start <= c.loop_end < c.num_layers, "LOOP_START <= LOOP_END < NUM_LAYERS"),
-        (c.eval_stride <= c.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN )"),
-        (not c.ttt_enabled or (c.eval_stride and chunk % c.eval_stride == 0 and chunk >= c.eval_length),
-         "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN ) for TTT_ENABLED"),
-        (seconds or c.warmdown_iters <= c.iterations, "WARMDOWN_ITERS <= ITERATIONS"),
-        (not seconds or reserve < seconds, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
-        (os.sep not in c.run_id and not c.run_id.startswith("."), "RUN_ID as a plain name"),
-    ]  # fmt: skip
-    for rule in (rule for holds, rule in rules if not holds):
-        got = [f"{name}={value}" for name, value in c.as_env().items() if name in rule.split()]
-        raise ConfigError(f"expected {rule}; got {', '.join(got)}")
+def read_config_file(path: str) -> dict[str, str]:
+    """The KEY=VALUE lines of a file; a line's end from ` #` on is a comment. Raises ConfigError."""
+    try:
+        text = find_path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
+    values = {}
+    for line in text.split("\n"):
+        if line.startswith("#"):
+            continue
+        # A # inside a value is part of it, like one in a path.
+        setting = line.split(" #")[0].strip()
+        if not setting:
+            continue
+        name, equals, value = setting.partition("=")
+        if not name.strip() or not equals:
+            raise ConfigError(f"CONFIG={path}: got {setting!r}, not KEY=VALUE")
+        values[name.strip()] = value.strip()
+    return values
+
+
+# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
+COMMON_WORDS = "CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING".split()
+
+
+def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """ConfigError that lists every variable which looks like one of ours and is none.
+
+    The environment holds much that is not ours, so there a name is only refused if it is close to one of
+    ours or begins with the same word. A file named by CONFIG is ours alone: all that is unknown is refused.
+    """
+    known = [spec.name.upper() for spec in fields(Config)]
+    # All in one message: nobody likes to learn of one mistake a time.
+    problems = []
+    for name in sorted(in_file.keys() | environ.keys()):
+        if name in known:
+            continue
+        word = name.split("_")[0]
+        meant = []
+        if len(name) >= 6:  # shorter names are close to everything
+            meant = difflib.get_close_matches(name, known, cutoff=0.83)
+        if not meant and word not in COMMON_WORDS:
+            meant = [other for other in known if other.split("_")[0] == word]
+        if not meant and name in in_file:
+            meant = ["one that --help lists"]
+        if meant:
+            problems.append(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
+    if problems:
+        raise ConfigError(" ".join(problems))
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
     """Micro-batches of one rank per optimizer step; ConfigError when the batch does not split evenly."""
-    wanted, length = config.train_batch_tokens, config.train_seq_len
+    wanted = config.train_batch_tokens
+    length = config.train_seq_len
+    # As many whole sequences as one forward pass may hold, and no more than the step gives a rank.
     rows = min(config.micro_batch_tokens // length, wanted // length // world_size)
-    if not rows or wanted % (unit := world_size * rows * length):
+    tokens_together = world_size * rows * length
+    if rows == 0 or wanted % tokens_together != 0:
         raise ConfigError(f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {world_size} ranks times the "
                           f"whole TRAIN_SEQ_LEN={length} in MICRO_BATCH_TOKENS={config.micro_batch_tokens}")
-    return wanted // unit
-
-
-def find_path(path: str) -> Path:
-    """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
-    given = Path(path).expanduser()
-    places = (folder / given for folder in (Path(), *Path(__file__).resolve().parents))
-    return next((place for place in places if place.exists()), given)
+    return wanted // tokens_together
 
 
 # ============================================================================================================
-# RUNTIME — device, ranks, run directory, log and clock: one object, the same on a laptop and on many nodes.
+# RUN — device and ranks, run directory, log and clock: the same on a laptop and on many nodes.
 # ============================================================================================================
 
 
-class Run:
-    """One process of a run: where it computes, who its peers are, what it writes, where its seconds went."""
+CPU = torch.device("cpu")
 
-    def __init__(self, config: Config, environ: Mapping[str, str]) -> None:
-        self.rank, self.world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        self.directory = Path(os.devnull)  # until it is opened, and what is written there is lost
-        self.phases = defaultdict[str, float](float)
-        self.phase_name, self.stop_signal = "setup", 0
-        local_rank, gpus = int(environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-        if on_gpu and local_rank >= gpus:
-            raise ConfigError(f"DEVICE={config.device}: local rank {local_rank}, {gpus} GPUs; try DEVICE=cpu")
-        self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(self.device)
-        self.device_name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
-        fast = torch.cuda.get_device_capability()[0] >= 8 if on_gpu else torch.cpu._is_amx_tile_supported()
-        auto = torch.bfloat16 if fast else torch.float32  # fast: matrix units take bfloat16
-        self.dtype = getattr(torch, config.compute_dtype, auto)
-        if self.world_size > 1:
-            backend, device = ("cpu:gloo,cuda:nccl", self.device) if on_gpu else ("gloo", None)
-            limit = timedelta(seconds=config.peer_timeout_seconds)
-            dist.init_process_group(backend, timeout=limit, device_id=device)
 
-    path = property(lambda self: self.directory.joinpath)  # path("x"): a file of the run directory
+@dataclass(frozen=True)
+class Machine:
+    """Where this process computes and who its peers are: the one place that knows a rank."""
 
-    def log(self, line: str, event: str = "", **values: Any) -> None:
-        """A line to log.txt and the console; of an `event` its values to metrics.jsonl; rank 0 only."""
-        if self.rank == 0:
-            tell(line, self.path("log.txt"), sys.stdout)
-        if self.rank == 0 and event:
-            tell(json.dumps({"event": event, **values}), self.path("metrics.jsonl"))
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+    # Of activations: bfloat16 where matrix units take it.
+    dtype: torch.dtype = torch.float32
+    # Whether torch.compile is wanted.
+    compiled: bool = False
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block, device work included, to `phases[name]`."""
-        self.sync()
-        if self.stop_signal:  # it came when training had just ended
-            self.leave(self.stop_signal)
-        self.phase_name, start = name, time.perf_counter()
-        yield
-        self.sync()
-        self.phases[name] += time.perf_counter() - start
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.type == "cuda"
 
-    def sync(self) -> None:
+    @property
+    def device_name(self) -> str:
+        """What the device is called in the log."""
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
+
+    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """The function, compiled where that is wanted."""
+        return torch.compile(function, **options) if self.compiled else function
+
+    def wait(self) -> None:
         """Wait until the device has finished what it was given."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any) -> list[Any]:
@@ -358,34 +478,64 @@ class Run:
             dist.all_gather_object(values, value)
         return values
 
-    def leave(self, number: int, _frame: Any = None) -> None:
-        """On SIGTERM and SIGINT: the first in training asks for a checkpoint, any other ends this process."""
-        if self.phase_name == "train" and not self.stop_signal:
-            self.stop_signal = number
-            return
-        tell(f"rank {self.rank}: stopped by signal {number} in phase {self.phase_name}; to go on, where it "
-             f"is there: RESUME={self.directory} or EVAL_ONLY={self.path('model.bin')}", sys.stderr)
-        os._exit(128 + number)
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the ranks; all ranks call it together."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
 
 
-def tell(line: str, *places: Any) -> None:
-    """One line to streams and to the ends of files; a closed console or a full disk costs no run."""
-    for place in places:  # RuntimeError: a signal's line, while another one is printed
-        with contextlib.suppress(OSError, RuntimeError, ValueError), contextlib.ExitStack() as opened:
-            if isinstance(place, Path):
-                place = opened.enter_context(open(place, "a", encoding="utf-8"))
-            print(line, file=place, flush=True)
+def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
+    """The machine that the settings and the launcher's variables describe; joins the other ranks."""
+    rank = int(environ.get("RANK", 0))
+    world_size = int(environ.get("WORLD_SIZE", 1))
+    local_rank = int(environ.get("LOCAL_RANK", 0))
+
+    # A device that was asked for and is not there is an error, never a slower run.
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    gpus = torch.cuda.device_count()
+    if on_gpu and local_rank >= gpus:
+        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank}, {gpus} GPUs; try DEVICE=cpu")
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        has_bfloat16_units = torch.cuda.get_device_capability()[0] >= 8
+    else:
+        has_bfloat16_units = torch.cpu._is_amx_tile_supported()
+
+    # Processors without units for bfloat16 compute in it, but slower than in fp32.
+    dtype = torch.bfloat16 if has_bfloat16_units else torch.float32
+    if config.compute_dtype != "auto":
+        dtype = getattr(torch, config.compute_dtype)
+    compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
+
+    # Tensors on the host go over gloo also on GPUs: the clock is agreed on without asking a device.
+    if world_size > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=config.peer_timeout_seconds),
+            device_id=device if on_gpu else None,
+        )
+    return Machine(rank, world_size, device, dtype, compiled)
 
 
-def compiling(config: Config, device: torch.device) -> bool:
-    """Whether torch.compile is wanted here."""
-    return config.compile == "1" or (config.compile == "auto" and device.type == "cuda")
+def print_line(line: str, stream: Any) -> None:
+    """One line to a stream; a closed console costs no run."""
+    # RuntimeError: a signal's line, while another one is being printed.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        print(line, file=stream, flush=True)
+
+
+def append_line(line: str, path: Path) -> None:
+    """One line to the end of a file; a full disk costs no run."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError), open(path, "a", encoding="utf-8") as file:
+        print(line, file=file, flush=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Put `data` at `path` as a whole or not at all if killed or out of disk. Raises ConfigError."""
-    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left is overwritten
+    temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left there is overwritten
     try:
+        # A name changes hands in one moment: nobody ever reads half a file.
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
@@ -394,50 +544,132 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room on that disk") from error
 
 
+class Run:
+    """What one process of a run writes: its log and its events, and where its seconds went."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.directory: Path | None = None  # until it is opened
+        self.phases: dict[str, float] = {}  # seconds
+        self.phase_name = "setup"
+        self.training = False  # while it is true, a signal asks for a checkpoint first
+        self.stop_signal = 0  # the signal that asked
+
+    def path(self, name: str) -> Path:
+        """A file of the run directory, which must have been opened."""
+        assert self.directory is not None, "the run directory is opened before anything is written to it"
+        return self.directory / name
+
+    def log(self, line: str, event: str = "", **values: Any) -> None:
+        """A line to log.txt and the console; of an `event` its values to metrics.jsonl; rank 0 only."""
+        # One log for all ranks: what another one has to say, it says by raising.
+        if self.machine.rank != 0:
+            return
+        print_line(line, sys.stdout)
+        if self.directory is None:
+            return
+        append_line(line, self.path("log.txt"))
+        if event:
+            append_line(json.dumps({"event": event, **values}), self.path("metrics.jsonl"))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block, device work included, to `phases[name]`."""
+        # Work of the phase before must not be counted here.
+        self.machine.wait()
+        if self.stop_signal:  # it came when training was about to end by itself
+            self.exit_by_signal(self.stop_signal)
+        self.phase_name = name
+        start = time.perf_counter()
+        yield
+        self.machine.wait()
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+
+    def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
+        """While training is under way the first signal asks for a checkpoint; otherwise the process ends."""
+        if self.training and not self.stop_signal:
+            self.stop_signal = number  # `train` sees it, saves, and ends
+        else:
+            self.exit_by_signal(number)
+
+    def exit_by_signal(self, number: int) -> None:
+        """Say what there is to go on with, and end this process."""
+        line = f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}"
+        if self.directory is not None:
+            line += (f"; to go on, where it is there: RESUME={self.directory} or "
+                     f"EVAL_ONLY={self.path('model.bin')}")
+        print_line(line, sys.stderr)
+        os._exit(128 + number)
+
+
 # ============================================================================================================
-# TRACE — where the milliseconds of a step go, also with prefetch on; no step waits but one that is reported.
+# TIMING — where the milliseconds of a step go, also with prefetch on; no step waits but one that is reported.
 # ============================================================================================================
+
+
+class Lap(NamedTuple):
+    """The end of a part of a step."""
+
+    name: str  # batch, forward, backward or optimizer
+    host_seconds: float
+    event: torch.cuda.Event | None  # the same moment on the GPU
 
 
 class StepTimer:
     """`timing_breakdown` lines of each `every`-th step; 0: of none.
 
-    Milliseconds: batch_cpu and val, before the step, of the host; batch_h2d that the compute stream waited
-    for batches; the others of the device. A step with a line is waited for; `records trace` draws timelines.
+    All in milliseconds. `batch_cpu` and `val` are host time; `val` is the validation just before the step;
+    `batch_h2d` is how long the compute stream waited for a batch; the rest is device time. A reported step
+    is waited for, as its events must have happened before they can be read.
     """
 
-    def __init__(self, every: int, cuda: bool) -> None:
-        self.every, self.cuda, self.val_ms, self.reported = every, cuda, 0.0, False
+    def __init__(self, every: int, on_gpu: bool) -> None:
+        self.every = every
+        self.on_gpu = on_gpu
+        self.reported = False
+        self.step = 0
+        self.val_ms = 0.0
+        self.laps: list[Lap] = []
 
-    def begin(self, step: int) -> None:
-        """Start of a step; those of the warm-up are negative."""
-        self.step, self.reported = step, self.every > 0 and step >= 0 == step % self.every
-        self.laps = list[tuple[str, float, Any]]()  # what ended, when on the host, and its event on the GPU
+    def begin(self, step: int | None, val_ms: float = 0.0) -> None:
+        """Start of a step; None: one of the warm-up, which is never reported."""
+        self.reported = self.every > 0 and step is not None and step % self.every == 0
+        self.step = step or 0
+        self.val_ms = val_ms
+        self.laps = []
         self.lap("begin")
 
     def lap(self, name: str) -> None:
         """Here ends a batch, forward, backward or optimizer."""
-        if self.reported:
-            event = torch.cuda.Event(enable_timing=True) if self.cuda else None
-            self.laps.append((name, time.perf_counter(), event))
-            if event is not None:
-                event.record()
+        if not self.reported:
+            return
+        # An event is a mark in the stream of the GPU: it costs no waiting.
+        event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
+        self.laps.append(Lap(name, time.perf_counter(), event))
+        if event is not None:
+            event.record()
 
     def line(self) -> str:
         """End of a step: its line, empty if it is not reported."""
-        host, gpu = defaultdict[str, float](float), defaultdict[str, float](float)
-        host["val"], self.val_ms = self.val_ms, 0.0
         if not self.reported:
             return ""
-        if self.cuda:
-            self.laps[-1][2].synchronize()
-        for (_, start, first), (name, end, last) in zip(self.laps, self.laps[1:], strict=False):
-            host[name] += 1e3 * (end - start)
-            gpu[name] += first.elapsed_time(last) if self.cuda else 0.0
-        ms = {"batch_cpu": host["batch"], "batch_h2d": gpu["batch"]}
-        ms |= {name: (gpu if self.cuda else host)[name] for name in ("forward", "backward", "optimizer")}
-        ms["val"] = host["val"]
-        return f"timing_breakdown step:{self.step}" + "".join(f" {name}_ms:{ms[name]:.2f}" for name in ms)
+        names = ("batch", "forward", "backward", "optimizer")
+        host_ms = dict.fromkeys(names, 0.0)
+        device_ms = dict.fromkeys(names, 0.0)
+        # Only here a step is waited for.
+        last_event = self.laps[-1].event
+        if last_event is not None:
+            last_event.synchronize()
+        # A part lasts from the lap before to its own; micro-batches add up.
+        for before, lap in itertools.pairwise(self.laps):
+            host_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
+            if before.event is not None and lap.event is not None:
+                device_ms[lap.name] += before.event.elapsed_time(lap.event)
+        work_ms = device_ms if self.on_gpu else host_ms
+        return (f"timing_breakdown step:{self.step} "
+                f"batch_cpu_ms:{host_ms['batch']:.2f} batch_h2d_ms:{device_ms['batch']:.2f} "
+                f"forward_ms:{work_ms['forward']:.2f} backward_ms:{work_ms['backward']:.2f} "
+                f"optimizer_ms:{work_ms['optimizer']:.2f} val_ms:{self.val_ms:.2f}")
 
 
 # ============================================================================================================
@@ -445,24 +677,57 @@ class StepTimer:
 # ============================================================================================================
 
 BOS_ID = 1
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+# A shard is a file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+SHARD_HEADER_BYTES = 1024
 
-# A file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
-Shard = namedtuple("Shard", "path tokens")
-# On the device: B sequences of T tokens and their targets, int64; `document_starts`, int32.
-Batch = namedtuple("Batch", "inputs_BT targets_BT cu_seqlens")
+
+class Shard(NamedTuple):
+    """A file of tokens."""
+
+    path: Path
+    tokens: int
+
+
+class ShardVisit(NamedTuple):
+    """One pass over a shard, as a part of the stream of sequences."""
+
+    begin: int  # its first sequence's position in the stream
+    shard: Shard
+    order: np.ndarray  # the numbers of its sequences, in the order in which they come
+
+
+class StagedBatch(NamedTuple):
+    """A micro-batch on its way to the device."""
+
+    ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
+    starts: Tensor  # as in `Batch`
+    sequence_hash: int
+
+
+class Batch(NamedTuple):
+    """A micro-batch on the device."""
+
+    inputs_BT: Tensor  # int64
+    targets_BT: Tensor  # int64
+    starts: Tensor  # where rows and documents begin in the flattened inputs, then B T; int32
 
 
 def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
-    shards = list[Shard]()
-    for path in map(Path, sorted(glob.glob(pattern))):
+    shards = []
+    for name in sorted(glob.glob(pattern)):
+        path = Path(name)
         try:
             magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
-            got = (magic, version, path.stat().st_size)
+            size_bytes = path.stat().st_size
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
-        if got != (expected := (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))):
+        # The size tells of a download that broke off.
+        got = (magic, version, size_bytes)
+        expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))
+        if got != expected:
             raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
@@ -472,6 +737,7 @@ def open_shards(pattern: str) -> list[Shard]:
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     """All tokens of a shard, uint16. DataError where it is no longer as it was opened, or an id too large."""
+    # A file may have been replaced since it was opened, while the run was under way.
     if open_shards(glob.escape(str(shard.path))) != [shard]:
         raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens it had; fetch it again")
     ids = np.fromfile(shard.path, "<u2", offset=SHARD_HEADER_BYTES)
@@ -482,45 +748,68 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     return ids
 
 
-def permutation(config: Any, count: int, *key: int) -> np.ndarray:
-    """The numbers below `count` in the order of random words of SEED and one or two more; SHUFFLE=0: in their
-    own. The words are Philox4x64-10 itself (Salmon et al., 2011): numpy may change what it makes of them."""
-    random = np.random.Philox(key=config.seed, counter=[0, len(key), *key, 0][:4])
-    return np.argsort(random.random_raw(count) if config.shuffle else np.zeros(count), kind="stable")
+def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
+    """A permutation of range(count) seeded by SEED and the key (one or two numbers); SHUFFLE=0: as they are.
+
+    The numbers are sorted by random words. The words are Philox4x64-10 itself (Salmon et al., 2011) and not
+    what numpy's generators make of them, which numpy may change from version to version.
+    """
+    if not config.shuffle:
+        return np.arange(count)
+    # Philox counts blocks of four words in its first place; the rest is free for the key.
+    counter = [0, len(key), *key, 0][:4]
+    words = np.random.Philox(key=config.seed, counter=counter).random_raw(count)
+    return np.argsort(words, kind="stable")
 
 
-def shard_visits(config: Any, shards: list[Shard], position: int) -> Iterator[Any]:
-    """The stream without end: (where it begins, shard, order of its sequences) from the one with `position`.
+def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
+    """The stream of training sequences, without end, from the shard that holds `position` on.
 
     Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
     i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
+    Raises DataError if no shard holds a whole sequence.
     """
     length = config.train_seq_len
+    # A shard shorter than one sequence has nothing to give.
     usable = [shard for shard in shards if shard.tokens > length]
     if not usable:
         raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
-    sizes = np.array([(shard.tokens - 1) // length for shard in usable])
-    for epoch in itertools.count(position // int(sizes.sum())):
-        numbers = permutation(config, len(usable), epoch)
-        ends = epoch * sizes.sum() + np.cumsum(sizes[numbers])
-        coming = np.stack((numbers, ends, sizes[numbers]), axis=1)[ends > position]
-        for number, end, size in coming.tolist():
-            yield end - size, usable[number], permutation(config, size, epoch, number)
+    sizes = [(shard.tokens - 1) // length for shard in usable]
+    epoch_size = sum(sizes)
+    for epoch in itertools.count(position // epoch_size):
+        begin = epoch * epoch_size
+        for number in permutation(config, len(usable), epoch).tolist():
+            # Shards that end before the position cost nothing but this comparison.
+            if begin + sizes[number] > position:
+                yield ShardVisit(begin, usable[number], permutation(config, sizes[number], epoch, number))
+            begin += sizes[number]
 
 
-def document_starts(inputs_BT: np.ndarray, config: Any) -> np.ndarray:
+def document_starts(inputs_BT: np.ndarray, config: ModelSettings) -> np.ndarray:
     """Where rows and, with DOC_MASK, documents begin, then B T; int32."""
-    starts_BT = (inputs_BT == BOS_ID) & config.doc_mask
+    starts_BT = np.zeros(inputs_BT.shape, bool)
+    if config.doc_mask:
+        starts_BT = inputs_BT == BOS_ID
+    # A row begins anew: what stood before it belongs to another sequence.
     starts_BT[:, 0] = True
     return np.append(np.flatnonzero(starts_BT), inputs_BT.size).astype(np.int32)
 
 
 def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
-    """Sum modulo 2**64 over sequences of T + 1 ids: words times odd keys, times an odd word of the place."""
-    even_BT = ids_BT[:, :-1] if ids_BT.shape[1] % 2 else np.pad(ids_BT[:, :-1], ((0, 0), (0, 1)))
-    keys = np.random.Philox(key=1).random_raw(even_BT.shape[1] // 2 + 1) | np.uint64(1)
-    places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | np.uint64(1)
-    sums = np.einsum("bw,w->b", even_BT.view(np.uint32), keys[1:]) + ids_BT[:, -1] * keys[0]
+    """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
+
+    Pairs of ids times odd random keys, added up within a sequence; times an odd random word of the sequence's
+    position, added up modulo 2**64. A sum has no order: ranks and micro-batches add theirs in any.
+    """
+    head_BT = ids_BT[:, :-1]
+    if head_BT.shape[1] % 2 != 0:
+        head_BT = np.pad(head_BT, ((0, 0), (0, 1)))
+    pairs_BN = head_BT.view(np.uint32)
+    one = np.uint64(1)
+    keys = np.random.Philox(key=1).random_raw(pairs_BN.shape[1] + 1) | one
+    # The generator makes four words at a time: position p has the first of its p-th four.
+    places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | one
+    sums = np.einsum("bw,w->b", pairs_BN, keys[1:]) + ids_BT[:, -1] * keys[0]
     return int((sums * places).sum(dtype=np.uint64))
 
 
@@ -531,33 +820,55 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Config, shards: list[Shard], run: Run) -> None:
-        self.config, self.shards, self.pools = config, shards, list[Any]()
-        self.rank, self.world_size, self.device = run.rank, run.world_size, run.device
-        copies = config.train_copy_stream and run.device.type == "cuda"
-        self.stream = torch.cuda.Stream(run.device) if copies else None
-        self.micro_steps = micro_steps_per_step(config, run.world_size)
-        self.share = config.train_batch_tokens // config.train_seq_len // run.world_size  # rows of each step
-        self.rows = self.share // self.micro_steps
-        settings = ("seed", "shuffle", "train_seq_len", "train_batch_tokens")
+    def __init__(self, config: Config, shards: list[Shard], machine: Machine) -> None:
+        self.config = config
+        self.shards = shards
+        self.machine = machine
+        self.pools: list[futures.ThreadPoolExecutor] = []
+        self.stream: torch.cuda.Stream | None = None
+        if config.train_copy_stream and machine.on_gpu:
+            self.stream = torch.cuda.Stream(machine.device)
+
+        # Rows are sequences: so many of each step for a rank, so many for one of its micro-batches.
+        self.micro_steps = micro_steps_per_step(config, machine.world_size)
+        self.step_rows = config.train_batch_tokens // config.train_seq_len // machine.world_size
+        self.micro_rows = self.step_rows // self.micro_steps
+
+        # By this a state knows whether it is of the same stream.
+        self.fingerprint: dict[str, Any] = {}
+        for name in ("seed", "shuffle", "train_seq_len", "train_batch_tokens"):
+            self.fingerprint[name] = getattr(config, name)
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
-        self.fingerprint = {name: getattr(config, name) for name in settings}
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
+
+        self.waits_ms: list[float] = []  # how long each `next_batch` waited, since they were last taken
+        self.index = 0  # micro-batches delivered, from the first step of the run on
+        self.stream_hash = 0  # of what was delivered
         self.seek(0)
 
     def seek(self, step: int) -> None:
         """Go to the start of a step; the stream hash begins at zero."""
         self.close()
-        self.index, self.stream_hash, self.waits_ms = step * self.micro_steps, 0, list[float]()
+        self.index = step * self.micro_steps
+        self.stream_hash = 0
+        self.waits_ms = []
         visits = self._ahead("disk", self._read(self.index), 1)
-        self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
+        staged = self._stage(visits, self.index)
+        self.batches = self._ahead("stage", staged, self.config.train_prefetch_queue)
 
     def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
+        """The same items, `count` of them made ahead of need by a thread; not so without TRAIN_PREFETCH."""
         if not self.config.train_prefetch:
             return items
         # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
-        on_device: Any = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()
-        self.pools.append(pool := futures.ThreadPoolExecutor(1, f"loader {stage}", *on_device))
+        initializer: Callable[..., Any] | None = None
+        arguments: tuple[Any, ...] = ()
+        if self.machine.on_gpu:
+            initializer = torch.cuda.set_device
+            arguments = (self.machine.device,)
+        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", initializer, arguments)
+        self.pools.append(pool)
+        # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
 
         def in_order() -> Iterator[Any]:
@@ -568,61 +879,97 @@ class Loader:
         return in_order()
 
     def _position(self, index: int) -> int:
+        """Position in the stream of the first sequence of a micro-batch of this rank."""
         step, micro_step = divmod(index, self.micro_steps)
-        return (step * self.world_size + self.rank) * self.share + micro_step * self.rows
+        rank_part = step * self.machine.world_size + self.machine.rank
+        return rank_part * self.step_rows + micro_step * self.micro_rows
 
     def _read(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        length, start = self.config.train_seq_len, self._position(first)
-        for begin, shard, order in shard_visits(self.config, self.shards, start):
-            tokens = read_tokens(shard, self.config.vocab_size)
-            positions = begin + np.arange(len(order))
-            mine = (positions >= start) & (positions // self.share % self.world_size == self.rank)
-            yield np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length], order[mine]
+        """Disk stage: the sequences of each shard (N, T + 1), and those of this rank in their order."""
+        length = self.config.train_seq_len
+        start = self._position(first)
+        for visit in shard_visits(self.config, self.shards, start):
+            tokens = read_tokens(visit.shard, self.config.vocab_size)
+            sequences_NT = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+            positions = visit.begin + np.arange(len(visit.order))
+            # Each step is cut into one run of sequences for each rank.
+            owner = positions // self.step_rows % self.machine.world_size
+            mine = (positions >= start) & (owner == self.machine.rank)
+            yield sequences_NT, visit.order[mine]
 
-    def _stage(self, visits: Iterator[Any], first: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        # Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
-        # the event behind its last copy, device memory when the streams told by `record_stream` are past it.
-        # A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
-        shape, pin = (self.rows, self.config.train_seq_len + 1), self.device.type == "cuda"
-        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order.tolist())
+    def _sequences(self, visits: Iterator[Any]) -> Iterator[np.ndarray]:
+        """The sequences of this rank (T + 1,), one after the other."""
+        for sequences_NT, order in visits:
+            for number in order.tolist():
+                yield sequences_NT[number]
+
+    def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
+        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device.
+
+        Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
+        the event behind its last copy, device memory when the streams told by `record_stream` are past it.
+        A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
+        """
+        sequences = self._sequences(visits)
+        shape = (self.micro_rows, self.config.train_seq_len + 1)
         for index in itertools.count(first):
-            ids = torch.empty(shape, dtype=torch.uint16, pin_memory=pin)
-            ids_BT = ids.numpy()
-            np.concatenate(list(itertools.islice(sequences, self.rows)), out=ids_BT.reshape(-1))
+            ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
+            ids_BT = ids.numpy()  # the same memory
+            rows = list(itertools.islice(sequences, self.micro_rows))
+            np.concatenate(rows, out=ids_BT.reshape(-1))
+            # What is hashed is what is sent: the very memory that is copied.
             sequence_hash = hash_sequences(self._position(index), ids_BT)
             starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
             if self.stream is not None:
                 with torch.cuda.stream(self.stream):
-                    ids = ids.to(self.device, non_blocking=True)
-                    starts = starts.pin_memory().to(self.device, non_blocking=True)
+                    ids = ids.to(self.machine.device, non_blocking=True)
+                    starts = starts.pin_memory().to(self.machine.device, non_blocking=True)
                     self.stream.synchronize()
-            yield ids, starts, sequence_hash
+            yield StagedBatch(ids, starts, sequence_hash)
 
     def next_batch(self) -> Batch:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
         try:
             ids, starts, sequence_hash = next(self.batches)
-        except (Exception, SystemExit, GeneratorExit) as error:
-            step, last = self.index // self.micro_steps, self._position(self.index) + self.rows - 1
-            _, shard, _ = next(shard_visits(self.config, self.shards, last))
-            where = f"rank {self.rank}, step {step}, position {last} of the stream, {shard.path}"
-            if isinstance(error, futures.TimeoutError):
-                faulthandler.dump_traceback(sys.__stderr__ or 2)
-                where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
-            raise LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}") from error
+        except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
+            raise self._failure(error) from error
         self.waits_ms.append(1e3 * (time.perf_counter() - start))
-        ids, starts = (part.to(self.device, non_blocking=True) for part in (ids, starts))
-        for part in (ids, starts) if self.stream is not None else ():
-            part.record_stream(torch.cuda.current_stream(self.device))
-        torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
-        self.index, self.stream_hash = self.index + 1, (self.stream_hash + sequence_hash) % 2**64
+
+        ids = ids.to(self.machine.device, non_blocking=True)
+        starts = starts.to(self.machine.device, non_blocking=True)
+        if self.stream is not None:
+            # They were made on the copy stream: their memory is not reused before this stream is done too.
+            ids.record_stream(torch.cuda.current_stream(self.machine.device))
+            starts.record_stream(torch.cuda.current_stream(self.machine.device))
+        torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every number of documents
+        self.index += 1
+        self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
+        # Widened on the device: two bytes a token cross the bus, not sixteen.
         return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts)
+
+    def _failure(self, error: BaseException) -> LoaderError:
+        """What went wrong with the next batch, and where in the stream."""
+        # The shard that holds the batch's last sequence is the one it was read from last.
+        step = self.index // self.micro_steps
+        last = self._position(self.index) + self.micro_rows - 1
+        shard = next(shard_visits(self.config, self.shards, last)).shard
+        where = f"rank {self.machine.rank}, step {step}, position {last} of the stream, {shard.path}"
+        if isinstance(error, futures.TimeoutError):
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
+        return LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}")
+
+    def take_waits_ms(self) -> list[float]:
+        """How long each batch since the last call was waited for, in milliseconds."""
+        waits_ms = self.waits_ms
+        self.waits_ms = []
+        return waits_ms
 
     def state_dict(self, total_hash: int) -> dict[str, Any]:
         """A state for all ranks, as JSON: the steps delivered, and the sum of the ranks' hashes of them."""
         assert self.index % self.micro_steps == 0, "a state is of whole steps"
-        return self.fingerprint | {"step": self.index // self.micro_steps, "stream_hash": total_hash}
+        return {**self.fingerprint, "step": self.index // self.micro_steps, "stream_hash": total_hash}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state ends, on any number of ranks. LoaderError names what would make it differ."""
@@ -630,18 +977,446 @@ class Loader:
             if state.get(name) != value:
                 raise LoaderError(f"state of other data: {name} is {state.get(name)!r}, expected {value!r}")
         self.seek(state["step"])
-        self.stream_hash = state["stream_hash"] if self.rank == 0 else 0
+        if self.machine.rank == 0:  # hashes are added up over the ranks
+            self.stream_hash = state["stream_hash"]
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
         for pool in self.pools:
             pool.shutdown(wait=False, cancel_futures=True)
-        self.batches, self.pools = iter(()), []
+        self.pools = []
+        self.batches = iter(())
 
 
 # ============================================================================================================
-# KERNELS — the MLP in Triton beside its plain PyTorch twin; the twin is the definition it must equal.
+# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring, calibration.
 # ============================================================================================================
+
+
+class Parameter(NamedTuple):
+    """All that the rest of the file knows about one parameter."""
+
+    # A bank of matrices if it has three axes. Where one of them is 0, its feature is off.
+    shape: tuple[int, ...]
+    # Its start: everywhere this constant, or normal values of deviation `std`; the first `drawn` matrices of
+    # a bank as MATRIX_INIT says.
+    constant: float | list[float] = 0.0
+    std: float = 0.0
+    drawn: int = 0
+    # muon: MATRIX_LR and MUON_WD; embedding: TIED_EMBED_LR and EMBED_WD; scalar: SCALAR_LR and ADAM_WD.
+    optimizer: str = "scalar"
+    # attn, mlp or embed: whose *_CLIP_SIGMAS it is quantized by; empty: no matrix, always 8 bits.
+    clip: str = ""
+    # What its matrices multiply, as the model shows it to calibration; two names: one for each half.
+    inputs: tuple[str, ...] = ()
+
+
+
+def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
+    """Every parameter of the model, by name; a feature that is off owns none. A new one is one more line.
+
+    Names end in their axes. Banks hold a matrix for each layer; the first two hold two of them, all queries
+    (keys) before all outputs (values). Matrices that write to the residual stream start at zero.
+    """
+    layers = c.num_layers
+    width = c.model_dim
+    kv_width = c.num_kv_heads * c.head_dim
+    skips = len(visit_order(c, looping=True)[0])
+    skip_gates = skips if c.skip_gates_enabled else 0
+    attn_gates = layers if c.sparse_attn_gate_enabled else 0
+    smear = 1 if c.smear_gate_enabled else 0
+    has_lanes = c.parallel_mode == "lanes" and c.parallel_start_layer >= 0
+    # GPT-J layers share one lane, and need no weights to mix two.
+    lane_layers = layers - c.parallel_start_layer if has_lanes else 0
+    table = {
+        "token_embedding_VD": Parameter(
+            (c.vocab_size, width), std=c.tied_embed_init_std,
+            optimizer="embedding", clip="embed", inputs=("hidden",)),
+        "qo_bank": Parameter(
+            (2 * layers, width, width), drawn=layers,
+            optimizer="muon", clip="attn", inputs=("attn_in", "attn_out")),
+        "kv_bank": Parameter(
+            (2 * layers, kv_width, width), drawn=2 * layers,
+            optimizer="muon", clip="attn", inputs=("attn_in", "attn_in")),
+        "mlp_up_bank": Parameter(
+            (layers, c.mlp_dim, width), drawn=layers,
+            optimizer="muon", clip="mlp", inputs=("mlp_in",)),
+        "mlp_down_bank": Parameter(
+            (layers, width, c.mlp_dim),
+            optimizer="muon", clip="mlp", inputs=("mlp_hidden",)),
+        "attn_scale_LD": Parameter((layers, width), 1.0),
+        "mlp_scale_LD": Parameter((layers, width), 1.0),
+        "resid_keep_LD": Parameter((layers, width), 1.0),
+        "resid_inject_LD": Parameter((layers, width)),
+        "qk_gain_LH": Parameter((layers, c.num_heads), c.qk_gain_init),
+        "skip_weight_SD": Parameter((skips, width), 1.0),
+        "skip_gate_SD": Parameter((skip_gates, width)),
+        "attn_gate_LHW": Parameter((attn_gates, c.num_heads, c.gate_window)),
+        "smear_gate_1W": Parameter((smear, c.gate_window)),
+        "smear_scale_1": Parameter((smear,)),
+        # What each of the two lanes takes of itself, of the attention's output and of the MLP's.
+        "lane_mix_P23": Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0]),
+    }  # fmt: skip
+    return {name: parameter for name, parameter in table.items() if 0 not in parameter.shape}
+
+
+def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
+    """The start of a parameter, drawn from the seed and its name alone: no feature changes another's draw."""
+    # CRC-32 of a text: the same seed in every Python and on every machine.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    weights = torch.empty(parameter.shape).copy_(torch.tensor(parameter.constant))
+    if parameter.std:
+        weights.normal_(0.0, parameter.std, generator=generator)
+    for matrix in weights[: parameter.drawn]:
+        if c.matrix_init == "orthogonal":
+            nn.init.orthogonal_(matrix, generator=generator)
+        else:  # torch's own for a linear layer: ±1 / sqrt(inputs)
+            nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+    return weights
+
+
+def visit_order(c: ModelSettings, looping: bool) -> tuple[list[int], list[int]]:
+    """Layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
+    layers = list(range(c.num_layers))
+    if looping:
+        first = c.loop_start
+        after = c.loop_end + 1
+        # The looped layers follow one another as a group, not each by itself.
+        layers = layers[:first] + layers[first:after] * (c.num_loops + 1) + layers[after:]
+    half = len(layers) // 2
+    return layers[:half], layers[half:]
+
+
+def rotary_table(length: int, c: ModelSettings, device: torch.device | None = None) -> Tensor:
+    """Cosines and sines (2, T, 1, rotated/2); for more than the trained length the base grows (PR #549)."""
+    rotated = c.rotated_dims
+    base = c.rope_base
+    trained_length = c.rope_train_seq_len or c.train_seq_len
+    # Longer inputs turn more slowly, so that no angle goes beyond those of training.
+    stretch = max(length, c.train_seq_len) / trained_length
+    if stretch > 1 and rotated > 2:
+        base *= stretch ** (rotated / (rotated - 2))
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
+    # In float64: angles of thousands of radians lose digits in fp32.
+    positions_T11 = torch.arange(length, dtype=torch.float64, device=device)[:, None, None]
+    angles = positions_T11 * base ** (-exponents)
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
+    """Rotary embedding of the first channels of each head, in halves; the other channels pass."""
+    cos, sin = rotary
+    half = cos.size(-1)
+    a, b, rest = x_BTHE.split([half, half, x_BTHE.size(-1) - 2 * half], dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x over its root mean square along the last axis; no weight, and one epsilon for every torch version."""
+    return F.rms_norm(x, (x.size(-1),), eps=2.0**-23)
+
+
+def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
+    """torch's attention, (B, T, H, E). mask: (B, 1, T, T), who sees whom; None: all tokens before oneself."""
+    if mask is not None and q_BTHE.is_cuda:  # there the fast kernels that take a mask know no grouped heads
+        group = q_BTHE.size(2) // k_BTKE.size(2)
+        k_BTKE = k_BTKE.repeat_interleave(group, 2)
+        v_BTKE = v_BTKE.repeat_interleave(group, 2)
+    y_BHTE = F.scaled_dot_product_attention(
+        q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
+        mask, is_causal=mask is None, enable_gqa=True,
+    )  # fmt: skip
+    return y_BHTE.transpose(1, 2)
+
+
+def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+    """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu² (PR #493)."""
+    hidden_NF = F.leaky_relu(F.linear(x_ND, up_FD), slope).square()
+    return F.linear(hidden_NF, down_DF)
+
+
+def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
+    """`Batch.starts` of any ids. It waits for the device, which compiled code cannot."""
+    starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy(), c)).to(ids_BT.device)
+    torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every number of documents
+    return starts
+
+
+def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, c: ModelSettings) -> Tensor | None:
+    """Who sees whom, as `attend` reads it: a mask for `attention_sdpa`, `Batch.starts` for all others."""
+    if attend is not attention_sdpa:
+        return starts_on_device(ids_BT, c) if starts is None else starts
+    if not c.doc_mask:
+        return None
+    # Tokens of the same document share its number; nobody sees a later token.
+    document_BT = (ids_BT == BOS_ID).cumsum(1)
+    same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
+    return same_B1TT.tril()
+
+
+# Parameters by name, each by its first axis.
+WeightRows = dict[str, tuple[Tensor, ...]]
+# Is shown what matrices multiply: (name of the input, layer, values).
+Observer = Callable[[str, int, Tensor], None]
+
+
+class LayerWeights(NamedTuple):
+    """The weights of one layer, in the dtype of the activations; those of features that are off are None."""
+
+    q_DD: Tensor
+    k_KD: Tensor  # here K is all key channels, heads times E
+    v_KD: Tensor
+    o_DD: Tensor
+    up_FD: Tensor
+    down_DF: Tensor
+    attn_scale_D: Tensor
+    mlp_scale_D: Tensor
+    resid_keep_D: Tensor
+    resid_inject_D: Tensor
+    qk_gain_H: Tensor
+    attn_gate_HW: Tensor | None
+    lane_mix_23: Tensor | None
+
+
+class Context(NamedTuple):
+    """What all visits of one forward pass share."""
+
+    x0_BTD: Tensor  # the embeddings, which every block may mix in again
+    rotary: Tensor
+    documents: Tensor | None
+    observe: Observer | None
+
+
+class GPT(nn.Module):
+    """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
+
+    def __init__(self, settings: ModelSettings, seed: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.machine = Machine()  # `ready_model` tells it where it runs, and with which kernels
+        self.compute_dtype = torch.float32
+        self.attend: Callable[..., Tensor] = attention_sdpa
+        self.mlp: Callable[..., Tensor] = mlp_plain
+        for name, parameter in parameter_table(settings).items():
+            weights = initial_weights(name, parameter, settings, seed)
+            self.register_parameter(name, nn.Parameter(weights))
+
+    def forward(
+        self,
+        inputs_BT: Tensor,
+        starts: Tensor | None = None,
+        looping: bool = True,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Hidden states (B, T, D) after the last norm.
+
+        starts: as in `Batch`; found here if they are not given. looping: whether the NUM_LOOPS extra passes
+        run. observe: is called with what each matrix multiplies; calibration listens there.
+        """
+        c = self.settings
+        weights = self._weights_by_row()
+        # Shared by all visits of all layers.
+        rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
+        documents = find_documents(inputs_BT, starts, self.attend, c)
+        x0 = self._embed(inputs_BT, weights)
+        context = Context(x0, rotary, documents, observe)
+
+        # First half: every visit keeps what it leaves in the first lane.
+        encoder, decoder = visit_order(c, looping)
+        lanes = [x0]
+        skips = []
+        for layer in encoder:
+            lanes = self._split_or_join(layer, lanes)
+            lanes = self._block(layer, lanes, weights, context)
+            skips.append(lanes[0])
+
+        # Second half: every visit takes one of them back, the last one first.
+        for visit, layer in enumerate(decoder):
+            lanes = self._split_or_join(layer, lanes)
+            if skips:
+                lanes[0] = self._add_skip(visit, lanes[0], skips.pop(), weights)
+            lanes = self._block(layer, lanes, weights, context)
+
+        hidden = rms_norm(join(lanes))
+        if observe is not None:
+            observe("hidden", 0, hidden)
+        return hidden
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Scores (N, V) of every next token, before the softcap."""
+        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
+
+    def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
+        softcap = self.settings.logit_softcap
+        logits_NV = self.logits(hidden_ND)
+        # A sum over the vocabulary needs more digits than bfloat16 has.
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        if softcap:
+            logits_NV = softcap * torch.tanh(logits_NV / softcap)
+        return F.cross_entropy(logits_NV, targets_N, reduction="none")
+
+    def loss(
+        self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True
+    ) -> Tensor:
+        """Mean loss of a batch in nats per token: what training minimises."""
+        hidden_BTD = self(inputs_BT, starts, looping)
+        return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
+
+    def _weights_by_row(self) -> WeightRows:
+        """Every parameter but the embedding by its first axis, cast once for all visits of its rows."""
+        weights = {}
+        for name, parameter in self.named_parameters():
+            if name != "token_embedding_VD":
+                weights[name] = parameter.to(self.compute_dtype).unbind(0)
+        return weights
+
+    def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
+        """Normalised embeddings (B, T, D), each mixed with the one before it."""
+        c = self.settings
+        x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(self.compute_dtype)
+        if c.smear_gate_enabled:
+            # Never across the start of a row or, with DOC_MASK, of a document (PR #1851).
+            gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
+            if c.doc_mask:
+                gate_BT = gate_BT.masked_fill(inputs_BT == BOS_ID, 0.0)
+            gate_BT = gate_BT * weights["smear_scale_1"][0]
+            previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
+            x = torch.addcmul(x, gate_BT[..., None], previous)
+        return rms_norm(x)
+
+    def _split_or_join(self, layer: int, lanes: list[Tensor]) -> list[Tensor]:
+        """Two lanes from PARALLEL_START_LAYER on, one before it; a loop may lead back."""
+        c = self.settings
+        # A late layer of the decoder may be followed by an earlier one of the loop.
+        two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
+        if two and len(lanes) == 1:
+            return [lanes[0], lanes[0]]
+        if not two and len(lanes) == 2:
+            return [join(lanes)]
+        return lanes
+
+    def _add_skip(self, visit: int, lane: Tensor, skip: Tensor, weights: WeightRows) -> Tensor:
+        """U-Net skip: add what the encoder left, or go a learned part of the way to it (PR #1493)."""
+        skip = weights["skip_weight_SD"][visit] * skip
+        if not self.settings.skip_gates_enabled:
+            return lane + skip
+        return torch.lerp(skip, lane, weights["skip_gate_SD"][visit].sigmoid())
+
+    def _block(self, layer: int, lanes: list[Tensor], weights: WeightRows, context: Context) -> list[Tensor]:
+        """One visit of one layer.
+
+        Sequential: the MLP reads what attention wrote. Parallel: both read first; the same lane (GPT-J,
+        PR #1493), or one lane each, into which learned weights mix what both wrote (PR #1529).
+        """
+        c = self.settings
+        w = self._layer_weights(layer, weights)
+        parallel = 0 <= c.parallel_start_layer <= layer
+        scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
+
+        # Attention reads the first lane, with some of the embeddings mixed in again.
+        mixed = torch.addcmul(w.resid_keep_D * lanes[0], w.resid_inject_D, context.x0_BTD)
+        attended = self._attention(layer, rms_norm(mixed) * scale, w, context)
+
+        # The MLP reads the second lane if there is one.
+        if len(lanes) == 2:
+            mlp_from = lanes[1]
+        elif parallel:
+            mlp_from = mixed
+        else:
+            mlp_from = mixed + attended
+        written = self._mlp(layer, rms_norm(mlp_from) * scale, w, context)
+
+        # Each lane keeps some of itself and takes some of both outputs.
+        if w.lane_mix_23 is not None and len(lanes) == 2:
+            mixed_lanes = []
+            for lane, (keep, from_attention, from_mlp) in zip(lanes, w.lane_mix_23, strict=True):
+                mixed_lanes.append(keep * lane + from_attention * attended + from_mlp * written)
+            return mixed_lanes
+        if parallel:
+            return [mixed + attended + written]
+        return [mlp_from + written]
+
+    def _layer_weights(self, layer: int, weights: WeightRows) -> LayerWeights:
+        """The rows of one layer. The second half of a bank of two matrices a layer holds the second ones."""
+        c = self.settings
+        has_lanes = "lane_mix_P23" in weights and layer >= c.parallel_start_layer
+        return LayerWeights(
+            q_DD=weights["qo_bank"][layer],
+            k_KD=weights["kv_bank"][layer],
+            v_KD=weights["kv_bank"][c.num_layers + layer],
+            o_DD=weights["qo_bank"][c.num_layers + layer],
+            up_FD=weights["mlp_up_bank"][layer],
+            down_DF=weights["mlp_down_bank"][layer],
+            attn_scale_D=weights["attn_scale_LD"][layer],
+            mlp_scale_D=weights["mlp_scale_LD"][layer],
+            resid_keep_D=weights["resid_keep_LD"][layer],
+            resid_inject_D=weights["resid_inject_LD"][layer],
+            qk_gain_H=weights["qk_gain_LH"][layer],
+            attn_gate_HW=weights["attn_gate_LHW"][layer] if c.sparse_attn_gate_enabled else None,
+            lane_mix_23=weights["lane_mix_P23"][layer - c.parallel_start_layer] if has_lanes else None,
+        )
+
+    def _attention(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
+        """What attention adds to the residual stream, (B, T, D)."""
+        c = self.settings
+        # Project the input to queries, keys and values, and split them into heads.
+        q_BTHE = F.linear(x_BTD, w.q_DD).unflatten(-1, (c.num_heads, -1))
+        k_BTKE = F.linear(x_BTD, w.k_KD).unflatten(-1, (c.num_kv_heads, -1))
+        v_BTKE = F.linear(x_BTD, w.v_KD).unflatten(-1, (c.num_kv_heads, -1))
+
+        # Normalise queries and keys, so that their products are cosines: a learned gain makes them sharp.
+        q_BTHE = rotate(rms_norm(q_BTHE), context.rotary) * w.qk_gain_H[:, None]
+        k_BTKE = rotate(rms_norm(k_BTKE), context.rotary)
+        y_BTHE = self.attend(q_BTHE, k_BTKE, v_BTKE, context.documents)
+
+        # XSA: drop what lies along the value at the own position (PR #287).
+        if layer >= c.num_layers - c.xsa_last_n:
+            y_BTKGE = y_BTHE.unflatten(2, (c.num_kv_heads, -1))
+            own_BTK1E = F.normalize(v_BTKE, dim=-1, eps=1e-12).unsqueeze(3)
+            along_BTKG1 = (y_BTKGE * own_BTK1E).sum(-1, keepdim=True)
+            y_BTHE = (y_BTKGE - along_BTKG1 * own_BTK1E).flatten(2, 3)
+
+        # Close heads that a few channels say are not needed here; half as steep as a sigmoid (PR #1855).
+        if w.attn_gate_HW is not None:
+            gate_BTH = F.linear(x_BTD[..., : c.gate_window], w.attn_gate_HW)
+            y_BTHE = y_BTHE * torch.sigmoid(0.5 * gate_BTH)[..., None]
+
+        # Join the heads and project them back.
+        y_BTD = y_BTHE.flatten(2)
+        if context.observe is not None:
+            context.observe("attn_in", layer, x_BTD)
+            context.observe("attn_out", layer, y_BTD)
+        return w.attn_scale_D * F.linear(y_BTD, w.o_DD)
+
+    def _mlp(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
+        """What the MLP adds to the residual stream, (B, T, D)."""
+        slope = self.settings.leaky_slope
+        y_ND = self.mlp(x_BTD.flatten(0, 1), w.up_FD, w.down_DF, slope)
+        if context.observe is not None:
+            # A fused kernel keeps its hidden values to itself: calibration makes them anew.
+            hidden_BTF = F.leaky_relu(F.linear(x_BTD, w.up_FD), slope).square()
+            context.observe("mlp_in", layer, x_BTD)
+            context.observe("mlp_hidden", layer, hidden_BTF)
+        return w.mlp_scale_D * y_ND.view_as(x_BTD)
+
+
+def join(lanes: list[Tensor]) -> Tensor:
+    """One lane out of one or two: their mean."""
+    if len(lanes) == 1:
+        return lanes[0]
+    return (lanes[0] + lanes[1]) / 2
+
+
+def build_model(config: Config) -> GPT:
+    """The model of a run with its first weights, on the CPU."""
+    return GPT(config, config.seed)
+
+
+# ============================================================================================================
+# KERNELS — what may replace attention and MLP: the first of a fixed order that agrees with the plain twin.
+# ============================================================================================================
+# Tiles of the kernel: what 228 KB of shared memory hold on an H100; small ones where sums are fp32.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # for tensor cores
 SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
 
@@ -653,23 +1428,30 @@ if triton is not None:
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
-        HALF_N: tl.constexpr = BLOCK_N // 2  # epilogue by halves: its stores need half the shared memory
+        HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the memory
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
         pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, HALF_N])
         out_tiles = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
-        across, tiles = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+        tiles_across = tl.cdiv(N, BLOCK_N)
+        tiles = tl.cdiv(M, BLOCK_M) * tiles_across
+
         # Flattened, so that the loads of a program's next tile overlap the epilogue of this one.
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-            row, column = tile // across * BLOCK_M, tile % across * BLOCK_N
+            row = tile // tiles_across * BLOCK_M
+            column = tile % tiles_across * BLOCK_N
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(0, K, BLOCK_K):
-                acc = tl.dot(a_tiles.load([row, k]), b_tiles.load([column, k]).T, acc, input_precision="ieee")
+                a_tile = a_tiles.load([row, k])
+                b_tile = b_tiles.load([column, k])
+                acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
+
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
                 if BACKWARD:
-                    p, factor = pre_tiles.load(corner).to(tl.float32), 2.0 * halves[half]
+                    p = pre_tiles.load(corner).to(tl.float32)
+                    factor = 2.0 * halves[half]
                 else:  # the activation of the rounded P, which is what the backward pass reads
                     pre_tiles.store(corner, halves[half].to(pre.dtype.element_ty))
                     p = halves[half].to(pre.dtype.element_ty).to(tl.float32)
@@ -681,20 +1463,38 @@ if triton is not None:
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
     """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N)."""
-    a, b = a_MK.contiguous(), b_NK.contiguous()
-    planes = a.new_empty(2 if pre_MN is None else 1, len(a), len(b))
-    if any(t.data_ptr() % 16 or t.shape[-1] * t.itemsize % 16 for t in (a, b, planes)):
-        raise ValueError(f"TMA reads rows of whole 16 bytes; got {a.shape[1]} and {len(b)} columns")
-    operands = a, b, planes[0] if pre_MN is None else pre_MN, planes[-1], len(a), len(b), a.shape[1], slope
+    a = a_MK.contiguous()
+    b = b_NK.contiguous()
+    device = a.device
+    if pre_MN is None:
+        planes = a.new_empty(2, len(a), len(b))
+        pre = planes[0]
+    else:
+        planes = a.new_empty(1, len(a), len(b))
+        pre = pre_MN.contiguous()
+    # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
+    for operand in (a, b, pre, planes):
+        if operand.data_ptr() % 16 or operand.shape[-1] * operand.itemsize % 16:
+            raise ValueError(f"TMA reads rows of whole 16 bytes; got {a.shape[1]} and {len(b)} columns")
+
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=a.device))
-    programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    tile = LARGE_TILE if a.is_cuda and a.itemsize == 2 else SMALL_TILE  # in fp32 large ones spill
-    linear_leaky_square_kernel[(programs,)](*operands, BACKWARD=pre_MN is not None, **tile)
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
+    programs = 2
+    tile = SMALL_TILE  # in fp32 large ones spill
+    if a.is_cuda:
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    if a.is_cuda and a.itemsize == 2:
+        tile = LARGE_TILE
+    linear_leaky_square_kernel[(programs,)](
+        a, b, pre, planes[-1], len(a), len(b), a.shape[1], slope, BACKWARD=pre_MN is not None, **tile)
     return planes
 
 
-linear_leaky_square.register_fake(lambda a, b, pre, _: a.new_empty(2 if pre is None else 1, len(a), len(b)))
+@linear_leaky_square.register_fake
+def linear_leaky_square_shape(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
+    """What the kernel returns, without its values: torch.compile traces with this."""
+    planes = 2 if pre_MN is None else 1
+    return a_MK.new_empty(planes, len(a_MK), len(b_NK))
 
 
 class FusedMlp(torch.autograd.Function):
@@ -711,284 +1511,163 @@ class FusedMlp(torch.autograd.Function):
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_ND, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
         (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), pre_NF, ctx.slope)
-        return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None
+        # Plain products from here on: nothing is left that an epilogue could take over.
+        d_x_ND = d_pre_NF @ up_FD
+        d_up_FD = d_pre_NF.t() @ x_ND
+        d_down_DF = d_out_ND.t() @ act_NF
+        return d_x_ND, d_up_FD, d_down_DF, None
 
 
 mlp_fused = FusedMlp.apply
 
 
-def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu²."""
-    return F.linear(F.leaky_relu(F.linear(x_ND, up_FD), slope).square(), down_DF)
-
-
-def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> list[Tensor]:
-    """What a function makes of its inputs, and their gradients along the first, which has its shape."""
-    out, gradients = torch.autograd.functional.vjp(lambda *x: function(*x, *rest), tuple(inputs), inputs[0])
-    return [out, *gradients]
-
-
-def fastest(setting: str, names: list[str], load: Callable[[str], Any], inputs: list[Tensor],
-            exact: list[Tensor], c: Config, run: Run) -> Callable[..., Tensor]:  # fmt: skip
-    """The fastest form of those that compile here with output and gradients within 3 % of `exact`, on all
-    ranks; logged. load: the form of a name, and what it takes after `inputs`. ConfigError if none is good."""
-    forms, found = dict[str, Any](), dict[str, tuple[float, str]]()
-    for name in names:
-        try:
-            forms[name], *rest = load(name)
-            eager = not compiling(c, run.device)
-            form: Any = torch.compile(forms[name], dynamic=False, fullgraph=True, disable=eager)
-            check = functools.partial(both_passes, form, inputs, *rest)
-            pairs = zip(check(), exact, strict=True)
-            gaps = [(a[: len(b)] - b).abs().max() / b.abs().max() for a, b in pairs]
-            error, timed = torch.stack(gaps).max().item(), len(names) > 1 and triton is not None
-            ms = triton.testing.do_bench(check, return_mode="median") if timed else 0.0
-            found[name] = ms if error <= 0.03 else math.inf, f"error:{error:.1e}" + f" ms:{ms:.3f}" * timed
-        except Exception as failure:  # it is not installed, or does not compile or run here
-            found[name] = math.inf, f"{type(failure).__name__}: {failure}".splitlines()[0]
-    ranks = run.gather(found)
-    worst = {name: max(rank[name] for rank in ranks) for name in names}
-    tried = " | ".join(f"{name} {text}" for name, (_, text) in worst.items())
-    best = min(names, key=lambda name: worst[name][0])
-    if worst[best][0] == math.inf:
-        where = f"{setting.upper()}={getattr(c, setting)}"
-        raise ConfigError(f"{where}: {tried}; set auto, or lower MICRO_BATCH_TOKENS")
-    run.log(f"{setting}:{best} tried: {tried}")
-    return forms[best]
-
-
-# ============================================================================================================
-# MODEL — weights live in banks, one 3-D parameter per shape; one block serves training, scoring, calibration.
-# ============================================================================================================
-
-MATRIX_ROLES = {"qo_bank": "attn", "kv_bank": "attn", "mlp_up_bank": "mlp", "mlp_down_bank": "mlp",
-                "token_embedding_VD": "embed"}  # fmt: skip
-BANKS = tuple(MATRIX_ROLES)[:4]
-Context = tuple[dict[str, tuple[Tensor, ...]], Tensor, Tensor | None]  # parameters by row, angles, documents
-
-
-def visit_order(config: Config, looping: bool) -> tuple[list[int], list[int]]:
-    """Layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
-    layers = list(range(config.num_layers))
-    if looping:
-        layers[config.loop_start : config.loop_end + 1] *= config.num_loops + 1
-    return layers[: len(layers) // 2], layers[len(layers) // 2 :]
-
-
-def parameter_shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter; a feature that is off owns none."""
-    layers, width, skips = c.num_layers, c.model_dim, len(visit_order(c, True)[0])
-    per_layer = ("attn_scale_LD", "mlp_scale_LD", "resid_keep_LD", "resid_inject_LD")
-    lanes = 0 if c.parallel_mode == "gptj" or c.parallel_start_layer < 0 else layers - c.parallel_start_layer
-    shapes = {
-        "token_embedding_VD": (c.vocab_size, width),
-        "qo_bank": (2 * layers, width, width),
-        "kv_bank": (2 * layers, c.num_kv_heads * c.head_dim, width),
-        "mlp_up_bank": (layers, c.mlp_dim, width),
-        "mlp_down_bank": (layers, width, c.mlp_dim),
-        **dict.fromkeys(per_layer, (layers, width)),
-        "qk_gain_LH": (layers, c.num_heads),
-        "skip_weight_SD": (skips, width),
-        "skip_gate_SD": (skips * c.skip_gates_enabled, width),
-        "attn_gate_LHW": (layers * c.sparse_attn_gate_enabled, c.num_heads, c.gate_window),
-        "smear_gate_1W": (int(c.smear_gate_enabled), c.gate_window),
-        "smear_scale_1": (int(c.smear_gate_enabled),),
-        "lane_mix_P23": (lanes, 2, 3),
-    }
-    return {name: shape for name, shape in shapes.items() if 0 not in shape}
-
-
-def rotary_table(length: int, config: Config, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines (2, T, 1, rotated/2); for more than the trained length the base grows (PR #549)."""
-    rotated, base = config.rope_dims or config.head_dim, config.rope_base
-    stretch = max(length, config.train_seq_len) / (config.rope_train_seq_len or config.train_seq_len)
-    if stretch > 1 and rotated > 2:
-        base *= stretch ** (rotated / (rotated - 2))
-    frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated)
-    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None, None] * frequencies
-    return torch.stack([angles.cos(), angles.sin()]).float()
-
-
-def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first channels of each head, in halves; the other channels pass."""
-    half = cos.size(-1)
-    a, b, rest = x_BTHE.split([half, half, x_BTHE.size(-1) - 2 * half], dim=-1)
-    return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
-
-
-def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square along the last axis; no weight, and one epsilon for every torch version."""
-    return F.rms_norm(x, (x.size(-1),), eps=2.0**-23)
-
-
-class GPT(nn.Module):
-    """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
-
-    def __init__(self, c: Config) -> None:
-        super().__init__()
-        self.config, self.compute_dtype, self.looping = c, torch.float32, c.num_loops > 0
-        self.attend, self.mlp = attention_sdpa, mlp_plain  # `ready_model` may find faster ones
-        self.observer: Callable[[str, int, Tensor], None] | None = None
-        constants = {"attn_scale_LD": 1.0, "mlp_scale_LD": 1.0, "resid_keep_LD": 1.0, "skip_weight_SD": 1.0,
-                     "qk_gain_LH": c.qk_gain_init, "lane_mix_P23": [1.1, 1.0, 1.0]}  # fmt: skip
-        uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # torch's own: ±1/sqrt(inputs)
-        draw = nn.init.orthogonal_ if c.matrix_init == "orthogonal" else uniform
-        for name, shape in parameter_shapes(c).items():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{c.seed} {name}".encode()))
-            weights = torch.empty(shape).copy_(torch.tensor(constants.get(name, 0.0)))
-            if name == "token_embedding_VD":
-                weights.normal_(0.0, c.tied_embed_init_std, generator=generator)
-            elif name in ("qo_bank", "kv_bank", "mlp_up_bank"):  # what writes to the residual stream is zero
-                for matrix in weights[: c.num_layers] if name == "qo_bank" else weights:
-                    draw(matrix, generator=generator)
-            self.register_parameter(name, nn.Parameter(weights))
-
-    def forward(self, inputs_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Hidden states (B, T, D) after the last norm. cu_seqlens: as in `Batch`; varlen kernels read it."""
-        c, dtype = self.config, self.compute_dtype
-        rows = {n: p.to(dtype).unbind(0) for n, p in self.named_parameters() if not n.endswith("_VD")}
-        rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(dtype)
-        context = rows, rotary, find_documents(inputs_BT, cu_seqlens, self.attend, c)
-        x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(dtype)
-        if c.smear_gate_enabled:  # never across the start of a row or, with DOC_MASK, a document (PR #1851)
-            gate_BT = torch.sigmoid(x[..., : c.gate_window] @ rows["smear_gate_1W"][0])
-            gate_BT = gate_BT.masked_fill((inputs_BT == BOS_ID) & c.doc_mask, 0.0) * rows["smear_scale_1"][0]
-            x = torch.addcmul(x, gate_BT[..., None], F.pad(x, (0, 0, 1, 0))[:, :-1])
-        x0, (encoder, decoder) = rms_norm(x), visit_order(c, self.looping)
-        stack: list[Tensor] = []
-        lanes = [x0]  # the first one gives and takes the skips
-        for visit, layer in enumerate(encoder + decoder, -len(encoder)):
-            two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
-            if two != (len(lanes) == 2):
-                lanes = lanes * 2 if two else [(lanes[0] + lanes[1]) / 2]
-            if visit >= 0 and stack:
-                skip, gates = rows["skip_weight_SD"][visit] * stack.pop(), rows.get("skip_gate_SD")
-                lanes[0] = torch.lerp(skip, lanes[0], gates[visit].sigmoid()) if gates else lanes[0] + skip
-            lanes = self._block(layer, lanes, x0, context)
-            stack += lanes[:1] if visit < 0 else []
-        hidden = rms_norm(lanes[0] if len(lanes) == 1 else (lanes[0] + lanes[1]) / 2)
-        if self.observer is not None:
-            self.observer("token_embedding_VD", 0, hidden)
-        return hidden
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Scores (N, V) of every next token, before the softcap."""
-        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
-
-    def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
-        logits_NV, softcap = self.logits(hidden_ND), self.config.logit_softcap
-        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        capped_NV = softcap * torch.tanh(logits_NV / softcap) if softcap else logits_NV
-        return F.cross_entropy(capped_NV, targets_N, reduction="none")
-
-    def loss(self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mean loss of a batch in nats per token: what training minimises."""
-        return self.loss_per_token(self(inputs_BT, cu_seqlens).flatten(0, 1), targets_BT.flatten()).mean()
-
-    def _block(self, layer: int, lanes: list[Tensor], x0: Tensor, context: Context) -> list[Tensor]:
-        """One visit. Sequential: the MLP reads what attention wrote. Parallel: both read first, the same lane
-        (GPT-J, PR #1493) or one each, into which learned weights mix what both wrote (PR #1529)."""
-        c, total, (rows, rotary, documents) = self.config, self.config.num_layers, context
-        scale, parallel = (layer + 1) ** -0.5 if c.ln_scale else 1.0, 0 <= c.parallel_start_layer <= layer
-        mixed = torch.addcmul(rows["resid_keep_LD"][layer] * lanes[0], rows["resid_inject_LD"][layer], x0)
-        attn_in = rms_norm(mixed) * scale
-        q = F.linear(attn_in, rows["qo_bank"][layer]).unflatten(-1, (c.num_heads, -1))
-        k = F.linear(attn_in, rows["kv_bank"][layer]).unflatten(-1, (c.num_kv_heads, -1))
-        v = F.linear(attn_in, rows["kv_bank"][total + layer]).unflatten(-1, (c.num_kv_heads, -1))
-        q = rotate(rms_norm(q), *rotary) * rows["qk_gain_LH"][layer][:, None]
-        y = self.attend(q, rotate(rms_norm(k), *rotary), v, documents)
-        if layer >= total - c.xsa_last_n:  # XSA: drop what lies along the value at the own position (PR #287)
-            y, own = y.unflatten(2, (c.num_kv_heads, -1)), F.normalize(v, dim=-1, eps=1e-12).unsqueeze(3)
-            y = (y - (y * own).sum(-1, keepdim=True) * own).flatten(2, 3)
-        if c.sparse_attn_gate_enabled:
-            gate = F.linear(attn_in[..., : c.gate_window], rows["attn_gate_LHW"][layer])
-            y = y * torch.sigmoid(0.5 * gate)[..., None]  # half as steep (PR #1855)
-        attn_out = y.flatten(2)
-        attended = rows["attn_scale_LD"][layer] * F.linear(attn_out, rows["qo_bank"][total + layer])
-        x = mixed if parallel else mixed + attended
-        mlp_in = rms_norm(lanes[1] if len(lanes) == 2 else x) * scale
-        up, down, mlp_scale = (rows[name][layer] for name in ("mlp_up_bank", "mlp_down_bank", "mlp_scale_LD"))
-        written = mlp_scale * self.mlp(mlp_in.flatten(0, 1), up, down, c.leaky_slope).view_as(x)
-        if self.observer is not None:
-            hidden = F.leaky_relu(F.linear(mlp_in, up), c.leaky_slope).square()
-            seen = {"attn_in": attn_in, "attn_out": attn_out, "mlp_in": mlp_in, "mlp_hidden": hidden}
-            for site, value in seen.items():
-                self.observer(site, layer, value)
-        if len(lanes) == 1:
-            return [x + attended + written if parallel else x + written]
-        mixes = rows["lane_mix_P23"][layer - c.parallel_start_layer]
-        return [m[0] * lane + m[1] * attended + m[2] * written for m, lane in zip(mixes, lanes, strict=True)]
-
-
-build_model = GPT  # whose constructor draws the weights
-
-
-def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, config: Config) -> Tensor | None:
-    """Who sees whom, as `attend` reads it: a (B, 1, T, T) mask (None: whole rows), or `Batch.cu_seqlens`."""
-    if attend is not attention_sdpa:
-        return starts_on_device(ids_BT, config) if starts is None else starts
-    document_BT = (ids_BT == BOS_ID).cumsum(1)
-    same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
-    return same_B1TT.tril() if config.doc_mask else None
-
-
-def starts_on_device(ids_BT: Tensor, config: Config) -> Tensor:
-    """`Batch.cu_seqlens` of any ids. It waits for the device, which compiled code cannot."""
-    starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy(), config)).to(ids_BT.device)
-    torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every length
-    return starts
-
-
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's attention: q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E). On CPU nothing is faster."""
-    if mask is not None and q.is_cuda:  # there the fast kernels that take a mask know no grouped heads
-        k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
-    return y.transpose(1, 2)
-
-
 def load_attention(name: str) -> Callable[..., Tensor]:
-    """The kernel of this name. Packages and versions spell causal and grouped heads differently."""
+    """The attention of this name. ImportError, AttributeError where it is not installed."""
     if name == "sdpa":
         return attention_sdpa
-    module = importlib.import_module("flash_attn_interface" if name == "fa3" else "torch.nn.attention.varlen")
-    kernel = getattr(module, "flash_attn_varlen_func" if name == "fa3" else "varlen_attn")
+    if name == "fa3":
+        kernel = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+    else:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # Packages and versions spell causal attention and grouped heads differently.
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
+    # Without it keys and values are repeated for each query head of their group.
+    takes_grouped_heads = "causal" in options or "enable_gqa" in options  # torch 2.10 does not
 
-    def attention_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        if not {"causal", "enable_gqa"} & options.keys():  # torch 2.10: equal numbers of heads only
-            k, v = (t.repeat_interleave(q.size(2) // k.size(2), 2) for t in (k, v))
-        flat, length = [t.flatten(0, 1) for t in (q, k, v)], q.size(1)
-        y: Any = kernel(*flat, starts, starts, length, length, **options)
-        return (y[0] if isinstance(y, tuple) else y).view_as(q)
+    def attention_varlen(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
+        if not takes_grouped_heads:
+            group = q_BTHE.size(2) // k_BTKE.size(2)
+            k_BTKE = k_BTKE.repeat_interleave(group, 2)
+            v_BTKE = v_BTKE.repeat_interleave(group, 2)
+        length = q_BTHE.size(1)
+        y: Any = kernel(
+            q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1),
+            starts, starts, length, length, **options)
+        if isinstance(y, tuple):  # some return more than the output
+            y = y[0]
+        return y.view_as(q_BTHE)
 
     return attention_varlen
 
 
-def choose_kernels(c: Config, run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The fastest attention and MLP here, at the real shape. ConfigError for what is asked for and fails."""
-    shape, cuda = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len), run.device.type == "cuda"
-    normal = functools.partial(torch.randn, device=run.device, dtype=run.dtype)
-    ids_BT = (torch.rand(shape, device=run.device) < 1 / 256).long() * BOS_ID
-    qkv = [normal(*shape, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+class Form(NamedTuple):
+    """One way to compute attention or the MLP."""
+
+    function: Callable[..., Tensor]
+    rest: tuple[Any, ...]  # what it takes after the tensors that have gradients
+
+
+def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], rest: tuple[Any, ...]) -> list[Tensor]:
+    """The output, then each input's gradient when the first input is the upstream gradient."""
+    out, gradients = torch.autograd.functional.vjp(lambda *x: function(*x, *rest), tuple(inputs), inputs[0])
+    return [out, *gradients]
+
+
+MAX_FORM_ERROR = 0.03  # of the largest value: bfloat16 has 8 bits, and errors add up along a row
+
+
+def first_that_agrees(
+    asked: str,
+    names: list[str],
+    load: Callable[[str], Form],
+    inputs: list[Tensor],
+    exact: list[Tensor],
+    machine: Machine,
+) -> tuple[Callable[..., Tensor], str]:
+    """The first form that compiles, launches and agrees with `exact` on all ranks; and a line for the log.
+
+    asked: the setting and its value. inputs: tensors with gradients, of the real shape. exact: output and
+    gradients by the plain form, perhaps of the first rows alone. Raises ConfigError if no form agrees.
+    """
+    tried = []
+    for name in names:
+        error = math.inf
+        try:
+            form = load(name)
+            # It must hold as it will run: compiled, whole, with a backward pass.
+            function = machine.compile(form.function, dynamic=False, fullgraph=True)
+            error = 0.0
+            for found, wanted in zip(both_passes(function, inputs, form.rest), exact, strict=True):
+                gap = (found[: len(wanted)] - wanted).abs().max() / wanted.abs().max()
+                error = max(error, gap.item()) if math.isfinite(gap.item()) else math.inf
+            told = f"error:{error:.1e}"
+        except Exception as failure:  # it is not installed, or does not compile or run here
+            error = math.inf
+            told = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        # All ranks look at the same form at the same time, and judge it by the worst of them.
+        worst_error, worst_told = max(machine.gather((error, told)), key=lambda found: found[0])
+        tried.append(f"{name} {worst_told}")
+        if worst_error <= MAX_FORM_ERROR:
+            setting = asked.split("=")[0].lower()
+            return form.function, f"{setting}:{name} tried: {' | '.join(tried)}"
+    raise ConfigError(f"{asked}: {' | '.join(tried)}; set auto, or lower MICRO_BATCH_TOKENS")
+
+
+class Kernels(NamedTuple):
+    """The forms that a run computes with, chosen once for training and evaluation alike."""
+
+    attend: Callable[..., Tensor]
+    mlp: Callable[..., Tensor]
+    report: list[str]  # lines for the log
+
+
+def choose_kernels(c: Config, machine: Machine) -> Kernels:
+    """Attention and MLP for this machine, tried at the real shape; all ranks call it together.
+
+    `auto` tries them in the order of the speed they are known for; `benchmarks/kernels.py` times them.
+    Raises ConfigError for one that was asked for and fails.
+    """
+    # Queries, keys and values of one micro-batch, with a document border in every 256 tokens or so.
+    shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
+    normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
+    ids_BT = (torch.rand(shape_BT, device=machine.device) < 1 / 256).long() * BOS_ID
+    qkv = [normal(*shape_BT, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
     mask = find_documents(ids_BT[:2], None, attention_sdpa, c)
-    exact = both_passes(attention_sdpa, [t[:2].double() for t in qkv], mask)
+    exact = both_passes(attention_sdpa, [tensor[:2].double() for tensor in qkv], (mask,))
 
-    def load(name: str) -> tuple[Any, Any]:
+    def load_attention_form(name: str) -> Form:
         attend = load_attention(name)
-        return attend, find_documents(ids_BT, None, attend, c)
+        return Form(attend, (find_documents(ids_BT, None, attend, c),))
 
-    names = ["fa3", *["varlen"] * c.doc_mask, "sdpa"] if cuda else ["sdpa"]
-    attend = fastest("attention", names if c.attention == "auto" else [c.attention], load, qkv, exact, c, run)
-    sizes = (c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)
+    if c.attention != "auto":
+        names = [c.attention]
+    elif not machine.on_gpu:
+        names = ["sdpa"]
+    elif c.doc_mask:
+        names = ["fa3", "varlen", "sdpa"]
+    else:
+        names = ["fa3", "sdpa"]  # without documents torch's own kernel needs no mask, and is as fast
+    # On a CPU torch's own is the only one there is.
+    asked = f"ATTENTION={c.attention}"
+    attend, attention_line = first_that_agrees(asked, names, load_attention_form, qkv, exact, machine)
+
+    # The MLP: input, up and down matrix, of real sizes.
+    sizes = [(c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)]
     tensors = [normal(*size) for size in sizes]
-    mlps = {"plain": (mlp_plain, c.leaky_slope), "kernel": (mlp_fused, c.leaky_slope)}
-    names = {"auto": ["plain", "kernel"][: 1 + cuda], "0": ["plain"], "1": ["kernel"]}[c.fused_mlp]
-    exact = both_passes(mlp_plain, tensors, c.leaky_slope)
-    return attend, fastest("fused_mlp", names, mlps.__getitem__, tensors, exact, c, run)
+    exact = both_passes(mlp_plain, tensors, (c.leaky_slope,))
+    forms = {"kernel": Form(mlp_fused, (c.leaky_slope,)), "plain": Form(mlp_plain, (c.leaky_slope,))}
+    if c.fused_mlp == "1":
+        names = ["kernel"]
+    elif c.fused_mlp == "auto" and machine.on_gpu:
+        names = ["kernel", "plain"]
+    else:
+        names = ["plain"]
+    asked = f"FUSED_MLP={c.fused_mlp}"
+    mlp, mlp_line = first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
+    return Kernels(attend, mlp, [attention_line, mlp_line])
+
+
+def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
+    """Move a model to this rank's device and give it the kernels of the run."""
+    # "high" is TF32 on GPUs, also for COMPUTE_DTYPE=float32; on CPUs products in fp32 stay exact.
+    torch.set_float32_matmul_precision("high" if machine.on_gpu else "highest")
+    model.to(machine.device)
+    model.machine = machine
+    model.compute_dtype = machine.dtype
+    model.attend = kernels.attend
+    model.mlp = kernels.mlp
+    return model
 
 
 # ============================================================================================================
@@ -1006,86 +1685,170 @@ FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
 
 def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C): in bf16 on GPU, fp32 on CPU. Contiguous."""
+    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz, in bf16 on GPU; contiguous."""
+    # The product of a matrix with its transpose is smallest for wide ones.
     tall = update_NRC.size(1) > update_NRC.size(2)
-    x = (update_NRC.mT if tall else update_NRC).to(torch.bfloat16 if update_NRC.is_cuda else torch.float32)
+    x = update_NRC.mT if tall else update_NRC
+    x = x.to(torch.bfloat16 if update_NRC.is_cuda else torch.float32)
+    # The iteration converges for singular values up to one.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for step in range(steps):
-        a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] if polar_express else FIXED_QUINTIC
+        if polar_express:
+            a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
+        else:
+            a, b, c = FIXED_QUINTIC
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return (x.mT if tall else x).contiguous()
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """Sum of the squares of all entries, on the device."""
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+
+
+class Gradients(NamedTuple):
+    """The gradients of one step, means over all ranks."""
+
+    slices: list[Tensor]  # of the banks: the matrices that this rank updates
+    small: list[Tensor]  # of all other parameters, whole
 
 
 class Optimizer:
     """One step over all parameters, which all ranks take together; the same on any number, to rounding.
-    `average`: exponential moving average of all weights (PR #287); with EMA_DECAY=0 it is the weights."""
 
-    def __init__(self, model: GPT, c: Config, rank: int, world_size: int, compiled: bool = False) -> None:
-        self.config, self.rank, self.world_size = c, rank, world_size
-        self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+    Each rank orthogonalises an equal part of every bank. `average` is the exponential moving average of all
+    weights (PR #287); with EMA_DECAY=0 it is the weights themselves.
+    """
+
+    def __init__(self, model: GPT, c: Config, machine: Machine) -> None:
+        self.config = c
+        self.machine = machine
+        self.orthogonalize = machine.compile(orthogonalize, dynamic=False)
         self.weights = [parameter.detach() for parameter in model.parameters()]
-        self.average = [weight.clone() for weight in self.weights] if c.ema_decay else self.weights
-        rest = dict(model.named_parameters())  # Muon takes the banks, AdamW what remains
-        self.banks = sorted(map(rest.pop, BANKS), key=Tensor.numel, reverse=True)
-        self.momenta = [bank.new_zeros(-(-len(bank) // world_size), *bank.shape[1:]) for bank in self.banks]
-        self.small = list(rest.values())  # the embedding first
-        groups = [{"params": self.small[:1], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
-                  {"params": self.small[1:], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd}]  # fmt: skip
-        self.adam = torch.optim.AdamW(groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
+        # Without an average, what is shipped is what was trained.
+        self.average = self.weights
+        if c.ema_decay:
+            self.average = [weight.clone() for weight in self.weights]
 
-    def _fill(self, bank: Tensor) -> Tensor:  # with zero matrices, so that all ranks hold equally many
-        return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.world_size))
+        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": []}
+        table = parameter_table(model.settings)
+        for name, parameter in model.named_parameters():
+            groups[table[name].optimizer].append(parameter)
+
+        # The largest bank first: its communication takes longest, and hides behind the others' work.
+        self.banks = sorted(groups["muon"], key=Tensor.numel, reverse=True)
+        self.momenta = []
+        for bank in self.banks:
+            matrices = math.ceil(len(bank) / machine.world_size)
+            self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
+
+        self.small = groups["embedding"] + groups["scalar"]
+        adam_groups = [
+            {"params": groups["embedding"], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
+            {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
+        ]
+        self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     @torch.no_grad()
-    def step(self, scale: float, momentum: float, number: int = 0) -> Tensor:
-        """Step `number`: update all from their gradients (means of this rank, used up) at `scale` times each
-        LR, and the average of weights. Returns the global gradient norm before clipping, on the device."""
-        gradients: Any = [[parameter.grad for parameter in group] for group in (self.banks, self.small)]
-        c, (slices, small) = self.config, gradients
-        if self.world_size > 1:  # means over ranks: own slices of the banks, all on the way at once; the rest
-            whole, flat = map(self._fill, slices), nn.utils.parameters_to_vector(small)
-            slices = [torch.empty_like(buffer) for buffer in self.momenta]
-            pairs = zip(slices, whole, strict=True)
-            sent = [dist.reduce_scatter_tensor(*pair, async_op=True) for pair in pairs]
-            for handle in [*sent, dist.all_reduce(flat, async_op=True)]:
-                handle.wait()
-            torch._foreach_div_([*slices, flat], self.world_size)
-            nn.utils.vector_to_parameters(flat, small)
-        squared = torch.stack([gradient.square().sum() for gradient in slices]).sum()
-        if self.world_size > 1:
-            dist.all_reduce(squared)
-        norm = (squared + torch.stack([gradient.square().sum() for gradient in small]).sum()).sqrt()
-        if c.grad_clip_norm:
-            torch._foreach_mul_([*slices, *small], (c.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0))
+    def step(self, lr_scale: float, momentum: float, step: int = 0) -> Tensor:
+        """Update all weights from their gradients (means of this rank, used up), and the average of weights.
+
+        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before.
+        Returns the global gradient norm before clipping, on the device.
+        """
+        # Phase 1: gradients of all ranks become one.
+        gradients = self._reduce()
+        # Phase 2: bound their global norm.
+        norm = self._clip(gradients)
+        # Phase 3: AdamW on what is small.
         for group in self.adam.param_groups:
-            group["lr"] = scale * group["base_lr"]
+            group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
-        pairs, lr = zip(slices, self.momenta, strict=True), scale * c.matrix_lr
-        for bank, update in self._gather(self._muon_update(*pair, momentum) for pair in pairs):
-            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
-            bank.mul_(1.0 - lr * c.muon_wd).add_(update, alpha=-lr * factor)
-        decay = min(c.ema_decay, (1 + number) / (10 + number))  # less at first: a short run forgets its start
-        torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
+        # Phase 4: Muon on the banks.
+        self._update_banks(gradients.slices, lr_scale * self.config.matrix_lr, momentum)
+        # Phase 5: the average follows.
+        self._update_average(step)
+
         for parameter in (*self.banks, *self.small):
             parameter.grad = None
         return norm
 
+    def use_average(self) -> None:
+        """Put the average of the weights in their place."""
+        torch._foreach_copy_(self.weights, self.average)
+
+    def _reduce(self) -> Gradients:
+        """Means over ranks: of the banks this rank's matrices, of the others all."""
+        whole = [present(bank.grad) for bank in self.banks]
+        small = [present(parameter.grad) for parameter in self.small]
+        if self.machine.world_size == 1:
+            return Gradients(whole, small)
+        # All are on the way at once.
+        slices = [torch.empty_like(buffer) for buffer in self.momenta]
+        handles = []
+        for mine, gradient in zip(slices, whole, strict=True):
+            handles.append(dist.reduce_scatter_tensor(mine, self._fill(gradient), async_op=True))
+        # Many small tensors travel as one.
+        flat = nn.utils.parameters_to_vector(small)
+        handles.append(dist.all_reduce(flat, async_op=True))
+        for handle in handles:
+            handle.wait()
+        torch._foreach_div_([*slices, flat], self.machine.world_size)
+        nn.utils.vector_to_parameters(flat, small)
+        return Gradients(slices, small)
+
+    def _clip(self, gradients: Gradients) -> Tensor:
+        """Scale gradients so that their global norm is at most GRAD_CLIP_NORM; returns the norm before."""
+        squared = squared_norm(gradients.slices)
+        self.machine.add_up(squared)  # every rank has other matrices of the banks
+        # The small ones are whole on every rank: they are added once.
+        norm = (squared + squared_norm(gradients.small)).sqrt()
+        if self.config.grad_clip_norm:
+            factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([*gradients.slices, *gradients.small], factor)
+        return norm
+
+    def _update_banks(self, gradients: list[Tensor], lr: float, momentum: float) -> None:
+        """Muon (Jordan et al.): step along the orthogonal factor, with decoupled weight decay."""
+        # Made one by one: while a bank's updates travel, the next bank's are computed.
+        updates = (
+            self._muon_update(gradient, buffer, momentum)
+            for gradient, buffer in zip(gradients, self.momenta, strict=True)
+        )
+        for bank, update in self._gather(updates):
+            factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
+            bank.mul_(1.0 - lr * self.config.muon_wd).add_(update, alpha=-lr * factor)
+
+    def _update_average(self, step: int) -> None:
+        """Move the average towards the weights; faster at first, so that a short run forgets its start."""
+        if self.config.ema_decay:
+            decay = min(self.config.ema_decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
+
     def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation."""
-        update = gradient.add_(buffer.mul_(momentum).add_(gradient), alpha=momentum)
+        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C)."""
+        buffer.mul_(momentum).add_(gradient)
+        # Nesterov: as if the next step's momentum were already in.
+        update = gradient.add_(buffer, alpha=momentum)
         if self.config.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
         return self.orthogonalize(update, self.config.muon_backend_steps, self.config.muon_polar_express)
 
+    def _fill(self, bank: Tensor) -> Tensor:
+        """The bank with zero matrices at its end, so that all ranks hold equally many."""
+        missing = -len(bank) % self.machine.world_size
+        return F.pad(bank, (0, 0, 0, 0, 0, missing))
+
     def _gather(self, slices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each bank, and what its slices on all ranks make; they travel while the next are made (PR #399)."""
-        if self.world_size == 1:
+        if self.machine.world_size == 1:
             yield from zip(self.banks, slices, strict=True)
             return
         sent = []
         for mine in slices:
-            whole = mine.new_empty(len(mine) * self.world_size, *mine.shape[1:])
+            whole = mine.new_empty(len(mine) * self.machine.world_size, *mine.shape[1:])
             sent.append((whole, dist.all_gather_into_tensor(whole, mine, async_op=True)))
         for bank, (whole, handle) in zip(self.banks, sent, strict=True):
             handle.wait()
@@ -1093,15 +1856,25 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same whatever the world size; all ranks call it together."""
+        momenta = [whole for _, whole in self._gather(self.momenta)]
+        # A copy: training goes on while it is written.
         state = {"weights": self.weights, "average": self.average, "adam": self.adam.state_dict()}
-        return copy.deepcopy(state | {"momenta": [whole for _, whole in self._gather(self.momenta)]})
+        return copy.deepcopy({**state, "momenta": momenta})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned, on any world size."""
-        mine = [self._fill(whole).chunk(self.world_size)[self.rank] for whole in state["momenta"]]
-        tensors = [*self.weights, *self.average, *self.momenta]
-        torch._foreach_copy_(tensors, [*state["weights"], *state["average"], *mine])
+        torch._foreach_copy_(self.weights, state["weights"])
+        torch._foreach_copy_(self.average, state["average"])
+        for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
+            parts = self._fill(whole).chunk(self.machine.world_size)
+            buffer.copy_(parts[self.machine.rank])
         self.adam.load_state_dict(state["adam"])
+
+
+def present(gradient: Tensor | None) -> Tensor:
+    """A gradient, which every parameter has after a backward pass."""
+    assert gradient is not None, "every parameter takes part in the loss"
+    return gradient
 
 
 # ============================================================================================================
@@ -1109,48 +1882,76 @@ class Optimizer:
 # ============================================================================================================
 
 
-def learning_rate_scale(progress: float, step: int, c: Config) -> float:
-    """1, then linear to MIN_LR over the warm-down: a share of the run, or WARMDOWN_ITERS mean steps."""
-    share = c.warmdown_iters * progress / max(step, 1) if c.warmdown_iters else c.warmdown_frac
-    return max(c.min_lr, min(1.0, (1.0 - progress) / share)) if share else 1.0
+def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
+    """Share of the run that is over: of the steps, or of the clock less its reserve if that is more."""
+    of_steps = step / c.iterations
+    if c.max_wallclock_seconds == 0:
+        return of_steps
+    reserve = c.gptq_reserve_seconds if c.gptq else 0.0
+    return max(of_steps, elapsed_seconds / (c.max_wallclock_seconds - reserve))
 
 
-def muon_momentum(progress: float, step: int, c: Config) -> float:
+def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
+    """1, then linear to MIN_LR over the warm-down: a part of the run, or WARMDOWN_ITERS mean steps."""
+    warmdown = c.warmdown_frac
+    if c.warmdown_iters:
+        warmdown = c.warmdown_iters * progress / max(step, 1)
+    if warmdown == 0:
+        return 1.0
+    return max(c.min_lr, min(1.0, (1.0 - progress) / warmdown))
+
+
+def muon_momentum(progress: float, step: int, c: TrainingSettings) -> float:
     """Momentum of Muon: linear from its first to its final value, in steps if given so, else in progress."""
-    steps, share = c.muon_momentum_warmup_steps, c.muon_momentum_warmup_frac
-    rise = min(1.0, step / steps) if steps else min(1.0, progress / share) if share else 1.0
+    if c.muon_momentum_warmup_steps:
+        rise = min(1.0, step / c.muon_momentum_warmup_steps)
+    elif c.muon_momentum_warmup_frac:
+        rise = min(1.0, progress / c.muon_momentum_warmup_frac)
+    else:
+        rise = 1.0
     return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
 
 
-def loop_is_on(progress: float, c: Config) -> bool:
+def loop_is_on(progress: float, c: ModelSettings) -> bool:
     """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
     return c.num_loops > 0 and progress >= c.enable_looping_at
-
-
-def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
-    """Share of the run that is over: of the steps, or of the clock less the reserve if that is more."""
-    limit = c.max_wallclock_seconds - c.gptq * c.gptq_reserve_seconds
-    return max(step / c.iterations, elapsed_seconds / limit if c.max_wallclock_seconds else 0.0)
 
 
 # ============================================================================================================
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
-Score = namedtuple("Score", "nats bits_per_byte scored_tokens bytes")  # nats: mean over targets
-Validation = namedtuple("Validation", "tokens bytes_total mark")  # mark: of what compares with no other
+
+class Score(NamedTuple):
+    """The result of one way to score a text."""
+
+    nats: float  # mean over targets
+    bits_per_byte: float
+    scored_tokens: int
+    bytes: int
+
+
+class Validation(NamedTuple):
+    """The text that is scored."""
+
+    tokens: np.ndarray  # uint16
+    bytes_total: int  # of all its targets
+    mark: str  # ends every result's line: " comparable:0" where VAL_TOKENS_LIMIT left targets out
 
 
 class Ledger:
     """Nats of every target of a token stream (target i is token i + 1), each written once, in order; fp64."""
 
     def __init__(self, tokens: np.ndarray | Tensor) -> None:
-        self._tokens, self._nats, self.scored = np.array(tokens), np.full(len(tokens) - 1, np.nan), 0
+        self._tokens = np.array(tokens)
+        self._nats = np.full(len(tokens) - 1, np.nan)
+        self.scored = 0  # targets
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
     def record(self, start: int, nats: np.ndarray) -> None:
         """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
+        # In order and once: there is no other way to put a number here.
         good = np.isfinite(nats)
         if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
             raise ValueError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
@@ -1159,397 +1960,746 @@ class Ledger:
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop: all that an update may learn from. ValueError if one is not scored yet."""
-        if stop > self.scored + 1:
+        if stop > self.scored + 1:  # token i + 1 is target i; token 0 is nobody's target
             raise ValueError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
         return self._tokens[start:stop].copy()
 
     def score(self, bytes_total: int) -> Score:
         """The result, for text of so many bytes. ValueError when a target was never scored."""
-        if left := len(self.nats) - self.scored:
-            raise ValueError(f"{left} targets were never scored, the first is {self.scored}")
+        missing = len(self.nats) - self.scored
+        if missing:
+            raise ValueError(f"{missing} targets were never scored, the first is {self.scored}")
         nats = float(self.nats.sum())
         return Score(nats / self.scored, nats / math.log(2) / bytes_total, self.scored, bytes_total)
 
 
-def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
-    """Rows of sliding windows by chunk of targets: first token, first target to score, one after its last.
-    Window 0 scores all its targets, others their last `stride`. The last one that holds the document of the
-    first unscored target, from `begins` on, stands for those between: they agree to rounding."""
-    chunks, stop = [list[tuple[int, int, int]]() for _ in range(0, targets, chunk)], 0
-    while stop < targets:
-        start, chunk_end = stop, min((stop // chunk + 1) * chunk, targets)
-        own, last = (max(0, (target - context) // stride + 1) for target in (start, chunk_end - 1))
-        window = max(own, min(int(begins[start]) // stride, last))
-        stop = min(window * stride + context, targets)
-        chunks[start // chunk].append((window * stride, start, stop))
-    return [np.array(rows) for rows in chunks if rows]
-
-
-def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
-    """Bytes of text that each target stands for: from the byte sidecar of the shards, else from the pieces.
-    DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897)."""
+def load_tokenizer(config: Config) -> Any:
+    """The SentencePiece model of TOKENIZER_PATH. DataError if there is none, or one of another size."""
     import sentencepiece
-    sidecar, path = f"{find_path(config.data_path)}/fineweb_val_bytes_*.bin", find_path(config.tokenizer_path)
+
+    path = find_path(config.tokenizer_path)
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
         raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
-    counted, lone = bool(glob.glob(sidecar)), pieces.piece_to_id("▁") != pieces.unk_id()
-    if pieces.vocab_size() != config.vocab_size or not (lone or counted):
+    if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
-                        f"VOCAB_SIZE={config.vocab_size} with a lone space among them")
-    if counted:
+                        f"VOCAB_SIZE={config.vocab_size}")
+    return pieces
+
+
+class PieceBytes(NamedTuple):
+    """What each id stands for."""
+
+    lengths: np.ndarray  # bytes of its piece, without a leading space
+    spaced: np.ndarray  # whether the piece begins with a space
+    is_text: np.ndarray  # whether it is text at all
+
+
+def piece_bytes(pieces: Any, size: int) -> PieceBytes:
+    """The bytes of each of `size` pieces of a SentencePiece model."""
+    lengths = np.zeros(size, np.int64)
+    spaced = np.zeros(size, bool)
+    is_text = np.zeros(size, bool)
+    for i in range(size):
+        if pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_unused(i):
+            continue
+        piece = pieces.id_to_piece(i)
+        is_text[i] = True
+        spaced[i] = piece.startswith("▁")
+        if pieces.is_byte(i):
+            lengths[i] = 1
+        else:
+            lengths[i] = len(piece.removeprefix("▁").encode())
+    return PieceBytes(lengths, spaced, is_text)
+
+
+def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
+    """Bytes of text that each target stands for: from the byte sidecar of the shards, else from the pieces.
+
+    DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897).
+    """
+    pieces = load_tokenizer(config)
+    sidecar = f"{find_path(config.data_path)}/fineweb_val_bytes_*.bin"
+    if glob.glob(sidecar):
         counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
         if len(counts) < len(tokens) - 1:
             raise DataError(f"{sidecar}: {len(counts)} counts for {len(tokens) - 1} targets; export it again")
         return counts.astype(np.int64)
-    ids, kinds = list(range(config.vocab_size)), (pieces.is_control, pieces.is_unknown, pieces.is_unused)
-    texts, silent = pieces.id_to_piece(ids), np.any([is_kind(ids) for is_kind in kinds], axis=0)
-    # A leading space is a byte, but not after a control, unknown or unused id, where decoding drops it.
-    leads = np.array([text.startswith("▁") for text in texts]) & ~silent
-    lengths = np.where(pieces.is_byte(ids), 1, [len(t.removeprefix("▁").encode()) for t in texts]) * ~silent
-    return lengths[tokens[1:]] + (leads[tokens[1:]] & ~silent[tokens[:-1]])
+    if pieces.piece_to_id("▁") == pieces.unk_id():
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a lone space among its pieces")
+    of_piece = piece_bytes(pieces, config.vocab_size)
+    targets = tokens[1:]
+    before = tokens[:-1]
+    # A leading space is a byte, but not after an id that is no text: decoding drops it there.
+    return of_piece.lengths[targets] + (of_piece.spaced[targets] & of_piece.is_text[before])
 
 
-def score_roundtrip(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
-    """Score non-overlapping windows of EVAL_SEQ_LEN: the cheapest score, with the least context."""
-    return score_sliding(model, tokens, replace(config, eval_stride=config.eval_length), progress)
+def document_beginnings(tokens: np.ndarray, c: ModelSettings) -> np.ndarray:
+    """The token at which the document of each target begins; without DOC_MASK all are one document."""
+    inputs = tokens[:-1]
+    begins = np.zeros(len(inputs), np.int64)
+    if c.doc_mask:
+        at = np.flatnonzero(inputs == BOS_ID)
+        begins[at] = at
+    return np.maximum.accumulate(begins)
 
 
-def score_ttt(model: GPT, tokens: Any, config: Config, progress: Any = None) -> Ledger:
-    """Sliding window; SGD on each chunk but the last, once scored (PRs #549, #1493), on a copy."""
-    learner = copy.deepcopy(model)
-    sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
-    return score_sliding(learner, tokens, config, progress, sgd)
+def window_rows(
+    targets: int, context: int, stride: int, document_begins: np.ndarray, chunk: int
+) -> list[np.ndarray]:
+    """The forward passes of a sliding-window score, by chunk: rows of (first token, first target, end).
+
+    Window w reads the `context` tokens from w * stride on. Window 0 scores all its targets; a later one those
+    that no window before it has reached, at most `stride` of them. Where a document begins inside the window
+    there is a shortcut: every window up to the document's beginning sees the same context, so the last of
+    them scores for all. `document_begins[i]` is the token at which the document of target i begins.
+    """
+    # Windows never cross the end of a chunk: what is learnt there changes what comes after.
+    chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(0, targets, chunk)]
+    start = 0  # the first target without a score
+    while start < targets:
+        chunk_end = min((start // chunk + 1) * chunk, targets)
+        window = max(0, (start - context) // stride + 1)  # the first one that reaches this target
+        last = max(0, (chunk_end - 1 - context) // stride + 1)  # the one that reaches the end of the chunk
+        window = max(window, min(int(document_begins[start]) // stride, last))
+        end = min(window * stride + context, targets)
+        chunks[start // chunk].append((window * stride, start, end))
+        start = end
+    return [np.array(rows) for rows in chunks if rows]
 
 
-@torch.no_grad()
-def score_sliding(model: GPT, tokens: Any, config: Config, progress: Any = None, sgd: Any = None) -> Ledger:
-    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context."""
-    ledger, tokens, context = Ledger(tokens), np.asarray(tokens).astype(np.int32), config.eval_length
-    targets, chunk_tokens = len(tokens) - 1, config.ttt_chunk_tokens if sgd else 32 * config.val_batch_size
-    begins = np.maximum.accumulate(np.arange(targets) * (tokens[:-1] == BOS_ID) * config.doc_mask)
-    chunks = window_rows(targets, context, config.eval_stride, begins, chunk_tokens)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device, batch_rows = next(model.parameters()).device, max(1, config.val_batch_size // context)
-    stream = torch.from_numpy(np.pad(tokens, (0, context))).to(device if config.val_prefetch else "cpu")
-    windows, fixed_shapes = stream.unfold(0, context + 1, 1), compiling(config, device)
-    forward: Any = torch.compile(GPT.forward, dynamic=False, fullgraph=True) if fixed_shapes else GPT.forward
-    for index, chunk in enumerate(chunks):
-        begin, end = int(chunk[0, 1]), int(chunk[-1, 2])
-        nats = torch.zeros(end - begin, dtype=torch.float64, device=device)
-        for at in range(rank * batch_rows, len(chunk), world_size * batch_rows):  # for any number alike
-            first, start, stop = chunk[at : at + batch_rows].T
-            offset = np.repeat(np.arange(len(start)) * context - first, stop - start)
-            scored = torch.from_numpy(np.arange(start[0], stop[-1]) + offset).to(device)  # rows for the head
-            if fixed_shapes:  # the same rows again, until the batch is full
-                first = np.resize(first, batch_rows)
-            ids_BT = windows[torch.from_numpy(first)].to(device).long()
-            inputs_BT, targets_N = ids_BT[:, :-1], ids_BT[:, 1:].flatten()
-            hidden_ND = forward(model, inputs_BT, starts_on_device(inputs_BT, config)).flatten(0, 1)
-            found = model.loss_per_token(hidden_ND[scored], targets_N[scored])
-            nats[start[0] - begin : stop[-1] - begin] = found
-        if world_size > 1:
-            dist.all_reduce(nats)
-        ledger.record(begin, nats.cpu().numpy())
-        if sgd and end < targets:
-            share = 0.5 + 0.5 * math.cos(math.pi * index / (len(chunks) - 1))
-            sgd.param_groups[0]["lr"] = config.ttt_lr * share
-            learn(model, sgd, ledger.scored_tokens(begin, end + 1), config)
+class WindowScorer:
+    """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
+
+    def __init__(
+        self, model: GPT, tokens: np.ndarray, config: Config, stride: int, chunk_tokens: int, looping: bool
+    ) -> None:
+        self.model = model
+        self.machine = model.machine
+        self.looping = looping
+        self.settings = config
+        self.context = config.eval_length
+        self.batch_rows = max(1, config.val_batch_size // self.context)
+        self.device = next(model.parameters()).device
+        # The same compiled code serves every scorer and every reloaded model.
+        self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
+
+        tokens = np.asarray(tokens).astype(np.int32)
+        begins = document_beginnings(tokens, config)
+        self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
+        stream = torch.from_numpy(np.pad(tokens, (0, self.context)))  # the last windows reach beyond the text
+        if config.val_prefetch:
+            stream = stream.to(self.device)
+        self.windows = stream.unfold(0, self.context + 1, 1)  # row i: the tokens from i on, one more than T
+
+    def score(self, chunk: np.ndarray) -> np.ndarray:
+        """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
+        # The targets of a chunk lie side by side.
+        begin = int(chunk[0, 1])
+        end = int(chunk[-1, 2])
+        nats = torch.zeros(end - begin, dtype=torch.float64, device=self.device)
+        # Ranks take batches in turn; a batch is the same for any number of them.
+        first = self.machine.rank * self.batch_rows
+        for at in range(first, len(chunk), self.machine.world_size * self.batch_rows):
+            rows = chunk[at : at + self.batch_rows]
+            nats[rows[0, 1] - begin : rows[-1, 2] - begin] = self._score_batch(rows)
+        self.machine.add_up(nats)
+        return nats.cpu().numpy()
+
+    @torch.no_grad()
+    def _score_batch(self, rows: np.ndarray) -> Tensor:
+        """Nats of the targets of some windows, in order."""
+        first, start, stop = rows.T
+        # Target i of a window from token f on, the r-th of the batch, is row r T + i - f for the head.
+        shift = np.arange(len(rows)) * self.context - first
+        scored = np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start)
+        scored_N = torch.from_numpy(scored).to(self.device)
+        if self.machine.compiled:  # compiled code wants one shape: the same rows again, until it is full
+            first = np.resize(first, self.batch_rows)
+        ids_BT = self.windows[torch.from_numpy(first)].to(self.device).long()
+        inputs_BT = ids_BT[:, :-1]
+        targets_N = ids_BT[:, 1:].flatten()
+        starts = starts_on_device(inputs_BT, self.settings)
+        hidden_BTD = self.forward(self.model, inputs_BT, starts, self.looping)
+        # The head, which costs most, for scored rows alone.
+        return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
+
+
+# Is told after each chunk: (ledger, the chunk's number, how many there are).
+Progress = Callable[[Ledger, int, int], None]
+
+
+def score_sliding(
+    model: GPT, tokens: Any, config: Config, progress: Progress | None = None, looping: bool = True
+) -> Ledger:
+    """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context.
+
+    tokens: 1-D ids. looping: whether the extra passes run, as in `GPT.forward`. All ranks get one ledger.
+    """
+    ledger = Ledger(tokens)
+    # Chunks bound nothing here but how often there is something to report.
+    chunk_tokens = 32 * config.val_batch_size
+    scorer = WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, looping)
+    for number, chunk in enumerate(scorer.chunks):
+        ledger.record(int(chunk[0, 1]), scorer.score(chunk))
         if progress:
-            progress(ledger, index, len(chunks))
+            progress(ledger, number, len(scorer.chunks))
     return ledger
 
 
-@torch.enable_grad()
+def score_roundtrip(
+    model: GPT, tokens: Any, config: Config, progress: Progress | None = None, looping: bool = True
+) -> Ledger:
+    """Score windows of EVAL_SEQ_LEN that do not overlap: the cheapest score, with the least context."""
+    return score_sliding(model, tokens, replace(config, eval_stride=config.eval_length), progress, looping)
+
+
+def score_ttt(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
+    """Sliding windows with legal test-time training (PRs #549, #1493): score a chunk, then learn from it.
+
+    A copy of the model learns, with SGD: the weights given stay as they are. Nothing is learnt from the last
+    chunk, as nothing is scored after it.
+    """
+    ledger = Ledger(tokens)
+    # The caller's weights stay as they are.
+    learner = copy.deepcopy(model)
+    sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
+    scorer = WindowScorer(learner, tokens, config, config.eval_stride, config.ttt_chunk_tokens, looping=True)
+    last = len(scorer.chunks) - 1
+    for number, chunk in enumerate(scorer.chunks):
+        begin = int(chunk[0, 1])
+        end = int(chunk[-1, 2])
+        ledger.record(begin, scorer.score(chunk))
+        if number < last:
+            # Later chunks have less left to gain: the rate falls to zero along a half cosine.
+            falling = 0.5 + 0.5 * math.cos(math.pi * number / last)
+            sgd.param_groups[0]["lr"] = config.ttt_lr * falling
+            learn(learner, sgd, ledger.scored_tokens(begin, end + 1), config)
+        if progress:
+            progress(ledger, number, len(scorer.chunks))
+    return ledger
+
+
 def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) -> None:
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
-    weights, device = list(model.parameters()), next(model.parameters()).device
-    loss_of = torch.compile(GPT.loss, dynamic=False) if compiling(config, device) else GPT.loss
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    length, stream = config.eval_length, torch.from_numpy(tokens.astype(np.int64))
-    for batch_NT in stream.unfold(0, length + 1, length).split(config.ttt_batch_seqs) * config.ttt_epochs:
-        share = len(batch_NT[rank::world_size]) / len(batch_NT)  # 0: any row will do
-        rows_NT = batch_NT[rank % len(batch_NT) :: world_size].to(device)
-        inputs_NT, targets_NT = rows_NT[:, :-1], rows_NT[:, 1:]
-        sgd.zero_grad()
-        loss = loss_of(model, inputs_NT, targets_NT, starts_on_device(inputs_NT, config))
-        (loss * share).backward()
-        for weight in weights if world_size > 1 else []:
-            dist.all_reduce(weight.grad)
-        nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
-        sgd.step()
+    machine = model.machine
+    weights = list(model.parameters())
+    loss_of = machine.compile(GPT.loss, dynamic=False)
+    # Sequences overlap by one token: the last target of one is the first input of the next.
+    length = config.eval_length
+    sequences_NT = torch.from_numpy(tokens.astype(np.int64)).unfold(0, length + 1, length)
+    for _ in range(config.ttt_epochs):
+        for batch_NT in sequences_NT.split(config.ttt_batch_seqs):
+            # Each rank takes its part of the batch, weighted by its size. A rank without a part computes any
+            # row with weight zero, so that all of them take the same steps.
+            mine_NT = batch_NT[machine.rank % len(batch_NT) :: machine.world_size].to(weights[0].device)
+            weight = len(batch_NT[machine.rank :: machine.world_size]) / len(batch_NT)
+            inputs_NT = mine_NT[:, :-1]
+            sgd.zero_grad()
+            with torch.enable_grad():
+                loss = loss_of(model, inputs_NT, mine_NT[:, 1:], starts_on_device(inputs_NT, config))
+                (loss * weight).backward()
+            for parameter in weights:
+                machine.add_up(present(parameter.grad))
+            nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
+            sgd.step()
+
+
+class ProgressReport:
+    """Lines about a score under way, with the time it still takes."""
+
+    def __init__(self, run: Run, name: str, every: int) -> None:
+        self.run = run
+        self.name = name
+        self.every = every
+        self.start = time.perf_counter()
+
+    def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
+        """As `Progress`."""
+        every = self.every or math.ceil(chunks / 20)
+        if number % every != 0:
+            return
+        done = ledger.scored / len(ledger.nats)
+        mean = ledger.nats[: ledger.scored].mean()
+        eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
+        self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
+                     f"tokens_seen:{ledger.scored} eta:{eta_seconds:.0f}s")
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
     """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
-    scorers = {"roundtrip": score_roundtrip, "sliding_window": score_sliding, "legal_ttt": score_ttt}
-    scores, start = dict[str, Score](), 0.0
+    scorers: dict[str, Callable[..., Ledger]] = {"roundtrip": score_roundtrip}
+    if config.eval_stride:
+        scorers["sliding_window"] = score_sliding
+    if config.ttt_enabled:
+        scorers["legal_ttt"] = score_ttt
 
-    def progress(ledger: Ledger, chunk: int, chunks: int) -> None:
-        if chunk % (config.val_progress_log_every or -(-chunks // 20)) == 0:
-            share, mean = ledger.scored / len(ledger.nats), ledger.nats[: ledger.scored].mean()
-            left = (time.perf_counter() - start) * (1 / share - 1)
-            run.log(f"val_progress:{name} {share:.0%} partial_mean_loss:{mean:.4f} "
-                    f"tokens_seen:{ledger.scored} eta:{left:.0f}s")
-
-    for name, scorer in itertools.compress(scorers.items(), (True, config.eval_stride, config.ttt_enabled)):
+    # Each score starts from the same reloaded weights, and has its own clock.
+    scores = {}
+    for name, scorer in scorers.items():
+        phase = f"eval_{name}"
+        with run.phase(phase):
+            report = ProgressReport(run, name, config.val_progress_log_every)
+            ledger = scorer(model, validation.tokens, config, report)
+        score = ledger.score(validation.bytes_total)
+        seconds = run.phases[phase]
         label = name if name == "legal_ttt" else f"final_{weights}_{name}"
-        with run.phase(f"eval_{name}"):
-            start = time.perf_counter()
-            ledger = scorer(model, validation.tokens, config, progress)
-        score, seconds = ledger.score(validation.bytes_total), run.phases[f"eval_{name}"]
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
-        run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
-                f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}",
-                "final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())  # fmt: skip
+        run.log(
+            f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
+            f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}{validation.mark}",
+            "final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict(),
+        )  # fmt: skip
         scores[name] = score
     return scores
 
 
 # ============================================================================================================
-# ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
+# QUANTIZE — weights to integers: GPTQ, which makes up for each rounding error in the weights still to come.
 # ============================================================================================================
 
-# What the matrices of a bank multiply; two sites: one run of layers for each. The head's site has its name.
-HESSIAN_SITES = {"qo_bank": ["attn_in", "attn_out"], "kv_bank": ["attn_in", "attn_in"],
-                 "mlp_up_bank": ["mlp_in"], "mlp_down_bank": ["mlp_hidden"]}  # fmt: skip
-Hessians = dict[tuple[str, int], Tensor]  # (site, layer) -> (C, C) fp32
+Hessians = dict[tuple[str, int], Tensor]  # (what matrices multiply, layer) -> (C, C) fp32
 
 
 @torch.no_grad()
-def collect_hessians(model: GPT, batches: Iterable[Batch], world_size: int) -> Hessians:
+def collect_hessians(model: GPT, batches: Iterable[Batch], machine: Machine) -> Hessians:
     """Sums of x xᵀ over the tokens of training `batches`, each visit of a looped layer; all ranks call it."""
-    sums: dict[tuple[str, int], Tensor] = {}
+    sums: Hessians = {}
 
+    # Every visit of a looped layer adds to the same sum: its matrices serve them all.
     def observe(site: str, layer: int, x: Tensor) -> None:
         x_NC = x.reshape(-1, x.size(-1)).float()
-        sums[site, layer] = sums.get((site, layer), 0.0) + x_NC.T @ x_NC
+        product_CC = x_NC.T @ x_NC
+        if (site, layer) in sums:
+            product_CC += sums[site, layer]
+        sums[site, layer] = product_CC
 
-    model.observer = observe
     for batch in batches:
-        model(batch.inputs_BT, batch.cu_seqlens)
-    model.observer = None
-    for total in sums.values() if world_size > 1 else ():
-        dist.all_reduce(total)
+        model(batch.inputs_BT, batch.starts, observe=observe)
+    for total in sums.values():
+        machine.add_up(total)
     return sums
 
 
-def quantizer(name: str, parameter: Tensor, hessians: Hessians, config: Config) -> Callable[..., list]:
-    """GPTQ of a parameter, as a function of step and levels (Frantar et al., arXiv 2210.17323; PR #1394):
-    codes (R, N * C) within ±levels, and exponents (R, N), in eighths of an octave, of the fp16 scales next to
-    step * spread (deviation of a row; maximum if it is no matrix). Columns go by descending diagonal of the
-    Hessian, those to come make up for what one loses in rounding; without it: to nearest. ArtifactError."""
-    weights_NRC = parameter.detach().view((1, 1, *parameter.shape)[-3:])
-    spreads_NR = weights_NRC.std(dim=2) if name in MATRIX_ROLES else weights_NRC.abs().amax(dim=2)
-    sites = HESSIAN_SITES.get(name, [name])
-    keys = [(site, layer) for site in sites for layer in range(len(weights_NRC) // len(sites))]
-    identity_CC = torch.eye(weights_NRC.size(2), device=weights_NRC.device)
-    h_NCC = torch.stack([hessians.get(key, identity_CC) for key in keys]).double()
-    if not (weights_NRC.isfinite().all() and h_NCC.isfinite().all()):
-        raise ArtifactError(f"{name} or its inputs are not finite: nothing written; resume from a checkpoint")
-    diagonal_NC = h_NCC.diagonal(dim1=1, dim2=2)
-    ridge_N11 = max(config.gptq_damping, 1e-6) * diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
-    order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
-    h_NCC = h_NCC.take_along_dim(order_NC[:, :, None], 1).take_along_dim(order_NC[:, None], 2)
-    lower_NCC = torch.linalg.cholesky(h_NCC + ridge_N11 * identity_CC)
-    upper_NCC = torch.linalg.cholesky(torch.cholesky_inverse(lower_NCC), upper=True).float()
-    used_NRC = weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0).take_along_dim(order_NC[:, None], 2)
+class QuantizedWeights(NamedTuple):
+    """A parameter as a bank of N matrices (R, C), in integers; one that is no bank counts as one matrix."""
 
-    def gptq(step: float, levels: float) -> list[np.ndarray]:
-        exponents_NR = (8 * (spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
-        scales_NR, work_NRC = torch.exp2(exponents_NR / 8).half().float(), used_NRC.clone()
-        for c in range(work_NRC.size(2)):
-            codes_NR = (work_NRC[:, :, c] / scales_NR).clamp(-levels, levels).round()
-            errors_NR = (work_NRC[:, :, c] - codes_NR * scales_NR) / upper_NCC[:, c, c, None]
-            work_NRC[:, :, c:].baddbmm_(errors_NR[:, :, None], upper_NCC[:, c, None, c:], alpha=-1)
-            work_NRC[:, :, c] = codes_NR
-        codes_NRC = work_NRC.take_along_dim(order_NC.argsort(dim=1)[:, None], 2).char()
-        return [codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(), exponents_NR.T.cpu().numpy()]
-
-    return gptq
+    codes: np.ndarray  # (R, N * C) int8
+    exponents: np.ndarray  # (R, N) int8: the scale of each row, in eighths of an octave
 
 
-# The coder: rANS over arrays (rows, columns) of integers, row by row. A row's frequencies come from the rows
-# before it, in one table per class of column (by its mean |code| so far): no table is stored, none can be
-# forged, and columns of different spread do not share one. Integers, and float operations that IEEE 754
-# rounds exactly, give the same bytes on every machine. (Duda, arXiv 1311.2540)
-SLOTS = 1 << 15  # of a table; lane states have 17 to 32 bits, and move in words of 16
-CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])  # 256ths
+def bank_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """A parameter's shape as matrices, rows and columns."""
+    matrices, rows, columns = (1, 1, *shape)[-3:]
+    return matrices, rows, columns
 
 
-def code_rows(array: np.ndarray, peak: int, lanes: int) -> Iterator[tuple[np.ndarray, ...]]:
-    """Parts of an array of symbols (integers + peak), to be read or written before the next; where the tables
-    of their columns begin; frequencies and first slots of all symbols, table after table."""
-    means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256  # about the middle of each class
-    bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
-    # A first guess with tails heavier than Gaussian; in products, as powers are not rounded alike everywhere.
-    counts, size = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64), 2 * peak + 1
-    sums_256ths = np.full(array.shape[1], 2 * 256 * peak // 6)  # as if two rows came before
-    for row, symbols in enumerate(array):
-        frequencies = 1 + counts * (SLOTS - size) // counts.sum(1, keepdims=True)
-        frequencies[range(len(counts)), counts.argmax(1)] += SLOTS - frequencies.sum(1)
-        starts = frequencies.cumsum() - frequencies.ravel()
-        tables = size * np.searchsorted(CLASS_EDGES, sums_256ths // (2 + row), side="right")
-        for left in range(0, len(symbols), lanes):
-            yield symbols[left : left + lanes], tables[left : left + lanes], frequencies.ravel(), starts
-        counts += np.bincount(tables + symbols, minlength=counts.size).reshape(counts.shape)
-        sums_256ths += np.abs(symbols - peak) << 8
+def row_scales(exponents: Tensor) -> Tensor:
+    """The scales that exponents stand for. Rounded to fp16: the same numbers on every machine."""
+    return torch.exp2(exponents / 8).half().float()
+
+
+class Quantizer:
+    """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
+
+    1. Order the columns by their Hessian diagonal, largest first.
+    2. Factor the inverse of the damped Hessian.
+    3. `quantize`: round column by column; spread each rounding error over the columns still to come.
+
+    Steps 1 and 2 are done once, step 3 for each step size that is tried. Without a Hessian the result is that
+    of rounding to nearest. Raises ArtifactError where weights or Hessians are not finite.
+    """
+
+    def __init__(
+        self, name: str, weights: Tensor, parameter: Parameter, hessians: Hessians, damping: float
+    ) -> None:
+        self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
+        # What a step is measured in: the deviation of a row; in a row of no matrix the largest weight.
+        if parameter.clip:
+            self.spreads_NR = self.weights_NRC.std(dim=2)
+        else:
+            self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
+        h_NCC = self._hessians(parameter.inputs, hessians)
+        if not (self.weights_NRC.isfinite().all() and h_NCC.isfinite().all()):
+            raise ArtifactError(
+                f"{name} or its inputs are not finite: nothing written; resume from a checkpoint")
+
+        # Columns whose inputs are largest go first: their errors have the most columns to make up for them.
+        diagonal_NC = h_NCC.diagonal(dim1=1, dim2=2)
+        self.order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
+        h_NCC = h_NCC.take_along_dim(self.order_NC[:, :, None], 1).take_along_dim(self.order_NC[:, None], 2)
+
+        # A share of the mean diagonal is added, so that every Hessian has an inverse.
+        mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
+        identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
+        lower_NCC = torch.linalg.cholesky(h_NCC + max(damping, 1e-6) * mean_N11 * identity_CC)
+        inverse_NCC = torch.cholesky_inverse(lower_NCC)
+        self.upper_NCC = torch.linalg.cholesky(inverse_NCC, upper=True).float()
+
+        # A column that was never fed anything may be zero.
+        used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
+        self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
+
+    def _hessians(self, inputs: tuple[str, ...], hessians: Hessians) -> Tensor:
+        """The Hessian of each matrix (N, C, C), float64; the identity where none was collected."""
+        matrices = self.weights_NRC.size(0)
+        identity_CC = torch.eye(self.weights_NRC.size(2), device=self.weights_NRC.device)
+        found = []
+        for matrix in range(matrices):
+            hessian = None
+            if inputs:
+                # A bank with two inputs holds one matrix for each layer, then another for each layer.
+                layers = matrices // len(inputs)
+                hessian = hessians.get((inputs[matrix // layers], matrix % layers))
+            found.append(identity_CC if hessian is None else hessian)
+        return torch.stack(found).double()
+
+    def quantize(self, step: float, levels: float) -> QuantizedWeights:
+        """Codes within ±levels. step: the distance of two codes, in spreads of a row."""
+        # A scale is an eighth of an octave: one byte a row, and no table of scales.
+        exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
+        scales_NR = row_scales(exponents_NR)
+        work_NRC = self.used_NRC.clone()
+        for column in range(work_NRC.size(2)):
+            values_NR = work_NRC[:, :, column]
+            codes_NR = (values_NR / scales_NR).clamp(-levels, levels).round()
+            errors_NR = (values_NR - codes_NR * scales_NR) / self.upper_NCC[:, column, column, None]
+            # The columns still to come take the error up, each as much as it can make up for.
+            shares_N1C = self.upper_NCC[:, column, None, column:]
+            work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], shares_N1C, alpha=-1)
+            work_NRC[:, :, column] = codes_NR
+        # Back to the order in which the model has its columns.
+        back_NC = self.order_NC.argsort(dim=1)
+        codes_NRC = work_NRC.take_along_dim(back_NC[:, None], 2).char()
+        return QuantizedWeights(
+            codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(),
+            exponents_NR.T.cpu().numpy(),
+        )
+
+
+def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
+    """The weights that codes and exponents stand for, fp32."""
+    matrices, rows, columns = bank_shape(shape)
+    scales_RN1 = row_scales(torch.from_numpy(quantized.exponents)[:, :, None])
+    weights_RNC = torch.from_numpy(quantized.codes).view(rows, matrices, columns) * scales_RN1
+    return weights_RNC.transpose(0, 1).reshape(shape)
+
+
+# ============================================================================================================
+# CODER — integers to bytes: rANS under a model that learns as it goes; knows nothing of networks.
+# ============================================================================================================
+
+# A row's frequencies come from the rows before it, in one table per class of columns: no table is stored,
+# none can be forged, and columns of different spread do not share one. Integers, and float operations that
+# IEEE 754 rounds exactly, give the same bytes on every machine. (rANS: Duda, arXiv 1311.2540)
+SLOTS = 1 << 15  # of a table; a lane's state has 17 to 32 bits, and moves in words of 16
+# Borders of the classes of columns, in 256ths of the mean |code| of a column: four to an octave.
+CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])
+
+
+class SymbolModel:
+    """How probable each symbol of an array is, learned row by row, alike in the encoder and in the decoder.
+
+    A column belongs to a class, by the mean |code| of its rows so far; every class has a table of whole
+    frequencies that sum to SLOTS. The tables lie behind one another in one array, so that a symbol of table
+    t is entry `t * size + symbol`, and its slots begin at `starts[entry]`. A symbol is a code plus the peak.
+    """
+
+    def __init__(self, columns: int, peak: int) -> None:
+        self.peak = peak
+        self.size = 2 * peak + 1
+        # A first guess for about the middle of each class, with heavier tails than a Gaussian: Student's t
+        # with seven degrees of freedom, 64 at its top; 1.5 keeps the narrowest class from being too sure.
+        # Products only: powers round differently on different machines, and then decoders would disagree.
+        means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
+        bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
+        self.counts = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64)
+        # As if two rows had come before, with codes of a sixth of the peak.
+        self.rows = 2
+        self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For the next row: each column's first entry; the frequency and the first slot of every entry."""
+        # No symbol is impossible: each has one slot, and of the others as many as it was seen.
+        totals = self.counts.sum(1, keepdims=True)
+        frequencies = 1 + self.counts * (SLOTS - self.size) // totals
+        # The slots that rounding left go to the most frequent symbol of each table.
+        unused = SLOTS - frequencies.sum(1)
+        most_frequent = self.counts.argmax(1)
+        frequencies[range(len(frequencies)), most_frequent] += unused
+        classes = np.searchsorted(CLASS_EDGES, self.sums_256ths // self.rows, side="right")
+        return classes * self.size, frequencies.ravel(), frequencies.cumsum() - frequencies.ravel()
+
+    def learn(self, tables: np.ndarray, symbols: np.ndarray) -> None:
+        """Take in the row that was just coded."""
+        # Counts only grow: old rows count as much as new ones, as weights have no order in time.
+        seen = np.bincount(tables + symbols, minlength=self.counts.size)
+        self.counts += seen.reshape(self.counts.shape)
+        self.sums_256ths += np.abs(symbols - self.peak) << 8
+        self.rows += 1
 
 
 def encode(arrays: list[np.ndarray]) -> bytes:
-    """Bytes of integer arrays (rows, columns) with values in [-127, 127]; each lane costs four more."""
-    lanes, parts, words = min(16 + sum(array.size for array in arrays) // 16_384, 1024), [], []
+    """Bytes of integer arrays (rows, columns) with values in [-127, 127].
+
+    Symbols go to lanes in turn, each with a state of its own, so that numpy codes many at once; a lane costs
+    four bytes. The bytes: peak of each array, number of lanes, states, words in the order they are read.
+    """
+    lanes = min(16 + sum(array.size for array in arrays) // 16_384, 1024)
     peaks = bytes(int(np.abs(array).max(initial=0)) for array in arrays)
-    states = np.full(lanes, 1 << 16, np.int64)
+
+    # Forward: what the decoder will know of each symbol when it gets there.
+    coded = []
     for array, peak in zip(arrays, peaks, strict=True):
-        array = array.astype(np.int64) + peak
-        for symbols, tables, frequencies, starts in code_rows(array, peak, lanes):
-            chosen = tables + symbols
-            parts.append((frequencies[chosen].astype(np.uint16), (starts[chosen] % SLOTS).astype(np.uint16)))
-    for frequencies, starts in reversed(parts):
+        model = SymbolModel(array.shape[1], peak)
+        for symbols in array.astype(np.int64) + peak:
+            tables, frequencies, starts = model.tables()
+            entries = tables + symbols
+            for left in range(0, len(entries), lanes):
+                part = entries[left : left + lanes]
+                slots = starts[part] % SLOTS
+                coded.append((frequencies[part].astype(np.uint16), slots.astype(np.uint16)))
+            model.learn(tables, symbols)
+
+    # Backward: rANS gives back last what it took in first.
+    states = np.full(lanes, 1 << 16, np.int64)
+    words = []
+    for frequencies, starts in reversed(coded):
         state = states[: len(starts)]
+        # A state that would outgrow 32 bits first gives its low word away.
         full = state >> 17 >= frequencies
         words.append(state[full].astype("<u2").tobytes())
         quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
         state[:] = quotients * SLOTS + rests + starts
-    return b"".join([peaks, lanes.to_bytes(2, "little"), states.astype("<u4").tobytes(), *reversed(words)])
+    head = peaks + lanes.to_bytes(2, "little") + states.astype("<u4").tobytes()
+    return b"".join([head, *reversed(words)])
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Inverse of `encode`. ValueError where the data end early, late, or in the wrong state."""
-    peaks, head, arrays, used = data[: len(shapes)], data[len(shapes) :], [], 0
-    lanes = int.from_bytes(head[:2], "little")
-    states = np.frombuffer(head, "<u4", lanes, 2).astype(np.int64)
-    words = np.frombuffer(head[2 + 4 * lanes :], "<u2").astype(np.int64)
-    for shape, peak in zip(shapes, peaks, strict=True):
-        array = np.empty(shape, np.int64)
-        for symbols, tables, frequencies, starts in code_rows(array, peak, lanes):
-            state = states[: len(symbols)]
-            slots = starts[tables] + state % SLOTS
-            chosen = starts.searchsorted(slots, side="right") - 1
-            symbols[:] = chosen - tables
-            state[:] = frequencies[chosen] * (state // SLOTS) + slots - starts[chosen]
-            low = np.flatnonzero(state < 1 << 16)
-            state[low] = (state[low] << 16) + words[used : used + len(low)]
-            used += len(low)
+    """Inverse of `encode`, int8. ValueError where the data end early, late, or in the wrong state."""
+    peaks = data[: len(shapes)]
+    rest = data[len(shapes) :]
+    lanes = int.from_bytes(rest[:2], "little")
+    states = np.frombuffer(rest, "<u4", lanes, 2).astype(np.int64)
+    words = np.frombuffer(rest[2 + 4 * lanes :], "<u2").astype(np.int64)
+    used = 0  # words
+    arrays = []
+    for (rows, columns), peak in zip(shapes, peaks, strict=True):
+        array = np.empty((rows, columns), np.int64)
+        model = SymbolModel(columns, peak)
+        for symbols in array:
+            tables, frequencies, starts = model.tables()
+            for left in range(0, columns, lanes):
+                table = tables[left : left + lanes]
+                state = states[: len(table)]
+                slots = starts[table] + state % SLOTS
+                entries = starts.searchsorted(slots, side="right") - 1
+                symbols[left : left + lanes] = entries - table
+                state[:] = frequencies[entries] * (state // SLOTS) + slots - starts[entries]
+                low = np.flatnonzero(state < 1 << 16)
+                state[low] = (state[low] << 16) + words[used : used + len(low)]
+                used += len(low)
+            model.learn(tables, symbols)
         arrays.append((array - peak).astype(np.int8))
     if used != len(words) or (states != 1 << 16).any():
         raise ValueError("the words do not end where the arrays end")
     return arrays
 
 
-MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)  # of configured steps; a notch moves 36 M weights by 2 kB
+# ============================================================================================================
+# ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
+# ============================================================================================================
+
+# Factors of the configured steps that rate control tries; one notch moves 36 M weights by 2 kB.
+MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
+COARSEST_STEP = 2.0  # deviations of a row; beyond it nearly all codes are zero
+# Codes of what is no matrix: 8 bits, and a step that fits the largest weight into 127 codes even where
+# rounding the exponent made the scale 2 ** (1 / 16) smaller.
+SMALL_STEP = 1 / 120
+MAX_CODE = 127
 
 
-def step_of(name: str, config: Config, multiplier: Any) -> tuple[Any, Any]:
-    """Step of a bank's codes in spreads of a row, and steps to the clip, of a multiplier or an array of them:
-    the configured step times it, from that of 8 bits up to 2.0. What is no matrix has 8 bits always."""
-    role = MATRIX_ROLES.get(name)
-    if not role:
-        return 1 / 120, 127.0
-    clip = getattr(config, f"{role}_clip_sigmas")
-    configured = clip / (2 ** ((config.embed_bits if role == "embed" else config.matrix_bits) - 1) - 1)
-    step = np.clip(multiplier * configured, clip / 127, max(configured, 2.0))
+def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tuple[Any, Any]:
+    """Step of a parameter's codes in spreads of a row, and codes from zero to the clip.
+
+    multiplier: a factor of the configured step, or an array of them. Steps lie between that of 8 bits and
+    COARSEST_STEP. Parameters that are not matrices always get 8 bits.
+    """
+    if not parameter.clip:
+        return SMALL_STEP, float(MAX_CODE)
+    # As published: a clip and a number of bits; rate control then scales the step.
+    clip = getattr(config, f"{parameter.clip}_clip_sigmas")
+    bits = config.embed_bits if parameter.clip == "embed" else config.matrix_bits
+    configured = clip / (2 ** (bits - 1) - 1)
+    step = np.clip(multiplier * configured, clip / MAX_CODE, max(configured, COARSEST_STEP))
     return step, clip / step
 
 
 def expected_bytes(config: Config, multiplier: Any) -> Any:
     """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
     total = 1000.0
-    for name, shape in parameter_shapes(config).items():
-        step, _ = step_of(name, config, multiplier)
-        total += math.prod(shape) * np.log2(1 + 2 * math.pi * math.e / step**2) / 16
+    for parameter in parameter_table(config).values():
+        step, _ = step_and_levels(parameter, config, multiplier)
+        total += math.prod(parameter.shape) * np.log2(1 + 2 * math.pi * math.e / step**2) / 16
     return total
 
 
-def fill_budget(config: Config, budget: int, quantized: Callable[[float], Any]) -> tuple[Any, str]:
-    """The finest file found within `budget` bytes, and how. `quantized` makes one for a multiplier of steps.
-    The line through the last two passes, expected against true bytes, leads to the next multiplier, between
-    those too fine and too coarse: for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most are left."""
+def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
+    """The largest file found within `budget` bytes, and how. `make_file` makes one for a factor of all steps.
+
+    The line through the last two passes, expected against true bytes, leads to the next factor, between those
+    known to be too fine and too coarse; for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most is
+    unused. Raises ArtifactError if nothing fits.
+    """
     multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
-    expected, least = expected_bytes(config, multipliers), budget - 5e-4 * config.artifact_bytes_max
-    finest, coarsest, best, passes = 0, len(multipliers) - 1, b"", 0
-    aim = wanted = (budget + least) / 2
-    before = 0.0, 0  # expected and true bytes of the last pass
-    while finest <= coarsest and (not best or (len(best) < least and passes < 10)):
+    expected = expected_bytes(config, multipliers)  # falls from the finest to the coarsest
+    enough = budget - 5e-4 * config.artifact_bytes_max
+    aim = (budget + enough) / 2
+    finest = 0
+    coarsest = len(multipliers) - 1
+    best = b""
+    best_multiplier = 1.0
+    passes = 0
+    wanted = aim  # in expected bytes
+    expected_before = 0.0
+    true_before = 0
+    while finest <= coarsest and (not best or (len(best) < enough and passes < 10)):
+        # Never twice the same, and never outside what is still open.
         at = int(np.clip(np.searchsorted(-expected, -wanted), finest, coarsest))
-        data, passes = quantized(multipliers[at]), passes + 1
-        slope = (expected[at] - before[0]) / (len(data) - before[1] or 1)
-        wanted = expected[at] + (aim - len(data)) * np.clip(slope, 0.2, 2.0)  # sizes are noisy
-        before = expected[at], len(data)
+        data = make_file(multipliers[at])
+        passes += 1
+        # Sizes are noisy: two passes close to each other may suggest any slope, so it is bounded.
+        slope = (expected[at] - expected_before) / ((len(data) - true_before) or 1)
+        wanted = expected[at] + (aim - len(data)) * np.clip(slope, 0.2, 2.0)
+        expected_before = expected[at]
+        true_before = len(data)
         if len(data) > budget:
             finest = at + 1
         else:
-            coarsest, best, chosen = at - 1, data, multipliers[at]
+            coarsest = at - 1
+            best = data
+            best_multiplier = multipliers[at]
     if not best:
         raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM")
-    note = " unused: 8 bits cannot fill it" if chosen == MULTIPLIERS[0] and len(best) < least else ""
-    return best, f"step_multiplier:{chosen:.4f} passes:{passes}{note}"
+    note = ""
+    if best_multiplier == MULTIPLIERS[0] and len(best) < enough:
+        note = " unused: 8 bits cannot fill it"
+    return best, f"step_multiplier:{best_multiplier:.4f} passes:{passes}{note}"
 
 
-MAGIC, HEAD = b"\x89PGA\r\n\0\2", struct.Struct("<8s3I")  # with version; size of config, both CRC-32
+MAGIC = b"\x89PGA\r\n\0\2"  # the last byte is the version
+# Magic, size of the section "config", CRC-32 of it and of the section "weights", which follow.
+HEAD = struct.Struct("<8s3I")
 
 
-def write_artifact(model: nn.Module, config: Config, hessians: Hessians, run: Run, inputs: Inputs) -> None:
-    """Quantize, code and write `model` so that code and file fill ARTIFACT_BYTES_MAX, with RATE_CONTROL=0 as
-    bits and clips are given; rank 0 alone calls it. ArtifactError, and no file, when it does not fit."""
-    banks = {name: quantizer(name, p, hessians, config) for name, p in model.named_parameters()}
-    header = {"config": config.as_env("LOGIT_SOFTCAP"), "tokenizer_sha256": inputs.hashes["tokenizer"]}
+def write_artifact(
+    path: Path, model: GPT, config: Config, hessians: Hessians, tokenizer_sha256: str, budget: int
+) -> str:
+    """Quantize, code and write `model` as a file that fills `budget` bytes; with RATE_CONTROL=0 as bits and
+    clips are given. Returns a line for the log. ArtifactError, and no file, when it does not fit."""
+    table = parameter_table(config)
+    quantizers = {}
+    for name, weights in model.named_parameters():
+        quantizers[name] = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
     about = zlib.compress(json.dumps(header).encode(), 9)
 
-    def quantized(multiplier: float) -> bytes:
-        arrays = (gptq(*step_of(name, config, multiplier)) for name, gptq in banks.items())
-        weights = encode(list(itertools.chain(*arrays)))
-        return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(weights)) + about + weights
+    def make_file(multiplier: float) -> bytes:
+        arrays: list[np.ndarray] = []
+        for name, quantizer in quantizers.items():
+            arrays.extend(quantizer.quantize(*step_and_levels(table[name], config, multiplier)))
+        coded = encode(arrays)
+        return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(coded)) + about + coded
 
-    budget = config.artifact_bytes_max - len(inputs.files["train_gpt.shipped.py"])
-    data, how = fill_budget(config, budget, quantized)
-    write_atomically(run.path("model.bin"), data)
-    run.log(f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}")
+    data, how = fill_budget(config, budget, make_file)
+    write_atomically(path, data)
+    return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}"
 
 
-def load_artifact(path: Path) -> tuple[GPT, dict[str, Any]]:
-    """Model on the CPU, and what its file says: config (the model's settings), tokenizer_sha256, bits of each
-    bank, label (int6: the widest block matrices), bytes, sha256, sections. Nothing is executed, memory stays
-    in proportion to the file. ArtifactError with section and reason, and nothing else, whatever the bytes."""
+class About(NamedTuple):
+    """What an artifact says of itself."""
+
+    config: dict[str, str]  # the model's settings
+    tokenizer_sha256: str
+    bits: dict[str, int]  # of each matrix parameter's widest code
+    label: str  # int6: the widest block matrices
+    sections: dict[str, int]  # bytes
+    bytes: int
+    sha256: str
+
+
+def load_artifact(path: Path) -> tuple[GPT, About]:
+    """The model on the CPU, and what its file says. Nothing is executed, memory stays in proportion to the
+    file. ArtifactError with section and reason, and nothing else, whatever the bytes."""
     section = "head"
     try:
         data = path.read_bytes()
         magic, size, *checksums = HEAD.unpack_from(data)
         if magic != MAGIC:
             raise ValueError("not an artifact, or of another version; expected the model.bin of a run")
+        # Checksums first: nothing is interpreted before it is known to be whole.
         parts = {"config": data[HEAD.size : HEAD.size + size], "weights": data[HEAD.size + size :]}
         for section, checksum in zip(parts, checksums, strict=True):
             if zlib.crc32(parts[section]) != checksum:
                 raise ValueError("truncated or damaged; copy the file again")
         section = "config"
-        about = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
-        if set(about["config"]) != set(Config().as_env("LOGIT_SOFTCAP")) or "tokenizer_sha256" not in about:
-            raise ValueError("fields are missing or unknown")
-        config = Config.from_env({**about["config"], "EVAL_STRIDE": "0", "TTT_ENABLED": "0"})
-        shapes = parameter_shapes(config)
-        entries = sum(map(math.prod, shapes.values())) + config.train_seq_len * config.head_dim
-        if entries > min(1 << 28, 1024 * len(data)):
-            raise ValueError(f"{entries} weights and angles are more than such a file can hold")
-        section, banks = "weights", [(1, 1, *shape)[-3:] for shape in shapes.values()]
-        arrays = decode(parts["weights"], [shape for n, r, c in banks for shape in ((r, n * c), (r, n))])
-        model = GPT(config)
-        both = zip(model.parameters(), banks, arrays[::2], arrays[1::2], strict=True)
-        for parameter, (n, r, c), codes, exponents in both:
-            scales_RN1 = torch.exp2(torch.from_numpy(exponents)[:, :, None] / 8).half().float()
-            weights_RNC = torch.from_numpy(codes).view(r, n, c) * scales_RN1
-            parameter.data.copy_(weights_RNC.transpose(0, 1).reshape(parameter.shape))
+        header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
+        settings = read_model_settings(header, len(data))
+        section = "weights"
+        model = read_model(settings, parts["weights"])
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{path}: section {section}: {error}") from error
-    peaks = dict(zip(shapes, parts["weights"][::2], strict=False))  # the largest code of each parameter
-    about["bits"] = {name: peak.bit_length() + 1 for name, peak in peaks.items() if name in MATRIX_ROLES}
-    about["label"] = f"int{max(about['bits'][name] for name in BANKS)}"
-    about["sections"] = {name: len(part) for name, part in parts.items()}
-    return model, about | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    # The coded weights begin with the largest code of each array: codes and exponents in turns.
+    peaks = parts["weights"][::2]
+    table = parameter_table(settings)
+    bits = {}
+    block_bits = []
+    for (name, parameter), peak in zip(table.items(), peaks, strict=False):
+        if parameter.clip:
+            bits[name] = peak.bit_length() + 1
+        if parameter.optimizer == "muon":
+            block_bits.append(peak.bit_length() + 1)
+    sizes = {name: len(part) for name, part in parts.items()}
+    sha256 = hashlib.sha256(data).hexdigest()
+    label = f"int{max(block_bits)}"
+    return model, About(header["config"], header["tokenizer_sha256"], bits, label, sizes, len(data), sha256)
 
 
+def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
+    """The settings in the header of a file of so many bytes. ValueError where they cannot be those of one."""
+    if set(header["config"]) != set(ModelSettings().as_env()) or "tokenizer_sha256" not in header:
+        raise ValueError("fields are missing or unknown")
+    settings = ModelSettings.from_values(header["config"])
+    # A few bytes could ask for any amount of memory: no file holds more than so many weights.
+    entries = settings.train_seq_len * settings.head_dim
+    for parameter in parameter_table(settings).values():
+        entries += math.prod(parameter.shape)
+    if entries > min(1 << 28, 1024 * size_bytes):
+        raise ValueError(f"{entries} weights and angles are more than such a file can hold")
+    return settings
+
+
+def read_model(settings: ModelSettings, coded: bytes) -> GPT:
+    """The model whose weights `encode` made these bytes of. ValueError and others where they are not."""
+    table = parameter_table(settings)
+    shapes = []
+    for parameter in table.values():
+        matrices, rows, columns = bank_shape(parameter.shape)
+        shapes.append((rows, matrices * columns))  # codes
+        shapes.append((rows, matrices))  # exponents
+    arrays = decode(coded, shapes)
+    model = GPT(settings, seed=0)
+    # Parameters are in the order of the table, as they were written.
+    for number, (name, weights) in enumerate(model.named_parameters()):
+        quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
+        weights.data.copy_(restore_weights(quantized, table[name].shape))
+    return model
+
+
+# A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
 WRAPPER = """# -*- coding: latin-1 -*-
 import linecache,lzma
 s=lzma.decompress('''%s'''.encode("latin-1")).decode()
@@ -1563,235 +2713,358 @@ ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 @functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts; wrapped: no comments, no docstrings."""
-    if mode == "raw" or source.startswith(WRAPPER.split("%s")[0].encode()):  # shipped already
+    already_wrapped = source.startswith(WRAPPER.split("%s")[0].encode())
+    if mode == "raw" or already_wrapped:
         return source
+    # The shipped form is the same program: it parses to the same tree but for its texts.
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
     packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
-    return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
-
-
-# ============================================================================================================
-# CHECKPOINT — a resumed run goes on as if nothing had happened; half a file never replaces a whole one.
-# ============================================================================================================
-
-CHECKPOINT = "checkpoint.pt"
-
-
-def save_checkpoint(training: Training) -> None:
-    """Put the state in the place of the checkpoint before, from a thread. All ranks call it."""
-    run, state = training.run, training.state()
-
-    def write() -> None:
-        try:
-            if not all(weight.isfinite().all() for weight in state["optimizer"]["weights"]):
-                raise ConfigError("its weights are not finite")
-            torch.save(state, buffer := io.BytesIO())
-            write_atomically(run.path(CHECKPOINT), buffer.getvalue())
-            run.log(f"checkpoint:{run.path(CHECKPOINT)} step:{state['step']}")
-        except ConfigError as error:
-            run.log(f"warning: no checkpoint of step {state['step']}, none is replaced: {error}")
-
-    training.writer.join()
-    training.writer = threading.Thread(target=write if run.rank == 0 else None, name="checkpoint")
-    training.writer.start()
-
-
-def load_checkpoint(training: Training) -> None:
-    """Take up the state of the run that RESUME names, on any world size. Raises ConfigError."""
-    run, path = training.run, training.run.path(CHECKPOINT)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
-    except Exception as error:  # whatever the bytes are
-        raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
-    for name, ours in training.config.as_env("MIN_LR").items():
-        if (theirs := state["config"].get(name)) != ours:
-            raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={run.path('config.env')}")
-    training.load_state(state)
-    run.log(f"resumed:{run.directory} step:{training.step} train_time:{1e3 * state['seconds']:.0f}ms")
+    text = packed.decode("latin-1").translate(ESCAPES)
+    return (WRAPPER % text).encode("latin-1")
 
 
 # ============================================================================================================
 # TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
 # ============================================================================================================
 
+CHECKPOINT = "checkpoint.pt"
+
+
+class StepResult(NamedTuple):
+    """What a step came to, on its way from the device."""
+
+    step: int  # how many there are with it
+    progress: float
+    values: Tensor  # (2,): mean loss of this rank, gradient norm
+    copied: torch.cuda.Event | None  # when `values` has arrived; None: it has
+
+
+class Trained(NamedTuple):
+    """What training came to, as summary.json tells it."""
+
+    steps: int
+    tokens: int
+    train_seconds: float
+    stream_hash: str
+
 
 class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
-    def __init__(self, config: Config, run: Run, inputs: Inputs) -> None:
-        self.config, self.run, self.validation = config, run, inputs.validation
-        self.model, compiled = ready_model(build_model(config), config, run), compiling(config, run.device)
-        self.loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True) if compiled else GPT.loss
-        self.optimizer = Optimizer(self.model, config, run.rank, run.world_size, compiled)
-        every = config.training_timing_breakdown * config.training_timing_every
-        self.timer = StepTimer(every, cuda=run.device.type == "cuda")
-        self.loader = Loader(config, inputs.train_shards, run)
-        self.step, self.unread = 0, list[tuple[int, float, Tensor, Any]]()
-        self.writer = threading.Thread()  # of the next one; the first does nothing, as any can be joined
-        self.writer.start()
-        self.started = time.perf_counter()  # later by what is not counted
+    def __init__(
+        self, config: Config, run: Run, shards: list[Shard], validation: Validation, kernels: Kernels
+    ) -> None:
+        machine = run.machine
+        self.config = config
+        self.run = run
+        self.validation = validation
+        self.model = ready_model(build_model(config), machine, kernels)
+        # One graph from tokens to loss: a break in it would cost more than any kernel gains.
+        self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+        self.optimizer = Optimizer(self.model, config, machine)
+        every = config.training_timing_every if config.training_timing_breakdown else 0
+        self.timer = StepTimer(every, machine.on_gpu)
+        self.loader = Loader(config, shards, machine)
+        self.step = 0
+        self.unread: list[StepResult] = []
+        self.writer: threading.Thread | None = None  # of the last checkpoint
+        self.started = time.perf_counter()  # shifted forward by time that does not count
 
-    seconds = property(lambda self: time.perf_counter() - self.started)  # of training, without validation
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, without validation."""
+        return time.perf_counter() - self.started
+
+    def stream_hash(self) -> int:
+        """Of the batches that all ranks were given; all ranks call it together."""
+        return sum(self.run.machine.gather(self.loader.stream_hash)) % 2**64
 
     def state(self) -> dict[str, Any]:
         """A copy of all that training has become, for any world size; all ranks call it together."""
-        state = {"step": self.step, "seconds": self.seconds, "config": self.config.as_env()}
-        stream_hash = sum(self.run.gather(self.loader.stream_hash)) % 2**64
-        return state | {"loader": self.loader.state_dict(stream_hash), "optimizer": self.optimizer.state()}
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "config": self.config.as_env(),
+            "loader": self.loader.state_dict(self.stream_hash()),
+            "optimizer": self.optimizer.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Become what `state` returned. LoaderError where that is not possible with this data."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
-        self.step, self.started = state["step"], time.perf_counter() - state["seconds"]
+        self.step = state["step"]
+        self.started = time.perf_counter() - state["seconds"]
+
+    def save(self) -> None:
+        """Replace the checkpoint by one of now, written by a thread. All ranks call it together."""
+        # The copy is taken now, the disk is waited for by a thread.
+        state = self.state()
+        self.finish_saving()
+        if self.run.machine.rank == 0:
+            self.writer = threading.Thread(target=write_checkpoint, args=(self.run, state), name="checkpoint")
+            self.writer.start()
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self.writer is not None:
+            self.writer.join()
+
+    def resume(self) -> None:
+        """Take up the checkpoint of the run that RESUME names, on any world size. Raises ConfigError."""
+        path = self.run.path(CHECKPOINT)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
+        except Exception as error:  # whatever the bytes are
+            raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
+        for name, ours in self.config.as_env(TrainingSettings).items():
+            theirs = state["config"].get(name)
+            if theirs != ours:
+                again = self.run.path("config.env")
+                raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={again}")
+        self.load_state(state)
+        train_ms = 1e3 * state["seconds"]
+        self.run.log(f"resumed:{self.run.directory} step:{self.step} train_time:{train_ms:.0f}ms")
 
     def close(self) -> None:
         """End all threads, from any state."""
         self.loader.close()
-        self.writer.join()
+        self.finish_saving()
 
 
-def ready_model(model: GPT, config: Config, run: Run) -> GPT:
-    """Move a model to this rank's device and give it the fastest kernels that pass their checks."""
-    torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
-    model.to(run.device)
-    model.compute_dtype = run.dtype
-    model.attend, model.mlp = choose_kernels(config, run)
-    return model
+def write_checkpoint(run: Run, state: dict[str, Any]) -> None:
+    """Put a state in the place of the checkpoint before, as a whole or not at all; a failure costs no run."""
+    try:
+        if not all(weight.isfinite().all() for weight in state["optimizer"]["weights"]):
+            raise ConfigError("its weights are not finite")
+        # Through memory: a file of this size is written in one go or not at all.
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_atomically(run.path(CHECKPOINT), buffer.getvalue())
+        run.log(f"checkpoint:{run.path(CHECKPOINT)} step:{state['step']}")
+    except ConfigError as error:
+        run.log(f"warning: no checkpoint of step {state['step']}, none is replaced: {error}")
 
 
-def train_step(training: Training, progress: float) -> Tensor:
-    """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device."""
-    config, timer, loader, model = training.config, training.timer, training.loader, training.model
-    model.looping, total = loop_is_on(progress, config), torch.zeros((), device=training.run.device)
-    timer.begin(training.step if training.run.phase_name == "train" else -1)
+def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tensor:
+    """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device.
+
+    progress: share of the run that is over. val_ms: of a validation just before, for the timing line.
+    """
+    config = training.config
+    loader = training.loader
+    timer = training.timer
+    # Both are the same on all ranks, as progress is.
+    looping = loop_is_on(progress, config)
+    total = torch.zeros((), device=training.run.machine.device)
+    timer.begin(training.step if training.run.training else None, val_ms)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch")
-        loss = training.loss(model, batch.inputs_BT, batch.targets_BT, batch.cu_seqlens) / loader.micro_steps
+        loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
+        # Gradients add up: each micro-batch gives its part of a mean.
+        loss = loss / loader.micro_steps
         timer.lap("forward")
         loss.backward()
         timer.lap("backward")
         total += loss.detach()
-    scale = learning_rate_scale(progress, training.step, config)
-    norm = training.optimizer.step(scale, muon_momentum(progress, training.step, config), training.step)
+    lr_scale = learning_rate_scale(progress, training.step, config)
+    momentum = muon_momentum(progress, training.step, config)
+    norm = training.optimizer.step(lr_scale, momentum, training.step)
     timer.lap("optimizer")
-    if line := timer.line():
+    line = timer.line()
+    if line:
         training.run.log(line)
     return torch.stack([total, norm])
 
 
 def warm_up(training: Training) -> None:
     """Run WARMUP_STEPS real steps of each graph, to compile; then undo it exactly."""
-    config, run, before = training.config, training.run, training.state()
-    for progress in (0.0, 1.0) if loop_is_on(1.0, config) > loop_is_on(0.0, config) else (1.0,):
+    config = training.config
+    before = training.state()
+    graphs = [1.0]  # progress at which each graph runs
+    if loop_is_on(1.0, config) and not loop_is_on(0.0, config):
+        graphs = [0.0, 1.0]
+    for progress in graphs:
+        looping = int(loop_is_on(progress, config))
         for number in range(1, config.warmup_steps + 1):
             train_step(training, progress)
-            run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{training.model.looping:d}")
+            training.run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping}")
     training.load_state(before)
+
+
+def agree_on_clock_and_signal(training: Training) -> tuple[float, int]:
+    """Rank 0's seconds of training and any rank's signal, the same on all ranks.
+
+    The tensor is on the host, so no device is asked: it may be steps behind.
+    """
+    mine = torch.zeros(2, dtype=torch.float64)
+    if training.run.machine.rank == 0:
+        mine[0] = training.seconds
+    mine[1] = training.run.stop_signal
+    if training.run.machine.world_size > 1:
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+    seconds, number = mine.tolist()
+    return seconds, int(number)
+
+
+def is_due(every_seconds: float, before: float, now: float) -> bool:
+    """Whether a multiple of an interval lies between two times; 0: never."""
+    return every_seconds > 0 and now // every_seconds > before // every_seconds
 
 
 def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
-    config, run, seconds = training.config, training.run, training.run.gather(training.seconds)[0]
+    config = training.config
+    run = training.run
+    # Steps that a device may be behind the host, so that it never waits for it.
+    behind = 2 if run.machine.on_gpu else 0
+    seconds = run.machine.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
-    save_every, look_every = config.checkpoint_every_seconds or math.inf, config.val_loss_every or math.inf
-    behind = 2 if run.device.type == "cuda" else 0  # steps that a device may be behind the host
+    progress = run_progress(seconds, training.step, config)
+    val_ms = 0.0
     while True:
-        message = torch.tensor([training.seconds * (run.rank == 0), run.stop_signal], dtype=torch.float64)
-        if run.world_size > 1:  # rank 0's clock and any rank's signal, on the host: no device is asked
-            dist.all_reduce(message, dist.ReduceOp.MAX)
-        step, before, (seconds, caught) = training.step, seconds, message.tolist()
+        before = seconds
+        seconds, caught = agree_on_clock_and_signal(training)
+        # A slow step may come again: its time is forgotten by a tenth a step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
-        over = caught or run_progress(seconds + (2 + behind) * step_seconds, step, config) >= 1
-        save = seconds // save_every > before // save_every
-        look = step > 0 and step % look_every == 0
+        # The step to come must end in time, so must those the device still has to do, and one to spare.
+        ends_at = seconds + (2 + behind) * step_seconds
+        over = caught != 0 or run_progress(ends_at, training.step, config) >= 1
+        save = is_due(config.checkpoint_every_seconds, before, seconds)
+        look = config.val_loss_every > 0 and training.step > 0 and training.step % config.val_loss_every == 0
+
+        # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
         read_results(training, leave=0 if over or save or look else behind)
         if over:
             break
         if save:
-            save_checkpoint(training)
+            training.save()
         if look:
-            validate(training, f"step:{step}/{config.iterations}")
-        progress = run_progress(seconds, step, config)
-        results = train_step(training, progress).to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if behind else None
+            looping = loop_is_on(progress, config)  # as in the step before
+            val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
+
+        progress = run_progress(seconds, training.step, config)
+        values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
-        training.unread.append((training.step, progress, results, copied))
-    run.sync()
-    if caught or config.checkpoint_every_seconds:  # what follows can be repeated from here
-        save_checkpoint(training)
-    if caught:
-        training.writer.join()
-        run.gather(None)  # torchrun kills the others when a rank has left
-        run.log(f"stopped by signal {caught:.0f}; continue with RESUME={run.directory}")
-        os._exit(128 + int(caught))
-    if step < config.iterations:
+        training.unread.append(StepResult(training.step, progress, values, copied))
+        val_ms = 0.0
+    # From here on the host may look at weights.
+    run.machine.wait()
+    if caught != 0 or config.checkpoint_every_seconds > 0:
+        training.save()  # everything after training can be redone from here
+    if caught != 0:
+        leave_training(training, caught)
+    if training.step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds:.0f}ms "
-                f"step:{step}/{config.iterations}")
+                f"step:{training.step}/{config.iterations}")
+
+
+def leave_training(training: Training, number: int) -> None:
+    """End the process after a signal, once the checkpoint is written. All ranks call it together."""
+    training.finish_saving()
+    training.run.machine.gather(None)  # torchrun kills the others when a rank has left
+    training.run.log(f"stopped by signal {number}; continue with RESUME={training.run.directory}")
+    os._exit(128 + number)
 
 
 def read_results(training: Training, leave: int) -> None:
     """Check and log all steps but the last `leave`, for which the host would wait. FloatingPointError."""
-    config, run, tokens = training.config, training.run, training.config.train_batch_tokens
+    config = training.config
+    run = training.run
     while len(training.unread) > leave:
-        step, progress, results, copied = training.unread.pop(0)
-        if copied is not None:
-            copied.synchronize()
-        loss, norm = results.tolist()
+        # Two steps behind on a GPU: by then the numbers are there, and nobody waits.
+        result = training.unread.pop(0)
+        if result.copied is not None:
+            result.copied.synchronize()
+        loss, norm = result.values.tolist()
         if not math.isfinite(loss + norm):
-            training.writer.join()
-            saved = path if (path := run.path(CHECKPOINT)).exists() else "none"
+            training.finish_saving()
+            checkpoint = run.path(CHECKPOINT)
+            saved = checkpoint if checkpoint.exists() else "none"
             raise FloatingPointError(
-                f"step {step}, batch at token {tokens * (step - 1)}: train_loss {loss}, grad_norm {norm}, "
-                f"last good checkpoint: {saved}; lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
-        if step > 10 and step % config.train_log_every:
-            continue
-        loss, seconds = sum(run.gather(loss)) / run.world_size, training.seconds
-        p50, p99, most = np.percentile(training.loader.waits_ms or [0.0], [50, 99, 100]).tolist()
-        training.loader.waits_ms.clear()
-        scale = learning_rate_scale(progress, step - 1, config)
-        left = seconds / run_progress(seconds, step, config) - seconds
-        run.log(f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-                f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens * step / seconds:.0f} data_wait_ms:"
-                f"{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{scale:.4f} grad_norm:{norm:.3f} eta:{left:.0f}s",
-                "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens * step,
-                grad_norm=norm, progress=progress, data_wait_max_ms=most)  # fmt: skip
+                f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
+                f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
+                "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
+        if result.step <= 10 or result.step % config.train_log_every == 0:
+            mean_loss = sum(run.machine.gather(loss)) / run.machine.world_size
+            log_step(training, result, mean_loss, norm)
 
 
-def validate(training: Training, label: str) -> None:
-    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result."""
-    training.run.sync()
-    run, data, start = training.run, training.validation, time.perf_counter()
-    score = score_roundtrip(training.model, data.tokens, training.config).score(data.bytes_total)
-    training.started += (seconds := time.perf_counter() - start)
-    training.timer.val_ms, trained_ms = 1e3 * seconds, 1e3 * training.seconds
-    run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
-            f"train_time:{trained_ms:.0f}ms step_avg:{trained_ms / max(training.step, 1):.2f}ms{data.mark}",
-            "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-            train_time_ms=trained_ms, val_ms=training.timer.val_ms)  # fmt: skip
+def log_step(training: Training, result: StepResult, loss: float, norm: float) -> None:
+    """The line of a step, in upstream's words."""
+    config = training.config
+    step = result.step
+    seconds = training.seconds
+    tokens = config.train_batch_tokens * step
+    # Half of the batches waited for less than the first, 1 % for more than the second.
+    p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
+    lr_scale = learning_rate_scale(result.progress, step - 1, config)
+    eta_seconds = seconds / run_progress(seconds, step, config) - seconds
+    training.run.log(
+        f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
+        f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
+        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} grad_norm:{norm:.3f} "
+        f"eta:{eta_seconds:.0f}s",
+        "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens,
+        grad_norm=norm, progress=result.progress, data_wait_max_ms=most,
+    )  # fmt: skip
+
+
+def validate(training: Training, label: str, looping: bool = True) -> float:
+    """Stop the clock, and score the current weights without overlap: a diagnostic, never the result.
+
+    looping: as in `GPT.forward`. Returns how long it took, in milliseconds.
+    """
+    run = training.run
+    data = training.validation
+    run.machine.wait()
+    start = time.perf_counter()
+    ledger = score_roundtrip(training.model, data.tokens, training.config, looping=looping)
+    score = ledger.score(data.bytes_total)
+    val_seconds = time.perf_counter() - start
+    # The time of looking does not count as training.
+    training.started += val_seconds
+    train_ms = 1e3 * training.seconds
+    run.log(
+        f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{train_ms:.0f}ms "
+        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}",
+        "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
+        train_time_ms=train_ms, val_ms=1e3 * val_seconds,
+    )  # fmt: skip
+    return 1e3 * val_seconds
+
+
+def calibration_batches(training: Training) -> Iterator[Batch]:
+    """The training batches that follow the last step, while the clock allows; all ranks get equally many."""
+    config = training.config
+    machine = training.run.machine
+    spare_seconds = 0.1 * config.gptq_reserve_seconds
+    now = 0.0
+    for number in range(math.ceil(config.gptq_calibration_batches / machine.world_size)):
+        machine.wait()
+        before = now
+        now = machine.gather(training.seconds)[0]
+        # One more will take as long as the last; of the first one nothing is known.
+        ends_at = 2 * now - before + spare_seconds
+        if number > 0 and 0 < config.max_wallclock_seconds < ends_at:
+            return
+        yield training.loader.next_batch()
 
 
 def finish_training(training: Training) -> Hessians:
     """Take the averaged weights, collect Hessians while the clock allows, and validate once."""
-    config, run, hessians = training.config, training.run, dict[tuple[str, int], Tensor]()
-    spare, seconds = 0.1 * config.gptq_reserve_seconds, [training.seconds]
-
-    def batches() -> Iterator[Batch]:  # the loader goes on where training stopped: training shards only
-        for number in range(-(-config.gptq_calibration_batches // run.world_size)):
-            run.sync()
-            seconds.append(run.gather(training.seconds)[0])
-            if number and 0 < config.max_wallclock_seconds < 2 * seconds[-1] - seconds[-2] + spare:
-                return  # one more like the last would end too late
-            yield training.loader.next_batch()
-
-    torch._foreach_copy_(training.optimizer.weights, training.optimizer.average)
-    training.model.looping = loop_is_on(1.0, config)
+    config = training.config
+    run = training.run
+    # What is calibrated, shipped and scored is the average.
+    training.optimizer.use_average()
+    hessians: Hessians = {}
     if config.gptq:
-        hessians = collect_hessians(training.model, batches(), run.world_size)
+        hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
     run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
     run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
@@ -1803,197 +3076,348 @@ def finish_training(training: Training) -> Hessians:
 # main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
 
-NOT_TRAINED = {"steps": 0, "tokens": 0, "train_seconds": 0.0, "stream_hash": "0" * 16}  # by an EVAL_ONLY run
-# What a run reads, checked. files: the script, as it is and as it is counted, and the settings; hashes: by
-# which two runs know that they read the same.
-Inputs = namedtuple("Inputs", "train_shards validation files hashes micro_steps estimate")
+
+class Inputs(NamedTuple):
+    """What a run reads, checked before anything is written."""
+
+    train_shards: list[Shard]  # none with EVAL_ONLY
+    validation: Validation
+    source: bytes  # the script that runs
+    shipped: bytes  # the same in the form that is counted
+    hashes: dict[str, str]  # of code, tokenizer and shards: by these, runs know that they read the same
+    micro_steps: int  # 0 with EVAL_ONLY
+    estimate: str  # how the budget will be filled, as far as that is known before training
+    kernels: Kernels
 
 
 def main() -> int:
     """Do what the environment asks for. Exit status 0: finished; 1: an error, told in one message."""
-    if {"-h", "--help"} & set(sys.argv):
-        tell(f"{__doc__ or ''}\nVariables, also as KEY=VALUE lines of a file named by CONFIG:\n", sys.stdout)
-        for f, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
-            setting, among = f"{name}={value}", " | ".join(f.metadata["among"])
-            tell(f"  {setting:<48} {f.metadata['meaning']}{among and f' [{among}]'}", sys.stdout)
+    if "-h" in sys.argv or "--help" in sys.argv:
+        print_help()
         return 0
     run = None
     try:
         config = Config.from_env(os.environ)
-        run = Run(config, os.environ)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, run.leave)
+        run = Run(this_machine(config, os.environ))
+        signal.signal(signal.SIGTERM, run.on_signal)
+        signal.signal(signal.SIGINT, run.on_signal)
         return whole_run(config, run)
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
     except Exception:
+        # An error of ours: the traceback is what helps to mend it.
         message = traceback.format_exc().strip()
-        if run and any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError")):
-            tell(f"rank {run.rank}: ends, as another rank has, or is not heard of", sys.stderr)
-            return 1
-    message = f"rank {run.rank}: {message}" if run and run.world_size > 1 else message
-    tell(message, sys.stderr)
-    if run:
-        record = {"message": message, "timestamp": int(time.time()) - 1}  # torchrun ends with the earliest
-        tell(message, run.path("log.txt"))
-        tell(json.dumps(record), Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)))
+    report_failure(message, run)
     return 1
+
+
+def print_help() -> None:
+    """The head of this file and every variable."""
+    print_line(__doc__ or "", sys.stdout)
+    print_line("Variables, also as KEY=VALUE lines of a file named by CONFIG:\n", sys.stdout)
+    # Every setting is a field: nothing else can be set.
+    defaults = Config().as_env()
+    for spec in fields(Config):
+        name = spec.name.upper()
+        setting = f"{name}={defaults[name]}"
+        choices = " | ".join(spec.metadata["among"])
+        if choices:
+            choices = f" [{choices}]"
+        print_line(f"  {setting:<48} {spec.metadata['meaning']}{choices}", sys.stdout)
+
+
+def report_failure(message: str, run: Run | None) -> None:
+    """Tell what ended the run: on the console, in the log, and where torchrun looks for it."""
+    if run is None:
+        print_line(message, sys.stderr)
+        return
+    machine = run.machine
+    # What the libraries say when a peer is gone: the peer itself tells the reason.
+    peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
+    if peer_is_gone and message.startswith("Traceback"):
+        print_line(f"rank {machine.rank}: ends, as another rank has, or is not heard of", sys.stderr)
+        return
+    if machine.world_size > 1:
+        message = f"rank {machine.rank}: {message}"
+    print_line(message, sys.stderr)
+    if run.directory is not None:
+        append_line(message, run.path("log.txt"))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        # A second earlier: torchrun ends with the earliest, and this is the cause of the others.
+        record = {"message": message, "timestamp": int(time.time()) - 1}
+        append_line(json.dumps(record), Path(error_file))
 
 
 def whole_run(config: Config, run: Run) -> int:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds."""
-    loaded = load_artifact(Path(config.eval_only)) if config.eval_only else None
-    if loaded:  # the artifact knows its model, and the tokenizer
-        config = Config.from_env({**config.as_env(), **loaded[1]["config"]})
+    loaded = None
+    tokenizer_sha256 = ""
+    if config.eval_only:  # the artifact knows its model, and the tokenizer
+        loaded = load_artifact(Path(config.eval_only))
+        tokenizer_sha256 = loaded[1].tokenizer_sha256
+        config = Config.from_values({**config.as_env(), **loaded[1].config})
+
     with run.phase("setup"):
-        inputs = preflight(config, run, loaded[1]["tokenizer_sha256"] if loaded else "")
+        inputs = preflight(config, run, tokenizer_sha256)
         open_run(config, run, inputs)
-    trained = NOT_TRAINED if config.eval_only else train_and_ship(config, run, inputs)
+    if loaded is None:
+        trained = train_and_ship(config, run, inputs)
+    else:
+        trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16)
     with run.phase("reload"):
-        model, artifact = loaded or load_artifact(run.path("model.bin"))
-        ready_model(model, config, run)
-    scores = evaluate(model, config, run, inputs.validation, artifact["label"])
-    summarize(config, run, inputs, trained, artifact, scores)
+        model, about = loaded or load_artifact(run.path("model.bin"))
+        ready_model(model, run.machine, inputs.kernels)
+    scores = evaluate(model, config, run, inputs.validation, about.label)
+    summarize(config, run, inputs, trained, about, scores)
     return 0
 
 
-def train_and_ship(config: Config, run: Run, inputs: Inputs) -> dict[str, Any]:
-    """Train, and write the artifact: rank 0 does, all wait. Returns what training came to."""
+def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
+    """Train, and write the artifact: rank 0 does, all wait."""
     with run.phase("setup"):
-        training = Training(config, run, inputs)
+        training = Training(config, run, inputs.train_shards, inputs.validation, inputs.kernels)
     with contextlib.closing(training):
         if config.resume:
-            load_checkpoint(training)
+            training.resume()
         with run.phase("warmup"):
             warm_up(training)
         with run.phase("train"):
+            run.training = True
             train(training)
+            run.training = False
         with run.phase("hessians"):
             hessians = finish_training(training)
-        stream_hash = f"{sum(run.gather(training.loader.stream_hash)) % 2**64:016x}"
-        trained = {"steps": training.step, "tokens": training.step * config.train_batch_tokens,
-                   "train_seconds": training.seconds, "stream_hash": stream_hash}  # fmt: skip
+        trained = Trained(
+            steps=training.step,
+            tokens=training.step * config.train_batch_tokens,
+            train_seconds=training.seconds,
+            stream_hash=f"{training.stream_hash():016x}",
+        )
         with run.phase("quantize"):
-            if run.rank == 0:
-                write_artifact(training.model, config, hessians, run, inputs)
-            run.gather(None)
+            if run.machine.rank == 0:
+                budget = config.artifact_bytes_max - len(inputs.shipped)
+                path = run.path("model.bin")
+                tokenizer = inputs.hashes["tokenizer"]
+                run.log(write_artifact(path, training.model, config, hessians, tokenizer, budget))
+            run.machine.gather(None)  # nobody reads the file before it is there
     return trained
 
 
 def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
-    """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together."""
-    folder, tokenizer = find_path(config.data_path), find_path(config.tokenizer_path)
-    train_shards = [] if config.eval_only else open_shards(str(folder / "fineweb_train_*.bin"))
+    """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
+
+    tokenizer_sha256: of the tokenizer that an artifact to be scored was trained with; empty: any will do.
+    """
+    machine = run.machine
+    train_shards: list[Shard] = []
+    micro_steps = 0
+    folder = find_path(config.data_path)
+    if not config.eval_only:
+        train_shards = open_shards(str(folder / "fineweb_train_*.bin"))
     val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
-    for shard in (val_shards[0], *train_shards[:1]):  # later ones may begin inside a document
-        if (first := int(read_tokens(shard, vocab_size=config.vocab_size)[0])) != BOS_ID:
-            raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
-    tokens, mark = np.concatenate([read_tokens(shard, config.vocab_size) for shard in val_shards]), ""
-    if config.val_tokens_limit:  # so many targets: one token more
-        tokens, mark = tokens[: config.val_tokens_limit + 1], " comparable:0"
-    validation = Validation(tokens, int(token_bytes(tokens, config).sum()), mark)
-    if not validation.bytes_total:
-        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
-    micro_steps = 0 if config.eval_only else micro_steps_per_step(config, run.world_size)
-    if train_shards:
-        next(shard_visits(config, train_shards, 0))
-    source, settings = Path(__file__).read_bytes(), config.as_env()
-    files = {"train_gpt.py": source, "train_gpt.shipped.py": shipped_code(source, config.code_bytes),
-             "config.env": "".join(f"{name}={value}\n" for name, value in settings.items()).encode()}
-    listing = json.dumps([[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)])
-    read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": listing.encode()}
+    check_first_tokens([val_shards[0], *train_shards[:1]], config)
+    validation = read_validation(val_shards, config)
+    if not config.eval_only:
+        micro_steps = micro_steps_per_step(config, machine.world_size)
+        next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
+
+    tokenizer = find_path(config.tokenizer_path)
+    source = Path(__file__).read_bytes()
+    shipped = shipped_code(source, config.code_bytes)
+    # Names and sizes stand for gigabytes of shards, which take minutes to hash.
+    listing = [[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)]
+    read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": json.dumps(listing).encode()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    mine = {**settings, **hashes, "torch": torch.__version__}
-    for rank, theirs in enumerate(run.gather(mine)):
-        for name in (name for name in mine if theirs[name] != mine[name]):
-            raise ConfigError(f"{name} is {theirs[name]} on rank {rank} and {mine[name]} on rank {run.rank}")
-    if config.attention != "auto" or config.fused_mlp == "1":
-        choose_kernels(config, run)
+    compare_ranks({**config.as_env(), **hashes, "torch": torch.__version__}, machine)
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
-    budget = config.artifact_bytes_max - len(files["train_gpt.shipped.py"])  # of a file of the expected size:
-    _, estimate = fill_budget(replace(config, rate_control=True), budget,
-                              lambda scale: range(round(expected_bytes(config, scale))))  # fmt: skip
-    return Inputs(train_shards, validation, files, hashes, micro_steps, estimate)
+
+    # Whether an artifact of this model can fit at all: by files of the expected size.
+    budget = config.artifact_bytes_max - len(shipped)
+    _, estimate = fill_budget(
+        replace(config, rate_control=True),
+        budget,
+        lambda multiplier: bytes(round(expected_bytes(config, multiplier))),
+    )
+    kernels = choose_kernels(config, machine)
+    return Inputs(train_shards, validation, source, shipped, hashes, micro_steps, estimate, kernels)
+
+
+def check_first_tokens(shards: list[Shard], config: Config) -> None:
+    """DataError if a split does not begin with a document, as its first shard must; later ones may not."""
+    for shard in shards:
+        first = int(read_tokens(shard, config.vocab_size)[0])
+        if first != BOS_ID:
+            raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
+
+
+def read_validation(shards: list[Shard], config: Config) -> Validation:
+    """The text to score, and its bytes. DataError where it has none."""
+    tokens = np.concatenate([read_tokens(shard, config.vocab_size) for shard in shards])
+    mark = ""
+    if config.val_tokens_limit:
+        tokens = tokens[: config.val_tokens_limit + 1]  # so many targets: one token more
+        mark = " comparable:0"
+    bytes_total = int(token_bytes(tokens, config).sum())
+    if bytes_total == 0:
+        folder = shards[0].path.parent
+        raise DataError(f"{folder}: {len(tokens)} validation tokens stand for no text: nothing to score")
+    return Validation(tokens, bytes_total, mark)
+
+
+def compare_ranks(mine: dict[str, str], machine: Machine) -> None:
+    """ConfigError where ranks differ in what must be alike. All ranks call it together."""
+    for rank, theirs in enumerate(machine.gather(mine)):
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"{name} is {theirs[name]} on rank {rank} and {value} on rank {machine.rank}")
 
 
 def open_run(config: Config, run: Run, inputs: Inputs) -> None:
     """Make the run directory, or reopen RESUME's, and begin its log in upstream's words. ConfigError."""
-    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
-    directory = Path(run.gather(config.resume or f"{config.runs_dir}/{name}")[0])
-    if config.resume and (not (directory / CHECKPOINT).exists() or (directory / "summary.json").exists()):
-        raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        parameters = sum(map(math.prod, parameter_shapes(config).values()))
-        needed, free = config.artifact_bytes_max + 32 * parameters, shutil.disk_usage(directory.parent).free
-        if not config.resume and free < needed:
-            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
-        if run.rank == 0:
-            directory.mkdir(exist_ok=bool(config.resume))
-    except OSError as error:
-        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
-    run.directory = directory
-    overrides, folder, data = config.overrides(), find_path(config.data_path), inputs.validation
-    if run.rank == 0:
-        for name, content in inputs.files.items() if not config.resume else ():
-            write_atomically(run.path(name), content)
+    parameters = sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
+    run.directory = run_directory(config, run.machine, parameters)
+    overrides = config.overrides()
+    if run.machine.rank == 0:
+        if not config.resume:
+            write_inputs(config, run, inputs)
         for name, value in config.as_env().items():
-            tell(f"  {name}={value}{'  # changed' * (name in overrides)}", run.path("log.txt"))
-    run.log("\n".join((
-        f"run:{directory}",
-        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {run.device_name} "
-        f"dtype:{run.dtype} compile:{compiling(config, run.device):d} threads:{torch.get_num_threads()}",
+            changed = "  # changed" if name in overrides else ""
+            append_line(f"  {name}={value}{changed}", run.path("log.txt"))
+    data = inputs.validation
+    folder = find_path(config.data_path)
+    machine = run.machine
+    for line in (
+        f"run:{run.directory}",
+        f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
+        f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{parameters}",
-        f"world_size:{run.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
+        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
         f"train_batch_tokens:{config.train_batch_tokens}",
         f"preflight:ok artifact:estimate {inputs.estimate}",
-    )))  # fmt: skip
-
-
-def summarize(config: Config, run: Run, inputs: Inputs, trained: dict, artifact: dict, scores: dict) -> None:
-    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
-    devices, val = run.gather(run.device_name), inputs.validation
-    source, code_bytes = inputs.files["train_gpt.py"], len(inputs.files["train_gpt.shipped.py"])
-    total, label = code_bytes + artifact["bytes"], f"{artifact['label']}+rans"
-    eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
-    run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
-    run.log(f"Serialized model {label}: {artifact['bytes']} bytes")
-    run.log(f"Total submission size {label}: {total} bytes")
-    limits = {}
-    for name, value, limit in (
-        ("train_seconds", trained["train_seconds"], config.max_wallclock_seconds),
-        ("eval_seconds", eval_seconds, config.max_eval_seconds),
-        ("artifact_bytes", total, config.artifact_bytes_max),
+        *inputs.kernels.report,
     ):
-        limits[name] = {"value": value, "limit": limit, "ok": not limit or value <= limit}
-        run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if limits[name]['ok'] else 'EXCEEDED'}")
-    summary = {
-        "run_id": run.directory.name, "seed": config.seed, **trained,
-        "config": config.as_env(), "overrides": config.overrides(),
-        "code": {"sha256": inputs.hashes["code"], "bytes": len(source),
-                 "bytes_wrapped": len(shipped_code(source, "wrapped"))},
-        "data": {"hashes": inputs.hashes, "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
-                 "val_tokens": len(val.tokens) - 1, "val_bytes": val.bytes_total},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-                     "cuda": torch.version.cuda, "triton": getattr(triton, "__version__", None)},
-        "hardware": {"gpus": devices if run.device.type == "cuda" else [], "world_size": run.world_size,
-                     "cores": os.cpu_count(), "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20},
-        "phases": run.phases, "losses": {name: score._asdict() for name, score in scores.items()},
-        "artifact": artifact, "limits": limits, "comparable": not val.mark, "exit": "finished",
-    }  # fmt: skip
-    files = {**inputs.files, "summary.json": (json.dumps(summary, indent=1) + "\n").encode()}
-    for name, content in files.items() if run.rank == 0 else ():
-        write_atomically(run.path(name), content)
+        run.log(line)
+
+
+def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
+    """The directory of this run, made by rank 0, or the one to resume. ConfigError where it cannot be had."""
+    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+    directory = Path(machine.gather(config.resume or f"{config.runs_dir}/{name}")[0])
+    if config.resume:
+        unfinished = (directory / CHECKPOINT).exists() and not (directory / "summary.json").exists()
+        if not unfinished:
+            raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
+        needed = config.artifact_bytes_max + 2 * 16 * parameters
+        free = shutil.disk_usage(directory.parent).free
+        if free < needed:
+            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
+        if machine.rank == 0:
+            directory.mkdir()
+    except OSError as error:
+        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
+        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
+    return directory
+
+
+def write_inputs(config: Config, run: Run, inputs: Inputs) -> None:
+    """The script, as it is and as it is counted, and the settings, into the run directory."""
+    settings = "".join(f"{name}={value}\n" for name, value in config.as_env().items())
+    write_atomically(run.path("train_gpt.py"), inputs.source)
+    write_atomically(run.path("train_gpt.shipped.py"), inputs.shipped)
+    write_atomically(run.path("config.env"), settings.encode())
+
+
+def summarize(
+    config: Config, run: Run, inputs: Inputs, trained: Trained, about: About, scores: dict[str, Score]
+) -> None:
+    """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
+    code_bytes = len(inputs.shipped)
+    total_bytes = code_bytes + about.bytes
+    form = f"{about.label}+rans"
+    run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
+    run.log(f"Serialized model {form}: {about.bytes} bytes")
+    run.log(f"Total submission size {form}: {total_bytes} bytes")
+
+    eval_seconds = sum(seconds for name, seconds in run.phases.items() if name.startswith("eval_"))
+    limits = {
+        "train_seconds": judge(trained.train_seconds, config.max_wallclock_seconds),
+        "eval_seconds": judge(eval_seconds, config.max_eval_seconds),
+        "artifact_bytes": judge(total_bytes, config.artifact_bytes_max),
+    }
+    for name, verdict in limits.items():
+        told = "ok" if verdict["ok"] else "EXCEEDED"
+        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:.10g} {told}")
+
+    summary = summary_of(config, run, inputs, trained, about)
+    summary["losses"] = {name: score._asdict() for name, score in scores.items()}
+    summary["limits"] = limits
+    summary["exit"] = "finished"
+    if run.machine.rank == 0:
+        write_inputs(config, run, inputs)  # a resumed run goes on with the code it began with, or this tells
+        write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
-    run.log(f"done: bits per byte {results}; stream_hash:{trained['stream_hash']}; files in {run.directory}")
+    run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
+
+
+def judge(value: float, limit: float) -> dict[str, Any]:
+    """A limit and whether it was kept; 0: there is none."""
+    return {"value": value, "limit": limit, "ok": limit == 0 or value <= limit}
+
+
+def summary_of(config: Config, run: Run, inputs: Inputs, trained: Trained, about: About) -> dict[str, Any]:
+    """What summary.json says of a run besides its results. All ranks call it together."""
+    machine = run.machine
+    data = inputs.validation
+    # All ranks take part in this, so it comes before rank 0 writes.
+    devices = machine.gather(machine.device_name)
+    assert run.directory is not None
+    return {
+        "run_id": run.directory.name,
+        "seed": config.seed,
+        **trained._asdict(),
+        "config": config.as_env(),
+        "overrides": config.overrides(),
+        "code": {
+            "sha256": inputs.hashes["code"],
+            "bytes": len(inputs.source),
+            "bytes_wrapped": len(shipped_code(inputs.source, "wrapped")),
+        },
+        "data": {
+            "hashes": inputs.hashes,
+            "train_tokens": sum(shard.tokens for shard in inputs.train_shards),
+            "val_tokens": len(data.tokens) - 1,
+            "val_bytes": data.bytes_total,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "cuda": torch.version.cuda,
+            "triton": getattr(triton, "__version__", None),
+        },
+        "hardware": {
+            "gpus": devices if machine.on_gpu else [],
+            "world_size": machine.world_size,
+            "cores": os.cpu_count(),
+            "peak_memory_mib": torch.cuda.max_memory_allocated() >> 20,
+        },
+        "phases": run.phases,
+        "artifact": about._asdict(),
+        "comparable": not data.mark,
+    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import dataset, finished, lab  # noqa: F401
+
+from tests.support.processes import dataset, finished, lab  # noqa: F401
 
 if not torch.cuda.is_available():  # Triton decides at import whether its interpreter runs the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")

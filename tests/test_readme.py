@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+<<<<<<< HEAD
 from tools import docs
 from tools.markdown import refresh
 from tools.runs.folder import Folder
+=======
+from tests.support import tiny
+from tools import results_table, settings_table
+>>>>>>> tests
 from tools.runs.rules import ARTIFACT_BYTES_MAX
 
 
@@ -77,11 +82,10 @@ def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
 
 LOSS = """
 import torch, train_gpt
-sizes = {"VOCAB_SIZE": "64", "NUM_LAYERS": "4", "MODEL_DIM": "32", "NUM_HEADS": "2", "NUM_KV_HEADS": "1",
-         "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_START_LAYER": "3"}
 ids_BT = torch.arange(65).view(1, -1) % 64
-print(train_gpt.build_model(train_gpt.Config.from_env(sizes)).loss(ids_BT[:, :-1], ids_BT[:, 1:]).item())
-"""
+model = train_gpt.build_model(train_gpt.Config.from_env(SETTINGS))
+print(model.loss(ids_BT[:, :-1], ids_BT[:, 1:]).item())
+""".replace("SETTINGS", repr(tiny.environment()))
 
 
 def test_the_technique_of_the_readme_works_and_its_off_is_off(

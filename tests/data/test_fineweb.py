@@ -1,0 +1,364 @@
+"""Download: against a hub on 127.0.0.1 that cuts, truncates, lies and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+
+from data import fineweb, shards
+from tests.support import hub_server, tiny
+
+REPO = "willdepueoai/parameter-golf"
+DATASET = "fineweb10B_sp1024"
+TRAIN_SHARDS = 5
+SHARD_TOKENS = 20_000
+Hub = hub_server.HubServer
+
+
+def shard_bytes(tokens: np.ndarray) -> bytes:
+    return shards.shard_header(len(tokens)) + tokens.astype(shards.TOKEN_DTYPE).tobytes()
+
+
+@pytest.fixture(scope="module")
+def files(dataset: Path) -> dict[str, bytes]:
+    """A repository in the official layout: BOS at random places, so that shards begin within documents."""
+    generator = np.random.default_rng(0)
+    folder = f"datasets/datasets/{DATASET}"
+    content = {"README.md": b"a small file"}
+    for index in range(TRAIN_SHARDS + 1):
+        tokens = generator.integers(4, tiny.VOCAB_SIZE, SHARD_TOKENS)
+        tokens[generator.integers(1, SHARD_TOKENS, 30)] = shards.BOS_ID
+        tokens[0] = shards.BOS_ID if index < 2 else 7
+        name = "fineweb_val_000000.bin" if index == 0 else f"fineweb_train_{index - 1:06d}.bin"
+        content[f"{folder}/{name}"] = shard_bytes(tokens)
+    model = dataset / "tokenizer.model"
+    content["datasets/tokenizers/fineweb_1024_bpe.model"] = model.read_bytes()
+    return content
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The repository behind HF_ENDPOINT."""
+    server = Hub(REPO, dict(files))
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    monkeypatch.setattr(fineweb, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(fineweb, "POLL_S", 0.01)
+    yield server
+    server.close()
+
+
+def remote(name: str) -> str:
+    return f"datasets/datasets/{DATASET}/{name}"
+
+
+def command(out: Path, *more: str, train_shards: int = 3) -> list[str]:
+    return ["--variant", "sp1024", "--out", str(out), "--train-shards", str(train_shards), *more]
+
+
+def directory(out: Path) -> Path:
+    return out / "datasets" / DATASET
+
+
+def assert_complete(out: Path, files: dict[str, bytes], train_shards: int) -> None:
+    """Exactly the wanted files with exactly the hub's bytes, and nothing left of the transfer."""
+    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{index:06d}.bin" for index in range(train_shards))]
+    assert sorted(path.name for path in directory(out).glob("*.bin")) == sorted(names)
+    for name in names:
+        assert (directory(out) / name).read_bytes() == files[remote(name)]
+    assert shards.verify_dataset(directory(out)) == []
+    assert not list(out.rglob("*.incomplete")) and not list(out.rglob(".staging*"))
+
+
+# --- what is fetched ------------------------------------------------------------------------------------
+
+
+def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    assert fineweb.main(command(tmp_path, train_shards=2)) == 0
+    assert_complete(tmp_path, files, 2)
+    first = hub.completed.copy()
+    assert fineweb.main(command(tmp_path, train_shards=4)) == 0
+    assert_complete(tmp_path, files, 4)
+    added = [remote(f"fineweb_train_{index:06d}.bin") for index in (2, 3)]
+    assert sorted((hub.completed - first).elements()) == added
+    hub.faults.status = 500
+    assert fineweb.main(command(tmp_path, "--verify")) == 0
+
+
+def test_manifest_pins_the_revision_and_counts_documents(hub: Hub, tmp_path: Path) -> None:
+    assert fineweb.main(command(tmp_path)) == 0
+    manifest = shards.read_manifest(directory(tmp_path))
+    assert (manifest["source"], manifest["revision"]) == (REPO, hub_server.COMMIT)
+    document = 0
+    for name in ["fineweb_val_000000.bin", *(f"fineweb_train_{index:06d}.bin" for index in range(3))]:
+        tokens = shards.read_shard(directory(tmp_path) / name)
+        start = document - int(tokens[0] != shards.BOS_ID)
+        document += int((tokens == shards.BOS_ID).sum())
+        assert manifest["files"][name]["documents"] == [start, document]
+        if "val" in name:
+            assert manifest["splits"]["val"]["documents"] == [0, document]
+            first_train = document
+    assert manifest["splits"]["train"]["documents"] == [first_train, document]
+
+
+def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(np.ones(SHARD_TOKENS))
+    assert fineweb.main(command(tmp_path / "good")) == 0
+    entry = shards.read_manifest(directory(tmp_path / "good"))["files"]["fineweb_val_bytes_000000.bin"]
+    assert (entry["split"], entry["tokens"]) == ("val", SHARD_TOKENS)
+    hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(np.ones(SHARD_TOKENS - 1))
+    assert fineweb.main(command(tmp_path / "bad")) == 1
+    assert "not one for each token" in capsys.readouterr().err
+
+
+def test_dry_run_fetches_nothing(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fineweb.main(command(tmp_path / "out", "--dry-run")) == 0
+    assert remote("fineweb_train_000002.bin") in capsys.readouterr().out
+    assert not hub.sent and not (tmp_path / "out").exists()
+
+
+# --- a hub that fails -----------------------------------------------------------------------------------
+
+
+def test_cut_connections_are_resumed_within_the_file(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = 4096
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", block_bytes)
+    name = remote("fineweb_train_000001.bin")
+    hub.faults.cut_after_bytes[name] = [10_000, 20_000]
+    assert fineweb.main(command(tmp_path)) == 0
+    assert_complete(tmp_path, files, 3)
+    assert hub.sent[name] < len(files[name]) + 2 * block_bytes
+
+
+@pytest.mark.parametrize("fault", ["wrong_content", "truncated"])
+def test_bad_copies_are_fetched_again(hub: Hub, files: dict[str, bytes], tmp_path: Path, fault: str) -> None:
+    name = remote("fineweb_train_000001.bin")
+    getattr(hub.faults, fault)[name] = 1
+    getattr(hub.faults, fault)["datasets/tokenizers/fineweb_1024_bpe.model"] = 1
+    assert fineweb.main(command(tmp_path)) == 0
+    assert_complete(tmp_path, files, 3)
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("wrong_content", "hash"), ("truncated", "size")])
+def test_lasting_damage_is_an_error_and_the_rest_is_kept(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                                         fault: str, expected: str,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    name = remote("fineweb_train_000001.bin")
+    getattr(hub.faults, fault)[name] = 10**6
+    assert fineweb.main(command(tmp_path, "--workers", "1")) == 1
+    error = capsys.readouterr().err
+    assert name in error and expected in error
+    assert not (directory(tmp_path) / Path(name).name).exists()
+    assert not (directory(tmp_path) / shards.MANIFEST_NAME).exists()
+    getattr(hub.faults, fault).clear()
+    assert fineweb.main(command(tmp_path)) == 0
+    assert_complete(tmp_path, files, 3)
+    assert hub.completed[remote("fineweb_val_000000.bin")] == 1
+
+
+def test_gated_missing_and_unreachable_hubs_are_told_apart(hub: Hub, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    def error_of(*more: str) -> str:
+        assert fineweb.main(command(tmp_path, *more)) == 1
+        return capsys.readouterr().err
+
+    assert "no such dataset repository" in error_of("--repo", "some/body")
+    hub.faults.error_code = None
+    assert "no such revision" in error_of("--revision", "elsewhere")
+    hub.faults.status, hub.faults.error_code = 403, "GatedRepo"
+    assert "ask for access" in error_of()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "run the same command again" in error_of()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_offline_mode_is_said(hub: Hub, repo: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, str(repo / "data" / "fineweb.py"), *command(tmp_path)],
+                          env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "HF_HUB_OFFLINE is set" in done.stderr
+
+
+def test_other_layouts_are_explained(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error_of(*more: str, train_shards: int = 1) -> str:
+        assert fineweb.main(command(tmp_path, *more, train_shards=train_shards)) == 1
+        return capsys.readouterr().err
+
+    assert "5 training shards, expected at least 1 and the 9" in error_of(train_shards=9)
+    assert "models there: fineweb_1024_bpe.model" in error_of("--tokenizer", "other.model")
+    assert f"shards are in datasets/datasets/{DATASET}" in error_of("--dataset", "other")
+    hub.files = {f"flat/{Path(name).name}": content for name, content in hub.files.items()}
+    assert "shards are in flat" in error_of()
+    hub.files = {"README.md": b""}
+    assert "no shards anywhere" in error_of()
+    assert fineweb.main(["--variant", "sp999", "--out", str(tmp_path)]) == 1
+    assert "give its --repo" in capsys.readouterr().err
+
+
+def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    hub.files = {name.removeprefix("datasets/"): content for name, content in files.items()}
+    assert fineweb.main(command(tmp_path, "--root", "")) == 0
+    assert_complete(tmp_path, files, 3)
+
+
+# --- what is here already ---------------------------------------------------------------------------------
+
+
+def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                    capsys: pytest.CaptureFixture[str]) -> None:
+    assert fineweb.main(command(tmp_path)) == 0
+    victim = directory(tmp_path) / "fineweb_train_000001.bin"
+    status = victim.stat()
+    content = bytearray(victim.read_bytes())
+    content[5000] ^= 1
+    victim.write_bytes(content)
+    os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))  # a bad disk does not touch the time
+    assert fineweb.main(command(tmp_path, "--verify")) == 1
+    assert f"{victim}: sha256" in capsys.readouterr().err
+    before = hub.completed.copy()
+    assert fineweb.main(command(tmp_path)) == 0
+    assert_complete(tmp_path, files, 3)
+    assert list((hub.completed - before).elements()) == [remote(victim.name)]
+
+
+def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub, files: dict[str, bytes],
+                                                                        tmp_path: Path) -> None:
+    directory(tmp_path).mkdir(parents=True)
+    right, wrong, empty = (directory(tmp_path) / f"fineweb_train_{index:06d}.bin" for index in range(3))
+    right.write_bytes(files[remote(right.name)])
+    wrong.write_bytes(files[remote(right.name)])  # the right size
+    empty.write_bytes(b"")
+    assert fineweb.main(command(tmp_path)) == 0
+    assert_complete(tmp_path, files, 3)
+    assert hub.completed[remote(right.name)] == 0
+    assert wrong.with_name(f"{wrong.name}.replaced").read_bytes() == files[remote(right.name)]
+
+
+def test_verify_tells_of_training_documents_that_are_validation_documents(
+        hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fineweb.main(command(tmp_path)) == 0
+    manifest = shards.read_manifest(directory(tmp_path))
+    manifest["files"]["fineweb_val_000000.bin"]["documents"] = [0, 1000]
+    shards.write_manifest(directory(tmp_path), manifest)
+    capsys.readouterr()
+    assert fineweb.main(command(tmp_path, "--verify")) == 1
+    told = capsys.readouterr().err
+    start, stop = manifest["files"]["fineweb_train_000002.bin"]["documents"]
+    assert all(f"fineweb_train_{number:06d}.bin: training documents [" in told for number in range(3))
+    assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
+
+
+def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"
+    tokenizer.parent.mkdir()
+    tokenizer.write_text("mine")
+    assert fineweb.main(command(tmp_path)) == 1
+    assert str(tokenizer) in capsys.readouterr().err and tokenizer.read_text() == "mine"
+    mine = directory(tmp_path / "mine")
+    shards.write_manifest(mine, {"version": shards.MANIFEST_VERSION, "name": "mine"})
+    assert fineweb.main(command(tmp_path / "mine")) == 1
+    assert "was not downloaded" in capsys.readouterr().err
+
+
+def test_revisions_and_repositories_do_not_mix(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fineweb.main(command(tmp_path)) == 0
+    monkeypatch.setattr(hub_server, "COMMIT", "badcab" + "1" * 34)
+    assert fineweb.main(command(tmp_path, "--revision", "main")) == 1
+    assert "must not be mixed" in capsys.readouterr().err
+
+
+def test_a_disk_too_small_names_the_shards_that_fit(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = len(files[remote("fineweb_train_000000.bin")])
+    tokenizer = len(files["datasets/tokenizers/fineweb_1024_bpe.model"])
+    free = [fineweb.DISK_RESERVE_BYTES + tokenizer + 3 * shard + 10]  # validation is as large as a shard
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free[0]))
+    assert fineweb.main(command(tmp_path, train_shards=5)) == 1
+    assert "--train-shards 2 would fit" in capsys.readouterr().err
+    assert fineweb.main(command(tmp_path, train_shards=2)) == 0
+    free[0] = fineweb.DISK_RESERVE_BYTES + 2 * shard
+    assert fineweb.main(command(tmp_path, train_shards=5)) == 1
+    assert "--train-shards 4 would fit" in capsys.readouterr().err
+    free[0] = 0
+    assert fineweb.main(command(tmp_path / "none", train_shards=1)) == 1
+    assert "not even one" in capsys.readouterr().err
+
+
+def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("fineweb_train_000000.bin", shard_bytes(np.array([1, 5000])), "token 5000"),
+        ("fineweb_train_000000.bin", shard_bytes(np.array([7, 1, 8])), "does not begin with BOS"),
+        ("fineweb_train_000000.bin", b"\0" * 4000, "magic"),
+    ]
+    for index, (name, content, expected) in enumerate(cases):
+        hub.files[remote(name)] = content
+        assert fineweb.main(command(tmp_path / str(index), train_shards=1)) == 1
+        assert expected in capsys.readouterr().err
+
+
+# --- killed and resumed -----------------------------------------------------------------------------------
+
+
+def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Path, kills: int) -> None:
+    """Kill a slow download at random moments, then resume it; no finished file may be fetched again."""
+    generator = random.Random(kills)
+    hub.faults.delay_s = 0.04
+    arguments = command(out, "--workers", "2", train_shards=5)
+    line = [sys.executable, str(repo / "data" / "fineweb.py"), *arguments]
+    for kill in range(kills):
+        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        begin_bytes = sum(hub.sent.values())
+        target = begin_bytes + generator.randrange(1, sum(map(len, files.values())) // 2)
+        deadline_s = time.monotonic() + 60
+        while process.poll() is None and sum(hub.sent.values()) < target and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        process.send_signal(generator.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+        process.wait(60)
+        receipts = fineweb.Receipts.load(directory(out) / fineweb.RECEIPTS_NAME)
+        finished = {name for name in (receipts.files if receipts else {}) if name.endswith(".bin")}
+        requested_before = hub.requested.copy()
+        if kill == kills - 1 or generator.random() < 0.4:
+            hub.faults.delay_s = 0.0
+            assert subprocess.run(line, capture_output=True).returncode == 0
+            assert_complete(out, files, 5)
+            assert not {Path(name).name for name in (hub.requested - requested_before)} & finished
+            hub.faults.delay_s = 0.04
+            shutil.rmtree(out)
+
+
+def test_a_killed_download_resumes_without_refetching(hub: Hub, files: dict[str, bytes], repo: Path,
+                                                      tmp_path: Path) -> None:
+    interrupted_downloads(hub, files, repo, tmp_path / "out", 2)
+
+
+@pytest.mark.slow
+def test_downloads_killed_at_20_random_points(hub: Hub, files: dict[str, bytes], repo: Path,
+                                              tmp_path: Path) -> None:
+    interrupted_downloads(hub, files, repo, tmp_path / "out", 20)
+
+
+def test_receipts_that_are_damaged_are_said(hub: Hub, tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    directory(tmp_path).mkdir(parents=True)
+    (directory(tmp_path) / fineweb.RECEIPTS_NAME).write_text(json.dumps({"repo": 1}))
+    assert fineweb.main(command(tmp_path)) == 1
+    assert "damaged" in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""The fault matrix: runs as real processes, something happens to each, and all must end with one result.
+
+    python tests/faults/faults.py 200             # so many runs; kinds in random order, each equally often
+    SEED=2 python tests/faults/faults.py 50 disk  # only the kinds with this word in their name
+
+lost: a run could not be brought to its end. corrupted: at its end a number differs from that of a run which
+nothing happened to, or half a file is left. hung: a process did not end when it should. Exit status 1 if any.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data import shards
+from tests.support import tiny
+from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started
+
+Kind = Callable[[Lab, Ended, random.Random], None]
+SHARD_TOKENS = 400  # so that a step needs one or two
+TOGETHER_SECONDS = 60.0  # what one dead rank may cost the others
+SAVING: dict[str, Any] = {"CHECKPOINT_EVERY_SECONDS": 0.02}
+SLOW = "import time, torch\nstep = torch.optim.AdamW.step\n"
+SLOW += "def slow(*given):\n    time.sleep(0.05); return step(*given)\ntorch.optim.AdamW.step = slow\n"
+MARKS = {  # what a run has printed when a phase begins, of a run that begins at the first step
+    "setup": "", "warm-up": "seed:", "train": "step:1/", "late in training": "step:5/", "hessians": "step:6/",
+    "quantize": "peak memory", "round trip": "artifact_bytes", "sliding window": "roundtrip_exact",
+    "test-time training": "sliding_window_exact", "summary": "legal_ttt_exact",
+}  # fmt: skip
+FULL_DISK = """
+import builtins, errno, io
+real, left = builtins.open, [WRITES]
+class Full(io.FileIO):
+    def write(self, data):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", self.name)
+        return super().write(data)
+def full(path, mode="r", *given, **more):
+    if mode[0] not in "wa" or "runs" not in str(path):
+        return real(path, mode, *given, **more)
+    file = io.BufferedWriter(Full(path, mode[0]))
+    return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
+builtins.open = full
+"""
+READ_ONLY = """
+import builtins, errno
+real = builtins.open
+def no_write(path, mode="r", *given, **more):
+    if mode != "rb" and mode != "r" and str(path).startswith(os.environ["DATA_PATH"]):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+    return real(path, mode, *given, **more)
+builtins.open = no_write
+"""
+SLOW_SHARDS = """
+import builtins, time
+real = builtins.open
+def late(path, *given, **more):
+    if str(path).endswith(".bin"):
+        time.sleep(SECONDS)
+    return real(path, *given, **more)
+builtins.open = late
+"""
+JUMPS = "import time, itertools\njumps = itertools.cycle([0.0, 2e9, 5.0])\ntime.time = lambda: next(jumps)\n"
+CLOSED_STDOUT = "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 1)\n"
+CLOSED_STDOUT += "sys.stdout = open(1, 'w', encoding='utf-8', closefd=False)\n"
+
+
+class Corrupted(AssertionError):
+    """A run has ended with another result than one that nothing happened to."""
+
+
+def assert_whole(ended: Ended, reference: Ended, every_line: bool = True) -> None:
+    """The result of a run that nothing had happened to, and nothing half-written beside it."""
+    for key in ("stream_hash", "losses", "steps", "tokens"):
+        if ended.summary[key] != reference.summary[key]:
+            raise Corrupted(f"{key}: {ended.summary[key]} instead of {reference.summary[key]}")
+    if ended.summary["artifact"]["sha256"] != reference.summary["artifact"]["sha256"]:
+        raise Corrupted("the artifact differs")
+    if left := [*ended.directory.glob(".*.tmp")]:
+        raise Corrupted(f"left behind: {left}")
+    steps = {event["step"] for event in ended.events if event["event"] == "train"} if every_line else set()
+    if every_line and steps != {1, 2, 3, 4, 5, 6}:
+        raise Corrupted(f"metrics.jsonl has steps {steps}")
+
+
+def reached(started: Started, mark: str, seconds: float) -> bool:
+    """Wait until some seconds after a process printed a mark; False when it has ended before."""
+    while mark not in started.out and started.process.is_alive():
+        time.sleep(0.005)
+    started.process.join(seconds)
+    return started.process.is_alive()
+
+
+def go_on(lab: Lab, ended: Ended) -> Ended:
+    """The run brought to its end: as it stands, taken up again, or from the start where nothing was saved."""
+    if [*lab.folder.glob("runs/*/summary.json")]:
+        assert ended.status in (0, -signal.SIGKILL, 128 + signal.SIGTERM), ended.err
+        return ended
+    saved = [*lab.folder.glob("runs/*/checkpoint.pt")]
+    if not saved:
+        shutil.rmtree(lab.folder / "runs", ignore_errors=True)
+    return lab.succeed(**SAVING, **({"RESUME": saved[0].parent} if saved else {}))
+
+
+def told(ended: Ended, *named: str) -> None:
+    """A process that ended with an error says it in one message, with these words."""
+    assert ended.status == 1 and "Traceback" not in ended.err, ended.err
+    assert any(name in ended.err for name in named), (named, ended.err)
+
+
+# -- the kinds: each gets a folder, the result to end with, and its own random numbers -----------------------
+
+
+def end_by(number: int, lab: Lab, reference: Ended, source: random.Random) -> None:
+    started = lab.start(fault=SLOW, **SAVING)
+    if reached(started, source.choice([*MARKS.values()]), source.uniform(0.0, 0.2)):
+        started.send(number)
+    assert_whole(go_on(lab, started.wait(10.0 + TOGETHER_SECONDS)), reference)
+
+
+def killed(lab: Lab, reference: Ended, source: random.Random) -> None:
+    end_by(signal.SIGKILL, lab, reference, source)
+
+
+def terminated(lab: Lab, reference: Ended, source: random.Random) -> None:
+    end_by(signal.SIGTERM, lab, reference, source)
+
+
+def paused(lab: Lab, reference: Ended, source: random.Random) -> None:
+    started = lab.start(fault=SLOW, **SAVING)
+    if reached(started, source.choice([*MARKS.values()]), source.uniform(0.0, 0.2)):
+        started.send(signal.SIGSTOP)
+        time.sleep(source.uniform(0.0, 1.0))
+        started.send(signal.SIGCONT)
+    ended = started.wait()
+    assert ended.status == 0, ended.err
+    assert_whole(ended, reference)
+
+
+def disk_full(lab: Lab, reference: Ended, source: random.Random) -> None:
+    fault = FULL_DISK.replace("WRITES", str(source.randrange(120)))
+    ended = lab.run(fault=fault, **SAVING)
+    if ended.status != 0:
+        told(ended, "No space left")
+    assert_whole(go_on(lab, ended), reference, every_line=False)
+
+
+def damage(lab: Lab, reference: Ended, source: random.Random, how: Callable[[Path], object]) -> None:
+    """Do something to a shard after the checks, and undo it once the run has ended."""
+    lab = lab.copy_dataset()
+    path = source.choice(sorted(lab.dataset.glob("fineweb_train_*.bin"))[:6])
+    before = path.read_bytes()
+    started = lab.start(fault=SLOW, **SAVING)
+    if reached(started, source.choice(["seed:", "step:1/", "step:3/"]), source.uniform(0.0, 0.1)):
+        how(path)
+    ended = started.wait()
+    if ended.status != 0:
+        told(ended, path.name)
+    path.write_bytes(before)
+    assert_whole(go_on(lab, ended), reference)
+
+
+def overwrite_tokens(path: Path) -> None:
+    """Put ids beyond the vocabulary into a shard in place, as damage comes."""
+    with open(path, "r+b") as file:
+        file.seek(shards.HEADER_BYTES)
+        file.write(np.full(SHARD_TOKENS, 60_000, shards.TOKEN_DTYPE).tobytes())
+
+
+def shard_corrupted(lab: Lab, reference: Ended, source: random.Random) -> None:
+    damage(lab, reference, source, overwrite_tokens)
+
+
+def shard_truncated(lab: Lab, reference: Ended, source: random.Random) -> None:
+    damage(lab, reference, source, lambda path: os.truncate(path, source.randrange(path.stat().st_size)))
+
+
+def shard_deleted(lab: Lab, reference: Ended, source: random.Random) -> None:
+    damage(lab, reference, source, Path.unlink)
+
+
+def shards_slow(lab: Lab, reference: Ended, source: random.Random) -> None:
+    fault = SLOW_SHARDS.replace("SECONDS", str(source.uniform(0.0, 0.5)))
+    assert_whole(lab.succeed(fault=fault), reference)
+
+
+def clock_jumps(lab: Lab, reference: Ended, source: random.Random) -> None:
+    assert_whole(lab.succeed(fault=JUMPS, **SAVING), reference)
+
+
+def same_run_id(lab: Lab, reference: Ended, source: random.Random) -> None:
+    first = lab.start(fault=SLOW)
+    if reached(first, source.choice([*MARKS.values()][1:]), source.uniform(0.0, 0.2)):
+        told(lab.run(), "RUN_ID=run")
+    ended = first.wait()
+    assert ended.status == 0, ended.err
+    assert_whole(ended, reference)
+
+
+def data_read_only(lab: Lab, reference: Ended, source: random.Random) -> None:
+    assert_whole(lab.succeed(fault=READ_ONLY), reference)
+
+
+def locale_not_utf_8(lab: Lab, reference: Ended, source: random.Random) -> None:
+    settings = lab.settings(LC_ALL=source.choice(["C", "POSIX"]), PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
+    process = subprocess.run([sys.executable, str(SCRIPT)], env=settings, cwd=lab.folder, capture_output=True,
+                             timeout=120)  # fmt: skip
+    assert process.returncode == 0 and process.stderr == b"", process.stderr
+    assert_whole(Ended(0, "", "", lab.folder / "runs"), reference)
+
+
+def odd_path(lab: Lab, reference: Ended, source: random.Random) -> None:
+    lab = lab.elsewhere("two words, ümlaut " + source.choice(["中", "é", "' \"", "#$&%"]))
+    assert_whole(lab.copy_dataset("中 data").succeed(**SAVING), reference)
+
+
+def rank_killed(lab: Lab, reference: Ended, source: random.Random) -> None:
+    ranks = lab.ranks(2, fault=SLOW, **SAVING)
+    victim = source.randrange(2)
+    mark = source.choice([*MARKS.values()][1:])
+    if reached(ranks[0], mark, source.uniform(0.0, 0.2)):
+        ranks[victim].send(signal.SIGKILL)
+    ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
+    if not [*lab.folder.glob("runs/*/summary.json")]:
+        assert any(one.status != 0 for one in ended)  # the other one may just have done its part
+        whole = go_on(lab, ended[0])  # on one rank: the same data, and the same numbers to rounding
+        if whole.summary["stream_hash"] != reference.summary["stream_hash"]:
+            raise Corrupted("stream_hash differs")
+
+
+def stdin_closed(lab: Lab, reference: Ended, source: random.Random) -> None:
+    assert_whole(lab.succeed(fault="os.close(0)\n", **SAVING), reference)
+
+
+def stdout_closed(lab: Lab, reference: Ended, source: random.Random) -> None:
+    assert_whole(lab.succeed(fault=CLOSED_STDOUT, **SAVING), reference)
+
+
+KINDS: list[Kind] = [
+    killed, terminated, paused, disk_full, shard_corrupted, shard_truncated, shard_deleted, shards_slow,
+    clock_jumps, same_run_id, data_read_only, locale_not_utf_8, odd_path, rank_killed, stdin_closed,
+    stdout_closed,
+]  # fmt: skip
+
+
+OUTCOMES: dict[type, str] = {Hung: "hung", subprocess.TimeoutExpired: "hung", Corrupted: "corrupted"}
+
+
+# -- the driver ----------------------------------------------------------------------------------------------
+
+
+def make_small_shards(folder: Path) -> None:
+    """The tiny dataset cut into many shards."""
+    tiny.make_dataset(folder)
+    paths = sorted(folder.glob("fineweb_train_*.bin"))
+    tokens = np.concatenate([tiny.tokens_of(path) for path in paths])
+    for path in (*paths, folder / "manifest.json"):
+        path.unlink()
+    for number, start in enumerate(range(0, len(tokens) - SHARD_TOKENS, SHARD_TOKENS)):
+        shard = tokens[start : start + SHARD_TOKENS]
+        shards.write_shard(folder / f"fineweb_train_{number:06d}.bin", shard)
+
+
+def in_turn(source: random.Random, words: tuple[str, ...]) -> Iterator[Kind]:
+    """Kinds without end, each as often as the others, in random order."""
+    kinds = [kind for kind in KINDS if not words or any(word in kind.__name__ for word in words)]
+    while True:
+        yield from source.sample(kinds, len(kinds))
+
+
+def matrix(folder: Path, runs: int, seed: int, *words: str) -> tuple[str, int]:
+    """Do so many runs. Returns the line to print, and how many went wrong; these are told on stderr."""
+    source, done, wrong, start = random.Random(seed), Counter[str](), Counter[str](), time.monotonic()
+    data = folder / "data"
+    data.mkdir()
+    make_small_shards(data)
+    SERVER.set_forkserver_preload(PRELOAD.split())
+    lab = Lab(folder, data)
+    reference = lab.elsewhere("reference").succeed()
+    for number, kind in zip(range(runs), in_turn(source, words), strict=False):
+        here, mine = lab.elsewhere(f"run{number}"), random.Random(source.random())
+        try:
+            kind(here, reference, mine)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            name = OUTCOMES.get(type(error), "lost")
+            wrong[name] += 1
+            print(f"run {number}, {kind.__name__}: {name}", file=sys.stderr)
+            traceback.print_exc()
+        done[kind.__name__] += 1
+        shutil.rmtree(here.folder)
+    counts = ", ".join(f"{wrong[name]} {name}" for name in ("lost", "corrupted", "hung"))
+    line = f"faults: {done.total()} runs in {time.monotonic() - start:.0f} s, {counts}; {dict(done)}"
+    return line, wrong.total()
+
+
+def main() -> int:
+    """`faults.py RUNS [WORDS]`, from SEED (1). Exit status 1 where something was lost, corrupted or hung."""
+    runs, *words = sys.argv[1:] or ["50"]
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        line, wrong = matrix(Path(folder), int(runs), int(os.environ.get("SEED", 1)), *words)
+    print(line, flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,473 @@
+"""ARTIFACT: budgets are filled, what was written is read back, bad files are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import linecache
+import lzma
+import math
+import random
+import re
+import resource
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import train_gpt
+from tests.support.models import plain_settings, random_batches, trained_like
+from tools.runs.source import decoded, unwrap
+from train_gpt import ArtifactError, Config
+
+TOKENIZER = "ab" * 32
+
+
+def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tuple[Any, Any]:
+    """What the writer asks of a run and its inputs."""
+    log = print if lines is None else lines.append
+    files, hashes = {"train_gpt.shipped.py": bytes(code_bytes)}, {"tokenizer": TOKENIZER}
+    run = SimpleNamespace(path=lambda _: path, log=log)
+    return run, SimpleNamespace(files=files, hashes=hashes)
+
+
+def write(path: Path, config: Config, code_bytes: int = 0, seed: int = 0) -> tuple[nn.Module, Any, list[str]]:
+    """Write the artifact of a trained-looking model."""
+    model, lines = trained_like(config, seed), []
+    hessians = train_gpt.collect_hessians(model, random_batches(config), 1) if config.gptq else {}
+    train_gpt.write_artifact(model, config, hessians, *place(path, code_bytes, lines))
+    return model, train_gpt.load_artifact(path)[1], lines
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Config:
+    return Config.from_env(plain_settings(1, 16, 32, ARTIFACT_BYTES_MAX=100_000))
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("artifact") / "model.bin"
+    write(path, tiny)
+    return path
+
+
+# --- rate control -------------------------------------------------------------------------------------------
+
+
+SIZES = [(1, 32, 128), (2, 64, 256), (3, 96, 512)]
+
+
+@pytest.mark.parametrize(("bits_per_weight", "passes"), [(1.7, 8), (3.5, 5)])  # coarse steps: ragged sizes
+@pytest.mark.parametrize(("layers", "width", "vocabulary"), SIZES)
+def test_budget_is_filled(
+    layers: int, width: int, vocabulary: int, bits_per_weight: float, passes: int, tmp_path: Path
+) -> None:
+    env = plain_settings(layers, width, vocabulary)
+    weights = sum(math.prod(shape) for shape in train_gpt.parameter_shapes(Config.from_env(env)).values())
+    limit = int(weights * bits_per_weight / 8) + 6000
+    config = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(limit)})
+    _, report, lines = write(tmp_path / "model.bin", config, code_bytes=4000)
+    total = (tmp_path / "model.bin").stat().st_size + 4000
+    assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= passes and report["bytes"] == total - 4000
+    assert limit - max(8, 5e-4 * limit) <= total <= limit  # the smallest files move in steps of some bytes
+
+
+def test_same_weights_give_the_same_file(tmp_path: Path) -> None:
+    config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=20_000))
+    write(tmp_path / "a.bin", config)
+    write(tmp_path / "b.bin", config)
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+def test_more_bytes_buy_less_error(tmp_path: Path) -> None:
+    errors = []
+    for limit in (12_000, 16_000, 24_000):
+        config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=limit))
+        model, _, _ = write(tmp_path / f"{limit}.bin", config)
+        loaded, _ = train_gpt.load_artifact(tmp_path / f"{limit}.bin")
+        errors.append(
+            sum(
+                float((a - b).detach().square().sum())
+                for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+            )
+        )
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+
+
+def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config, tmp_path: Path) -> None:
+    model, report, lines = write(tmp_path / "model.bin", tiny)
+    assert any("8 bits cannot fill it" in line for line in lines)
+    assert max(report["bits"].values()) >= 7 and report["bytes"] < 50_000
+    loaded, _ = train_gpt.load_artifact(tmp_path / "model.bin")
+    assert (model.qo_bank - loaded.qo_bank).norm() < 0.06 * model.qo_bank.norm()
+
+
+def test_a_model_too_large_is_refused_before_and_after_training(tmp_path: Path) -> None:
+    config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
+    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX;"):
+        train_gpt.fill_budget(config, 8_000, lambda m: bytes(round(train_gpt.expected_bytes(config, m))))
+    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX;"):
+        write(tmp_path / "model.bin", config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
+    env = plain_settings(2, 64, 256)
+    high, *_, low = train_gpt.expected_bytes(Config.from_env(env), train_gpt.MULTIPLIERS)
+    _, report, _ = write(tmp_path / "model.bin", Config.from_env(env))
+    assert low < report["bytes"] and abs(report["bytes"] / high - 1) < 0.05
+    tight = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(int(1.3 * low))})
+    _, report, _ = write(tmp_path / "tight.bin", tight)
+    assert max(report["bits"].values()) <= 4
+
+
+def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> None:
+    env = plain_settings(
+        2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3
+    )
+    _, report, lines = write(tmp_path / "model.bin", Config.from_env(env))
+    assert {report["bits"].pop("token_embedding_VD")} <= {4, 5}
+    assert report["bits"] == dict.fromkeys(train_gpt.BANKS, 3)
+    assert report["label"] == "int3" and "passes:1" in "".join(lines)
+    with pytest.raises(ArtifactError, match="above ARTIFACT_BYTES_MAX"):
+        write(tmp_path / "small.bin", Config.from_env({**env, "ARTIFACT_BYTES_MAX": "3000"}))
+
+
+def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, str, int]:
+    """Size and note of the file found where files have these sizes, and how many were made."""
+    config, made = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=40_000)), []
+
+    def quantized(multiplier: float) -> bytes:
+        made.append(multiplier)
+        return b"x" * int(size_of(multiplier))
+
+    data, how = train_gpt.fill_budget(config, budget, quantized)
+    assert len(set(made)) == len(made), "no file is made twice"
+    return len(data), how, len(made)
+
+
+def expected(multiplier: float) -> float:
+    return train_gpt.expected_bytes(Config.from_env(plain_settings(2, 64, 256)), multiplier)
+
+
+@pytest.mark.parametrize("factor", [0.8, 0.97, 1.0, 1.1, 1.2])
+def test_a_wrong_expectation_corrects_itself(factor: float) -> None:
+    rng = np.random.default_rng(0)
+    for noise in (0, 5):
+        size, how, passes = fill(lambda m, n=noise: factor * expected(m) + n * rng.standard_normal())
+        assert 30_000 - 20 <= size <= 30_000 and passes <= 9 and f"passes:{passes}" in how
+
+
+@pytest.mark.parametrize("steepness", [0.6, 2.3])
+def test_sizes_that_move_otherwise_than_expected_are_followed(steepness: float) -> None:
+    size, _, passes = fill(lambda m: 30_000 + steepness * (expected(m) - 32_000))
+    assert 30_000 - 20 <= size <= 30_000 and passes <= 6
+
+
+def test_sizes_that_jump_end_with_the_best_that_fits() -> None:
+    size, how, passes = fill(lambda m: 28_000 if expected(m) < 30_500 else 33_000)
+    assert size == 28_000 and passes <= 10 and "unused" not in how
+
+
+def test_what_never_fits_says_by_how_much_and_ends() -> None:
+    with pytest.raises(ArtifactError, match="77 bytes above ARTIFACT_BYTES_MAX"):
+        fill(lambda m: 30_077)
+    with pytest.raises(ArtifactError, match="9 bytes above"):
+        fill(lambda m: max(30_009.0, expected(m)))
+
+
+def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
+    coarsest = train_gpt.MULTIPLIERS[-1]
+    assert fill(lambda m: 29_000 if m == coarsest else 31_000)[0] == 29_000
+    size, how, passes = fill(lambda m: 0.2 * expected(m))
+    assert size < 25_000 and passes <= 4 and how.endswith(" unused: 8 bits cannot fill it")
+
+
+# --- file -------------------------------------------------------------------------------------------------
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=40_000))
+    model, report, _ = write(tmp_path / "model.bin", config)
+    loaded, _ = train_gpt.load_artifact(tmp_path / "model.bin")
+    assert loaded.config.as_env("LOGIT_SOFTCAP") == config.as_env("LOGIT_SOFTCAP") == report["config"]
+    assert report["tokenizer_sha256"] == TOKENIZER
+    for (name, a), b in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        if name in train_gpt.MATRIX_ROLES:
+            assert (a - b).norm() < 0.2 * a.norm(), name
+        else:
+            assert ((a - b).abs() <= a.abs().amax(-1, keepdim=True) / 225 + 1e-4).all(), name
+    assert report["bytes"] - sum(report["sections"].values()) == train_gpt.HEAD.size
+    assert report["sha256"] == hashlib.sha256((tmp_path / "model.bin").read_bytes()).hexdigest()
+
+
+def test_weights_that_are_not_numbers_are_not_written(tiny: Config, tmp_path: Path) -> None:
+    model = trained_like(tiny)
+    with torch.no_grad():
+        model.mlp_up_bank[0, 3, 1] = math.inf
+    with pytest.raises(ArtifactError, match="mlp_up_bank"):
+        train_gpt.write_artifact(model, tiny, {}, *place(tmp_path / "model.bin"))
+    assert not list(tmp_path.iterdir())
+
+
+def sections_of(path: Path) -> dict[str, bytes]:
+    """The sections of an artifact, as they stand in the file."""
+    rest, sizes = path.read_bytes()[train_gpt.HEAD.size :], train_gpt.load_artifact(path)[1]["sections"]
+    return {"config": rest[: sizes["config"]], "weights": rest[sizes["config"] :]}
+
+
+def reseal(sections: dict[str, bytes]) -> bytes:
+    """An artifact with right sizes and checksums, whatever its sections hold."""
+    config, weights = sections["config"], sections["weights"]
+    head = train_gpt.HEAD.pack(train_gpt.MAGIC, len(config), zlib.crc32(config), zlib.crc32(weights))
+    return head + config + weights
+
+
+def with_config(path: Path, **changes: str | None) -> bytes:
+    """The file with settings changed (None: removed) and sealed again."""
+    sections = sections_of(path)
+    header = json.loads(zlib.decompress(sections["config"]))
+    for name, value in changes.items():
+        header["config"].pop(name, None)
+        if value is not None:
+            header["config"][name] = value
+    return reseal({**sections, "config": zlib.compress(json.dumps(header).encode())})
+
+
+def refused(data: bytes, folder: Path) -> str:
+    """The message with which a file of these bytes is refused."""
+    path = folder / "bad.bin"
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError) as caught:
+        train_gpt.load_artifact(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["config", "weights"])
+def test_a_flipped_bit_is_refused_by_section(section: str, tiny_file: Path, tmp_path: Path) -> None:
+    data, sections = bytearray(tiny_file.read_bytes()), sections_of(tiny_file)
+    data[data.index(sections[section]) + len(sections[section]) // 2] ^= 16
+    assert f"section {section}: truncated or damaged" in refused(bytes(data), tmp_path)
+
+
+def test_foreign_newer_and_cut_files_are_refused(tiny_file: Path, tmp_path: Path) -> None:
+    data = tiny_file.read_bytes()
+    assert "section head" in refused(b"", tmp_path)
+    assert "not an artifact" in refused(b"PK\x03\x04" + data[4:], tmp_path)
+    newer = bytearray(data)
+    newer[7] += 1
+    assert "another version" in refused(bytes(newer), tmp_path)
+    assert "section weights" in refused(data + b"\0", tmp_path)
+    for cut in (3, 11, 60, len(data) // 2, len(data) - 1):
+        refused(data[:cut], tmp_path)
+    with pytest.raises(ArtifactError, match="No such file"):
+        train_gpt.load_artifact(tmp_path / "absent.bin")
+    with pytest.raises(ArtifactError, match="directory"):
+        train_gpt.load_artifact(tmp_path)
+
+
+def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tmp_path: Path) -> None:
+    for name in ("MODEL_DIM", "TRAIN_SEQ_LEN"):
+        message = refused(with_config(tiny_file, **{name: "1048576"}), tmp_path)
+        assert "more than such a file can hold" in message, name
+    for name, value in [("NUM_LAYERS", "256"), ("VOCAB_SIZE", "65536"), ("MLP_MULT", "64")]:
+        assert "section" in refused(with_config(tiny_file, **{name: value}), tmp_path), name
+    for name, value in [("MODEL_DIM", "nan"), ("NUM_HEADS", "0"), ("NUM_HEADS", "3"), ("VOCAB_SIZE", "31")]:
+        assert "section" in refused(with_config(tiny_file, **{name: value}), tmp_path), name
+    assert "section" in refused(with_config(tiny_file, SMEAR_GATE="off"), tmp_path)
+    assert "missing or unknown" in refused(with_config(tiny_file, VOCAB_SIZE=None), tmp_path)
+    assert "missing or unknown" in refused(with_config(tiny_file, CONFIG="/etc/passwd"), tmp_path)
+    assert "section config" in refused(with_config(tiny_file, VOCAB_SIZE=32), tmp_path)
+    sections = sections_of(tiny_file)
+    bomb = zlib.compress(b" " * (1 << 28))
+    assert "section config" in refused(reseal({**sections, "config": bomb}), tmp_path)
+    nested = zlib.compress(b"[" * 60_000)
+    assert "section config" in refused(reseal({**sections, "config": nested}), tmp_path)
+    for cut in (0, 10, len(sections["weights"]) - 2):
+        cut_short = {**sections, "weights": sections["weights"][:cut]}
+        assert "section weights" in refused(reseal(cut_short), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().as_env("LOGIT_SOFTCAP"))}, {"config": None},
+        {"DOC_MASK": 1}, {"VOCAB_SIZE": ["32"]}, {"TRAIN_SEQ_LEN": {}}, {"MATRIX_INIT": None},
+    ],
+)  # fmt: skip
+def test_headers_of_the_wrong_kind_are_refused(
+    change: dict[str, Any], tiny_file: Path, tmp_path: Path
+) -> None:
+    sections = sections_of(tiny_file)
+    header = json.loads(zlib.decompress(sections["config"]))
+    target = header if set(change) <= set(header) else header["config"]
+    target.update(change)
+    damaged = reseal({**sections, "config": zlib.compress(json.dumps(header).encode())})
+    assert "section config" in refused(damaged, tmp_path)
+
+
+def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
+    """Random damage, half of it sealed again under right checksums: the one error, or a sound model."""
+    rng, original, bad = random.Random(seed), path.read_bytes(), folder / "fuzz.bin"
+    whole = sections_of(path)
+    refusals = 0
+    for _ in range(count):
+        sections = dict(whole)
+        name = rng.choice(list(sections))
+        target = bytearray(sections[name] if rng.random() < 0.6 else original)
+        sealed = len(target) == len(sections[name])
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            kind, place = rng.random(), rng.randrange(len(target)) if target else 0
+            if kind < 0.5 and target:
+                target[place] ^= 1 << rng.randrange(8)
+            elif kind < 0.7 and target:
+                target[place : place + rng.randrange(1, 9)] = rng.randbytes(rng.randrange(9))
+            elif kind < 0.85:
+                del target[place:]
+            else:
+                target[place:place] = rng.choice([b"\xff" * 8, b"\0" * 8, rng.randbytes(3)])
+        bad.write_bytes(reseal({**sections, name: bytes(target)}) if sealed else bytes(target))
+        try:
+            model, _ = train_gpt.load_artifact(bad)
+            assert all(parameter.isfinite().all() for parameter in model.parameters())
+        except ArtifactError:
+            refusals += 1
+    assert refusals > 0.7 * count
+
+
+def test_fuzz(tiny_file: Path, tmp_path: Path) -> None:
+    fuzz(tiny_file, tmp_path, 2_000, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(10))
+def test_fuzz_long(seed: int, tiny_file: Path, tmp_path: Path) -> None:
+    fuzz(tiny_file, tmp_path, 10_000, seed=100 + seed)
+
+
+# --- disk ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def file_size_limit(limit_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let files grow beyond this: a full disk in all but name."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_old_file(tiny: Config, tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"the old file")
+    with file_size_limit(200), pytest.raises(train_gpt.ConfigError, match="cannot be written"):
+        write(path, tiny)
+    assert path.read_bytes() == b"the old file"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.bin"]
+
+
+# --- shipped code -------------------------------------------------------------------------------------------
+
+
+PROGRAM = '''"""A program — with a docstring."""
+from __future__ import annotations
+import inspect, sys
+from dataclasses import dataclass
+@dataclass
+class Point:
+    """A point."""
+    x: int
+    name: str = "é\\\\ %s"
+class Nothing(Exception):
+    """Nothing but words."""
+def knob(default, meaning):
+    return default
+SIDE = knob(3, "length of a side")
+def read(function):
+    return function.__annotations__["x"]
+@read
+def number(x: int):
+    return x
+def area(point: Point) -> int:
+    """Its area."""  # a comment
+    return point.x * point.x
+if __name__ == "__main__":
+    print(__file__, __name__, sys.argv[1:], area(Point(SIDE)), Point(3).name, number)
+    print(inspect.getsource(area))
+    area(None)
+'''
+
+
+def run_script(folder: Path, source: bytes) -> subprocess.CompletedProcess[str]:
+    (folder / "train_gpt.py").write_bytes(source)
+    return subprocess.run(
+        [sys.executable, "train_gpt.py", "a", "b"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
+    raw = run_script(tmp_path, PROGRAM.encode())
+    wrapped = run_script(tmp_path, train_gpt.shipped_code(PROGRAM.encode(), "wrapped"))
+    assert raw.stdout.split("\n")[0] == wrapped.stdout.split("\n")[0]
+    assert "return point.x * point.x" in wrapped.stdout
+    assert raw.returncode == wrapped.returncode == 1
+    for told in (raw.stderr, wrapped.stderr):
+        assert re.search(r'train_gpt.py.*", line \d+, in area\n', told)
+    assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
+
+
+def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "wrapped.py").write_bytes(train_gpt.shipped_code(PROGRAM.encode(), "wrapped"))
+    program = "import wrapped; print(wrapped.area(wrapped.Point(4)), wrapped.Point(1).name)"
+    for arguments, told in (
+        (["-c", program], "16 é\\ %s\n"),
+        (["-m", "wrapped"], "__main__ [] 9"),
+    ):
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, timeout=60,
+                              env={"PYTHONIOENCODING": "utf-8"})  # fmt: skip
+        assert told in done.stdout.decode(), done.stderr
+
+
+def test_wrapped_code_holds_any_byte() -> None:
+    escapes, held = set[bytes](), set[int]()
+    for seed in range(60):
+        noise = random.Random(seed).randbytes(600).hex()
+        wrapped = train_gpt.shipped_code(f'NOISE = "{noise}"'.encode(), "wrapped")
+        scope = {"__file__": "noise.py"}
+        exec(compile(wrapped, "noise.py", "exec"), scope)
+        assert scope["NOISE"] == noise and read_source(wrapped) == f"NOISE = '{noise}'"
+        escapes |= set(re.findall(rb"\\(x00\d|x00|.)", wrapped))
+        held |= set(wrapped)
+    assert {b"x00", b"r", b"'", b"\\"} <= escapes, "each escape was needed somewhere"
+    assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
+    assert held == set(range(256)) - {0, 13}
+
+
+def read_source(wrapped: bytes) -> str | None:
+    return unwrap(decoded(wrapped))
+
+
+def test_shipped_code_follows_the_mode(repo: Path) -> None:
+    source = Path(train_gpt.__file__).read_bytes()
+    assert train_gpt.shipped_code(source, "raw") == source
+    wrapped = train_gpt.shipped_code(source, "wrapped")
+    assert len(wrapped) < 0.25 * len(source)
+    payload = lzma.compress(unwrap(decoded(wrapped)).encode(), preset=9 | lzma.PRESET_EXTREME)
+    assert len(wrapped) < 1.035 * len(payload)
+    assert train_gpt.shipped_code(wrapped, "wrapped") == wrapped
+    assert wrapped == train_gpt.shipped_code(source, "wrapped")
+    assert linecache.getlines(inspect.getfile(train_gpt))

@@ -1,0 +1,221 @@
+"""Several ranks, started as torchrun does: the results of one, and an end for all when one fails."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ONE_THREAD, SCRIPT, Ended, Lab
+
+TOGETHER_SECONDS = 60.0  # what a fault of one rank may cost all
+
+
+def finish(lab: Lab, count: int, **changes: object) -> Ended:
+    """Rank 0 of `count` ranks that must all succeed."""
+    ended = [started.wait() for started in lab.ranks(count, **changes)]
+    assert [one.status for one in ended] == [0] * count, [one.err for one in ended]
+    assert all(one.out == "" for one in ended[1:])
+    return ended[0]
+
+
+def train_losses(ended: Ended) -> list[float]:
+    return [event["train_loss"] for event in ended.events if event["event"] == "train"]
+
+
+def assert_equal_to_rounding(ended: Ended, alone: Ended) -> None:
+    assert ended.summary["stream_hash"] == alone.summary["stream_hash"]
+    assert train_losses(ended) == pytest.approx(train_losses(alone), rel=1e-4)
+    for name, loss in ended.summary["losses"].items():
+        assert loss["scored_tokens"] == alone.summary["losses"][name]["scored_tokens"]
+        assert math.isclose(loss["nats"], alone.summary["losses"][name]["nats"], rel_tol=2e-3), name
+    assert set(ended.summary) == set(alone.summary)
+    assert ended.summary["losses"].keys() == alone.summary["losses"].keys()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_together_give_the_losses_of_one(count: int, finished: Ended, lab: Lab) -> None:
+    ended = finish(lab, count)
+    assert_equal_to_rounding(ended, finished)
+    assert ended.summary["hardware"]["world_size"] == count
+    assert f"world_size:{count} grad_accum_steps:{4 // count}" in ended.out
+
+
+def test_ranks_score_an_artifact_as_one_does(finished: Ended, lab: Lab) -> None:
+    ended = finish(lab, 2, EVAL_ONLY=finished.directory / "model.bin")
+    for name, loss in finished.summary["losses"].items():
+        assert math.isclose(ended.summary["losses"][name]["nats"], loss["nats"], rel_tol=1e-5), name
+
+
+def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(SCRIPT),
+    ]
+    settings = lab.settings(
+        RUN_ID=None,
+        MAX_WALLCLOCK_SECONDS=3,
+        GPTQ_RESERVE_SECONDS=1,
+        ITERATIONS=100000,
+        EVAL_STRIDE=0,
+        TTT_ENABLED=0,
+    )
+    process = subprocess.run(
+        command, env=settings, cwd=lab.folder, capture_output=True, text=True, timeout=150
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    (directory,) = lab.folder.joinpath("runs").iterdir()
+    ended = Ended(0, process.stdout, process.stderr, lab.folder / "runs")
+    assert directory.name.endswith("-seed1337") and ended.summary["hardware"]["world_size"] == 2
+    assert ended.summary["limits"]["train_seconds"]["ok"] and "stopping_early: wallclock_cap" in ended.out
+    assert train_losses(ended)[0] == pytest.approx(train_losses(finished)[0], rel=1e-4)
+
+
+def all_end(lab: Lab, count: int = 2, fault: str = "", **changes: object) -> list[Ended]:
+    """All ranks, in a run that must fail together within a minute."""
+    ended = [started.wait(TOGETHER_SECONDS) for started in lab.ranks(count, fault=fault, **changes)]
+    assert all(one.status != 0 for one in ended), [one.out for one in ended]
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ({"SEED": 5}, ["SEED", "5", "1337", "rank 1", "rank 0"]),
+        ({"MATRIX_LR": 0.5}, ["MATRIX_LR", "0.5"]),
+    ],
+    ids=str,
+)
+def test_ranks_that_were_set_up_differently_do_not_start(
+    difference: dict[str, object], named: list[str], lab: Lab
+) -> None:
+    ended = all_end(lab, each={1: difference})
+    assert all(any(name in one.err for one in ended) for name in named), [one.err for one in ended]
+    assert any(all(name in one.err for name in named) for one in ended)
+    assert not lab.folder.joinpath("runs").exists()
+
+
+def test_ranks_with_other_data_or_another_tokenizer_do_not_start(lab: Lab) -> None:
+    other = lab.copy_dataset().dataset
+    path = other / "fineweb_train_000001.bin"
+    path.rename(path.with_name("fineweb_train_000002.bin"))
+    ended = all_end(lab, each={1: {"DATA_PATH": other}})
+    assert any("DATA_PATH" in one.err or "shards" in one.err for one in ended)
+
+
+def test_too_many_ranks_for_the_batch(lab: Lab) -> None:
+    ended = all_end(lab, count=3)
+    assert all("TRAIN_BATCH_TOKENS" in one.err and "Traceback" not in one.err for one in ended)
+
+
+RAISE_ON_RANK_1 = """
+import torch
+step = torch.optim.AdamW.step
+def fail(self, *given):
+    if os.environ["RANK"] == "1" and self.state and max(s["step"] for s in self.state.values()) >= 4:
+        raise RuntimeError("an injected fault")
+    return step(self, *given)
+torch.optim.AdamW.step = fail
+"""
+
+
+def test_a_rank_that_raises_ends_all(lab: Lab) -> None:
+    ended = all_end(lab, fault=RAISE_ON_RANK_1, ITERATIONS=10000)
+    assert "an injected fault" in ended[1].err and "rank 1" in ended[1].err
+    assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
+    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
+    log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
+    assert log.splitlines()[-1] == "RuntimeError: an injected fault"
+    assert not (lab.folder / "runs" / "run" / "summary.json").exists()
+
+
+def torchrun_ends(lab: Lab, fault: str, **changes: object) -> str:
+    """What two ranks that must fail and torchrun print together; `fault` is Python that each rank runs."""
+    (lab.folder / "sitecustomize.py").write_text(
+        "import os, sys, threading, time\n"
+        "def wait():\n"
+        "    while 'torch.optim' not in sys.modules:\n        time.sleep(0.1)\n    time.sleep(1)\n"
+        f"    exec({fault!r}, globals())\n"
+        "if os.environ.get('RANK'):\n    threading.Thread(target=wait, daemon=True).start()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.run(
+        [*command, str(SCRIPT)],
+        env=lab.settings(ITERATIONS=100000, PYTHONPATH=lab.folder, **changes),
+        cwd=lab.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150,
+    )  # fmt: skip
+    assert process.returncode != 0
+    return process.stdout
+
+
+def test_the_error_of_the_rank_that_failed_comes_last_under_torchrun(lab: Lab) -> None:
+    ranks, report = torchrun_ends(lab, RAISE_ON_RANK_1).split("ChildFailedError", 1)
+    assert ranks.count("Traceback (most recent call last)") == 2, ranks  # of rank 1, and then torchrun's own
+    cause = report.split("Root Cause", 1)[1]
+    assert "rank      : 1 " in cause and "RuntimeError: an injected fault" in cause, report
+    log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
+    assert log.splitlines()[-1] == "RuntimeError: an injected fault"
+
+
+def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
+    ranks = lab.ranks(2, ITERATIONS=100000)
+    ranks[0].wait_for("step:2/")
+    ranks[1].send(signal.SIGKILL)
+    ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
+    assert ended[0].status == 1 and ended[1].status == -signal.SIGKILL
+    assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
+    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
+
+
+@pytest.mark.parametrize("place", ["step:2/", "final_int7_roundtrip_exact"])
+def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
+    steps = 100000 if place == "step:2/" else 3
+    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=5)
+    ranks[0].wait_for(place)
+    ranks[1].send(signal.SIGSTOP)
+    begin_s = time.monotonic()
+    try:
+        ended = ranks[0].wait(TOGETHER_SECONDS)
+    finally:
+        ranks[1].send(signal.SIGKILL)
+        ranks[1].wait()
+    assert ended.status == 1 and time.monotonic() - begin_s > 4.0
+    assert ended.err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
+
+
+HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
+    'raise RuntimeError("an injected fault")', "__import__('ctypes').PyDLL(None).sleep(1000)"
+)  # in C, with the interpreter's lock held, so that no thread of Python's can end it
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
+    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=9)
+    assert "step:2/" in output and "is not heard of" in output and "ChildFailedError" in output
+
+
+def test_importing_the_script_starts_nothing(repo: Path, tmp_path: Path) -> None:
+    program = (
+        "import os, threading; before = dict(os.environ); import train_gpt, torch\n"
+        "assert dict(os.environ) == before and threading.active_count() == 1 and not os.listdir('.')\n"
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+    )
+    environ = {
+        **ONE_THREAD,
+        "PYTHONPATH": str(repo),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, check=True, env={**environ, "PATH": os.defpath}
+    )

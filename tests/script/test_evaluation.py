@@ -1,0 +1,505 @@
+"""Scores are complete, in order, the same for any number of ranks, and equal to a plain loop over windows."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+<<<<<<< HEAD:tests/test_evaluation.py
+from data.shards import write_shard
+=======
+from data.shards import load_tokenizer, write_shard
+from tests.support import tiny
+from tests.support.processes import Ended, Lab
+>>>>>>> tests:tests/script/test_evaluation.py
+from tools.check.findings import Level, Mode
+from tools.prove import probes, prove, rehearsal, tiny
+from train_gpt import (
+    Config,
+    ConfigError,
+    DataError,
+    Ledger,
+    Validation,
+    token_bytes,
+    window_rows,
+)
+
+GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238
+VALIDATION_PREFIX_BYTES = 2_504_310  # of its 901 whole documents
+
+
+def subject(**settings: str) -> probes.Subject:
+    return probes.make_subject(train_gpt, **settings)
+
+
+def plain_loop(model: Any, tokens: np.ndarray, config: Config, stride: int) -> np.ndarray:
+    """Every window by itself, the head on every row; each target from the first window that reaches it."""
+    nats, window = np.full(len(tokens) - 1, np.nan), 0
+    while np.isnan(nats).any():
+        begin = window * stride
+        row = torch.from_numpy(tokens[begin : begin + config.eval_length + 1].astype(np.int64))
+        with torch.no_grad():
+            found = model.loss_per_token(model(row[None, :-1])[0], row[1:]).double().numpy()
+        first = 0 if window == 0 else config.eval_length - stride
+        nats[begin + first : begin + len(found)] = found[first:]
+        window += 1
+    return nats
+
+
+def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
+    """The protocol of PR #1493 written out for one rank; destroys the model."""
+    c, targets = config, len(tokens) - 1
+    chunk_count = -(-targets // c.ttt_chunk_tokens)
+    velocity = [torch.zeros_like(p) for p in model.parameters()]
+    nats = np.zeros(targets)
+    for chunk in range(chunk_count):
+        start, stop = chunk * c.ttt_chunk_tokens, min((chunk + 1) * c.ttt_chunk_tokens, targets)
+        nats[start:stop] = plain_loop(model, tokens, config, c.eval_stride)[start:stop]
+        rows = [
+            tokens[i : i + c.eval_length + 1] for i in range(start, stop - c.eval_length + 1, c.eval_length)
+        ]
+        lr = c.ttt_lr * 0.5 * (1 + math.cos(math.pi * chunk / max(chunk_count - 1, 1)))
+        for _ in range(c.ttt_epochs):
+            for first in range(0, len(rows), c.ttt_batch_seqs):
+                batch = torch.from_numpy(np.stack(rows[first : first + c.ttt_batch_seqs]).astype(np.int64))
+                loss = model.loss(batch[:, :-1], batch[:, 1:])
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+                scale = min(1.0, c.ttt_grad_clip / norm) if c.ttt_grad_clip else 1.0
+                with torch.no_grad():
+                    for p, v, g in zip(model.parameters(), velocity, gradients, strict=True):
+                        v.mul_(c.ttt_momentum).add_(g, alpha=scale)
+                        p.sub_(v, alpha=lr)
+    return nats
+
+
+# --- the ledger ---
+
+
+def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
+    ledger = Ledger(np.arange(11))
+    ledger.record(0, np.ones(4))
+    with pytest.raises(ValueError, match="target 3 "):
+        ledger.record(3, np.ones(2))
+    with pytest.raises(ValueError, match="target 5 "):
+        ledger.record(4, np.array([1.0, np.nan]))
+    with pytest.raises(ValueError, match="target 6 "):
+        ledger.record(6, np.ones(2))
+    with pytest.raises(ValueError, match="6 targets were never scored, the first is 4"):
+        ledger.score(1)
+    with pytest.raises(ValueError, match="read-only"):
+        ledger.nats[0] = 0.0
+    ledger.record(4, np.full(6, 0.5))
+    score = ledger.score(7)
+    assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7) and len(ledger.nats) == 10
+
+
+@pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2)])
+def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
+    with pytest.raises(ValueError, match="absent"):
+        Ledger(np.arange(11)).record(start, np.ones(count))
+
+
+def test_updates_get_scored_tokens_only() -> None:
+    tokens = np.arange(10, 21)
+    ledger = Ledger(tokens)
+    assert ledger.scored_tokens(0, 1).tolist() == [10]
+    with pytest.raises(ValueError, match="not all scored"):
+        ledger.scored_tokens(0, 2)
+    ledger.record(0, np.ones(4))
+    assert ledger.scored_tokens(1, 5).tolist() == [11, 12, 13, 14]
+    for start, stop in ((0, 6), (4, 6), (0, 99)):
+        with pytest.raises(ValueError, match="not all scored"):
+            ledger.scored_tokens(start, stop)
+    ledger.scored_tokens(0, 5)[:] = 0
+    assert ledger.scored_tokens(0, 1).tolist() == [10]
+
+
+def learned_from(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each pass with gradients: the last place of the stream that it sees, and the targets scored by then.
+
+    The stream counts, so that a token tells its place: i + 1 stands at i, and BOS, which is 1, at the start.
+    """
+    lab = subject(VOCAB_SIZE="256")
+    tokens = np.arange(1, 151, dtype=np.uint16)
+    scored = [0]
+    seen: list[tuple[int, int]] = []
+    record, forward, loss = Ledger.record, train_gpt.GPT.forward, train_gpt.GPT.loss_per_token
+
+    def watched_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
+        record(ledger, start, nats)
+        scored.append(start + len(nats))
+
+    def watched_forward(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            seen.append((int(inputs_BT.max()) - 1, scored[-1]))
+        return forward(model, inputs_BT, *rest)
+
+    def watched_loss(model: Any, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            seen.append((int(targets_N.max()) - 1, scored[-1]))
+        return loss(model, hidden_ND, targets_N)
+
+    monkeypatch.setattr(Ledger, "record", watched_record)
+    monkeypatch.setattr(train_gpt.GPT, "forward", watched_forward)
+    monkeypatch.setattr(train_gpt.GPT, "loss_per_token", watched_loss)
+    assert len(lab.nats(name, tokens)) == 149
+    return seen
+
+
+def test_what_is_learned_from_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token at place i + 1 is target i: it may be seen once i + 1 targets are scored."""
+    seen = learned_from("score_ttt", monkeypatch)
+    assert seen and all(last <= scored for last, scored in seen)
+    assert max(last for last, _ in seen) == 128, "the fourth chunk of five was learned from to its end"
+
+
+@pytest.mark.parametrize("name", ["score_roundtrip", "score_sliding"])
+def test_the_other_scorers_learn_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert learned_from(name, monkeypatch) == []
+
+
+# --- windows ---
+
+
+def test_windows_and_chunks_have_the_published_counts() -> None:
+    begins = np.zeros(GOLDEN_TARGETS, np.int32)
+    chunks = window_rows(GOLDEN_TARGETS, 2048, 64, begins, 32_768)
+    per_chunk = [len(rows) for rows in chunks]
+    assert sum(per_chunk) == GOLDEN_WINDOWS and len(per_chunk) == GOLDEN_CHUNKS
+    assert all((rows[:, 1] // 32_768 == index).all() for index, rows in enumerate(chunks))
+    assert per_chunk[0] == 481 and per_chunk[-1] == 96 and set(per_chunk[1:-1]) == {512}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms())
+def test_rows_cover_each_target_once_with_its_context(
+    targets: int, stride: int, strides: int, contexts: int, random: Any
+) -> None:
+    context = stride * strides
+    starts = np.array([random.random() < 0.05 for _ in range(targets)])
+    begins = np.maximum.accumulate(np.where(starts, np.arange(targets), 0))
+    expected = 0
+    chunks = window_rows(targets, context, stride, begins, contexts * context)
+    for first, start, stop in np.concatenate(chunks):
+        assert start == expected < stop <= first + context
+        assert start // (contexts * context) == (stop - 1) // (contexts * context)
+        for target in range(start, stop):
+            assert first <= max(int(begins[target]), target - (context - stride), 0)
+        expected = stop
+    assert expected == targets
+
+
+@pytest.mark.parametrize("mask", ["0", "1"])
+@pytest.mark.parametrize("batch_tokens", ["16", "128", "4096"])
+def test_scorers_equal_a_plain_loop_over_windows(mask: str, batch_tokens: str) -> None:
+    lab = subject(DOC_MASK=mask, VAL_BATCH_SIZE=batch_tokens)
+    model, tokens = lab.model(), lab.tokens()
+    for name, stride in (("score_roundtrip", 16), ("score_sliding", 8)):
+        found, expected = lab.nats(name, tokens, model), plain_loop(model, tokens, lab.config, stride)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_with_documents_fewer_rows_are_computed_than_windows_exist() -> None:
+    lab, rows = subject(), list[int]()
+    model, forward = lab.model(), train_gpt.GPT.forward
+
+    def counted(model: Any, ids_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(len(ids_BT))
+        return forward(model, ids_BT, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.GPT, "forward", counted)
+        lab.nats("score_sliding", lab.tokens(), model)
+    assert sum(rows) < 1 + (149 - 16 + 7) // 8
+
+
+@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 33, 34])
+def test_streams_shorter_than_a_window_or_a_chunk_are_scored_whole(length: int) -> None:
+    lab = subject()
+    tokens, model = lab.tokens()[:length], lab.model()
+    found = [lab.nats(name, tokens, model) for name in probes.SCORERS]
+    assert all(len(nats) == length - 1 and np.isfinite(nats).all() for nats in found)
+    np.testing.assert_allclose(found[1], plain_loop(model, tokens, lab.config, 8), atol=2e-5)
+    if length <= lab.config.ttt_chunk_tokens + 1:
+        assert np.array_equal(found[1], found[2]), "there is nothing to learn from before the last chunk"
+
+
+@pytest.mark.parametrize(("context", "stride", "chunk"), [(20, 8, 48), (64, 16, 32), (20, 7, 20), (5, 5, 5)])
+def test_rows_score_every_target_once_whatever_the_sizes(context: int, stride: int, chunk: int) -> None:
+    for targets in range(1, 150):
+        rows = np.concatenate(train_gpt.window_rows(targets, context, stride, np.zeros(targets, int), chunk))
+        assert rows[0, 1] == 0 and rows[-1, 2] == targets and np.array_equal(rows[1:, 1], rows[:-1, 2])
+        assert (rows[:, 0] <= rows[:, 1]).all() and (rows[:, 2] - rows[:, 0] <= context).all()
+
+
+@pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS"])
+def test_streams_with_odd_documents_are_scored_whole(kind: str) -> None:
+    lab = subject()
+    tokens = lab.tokens()
+    tokens[tokens == 1] = 3
+    tokens[{"no BOS": slice(0, 0), "only BOS": slice(None), "late BOS": slice(77, 79)}[kind]] = 1
+    model = lab.model()
+    found = lab.nats("score_sliding", tokens, model)
+    np.testing.assert_allclose(found, plain_loop(model, tokens, lab.config, 8), atol=2e-5)
+    assert np.isfinite(lab.nats("score_ttt", tokens, model)).all()
+
+
+def test_a_context_that_is_no_multiple_of_the_stride_is_scored_whole_and_in_order() -> None:
+    lab = subject(EVAL_STRIDE="6", TTT_CHUNK_TOKENS="36")
+    found = lab.nats("score_sliding", lab.tokens())
+    np.testing.assert_allclose(found, plain_loop(lab.model(), lab.tokens(), lab.config, 6), atol=2e-5)
+    findings = [*probes.ledger_order(lab, "score_ttt"), *probes.kraft_sums(lab, "score_ttt", [0, 36, 40])]
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings)
+
+
+# --- test-time training ---
+
+
+@pytest.mark.parametrize("changes", [{}, {"TTT_EPOCHS": "2", "TTT_BATCH_SEQS": "1"}, {"TTT_GRAD_CLIP": "0"}])
+def test_ttt_follows_the_protocol(changes: dict[str, str]) -> None:
+    lab = subject(TTT_LR="0.05", **changes)
+    found = lab.nats("score_ttt", lab.tokens())
+    np.testing.assert_allclose(found, plain_ttt(lab.model(), lab.tokens(), lab.config), atol=2e-4)
+    assert np.abs(found - lab.nats("score_sliding", lab.tokens())).max() > 0.01
+
+
+def test_the_last_chunk_is_never_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, learned = subject(), list[list[int]]()
+    monkeypatch.setattr(
+        train_gpt, "learn", lambda model, sgd, tokens, config: learned.append(tokens.tolist())
+    )
+    lab.nats("score_ttt", lab.tokens())
+    stream = lab.tokens().tolist()
+    assert learned == [stream[start : start + 33] for start in (0, 32, 64, 96)]
+
+
+def test_weights_come_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = subject()
+    model, calls = lab.model(), iter(range(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    original = train_gpt.learn
+
+    def learn_twice(*arguments: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    monkeypatch.setattr(train_gpt, "learn", learn_twice)
+    with pytest.raises(KeyboardInterrupt):
+        lab.nats("score_ttt", lab.tokens(), model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "RANKS", (3,))
+    findings = list(prove.rank_invariance(subject(), Path(train_gpt.__file__), tmp_path))
+    assert len(findings) == 3
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
+
+
+# --- bytes ---
+
+
+<<<<<<< HEAD:tests/test_evaluation.py
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory:
+    return rehearsal.build_laboratory(tmp_path_factory.mktemp("laboratory"))
+
+
+def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
+    places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
+    return Config.from_env({**tiny.RUN, **places, **changes})
+=======
+def byte_config(dataset: Path, **changes: str) -> Config:
+    """The settings of a run on the tiny dataset."""
+    places = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(dataset / "tokenizer.model")}
+    return Config.from_env({**tiny.environment(), **places, **changes})
+>>>>>>> tests:tests/script/test_evaluation.py
+
+
+@pytest.mark.parametrize("size", [1024, 8192])
+def test_bytes_of_the_real_validation_prefix(shared_data: Path, size: int) -> None:
+    folder = shared_data / f"datasets/fineweb_sample_sp{size}"
+    model = shared_data / f"tokenizers/fineweb_{size}_bpe.model"
+    config = Config.from_env(
+        {"DATA_PATH": str(folder), "TOKENIZER_PATH": str(model), "VOCAB_SIZE": str(size)}
+    )
+    tokens = np.concatenate(
+        [train_gpt.read_tokens(s) for s in train_gpt.open_shards(f"{folder}/fineweb_val_*.bin")]
+    )
+    starts = np.append(np.flatnonzero(tokens == 1), len(tokens))
+    whole = tokens[: starts[901]]
+    assert token_bytes(whole, config).sum() == VALIDATION_PREFIX_BYTES
+
+
+def test_pieces_count_the_bytes_that_they_decode_to(dataset: Path) -> None:
+    tokenizer = dataset / "tokenizer.model"
+    pieces = load_tokenizer(tokenizer)
+    findings = list(probes.byte_table(subject(), str(tokenizer), rehearsal.TEXTS, pieces))
+    assert [finding.check for finding in findings] == ["B10", "B11"]
+
+
+<<<<<<< HEAD:tests/test_evaluation.py
+def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
+    tokens, counts = np.array([1, 5, 6, 1, 7], np.uint16), np.array([0, 3, 1, 0, 4], "<u2")
+    write_shard(tmp_path / "fineweb_val_bytes_000000.bin", counts)
+    config = byte_config(laboratory, DATA_PATH=str(tmp_path))
+=======
+def test_a_byte_sidecar_takes_precedence(dataset: Path, tmp_path: Path) -> None:
+    tokens = np.array([1, 5, 6, 1, 7], np.uint16)
+    write_shard(tmp_path / "fineweb_val_bytes_000000.bin", np.array([0, 3, 1, 0, 4]))
+    config = byte_config(dataset, DATA_PATH=str(tmp_path))
+>>>>>>> tests:tests/script/test_evaluation.py
+    assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
+    assert token_bytes(tokens[:3], config).tolist() == [3, 1]
+    with pytest.raises(DataError, match="4 counts for 5 targets"):
+        token_bytes(np.append(tokens, 8), config)
+
+
+def test_a_foreign_tokenizer_is_refused(dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.model").write_bytes(b"no model")
+    for changes in (
+        {"TOKENIZER_PATH": str(tmp_path / "absent")},
+        {"TOKENIZER_PATH": str(tmp_path / "broken.model")},
+    ):
+        with pytest.raises(DataError, match="no SentencePiece model"):
+            token_bytes(np.array([1, 5]), byte_config(dataset, **changes))
+    with pytest.raises(DataError, match=r"320 pieces.*VOCAB_SIZE=512"):
+        token_bytes(np.array([1, 5]), byte_config(dataset, VOCAB_SIZE="512"))
+
+
+# --- settings and lines ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"EVAL_STRIDE": "17"}, {"TTT_CHUNK_TOKENS": "36"}, {"TTT_CHUNK_TOKENS": "8"}, {"EVAL_STRIDE": "0"}],
+)
+def test_settings_that_contradict_are_config_errors(changes: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"EVAL_STRIDE|TTT_CHUNK_TOKENS"):
+        subject(**changes)
+
+
+@pytest.fixture
+def lines() -> Iterator[Any]:
+    yield lambda run, label: [line for line in run.lines if line.startswith(label)]
+
+
+@pytest.mark.parametrize("mark", ["", " comparable:0"])
+def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
+    lab, run = subject(VAL_PROGRESS_LOG_EVERY="2"), probes.RecordingRun()
+    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
+    assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
+    for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
+        short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
+        assert re.fullmatch(
+            rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short
+        )
+        numbers = rf"val_loss:\d+\.\d{{8}} val_bpb:\d+\.\d{{8}} scored_tokens:149 val_bytes:321{mark}"
+        assert re.fullmatch(f"{label}_exact {numbers}", exact)
+    score = scores["roundtrip"]
+    assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
+    assert len(lines(run, "val_progress:legal_ttt ")) == 3
+
+
+# --- progress, and evaluation once more ---
+
+
+def test_progress_is_told_with_what_all_of_evaluation_should_come_to(
+    monkeypatch: pytest.MonkeyPatch, lines: Any
+) -> None:
+    """Ten seconds a chunk, five chunks a scorer."""
+    lab = subject(VAL_PROGRESS_LOG_EVERY="1", VAL_BATCH_SIZE="1")
+    run, record, seconds = probes.RecordingRun(), Ledger.record, [0.0]
+
+    def slow_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
+        record(ledger, start, nats)
+        seconds[0] += 10.0
+
+    monkeypatch.setattr(Ledger, "record", slow_record)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: seconds[0])
+    train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
+    expected = [
+        f"{seen / 149:.0%} tokens_seen:{seen} eta:{10 * chunk * (149 / seen - 1):.0f}s"
+        for chunk, seen in enumerate((32, 64, 96, 128, 149), 1)
+    ]
+    for phase in ("roundtrip", "sliding_window", "legal_ttt"):
+        told = lines(run, f"val_progress:{phase} ")
+        assert all(re.search(r" partial_mean_loss:\d+\.\d{4} ", line) for line in told)
+        assert [re.sub(r"^\S+ | partial_mean_loss:\S+", "", line) for line in told] == expected
+
+
+KILLED = """
+import os, signal, builtins
+opening = open
+def kill(path, *given, **more):
+    log = opening(path).read() if str(path).endswith("log.txt") and os.path.exists(path) else ""
+    if log.count("val_progress:PHASE") == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return opening(path, *given, **more)
+builtins.open = kill
+"""  # in the third chunk of a scorer
+EVERY_CHUNK = {"VAL_TOKENS_LIMIT": 2500, "VAL_BATCH_SIZE": 32, "VAL_PROGRESS_LOG_EVERY": 1}
+
+
+def tokens_seen(ended: Ended) -> list[tuple[str, str]]:
+    log = (ended.directory / "log.txt").read_text("utf-8")
+    return re.findall(r"^val_progress:(\w+) .* tokens_seen:(\d+) ", log, re.M)
+
+
+def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(lab: Lab) -> None:
+    straight = lab.elsewhere("straight").succeed(**EVERY_CHUNK)
+    chunks = tokens_seen(straight)
+    assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [3, 3]
+    changes, told = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}, []
+    for phase, done in (("sliding_window", 5), ("legal_ttt", 8)):
+        ended = lab.run(fault=KILLED.replace("PHASE", phase), **changes)
+        told += chunks[:done]
+        assert ended.status == -signal.SIGKILL and tokens_seen(ended) == told
+        changes["RESUME"] = ended.directory
+    model = (lab.folder / "runs" / "run" / "model.bin").read_bytes()
+    last = lab.succeed(**changes)
+    assert tokens_seen(last) == told + chunks and "resumed:" in last.out
+    assert last.summary["losses"] == straight.summary["losses"]
+    assert last.summary["artifact"] == straight.summary["artifact"]
+    assert (last.directory / "model.bin").read_bytes() == model
+    assert last.summary["limits"]["eval_seconds"]["value"] == pytest.approx(
+        sum(s for name, s in last.summary["phases"].items() if name.startswith("eval_"))
+    )
+
+
+def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
+    first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, **EVERY_CHUNK))
+    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
+    killed, peer = lab.ranks(2, {0: {"fault": KILLED.replace("PHASE", "legal_ttt")}}, **changes)
+    ended = killed.wait()
+    peer.send(signal.SIGKILL)
+    peer.wait()
+    assert ended.status == -signal.SIGKILL
+    last, _ = (rank.wait() for rank in lab.ranks(2, RESUME=ended.directory, **changes))
+    assert last.status == 0, last.err
+    assert tokens_seen(last) == tokens_seen(first)[:8] + tokens_seen(first)
+    assert last.summary["losses"] == first.summary["losses"]
+
+
+@pytest.mark.slow
+def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
+    plain, compiled = subject(TTT_LR="0.05"), subject(TTT_LR="0.05", COMPILE="1")
+    for name in probes.SCORERS:
+        found = compiled.nats(name, compiled.tokens())
+        np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)

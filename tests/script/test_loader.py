@@ -1,0 +1,843 @@
+"""DATA: an order of the tokens that threads, ranks, faults and resumes neither change nor stop."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from data.shards import write_shard
+from tests.support.loaders import (
+    CPU,
+    SIZES,
+    drain,
+    loader_threads,
+    make_config,
+    on_read,
+    on_stage,
+    open_loader,
+    sequences_of,
+    state_of,
+    stream,
+    take,
+    write_shards,
+)
+from tests.support.processes import Lab
+from tests.support.tiny import tokens_of
+from tests.support.waiting import DEADLINE_SECONDS, wait_until, within
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return write_shards(tmp_path_factory.mktemp("counting"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Whatever a test does, its loader's threads are gone soon after."""
+    yield
+    end = time.monotonic() + 5
+    while loader_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not loader_threads()
+
+
+def header(*fields: int) -> bytes:
+    """The head of a shard with any fields, right or wrong."""
+    return np.array([*fields] + [0] * (256 - len(fields)), "<i4").tobytes()
+
+
+def sequences_from(config: Any, shards: list[Any], position: int) -> Iterator[tuple[int, int]]:
+    """(shard, sequence) at `position` of the stream and on, by the visits; they join up."""
+    for begin, shard, sequences in train_gpt.shard_visits(config, shards, position):
+        assert begin <= position < begin + len(sequences)
+        yield from ((int(shard.path.name), int(i)) for i in sequences[position - begin :])
+        position = begin + len(sequences)
+
+
+def rss_bytes() -> int:
+    """Memory of this process that is resident."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# -- order: a pure function ----------------------------------------------------------------------------------
+
+
+def philox(counter: int, key: int) -> list[int]:
+    """The four words of Philox4x64-10 at a counter, in Python integers (Salmon et al., 2011)."""
+    a, b, c, d = (counter >> shift & 2**64 - 1 for shift in (0, 64, 128, 192))
+    low, high = key % 2**64, key >> 64
+    for _ in range(10):
+        left, right = a * 0xD2E7470EE14C6C93, c * 0xCA5A826395121157
+        a, b, c, d = right >> 64 ^ b ^ low, right % 2**64, left >> 64 ^ d ^ high, left % 2**64
+        low, high = (low + 0x9E3779B97F4A7C15) % 2**64, (high + 0xBB67AE8584CAA73B) % 2**64
+    return [a, b, c, d]
+
+
+def test_philox_is_the_published_generator() -> None:
+    """Known answers of Random123 1.14 for a counter and key of zeros."""
+    words = ["16554d9eca36314c", "db20fe9d672d0fdc", "d7e772cee186176b", "7e68b68aec7ba23b"]
+    assert [f"{word:016x}" for word in philox(0, 0)] == words
+
+
+def plain_words(count: int, key: int, *counter: int) -> list[int]:
+    """Words of Philox as numpy counts: from the block after `counter`, lowest word first."""
+    start = sum(word << 64 * place for place, word in enumerate(counter))
+    return [word for block in range(-(-count // 4)) for word in philox(start + 1 + block, key)][:count]
+
+
+def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> None:
+    """Shards, then the sequences of each, sorted by random words; golden values keep published runs valid."""
+    rows, stream_hash = stream(shards, 12)
+    usable = [number for number in range(4) if SIZES[number] > 16]
+    expected: list[int] = []
+    for epoch in (0, 1):
+        for turn in np.argsort(np.array(plain_words(3, 1337, 0, 1, epoch), np.uint64)):
+            words = plain_words((SIZES[usable[turn]] - 1) // 16, 1337, 0, 2, epoch, int(turn))
+            starts = sum(SIZES[: usable[turn]]) + 16 * np.argsort(np.array(words, np.uint64))
+            expected += starts.tolist()
+    assert rows[:, 0].tolist() == expected[: len(rows)]
+    assert rows[:8, 0].tolist() == [780, 748, 700, 764, 732, 812, 716, 796]
+    assert f"{stream_hash:016x}" == "823f6cffeaf9e2a0"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    seq_len=st.integers(1, 20),
+    seed=st.integers(0, 2**63 - 1),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_an_epoch_is_every_sequence_once(
+    sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int
+) -> None:
+    all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
+    config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
+    if max(sizes) <= seq_len:
+        with pytest.raises(train_gpt.DataError, match=rf"TRAIN_SEQ_LEN \+ 1 = {seq_len + 1} tokens"):
+            next(train_gpt.shard_visits(config, all_shards, 0))
+        return
+    expected = [(number, i) for number, size in enumerate(sizes) for i in range((size - 1) // seq_len)]
+    first = epoch * len(expected)
+    seen = list(itertools.islice(sequences_from(config, all_shards, first), len(expected)))
+    assert sorted(seen) == expected
+    assert shuffle or seen == expected
+    reached = [next(sequences_from(config, all_shards, first + at)) for at in range(len(expected))]
+    assert reached == seen  # without replaying
+
+
+def test_shuffle_depends_on_seed_epoch_and_shard() -> None:
+    configs = [make_config(seed=seed) for seed in (1, 2)]
+    permutations = [
+        train_gpt.permutation(configs[0], 40, epoch, shard) for epoch in (0, 1) for shard in (0, 1)
+    ]
+    permutations.append(train_gpt.permutation(configs[1], 40, 0, 0))
+    assert len({tuple(p) for p in permutations}) == len(permutations)
+    assert all(sorted(p) == list(range(40)) for p in permutations)
+
+
+def test_sequences_are_file_contents(shards: list[Any]) -> None:
+    """Counting shards: a sequence counts up from a multiple of T in its shard; an epoch holds each once."""
+    starts = np.cumsum([0, *SIZES])[:-1]
+    legal = {int(s) + 16 * i for s, n in zip(starts, SIZES, strict=True) for i in range((n - 1) // 16)}
+    rows, _ = stream(shards, steps=-(-len(legal) // 16))
+    assert np.array_equal(rows, rows[:, :1] + np.arange(17))
+    epoch = rows[: len(legal), 0].tolist()
+    assert set(epoch) == legal and len(epoch) == len(legal)
+
+
+def test_without_shuffle_it_is_file_order(shards: list[Any]) -> None:
+    rows, _ = stream(shards, 3, shuffle=False)
+    starts = [16 * i for i in range((SIZES[0] - 1) // 16)] + [
+        SIZES[0] + 16 * i for i in range((SIZES[1] - 1) // 16)
+    ]
+    assert rows[:48, 0].tolist() == starts[:48]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("prefetch,copy_stream,depth", [(False, False, 2), (True, True, 1), (True, False, 3)])
+def test_every_geometry_sees_the_same_steps(
+    shards: list[Any], world_size: int, prefetch: bool, copy_stream: bool, depth: int
+) -> None:
+    """Same bytes and hash for any ranks, micro-batches and threads, over shard edges and several epochs."""
+    expected, expected_hash = stream(shards, 20, train_prefetch=False)
+    for micro_batch_tokens in (16, 32, 512):
+        rows, stream_hash = stream(
+            shards,
+            20,
+            world_size,
+            micro_batch_tokens=micro_batch_tokens,
+            train_prefetch=prefetch,
+            train_copy_stream=copy_stream,
+            train_prefetch_queue=depth,
+        )
+        assert np.array_equal(rows, expected)
+        assert stream_hash == expected_hash
+
+
+def test_real_text_is_the_same_with_and_without_threads(shared_data: Path) -> None:
+    files = train_gpt.open_shards(str(shared_data / "datasets/fineweb_sample_sp1024/fineweb_train_*.bin"))
+    geometry = {
+        "train_seq_len": 1024,
+        "train_batch_tokens": 65536,
+        "micro_batch_tokens": 16384,
+        "vocab_size": 1024,
+    }
+    expected = stream(files, 3, train_prefetch=False, **geometry)
+    rows, stream_hash = stream(files, 3, world_size=2, **geometry)
+    assert np.array_equal(rows, expected[0]) and stream_hash == expected[1]
+
+
+def test_a_step_larger_than_the_data_repeats_it(tmp_path: Path) -> None:
+    """One tiny shard of 2 sequences, 16 in a step: eight epochs in every step."""
+    files = write_shards(tmp_path / "tiny", (40,))
+    rows, _ = stream(files, 2, world_size=4)
+    assert all(sorted(rows[at : at + 2, 0]) == [0, 16] for at in range(0, len(rows), 2))
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"train_batch_tokens": 240}, "2 ranks"),
+        ({"micro_batch_tokens": 48}, "MICRO_BATCH_TOKENS"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused(
+    shards: list[Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(train_gpt.ConfigError, match=message):
+        open_loader(shards, world_size=2, **changes)
+
+
+# -- stream hash ---------------------------------------------------------------------------------------------
+
+
+def plain_hash(position: int, sequence: list[int]) -> int:
+    """The documented hash in Python integers: words times odd keys, times an odd word of the position."""
+    inputs, last = sequence[:-1] + [0] * (len(sequence[:-1]) % 2), sequence[-1]
+    words = [last, *(low + (high << 16) for low, high in zip(inputs[::2], inputs[1::2], strict=True))]
+    keys = plain_words(len(words), 1)
+    total = sum(word * (key | 1) for word, key in zip(words, keys, strict=True))
+    return total * (plain_words(1, 2, position)[0] | 1) % 2**64
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 4), seq_len=st.integers(1, 9), first=st.integers(0, 2**40))
+def test_hash_is_the_documented_one(data: st.DataObject, rows: int, seq_len: int, first: int) -> None:
+    ids = st.lists(st.integers(0, 65535), min_size=seq_len + 1, max_size=seq_len + 1)
+    block = np.array(data.draw(st.lists(ids, min_size=rows, max_size=rows)), np.uint16)
+    got = train_gpt.hash_sequences(first, block)
+    assert got == sum(plain_hash(first + i, row) for i, row in enumerate(block.tolist())) % 2**64
+    at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
+    block[at] ^= 1 << data.draw(st.integers(0, 15))
+    assert got != train_gpt.hash_sequences(first, block)
+
+
+def test_hash_sees_a_swap_of_two_sequences() -> None:
+    rows = np.arange(34, dtype=np.uint16).reshape(2, 17)
+    assert train_gpt.hash_sequences(5, rows) != train_gpt.hash_sequences(5, rows[::-1])
+
+
+# -- seek, state, resume -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_resume_at_every_step_on_any_number_of_ranks(shards: list[Any], prefetch: bool) -> None:
+    """Each step by new loaders, resumed from the resumed: over shard edges and epochs, 1, 2 and 4 ranks."""
+    steps = 20
+    expected, expected_hash = stream(shards, steps, train_prefetch=False)
+    with open_loader(shards) as loader:
+        state = state_of([loader])
+    for step in range(steps):
+        world_size = (1, 2, 4)[step % 3]
+        geometry = {"micro_batch_tokens": 32, "train_prefetch": prefetch}
+        loaders = [open_loader(shards, rank, world_size, **geometry) for rank in range(world_size)]
+        for loader in loaders:
+            loader.load_state_dict(state)
+        assert state_of(loaders) == state
+        rows = np.concatenate([take(loader, loader.micro_steps) for loader in loaders])
+        assert np.array_equal(rows, expected[16 * step : 16 * step + 16])
+        state = state_of(loaders)
+        for loader in loaders:
+            loader.close()
+    assert (state["step"], state["stream_hash"]) == (steps, expected_hash)
+
+
+def test_state_is_of_the_batch_delivered_not_of_the_one_prefetched(shards: list[Any]) -> None:
+    with open_loader(shards, train_prefetch_queue=8) as loader:
+        take(loader, loader.micro_steps)
+        wait_until(lambda: loader.ready() == 8)
+        assert loader.state_dict(0)["step"] == 1
+
+
+def test_there_is_no_state_in_the_middle_of_a_step(shards: list[Any]) -> None:
+    with open_loader(shards) as loader, pytest.raises(AssertionError, match="whole steps"):
+        loader.next_batch()
+        loader.state_dict(0)
+
+
+@pytest.mark.parametrize(
+    "field,changes",
+    [
+        ("seed", {"seed": 7}),
+        ("shuffle", {"shuffle": False}),
+        ("train_batch_tokens", {"train_batch_tokens": 512}),
+    ],
+)
+def test_a_state_of_other_settings_names_the_field(
+    shards: list[Any], field: str, changes: dict[str, Any]
+) -> None:
+    with open_loader(shards, **changes) as other, open_loader(shards) as loader:
+        with pytest.raises(train_gpt.LoaderError, match=rf"{field} is .*expected"):
+            loader.load_state_dict(other.state_dict(0))
+        loader.next_batch()  # and the loader is as it was
+
+
+def test_a_state_of_other_data_names_the_field(shards: list[Any], tmp_path: Path) -> None:
+    renamed = write_shards(tmp_path / "other", (*SIZES[:3], SIZES[3] - 1))
+    with open_loader(shards) as other:
+        state = other.state_dict(0)
+    refused = pytest.raises(train_gpt.LoaderError, match=r"shards_sha256 is .*, expected ")
+    with open_loader(renamed) as loader, refused:
+        loader.load_state_dict(state)
+
+
+def test_warm_up_leaves_no_trace(shards: list[Any]) -> None:
+    expected, expected_hash = stream(shards, 4, train_prefetch=False)
+    with open_loader(shards) as loader:
+        take(loader, 11)
+        loader.seek(0)
+        assert loader.stream_hash == 0
+        assert np.array_equal(take(loader, 4 * loader.micro_steps), expected)
+        assert loader.stream_hash == expected_hash
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_seek_reads_nothing_but_the_shard_it_needs(
+    shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs away, no sooner and no later than at once: nothing is read but the shard and those after it."""
+    expected, _ = stream(shards, 2, first_step=10_000, train_prefetch=False)
+    reads: list[Path] = []
+    on_read(monkeypatch, reads.append)
+    with open_loader(shards, train_prefetch=prefetch) as loader:
+        loader.next_batch()
+        reads.clear()
+        loader.seek(10_000)
+        rows = take(loader, 1)
+        assert len(reads) <= 3 and np.array_equal(rows, expected[: len(rows)])
+
+
+# -- documents -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 20), seq_len=st.integers(1, 20))
+def test_cu_seqlens_are_the_starts_of_documents_and_rows(
+    data: st.DataObject, rows: int, seq_len: int
+) -> None:
+    flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
+    ids_BT = np.array(flat, np.uint16).reshape(rows, seq_len)
+    of_rows = [*range(0, rows * seq_len, seq_len)]
+    of_all = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i in of_rows]
+    for doc_mask, expected in ((True, of_all), (False, of_rows)):
+        got = train_gpt.document_starts(ids_BT, make_config(doc_mask=doc_mask))
+        assert got.tolist() == [*expected, rows * seq_len] and got.dtype == np.int32
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> None:
+    ids = np.random.default_rng(0).integers(1, 5, 2000)
+    write_shard(tmp_path / "fineweb_train_000000.bin", ids)
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    with open_loader(files, train_prefetch=prefetch) as loader:
+        for _ in range(60):
+            batch = loader.next_batch()
+            assert batch.cu_seqlens.dtype == torch.int32
+            expected = train_gpt.document_starts(batch.inputs_BT.numpy(), loader.config)
+            assert batch.cu_seqlens.tolist() == expected.tolist()
+    with open_loader(files, train_prefetch=prefetch, doc_mask=False) as loader:
+        assert loader.next_batch().cu_seqlens.tolist() == [0, 16, 32, 48, 64]
+
+
+# -- timing of the stages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("slow", ["disk", "stage", "step", "random"])
+def test_no_stage_can_change_the_stream_by_its_speed(
+    shards: list[Any], slow: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = stream(shards, 10, train_prefetch=False)
+    delays = np.random.default_rng(1)
+
+    def pause(stage: str) -> None:
+        if slow in (stage, "random"):
+            time.sleep(0.004 if slow == stage else delays.uniform(0, 0.004))
+
+    on_read(monkeypatch, lambda path: pause("disk"))
+    on_stage(monkeypatch, lambda position, ids_BT: pause("stage"))
+    with open_loader(shards, train_prefetch_queue=depth) as loader:
+        rows = []
+        for _ in range(10 * loader.micro_steps):
+            rows.append(sequences_of(loader.next_batch()))
+            pause("step")
+    assert np.array_equal(np.concatenate(rows), expected)
+
+
+def test_the_next_shard_is_read_ahead_and_no_more_than_that(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first shard is in use the second is read; the third only when the first is done with."""
+    reads: list[Path] = []
+    on_read(monkeypatch, reads.append)
+    with open_loader(shards, train_prefetch_queue=1) as loader:
+        loader.next_batch()
+        wait_until(lambda: len(reads) >= 2)
+        time.sleep(0.05)
+        assert len(reads) == 2
+        visits = train_gpt.shard_visits(loader.config, shards, 0)
+        assert reads == [next(visits)[1].path for _ in range(2)]
+
+
+def test_a_shard_that_takes_long_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second shard's read is held until the last batch of the first is delivered: none waits for it."""
+    files = write_shards(tmp_path / "two", (16 * 40 + 1, 16 * 40 + 1))
+    gate, seen = threading.Event(), list[Path]()
+
+    def held(path: Path) -> None:
+        seen.append(path)
+        if len(seen) == 2:
+            assert gate.wait(DEADLINE_SECONDS)
+
+    on_read(monkeypatch, held)
+    with open_loader(files, train_prefetch_queue=2) as loader:
+        for _ in range(10):
+            loader.next_batch()
+        gate.set()
+        loader.next_batch()
+
+
+def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
+    """Kept for as long as one likes, a batch is never written again."""
+    with open_loader(shards) as loader:
+        kept = [loader.next_batch() for _ in range(40)]
+        copies = [(b.inputs_BT.clone(), b.targets_BT.clone(), b.cu_seqlens.clone()) for b in kept]
+        take(loader, 40)
+        for batch, (inputs_BT, targets_BT, cu_seqlens) in zip(kept, copies, strict=True):
+            assert torch.equal(batch.inputs_BT, inputs_BT) and torch.equal(batch.targets_BT, targets_BT)
+            assert torch.equal(batch.cu_seqlens, cu_seqlens)
+
+
+def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
+    with open_loader(shards) as loader:
+        take(loader, 5)
+        assert len(loader.waits_ms) == 5 and min(loader.waits_ms) >= 0
+
+
+# -- faults --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("fault", [OSError("disk on fire"), SystemExit(3), KeyError("k"), MemoryError()])
+def test_an_error_in_the_disk_stage_arrives_in_order(
+    shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All good batches first, then a LoaderError with rank, shard, position and the origin's traceback."""
+    expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
+    (_, _, sequences), (_, bad, _) = itertools.islice(train_gpt.shard_visits(make_config(), shards, 0), 2)
+
+    def fail_at_the_bad_shard(path: Path) -> None:
+        if path == bad.path:
+            raise fault
+
+    on_read(monkeypatch, fail_at_the_bad_shard)
+    with open_loader(shards, train_prefetch=prefetch) as loader:
+        rows, error = within(5, lambda: drain(loader))
+    good = len(sequences) // 4  # whole micro-batches of four out of the first shard
+    assert len(rows) == good and np.array_equal(np.concatenate(rows), expected[: 4 * good])
+    for part in (str(bad.path), f"position {4 * good + 3}", "rank 0", type(fault).__name__, "in read_tokens"):
+        assert part in str(error), part
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("fault", [ValueError("bug"), SystemExit(1), GeneratorExit()])
+def test_an_error_in_the_stage_arrives(
+    shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_after_six_batches(position: int, ids_BT: np.ndarray) -> None:
+        if position >= 24:
+            raise fault
+
+    on_stage(monkeypatch, fail_after_six_batches)
+    with open_loader(shards, train_prefetch=prefetch) as loader:
+        rows, error = within(5, lambda: drain(loader))
+    assert len(rows) == 6
+    for part in (type(fault).__name__, "rank 0, step 1, position 27", "fineweb_train_", "in hash_sequences"):
+        assert part in str(error), part
+
+
+@pytest.mark.parametrize("name", ["loader disk", "loader stage"])
+def test_a_worker_that_is_killed(shards: list[Any], name: str) -> None:
+    """An exception from outside ends a worker between two items: its reader does not wait for ever."""
+    with open_loader(shards, loader_timeout_seconds=1) as loader:
+        loader.next_batch()
+        wait_until(lambda: loader.ready() == 2)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith(name))
+        killed = ctypes.c_ulong(thread.ident)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(killed, ctypes.py_object(SystemExit)) == 1
+        within(DEADLINE_SECONDS, lambda: drain(loader))
+
+
+def test_a_stall_ends_in_an_error_with_all_stacks(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate = threading.Event()
+    on_read(monkeypatch, lambda path: gate.wait(DEADLINE_SECONDS))
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    with open_loader(shards, loader_timeout_seconds=1) as loader:
+        with pytest.raises(train_gpt.LoaderError, match=r"LOADER_TIMEOUT_SECONDS=1, .*TimeoutError"):
+            within(5, loader.next_batch)
+        gate.set()
+    assert "in read_tokens" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["truncated", "grown", "vanished", "magic", "count", "replaced"])
+def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
+    files = write_shards(tmp_path / "data", (16 * 400 + 1, 16 * 8 + 1))
+    with open_loader(files, shuffle=False, train_prefetch=False) as loader:
+        take(loader, 1)
+        path, content = files[1].path, files[1].path.read_bytes()
+        changed = {
+            "truncated": content[:-2],
+            "grown": content + b"\0\0",
+            "magic": b"\0" + content[1:],
+            "count": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 130],
+            "replaced": content[:8] + (64).to_bytes(4, "little") + content[12 : 1024 + 128],
+        }
+        path.unlink() if fault == "vanished" else path.write_bytes(changed[fault])
+        rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
+    assert len(rows) == 99 and str(path) in str(error) and "DataError" in str(error)
+
+
+def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) -> None:
+    ids = np.full(500, 7)
+    ids[321] = 512
+    write_shard(tmp_path / "fineweb_train_000000.bin", ids)
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    with open_loader(files, vocab_size=512) as loader, pytest.raises(
+        train_gpt.LoaderError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
+    ):
+        within(5, loader.next_batch)
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (b"", "expected a token shard"),
+        (b"\1" * 1000, "magic, version and size are (16843009, 16843009, 1000), expected (20240520, 1, "),
+        (header(20240520, 2, 8) + b"\0" * 16, "(20240520, 2, 1040), expected (20240520, 1, 1040)"),
+        (header(20240520, 1, 8) + b"\0" * 15, "(20240520, 1, 1039), expected (20240520, 1, 1040)"),
+        (header(20240520, 1, 0), "(20240520, 1, 1024), expected (20240520, 1, 1026)"),
+        (header(20240520, 1, -5), "(20240520, 1, 1024), expected (20240520, 1, 1026)"),
+    ],
+)
+def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "fineweb_train_000000.bin").write_bytes(content)
+    with pytest.raises(train_gpt.DataError, match=re.escape(message)) as error:
+        train_gpt.open_shards(str(tmp_path / "*.bin"))
+    assert "fineweb_train_000000.bin" in str(error.value)
+
+
+def test_no_shards_is_an_error_that_names_the_pattern(tmp_path: Path) -> None:
+    with pytest.raises(train_gpt.DataError, match="absent"):
+        train_gpt.open_shards(str(tmp_path / "absent*.bin"))
+
+
+# -- close ---------------------------------------------------------------------------------------------------
+
+
+def close_in_state(shards: list[Any], state: str) -> float:
+    """Open a loader, bring it into a state, close it (twice); returns the seconds of close()."""
+    loader = open_loader(
+        shards, train_prefetch_queue=1 + len(state) % 3, train_prefetch=state != "synchronous"
+    )
+    if state in ("used", "full", "synchronous"):
+        loader.next_batch()
+    if state == "full":
+        wait_until(lambda: loader.ready() == 1 + len(state) % 3)
+    if state == "moved":
+        loader.seek(5)
+    begin = time.monotonic()
+    loader.close()
+    loader.close()
+    seconds = time.monotonic() - begin
+    with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
+        loader.next_batch()
+    return seconds
+
+
+STATES = ("fresh", "used", "full", "moved", "synchronous")
+
+
+def test_200_cycles_leave_nothing(shards: list[Any]) -> None:
+    slowest = max(close_in_state(shards, STATES[cycle % len(STATES)]) for cycle in range(200))
+    assert slowest < 2
+    wait_until(lambda: not loader_threads(), seconds=2)
+
+
+def test_close_with_a_reader_that_hangs_is_bounded(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    on_read(monkeypatch, lambda path: gate.wait(DEADLINE_SECONDS))
+    loader = open_loader(shards)
+    wait_until(lambda: len(loader_threads()) == 2)
+    begin = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin < 2
+    gate.set()
+
+
+def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
+    with pytest.raises(ZeroDivisionError), open_loader(shards) as loader:
+        loader.next_batch()
+        raise ZeroDivisionError
+    with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
+        loader.next_batch()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+import torch, train_gpt
+from tests.support.loaders import make_config, write_shards
+shards = write_shards(Path({folder!r}))
+place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+loader = train_gpt.Loader(make_config(), shards, place)
+loader.next_batch()
+print("ready", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end,sent,code",
+    [
+        ("", None, 0),
+        ("raise RuntimeError('step')", None, 1),
+        ("sys.exit(3)", None, 3),
+        ("while True: time.sleep(1)", signal.SIGINT, -signal.SIGINT),
+        ("while True: loader.next_batch()", signal.SIGINT, -signal.SIGINT),
+        ("while True: loader.next_batch()", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_process_that_never_closes_ends(tmp_path: Path, end: str, sent: Any, code: int) -> None:
+    """Normal end, error, exit, Ctrl-C and SIGTERM, without close(): the process is gone within 5 s."""
+    script = SCRIPT.format(folder=str(tmp_path / "data"), end=end)
+    path = os.pathsep.join([str(Path(train_gpt.__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stdout.readline() == b"ready\n", process.stderr.read().decode()
+        if sent is not None:
+            process.send_signal(sent)
+        process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert process.returncode == code
+
+
+# -- long runs -----------------------------------------------------------------------------------------------
+
+
+def run_long(shards: list[Any], batches: int) -> None:
+    """Threads and resident memory after the first tenth are those at the end; the bytes are the oracle's."""
+    with open_loader(shards) as loader, open_loader(shards, train_prefetch=False) as oracle:
+        for index in range(batches):
+            if index == batches // 10:
+                threads, memory = threading.active_count(), rss_bytes()
+            got, expected = loader.next_batch(), oracle.next_batch()
+            assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
+                got.targets_BT, expected.targets_BT
+            )
+            loader.waits_ms.clear(), oracle.waits_ms.clear()
+        assert loader.stream_hash == oracle.stream_hash
+        assert threading.active_count() == threads
+        assert rss_bytes() - memory < 4 << 20
+
+
+def test_300_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> None:
+    run_long(shards, 300)
+
+
+@pytest.mark.slow
+def test_10_000_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> None:
+    run_long(shards, 10_000)
+
+
+# -- single parts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch,copy_stream", [(False, False), (True, False), (True, True)])
+def test_ids_of_all_16_bits_survive(tmp_path: Path, prefetch: bool, copy_stream: bool) -> None:
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(65536))
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    geometry = {"train_seq_len": 65535, "train_batch_tokens": 65535, "micro_batch_tokens": 65535}
+    switches = {"train_prefetch": prefetch, "train_copy_stream": copy_stream, "vocab_size": 65536}
+    with open_loader(files, **geometry, **switches) as loader:
+        assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
+
+
+@pytest.mark.parametrize("targets", [0, 9, 499, 500, 501, 5000])
+def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None:
+    lab = lab.copy_dataset()
+    path = lab.dataset / "fineweb_val_000000.bin"
+    ids = tokens_of(path)
+    write_shard(path, ids[:500])
+    write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
+    run = SimpleNamespace(rank=0, world_size=1, device=CPU, gather=lambda value: [value])
+    config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
+    got = train_gpt.preflight(config, run).validation
+    assert got.tokens.dtype == np.uint16
+    assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
+    assert bool(got.mark) == bool(targets)
+
+
+# -- on the GPU ----------------------------------------------------------------------------------------------
+
+
+def poisoned_values(shards: list[Any], batches: int = 24, copy_stream: bool = True) -> int:
+    """Wrong values that reach the step when all memory is poisoned as soon as it may be written.
+
+    A long kernel goes ahead of each batch on the compute stream, so that the host runs far ahead of the GPU.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    tokens = {"train_batch_tokens": 1 << 16, "micro_batch_tokens": 1 << 16}
+    with open_loader(shards, device=device, train_copy_stream=copy_stream, **tokens) as loader:
+        for index in range(batches):
+            torch.cuda._sleep(20_000_000)
+            batch = loader.next_batch()
+            wrong += (batch.inputs_BT != index).sum() + (batch.targets_BT != index).sum()
+            del batch
+    return int(wrong)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the stream, batches hold their own number, and before that a value that none has."""
+
+    def poison(position: int, ids_BT: np.ndarray) -> None:
+        for value in (65535, position // len(ids_BT)):
+            ids_BT[...] = value
+
+    on_stage(monkeypatch, poison)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy_stream", [True, False])
+def test_not_one_poisoned_value_reaches_the_step(
+    shards: list[Any], poisoned: None, copy_stream: bool
+) -> None:
+    assert poisoned_values(shards, copy_stream=copy_stream) == 0
+
+
+@pytest.mark.gpu
+def test_the_poison_test_fails_when_device_memory_is_reused_too_soon(
+    shards: list[Any], poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `record_stream` the next copies go where the step still reads: the test above has teeth."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    assert poisoned_values(shards) > 0
+
+
+@pytest.mark.gpu
+def test_the_poison_test_fails_when_pinned_memory_is_reused_too_soon(
+    shards: list[Any], poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A naive ring of pinned buffers is refilled while copies from it wait behind the step's kernels."""
+    real, ring = torch.empty, list[torch.Tensor]()
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if not pin_memory:
+            return real(*args, **kwargs)
+        ring.append(ring.pop(0) if len(ring) == 3 else real(*args, pin_memory=True, **kwargs))
+        return ring[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert poisoned_values(shards, copy_stream=False) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy_stream", [True, False])
+def test_the_gpu_gets_the_oracles_bytes(shards: list[Any], copy_stream: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    loader = open_loader(shards, device=device, train_copy_stream=copy_stream)
+    with loader, open_loader(shards, train_prefetch=False) as oracle:
+        for _ in range(200):
+            torch.cuda._sleep(1_000_000)
+            got, expected = loader.next_batch(), oracle.next_batch()
+            assert np.array_equal(sequences_of(got), sequences_of(expected))
+            assert torch.equal(got.cu_seqlens.cpu(), expected.cu_seqlens)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_gpu_memory_is_flat_over_10_000_steps(shards: list[Any]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    used: list[tuple[int, int, int]] = []
+    with open_loader(shards, device=device) as loader:
+        for steps in (100, 9_900):
+            for _ in range(steps):
+                loader.next_batch()
+            wait_until(lambda: loader.ready() == 2)  # no batch is under way
+            torch.cuda.synchronize()
+            used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), rss_bytes()))
+    (allocated, reserved, rss), after = used
+    assert after[0] <= allocated and after[1] <= reserved + (2 << 20) and after[2] < rss + (16 << 20)
+
+
+@pytest.mark.gpu
+def test_copies_overlap_the_step(shards: list[Any]) -> None:
+    """In the profiler's timeline, host-to-device copies run while a kernel of the step runs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    tokens = {"train_batch_tokens": 1 << 20, "micro_batch_tokens": 1 << 20, "doc_mask": False}
+    with (
+        open_loader(shards, device=device, **tokens) as loader,
+        torch.profiler.profile(activities=activities) as seen,
+    ):
+        for _ in range(20):
+            loader.next_batch()
+            torch.cuda._sleep(20_000_000)
+        torch.cuda.synchronize()
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in seen.events()]
+    copies = [span[1:] for span in spans if "HtoD" in span[0]]
+    kernels = [span[1:] for span in spans if "spin" in span[0] or "sleep" in span[0].lower()]
+    overlapped = [any(a < end and start < b for a, b in kernels) for start, end in copies]
+    assert copies and kernels and sum(overlapped) > len(copies) // 2

@@ -1,0 +1,594 @@
+"""MODEL: equal to a plain reference for every feature, golden numbers, separate documents."""
+
+from __future__ import annotations
+
+import cmath
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import train_gpt
+from tests.support.models import tiny_config
+from train_gpt import GPT, Config, ConfigError, build_model, parameter_shapes, visit_order
+
+# Room for a feature to be on in some layers and off in others; two key heads, half of each one rotated.
+SIX_LAYERS = {
+    "NUM_LAYERS": 6,
+    "NUM_HEADS": 4,
+    "NUM_KV_HEADS": 2,
+    "ROPE_DIMS": 4,
+    "XSA_LAST_N": 3,
+    "NUM_LOOPS": 2,
+    "LOOP_START": 1,
+    "LOOP_END": 2,
+    "PARALLEL_START_LAYER": 4,
+    "TRAIN_SEQ_LEN": 16,
+}
+FEATURES = {
+    "as by default": {},
+    "no recurrence": {"NUM_LOOPS": 0},
+    "another recurrence": {"NUM_LOOPS": 3, "LOOP_START": 2, "LOOP_END": 4},
+    "recurrence over all": {"NUM_LOOPS": 1, "LOOP_START": 0, "LOOP_END": 5},
+    "documents not told apart": {"DOC_MASK": 0},
+    "no smear gate": {"SMEAR_GATE_ENABLED": 0},
+    "no head gate": {"SPARSE_ATTN_GATE_ENABLED": 0},
+    "narrower head gate": {"GATE_WINDOW": 5},
+    "skips that add": {"SKIP_GATES_ENABLED": 0},
+    "no XSA": {"XSA_LAST_N": 0},
+    "no layer scale": {"LN_SCALE": 0},
+    "all dimensions rotated": {"ROPE_DIMS": 0},
+    "rescaled rotary base": {"ROPE_TRAIN_SEQ_LEN": 7},
+    "relu squared": {"LEAKY_SLOPE": 0},
+    "no parallel layers": {"PARALLEL_START_LAYER": -1},
+    "GPT-J": {"PARALLEL_MODE": "gptj", "PARALLEL_START_LAYER": 3},
+    "lanes from the first layer": {"PARALLEL_START_LAYER": 0},
+    "no softcap": {"LOGIT_SOFTCAP": 0},
+    "one layer": {"NUM_LAYERS": 1, "XSA_LAST_N": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1},
+}
+
+
+def tiny(**changes: Any) -> Config:
+    return tiny_config(**{**SIX_LAYERS, **changes})
+
+
+def random_model(config: Config, seed: int = 0) -> GPT:
+    """A float64 model whose every parameter matters: what starts as zero or one does not stay so."""
+    model = build_model(config).double()
+    model.compute_dtype = torch.float64
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def random_ids(config: Config, seed: int = 1) -> Tensor:
+    """Two rows of ids: one starts with a document and ends with another, one holds two starts in a row."""
+    shape = 2, config.train_seq_len
+    ids = torch.randint(2, config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+    ids[0, 0] = ids[0, 5] = ids[0, -1] = ids[1, 6] = ids[1, 7] = train_gpt.BOS_ID
+    return ids
+
+
+def normed(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 2.0**-23).sqrt()
+
+
+class Reference:
+    """The model once more: one row, one document, one head and one position at a time, from the formulas."""
+
+    def __init__(self, model: GPT) -> None:
+        self.c, self.looping = model.config, model.looping
+        self.w = {name: p.detach() for name, p in model.named_parameters()}
+
+    def nats(self, ids: Tensor, targets: Tensor) -> Tensor:
+        rows = zip(ids, targets, strict=True)
+        return torch.stack([self.row_nats(row.tolist(), target.tolist()) for row, target in rows])
+
+    def row_nats(self, row: list[int], targets: list[int]) -> Tensor:
+        head = self.w["token_embedding_VD"]
+        out = []
+        for h, target in zip(self.hidden(row), targets, strict=True):
+            scores = head @ h
+            if self.c.logit_softcap:
+                scores = self.c.logit_softcap * (scores / self.c.logit_softcap).tanh()
+            out.append(scores.exp().sum().log() - scores[target])
+        return torch.stack(out)
+
+    def hidden(self, row: list[int]) -> Tensor:
+        c, w = self.c, self.w
+        e = [w["token_embedding_VD"][token] for token in row]
+        if c.smear_gate_enabled:
+            smeared = [e[0]]
+            for t in range(1, len(row)):
+                opened = torch.sigmoid(w["smear_gate_1W"][0] @ e[t][: c.gate_window]) * w["smear_scale_1"][0]
+                blocked = c.doc_mask and row[t] == 1
+                smeared.append(e[t] if blocked else e[t] + opened * e[t - 1])
+            e = smeared
+        x0 = normed(torch.stack(e))
+        order = list(range(c.num_layers))
+        if self.looping and c.num_loops:
+            middle = order[c.loop_start : c.loop_end + 1]
+            order = order[: c.loop_start] + middle * (1 + c.num_loops) + order[c.loop_end + 1 :]
+        halfway, a, b, remembered = len(order) // 2, x0, None, []
+        for visit, layer in enumerate(order):
+            two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
+            if two and b is None:
+                b = a
+            if not two and b is not None:
+                a, b = (a + b) / 2, None
+            if visit >= halfway and remembered:
+                a = self.skip(visit - halfway, a, remembered.pop())
+            a, b = self.layer(layer, a, b, x0, row)
+            if visit < halfway:
+                remembered.append(a)
+        return normed(a if b is None else (a + b) / 2)
+
+    def skip(self, row: int, x: Tensor, early: Tensor) -> Tensor:
+        early = self.w["skip_weight_SD"][row] * early
+        if not self.c.skip_gates_enabled:
+            return x + early
+        share = torch.sigmoid(self.w["skip_gate_SD"][row])
+        return share * x + (1 - share) * early
+
+    def layer(
+        self, i: int, a: Tensor, b: Tensor | None, x0: Tensor, row: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        c, w = self.c, self.w
+        shrink = 1 / math.sqrt(i + 1) if c.ln_scale else 1.0
+        z = w["resid_keep_LD"][i] * a + w["resid_inject_LD"][i] * x0
+        attended = w["attn_scale_LD"][i] * self.attention(i, normed(z) * shrink, row)
+        if b is not None:
+            made = w["mlp_scale_LD"][i] * self.mlp(i, normed(b) * shrink)
+            m = w["lane_mix_P23"][i - c.parallel_start_layer]
+            return (m[0, 0] * a + m[0, 1] * attended + m[0, 2] * made,
+                    m[1, 0] * b + m[1, 1] * attended + m[1, 2] * made)
+        if c.parallel_mode == "gptj" and 0 <= c.parallel_start_layer <= i:
+            return z + attended + w["mlp_scale_LD"][i] * self.mlp(i, normed(z) * shrink), None
+        u = z + attended
+        return u + w["mlp_scale_LD"][i] * self.mlp(i, normed(u) * shrink), None
+
+    def mlp(self, i: int, x: Tensor) -> Tensor:
+        h = x @ self.w["mlp_up_bank"][i].T
+        h = torch.where(h > 0, h, self.c.leaky_slope * h)
+        return (h * h) @ self.w["mlp_down_bank"][i].T
+
+    def attention(self, i: int, x: Tensor, row: list[int]) -> Tensor:
+        c, w, size = self.c, self.w, self.c.head_dim
+        query, output = w["qo_bank"][i], w["qo_bank"][c.num_layers + i]
+        key, value = w["kv_bank"][i], w["kv_bank"][c.num_layers + i]
+        heads = []
+        for h in range(c.num_heads):
+            g = h // (c.num_heads // c.num_kv_heads)
+            q = self.rotate(normed(x @ query[h * size : (h + 1) * size].T)) * w["qk_gain_LH"][i, h]
+            k = self.rotate(normed(x @ key[g * size : (g + 1) * size].T))
+            v = x @ value[g * size : (g + 1) * size].T
+            y = torch.stack([self.attend(t, q, k, v, row) for t in range(len(row))])
+            if i >= c.num_layers - c.xsa_last_n:
+                unit = v / v.norm(dim=-1, keepdim=True)
+                y = y - (y * unit).sum(-1, keepdim=True) * unit
+            if c.sparse_attn_gate_enabled:
+                score = x[:, : c.gate_window] @ w["attn_gate_LHW"][i, h]
+                y = y * torch.sigmoid(0.5 * score)[:, None]
+            heads.append(y)
+        return torch.cat(heads, dim=-1) @ output.T
+
+    def attend(self, t: int, q: Tensor, k: Tensor, v: Tensor, row: list[int]) -> Tensor:
+        first = 0
+        if self.c.doc_mask:
+            first = max([s for s in range(t + 1) if row[s] == 1], default=0)
+        weights = torch.softmax(k[first : t + 1] @ q[t] / math.sqrt(self.c.head_dim), dim=0)
+        return weights @ v[first : t + 1]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        c = self.c
+        turned = c.rope_dims or c.head_dim
+        trained, base = c.rope_train_seq_len or c.train_seq_len, c.rope_base
+        if len(x) > trained:
+            base *= (len(x) / trained) ** (turned / (turned - 2))
+        rates = [base ** (-2 * j / turned) for j in range(turned // 2)]
+        turns = torch.tensor([[cmath.exp(-1j * t * rate) for rate in rates] for t in range(len(x))])
+        both = torch.complex(x[:, : turned // 2], x[:, turned // 2 : turned]) * turns
+        return torch.cat([both.real, both.imag, x[:, turned:]], dim=1)
+
+
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_equals_the_reference(changes: dict[str, Any]) -> None:
+    config = tiny(**changes)
+    model = random_model(config)
+    for looping in {False, config.num_loops > 0}:
+        model.looping = looping
+        ids, targets = random_ids(config), random_ids(config, seed=2)
+        ours = model.loss_per_token(model(ids).flatten(0, 1), targets.flatten()).view_as(targets)
+        # The rotary table is float32.
+        torch.testing.assert_close(ours, Reference(model).nats(ids, targets), rtol=2e-6, atol=2e-6)
+
+
+def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
+    config = tiny()
+    model, ids = build_model(config), random_ids(config)
+    exact = model.loss(ids, ids)
+    model.compute_dtype = torch.bfloat16
+    assert model(ids).dtype == torch.bfloat16 and model.loss(ids, ids).dtype == torch.float32
+    torch.testing.assert_close(model.loss(ids, ids), exact, rtol=0.01, atol=0.01)
+
+
+def cpu_run(dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """What `choose_kernels` needs of a run on one CPU rank."""
+    lines: list[str] = []
+    return SimpleNamespace(
+        device=torch.device("cpu"), dtype=dtype, gather=lambda value: [value], log=lines.append, lines=lines
+    )
+
+
+@pytest.mark.parametrize("doc_mask", [0, 1])
+@pytest.mark.parametrize("edited", [0, 3, 11])
+def test_nothing_reaches_back_in_time(doc_mask: int, edited: int) -> None:
+    config = tiny(DOC_MASK=doc_mask)
+    model, ids = random_model(config), random_ids(config)
+    model.looping = True
+    changed = ids.clone()
+    changed[:, edited:] = (changed[:, edited:] + 7) % 40 + 2
+    assert torch.equal(model(ids)[:, :edited], model(changed)[:, :edited])
+    assert not torch.equal(model(ids)[:, edited:], model(changed)[:, edited:])
+
+
+def test_a_document_knows_nothing_of_those_before_it() -> None:
+    config = tiny()
+    model, ids = random_model(config), random_ids(config)
+    changed = ids.clone()
+    changed[0, :5] = torch.tensor([1, 2, 3, 4, 6])  # the document before the one that starts at 5
+    assert torch.equal(model(ids)[0, 5:], model(changed)[0, 5:])
+    assert torch.equal(model(ids)[1], model(changed)[1])
+    together = tiny(DOC_MASK=0)
+    one_stream = random_model(together)
+    assert not torch.equal(one_stream(ids)[0, 5:], one_stream(changed)[0, 5:])
+
+
+def test_a_document_scores_the_same_wherever_it_stands() -> None:
+    config = tiny()
+    model, ids = random_model(config), random_ids(config)
+    alone = ids[0, 5:11].repeat(2, 1)
+    torch.testing.assert_close(model(alone)[0], model(ids)[0, 5:11], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_stay_inside_their_document() -> None:
+    config = tiny()
+    model, ids = random_model(config), random_ids(config)
+    ids[(ids >= 40) & (ids < 44)] = 7
+    ids[0, :5] = torch.tensor([1, 40, 41, 42, 43])  # ids that occur nowhere else
+    hidden = model(ids)
+    hidden[0, 5:].square().sum().backward()
+    assert model.token_embedding_VD.grad is not None
+    assert model.token_embedding_VD.grad[40:44].abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        ({"SMEAR_GATE_ENABLED": 0}, {"SMEAR_GATE_ENABLED": 1}),
+        ({"NUM_LOOPS": 0}, {"NUM_LOOPS": 2}),
+        ({"LOGIT_SOFTCAP": 0}, {"LOGIT_SOFTCAP": 30}),
+    ],
+)
+def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any]) -> None:
+    """Smear starts closed, recurrence starts off, and the softcap acts on logits alone."""
+    without, with_it = build_model(tiny(**off)), build_model(tiny(**on))
+    with_it.looping = False
+    ids = random_ids(without.config)
+    assert torch.equal(without(ids), with_it(ids))
+
+
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -> None:
+    default, changed = build_model(tiny()).state_dict(), build_model(tiny(**changes)).state_dict()
+    for name in default.keys() & changed.keys():
+        if default[name].shape == changed[name].shape:
+            assert torch.equal(default[name], changed[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "owned"),
+    [
+        ({"SMEAR_GATE_ENABLED": 0}, {"smear_gate_1W", "smear_scale_1"}),
+        ({"SPARSE_ATTN_GATE_ENABLED": 0}, {"attn_gate_LHW"}),
+        ({"SKIP_GATES_ENABLED": 0}, {"skip_gate_SD"}),
+        ({"PARALLEL_START_LAYER": -1}, {"lane_mix_P23"}),
+        ({"PARALLEL_MODE": "gptj"}, {"lane_mix_P23"}),
+        ({"XSA_LAST_N": 0}, set()),
+        ({"DOC_MASK": 0}, set()),
+    ],
+)
+def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str]) -> None:
+    everything = parameter_shapes(tiny())
+    assert everything.keys() - parameter_shapes(tiny(**changes)).keys() == owned
+
+
+def test_initial_weights() -> None:
+    model = build_model(tiny(TIED_EMBED_INIT_STD=0.02, VOCAB_SIZE=4096, QK_GAIN_INIT=3.5))
+    queries, outputs = model.qo_bank.detach().split(6)
+    for matrix in (*queries, *model.kv_bank.detach()):
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(len(matrix)), atol=1e-5, rtol=0)
+    assert outputs.abs().max() == 0 and model.mlp_down_bank.abs().max() == 0
+    assert abs(model.token_embedding_VD.std().item() - 0.02) < 0.0005
+    assert (model.qk_gain_LH == 3.5).all()
+    uniform = build_model(tiny(MATRIX_INIT="uniform"))
+    bound = 32**-0.5
+    assert uniform.mlp_up_bank.abs().max() <= bound < 1.01 * uniform.mlp_up_bank.abs().max()
+
+
+def test_visit_order() -> None:
+    """PRs #1493 and #1855 with layers 3 to 5 three times, off and on; the baseline's halves."""
+    assert visit_order(Config(), False) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10])
+    assert visit_order(Config(), True) == ([0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10])
+    baseline = Config(num_layers=9, num_loops=0)
+    assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
+
+
+def test_rotary_base_of_pr549() -> None:
+    """2,048 tokens against a trained length of 1,024 with 16 rotated dimensions: base 22,081.79."""
+    table = train_gpt.rotary_table(2048, Config(rope_dims=16, rope_train_seq_len=1024))
+    cos, sin = table.double()
+    assert table.shape == (2, 2048, 1, 8)
+    assert math.atan2(sin[1, 0, 1], cos[1, 0, 1]) ** -8 == pytest.approx(22_081.79, rel=2e-6)
+    plain = train_gpt.rotary_table(2048, Config(rope_dims=16))
+    assert math.atan2(plain[1, 1, 0, 1], plain[0, 1, 0, 1]) ** -8 == pytest.approx(10_000, rel=2e-6)
+
+
+@pytest.mark.parametrize("trained", [0, 7])
+def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
+    """The base follows the trained length and a longer input's, never a shorter one's."""
+    config = tiny(ROPE_TRAIN_SEQ_LEN=trained)
+    model, ids = random_model(config), random_ids(config)
+    torch.testing.assert_close(model(ids[:, :9]), model(ids)[:, :9])
+    assert not torch.allclose(model(ids.repeat(1, 2))[:, :16], model(ids))
+
+
+def parameters_of(name: str, repo: Path) -> tuple[Config, int]:
+    config = Config.from_env({"CONFIG": str(repo / "configs" / name)} if name else {})
+    return config, sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "difference"),
+    [
+        ("upstream_baseline.env", 17_059_912, 0),
+        ("pr1493.env", 35_944_536, 0),
+        # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist: 66 - 18.
+        ("", 35_945_671, -48),
+        # Without BigramHash (1536 x 128, 128 -> 512, a scale), the value embedding (1024 x 128, 128 -> 256,
+        # three scales) and the smear gate of one weight per channel.
+        ("pr549.env", 26_928_220, -(196_608 + 65_536 + 1) - (131_072 + 32_768 + 3) - 512),
+    ],
+)
+def test_parameter_counts(name: str, reference: int, difference: int, repo: Path) -> None:
+    config, count = parameters_of(name, repo)
+    assert count == reference + difference
+    if name:
+        assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
+    with torch.device("meta"):
+        assert sum(p.numel() for p in GPT(config).parameters()) == count
+
+
+@pytest.mark.parametrize("name", ["cpu_demo.env", "gpu_demo.env", "h200_1gpu.env"])
+def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
+    _, count = parameters_of(name, repo)
+    assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"NUM_HEADS": 5}, "NUM_HEADS=5"),
+        ({"NUM_KV_HEADS": 3}, "NUM_KV_HEADS=3"),
+        ({"ROPE_DIMS": 5}, "ROPE_DIMS=5"),
+        ({"ROPE_DIMS": 10}, "ROPE_DIMS=10"),
+        ({"LOOP_END": 6}, "LOOP_END=6"),
+        ({"LOOP_START": 3}, "LOOP_START=3"),
+        ({"PARALLEL_START_LAYER": 6}, "PARALLEL_START_LAYER=6"),
+        ({"GATE_WINDOW": 33}, "GATE_WINDOW=33"),
+    ],
+)
+def test_impossible_shapes_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        tiny(**changes)
+
+
+def test_observer_sees_every_matrix_input() -> None:
+    config, seen = tiny(), {}
+    model = random_model(config)
+    model.observer = lambda site, layer, x: seen.setdefault((site, layer), x)
+    hidden = model(random_ids(config))
+    assert torch.equal(seen["token_embedding_VD", 0], hidden)
+    assert {layer for site, layer in seen if site == "mlp_hidden"} == set(range(6))
+    up = F.linear(seen["mlp_in", 2], model.mlp_up_bank[2])
+    expected = F.leaky_relu(up, config.leaky_slope).square()
+    torch.testing.assert_close(seen["mlp_hidden", 2], expected)
+    assert seen["attn_in", 3].shape == seen["attn_out", 3].shape == hidden.shape
+
+
+# --- attention kernels, by stand-ins that know each package's way of speaking ---
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, groups: bool) -> Tensor:
+    """Varlen attention, one document after the other; heads must match unless `groups`."""
+    assert groups or q.size(1) == k.size(1), "this version knows no grouped heads"
+    parts = []
+    for begin, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        part = [t[begin:end].transpose(0, 1) for t in (q, k, v)]
+        parts.append(F.scaled_dot_product_attention(*part, is_causal=causal, enable_gqa=True).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def flash_attn_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, window_size=(-1, -1)
+):  # fmt: skip
+    return packed(q, k, v, cu_seqlens_q, causal, groups=True), None
+
+
+def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    return packed(query, key, value, cu_seq_q, is_causal, groups=False)
+
+
+def torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    return packed(query, key, value, cu_seq_q, window_size == (-1, 0), groups=False)
+
+
+def torch_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    return packed(q, k, v, cu_q, window_size == (-1, 0), enable_gqa)
+
+
+def not_causal(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
+    return packed(q, k, v, cu_q, False, groups=True)
+
+
+def not_finite(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
+    return packed(q, k, v, cu_q, causal, groups=True) * math.nan
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Any) -> None:
+    module, function = {
+        "fa3": ("flash_attn_interface", "flash_attn_varlen_func"),
+        "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
+    }[name]
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: kernel}))
+
+
+VERSIONS = [("fa3", flash_attn_3), ("varlen", torch_2_10), ("varlen", torch_2_11), ("varlen", torch_2_13)]
+
+
+@pytest.mark.parametrize(("name", "kernel"), VERSIONS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("doc_mask", [0, 1])
+def test_every_varlen_kernel_gives_the_same_model(
+    name: str, kernel: Any, doc_mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, name, kernel)
+    config, run = tiny(ATTENTION=name, DOC_MASK=doc_mask), cpu_run()
+    model, ids = random_model(config), random_ids(config)
+    expected = model(ids)
+    model.attend = train_gpt.choose_kernels(config, run)[0]
+    given = torch.from_numpy(train_gpt.document_starts(ids.numpy(), config))
+    torch.testing.assert_close(model(ids), expected)
+    torch.testing.assert_close(model(ids, given), expected)
+    assert run.lines[0].startswith(f"attention:{name}")
+
+
+@pytest.mark.parametrize("kernel", [not_causal, not_finite])
+def test_a_wrong_kernel_is_refused(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "fa3", kernel)
+    with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*fa3 error:"):
+        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), cpu_run())[0]
+
+
+def test_a_missing_kernel_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*flash_attn_interface.*auto"):
+        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), cpu_run())[0]
+
+
+def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card(str):
+        """A CPU that calls itself a GPU."""
+
+        type = "cuda"
+
+    def chosen(first_ms: float, second_ms: float, **changes: Any) -> Any:
+        clock = iter((first_ms, second_ms))
+        monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(clock))
+        run.lines.clear()
+        return train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), run)[0]
+
+    pytest.importorskip("triton")
+    install(monkeypatch, "varlen", torch_2_13)
+    run = cpu_run()
+    run.device = Card("cpu")
+    assert chosen(1.0, 2.0) is not train_gpt.attention_sdpa
+    assert run.lines[0].startswith("attention:varlen tried: fa3 ModuleNotFoundError: ")
+    assert " ms:1.000 | sdpa error:" in run.lines[0] and run.lines[0].endswith(" ms:2.000")
+    assert chosen(2.0, 1.0) is train_gpt.attention_sdpa
+    assert run.lines[0].startswith("attention:sdpa tried: fa3 ModuleNotFoundError: ")
+    assert chosen(1.0, 2.0, DOC_MASK=0) is train_gpt.attention_sdpa
+    assert "varlen" not in run.lines[0]
+    install(monkeypatch, "varlen", not_causal)
+    assert chosen(1.0, 2.0) is train_gpt.attention_sdpa
+    run.gather = lambda found: [found, {name: (2.0 - ms, "there") for name, (ms, _) in found.items()}]
+    install(monkeypatch, "varlen", torch_2_13)
+    assert chosen(0.1, 0.7) is train_gpt.attention_sdpa  # elsewhere it takes 1.9 ms, this one 1.3
+    assert "varlen there | sdpa there" in run.lines[0]
+    run.gather = lambda found: [found, {name: (math.inf, "fails there") for name in found}]
+    with pytest.raises(ConfigError, match=r"ATTENTION=auto: fa3 .*varlen fails there \| sdpa fails there; "):
+        chosen(1.0, 2.0)
+
+
+def test_without_triton_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that works is taken, as on Windows."""
+    run = cpu_run()
+    run.device = type("Card", (str,), {"type": "cuda"})("cpu")
+    install(monkeypatch, "varlen", torch_2_13)
+    monkeypatch.setattr(train_gpt, "triton", None)
+    attend, mlp = train_gpt.choose_kernels(tiny(COMPILE=0), run)
+    assert attend is not train_gpt.attention_sdpa and mlp is train_gpt.mlp_plain
+    assert not any("ms:" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_attention_passes_its_own_check(dtype: torch.dtype) -> None:
+    assert train_gpt.choose_kernels(tiny(), cpu_run(dtype))[0] is train_gpt.attention_sdpa
+
+
+@torch.library.custom_op("test_model::packed", mutates_args=())
+def opaque_packed(q: Tensor, starts: Tensor) -> Tensor:
+    """Opaque to the compiler as real kernels are; it returns the queries."""
+    return q.clone()
+
+
+opaque_packed.register_fake(lambda q, starts: torch.empty_like(q))
+opaque_packed.register_autograd(lambda ctx, grad: (grad, None))
+
+
+def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two graphs, loop off and on, whatever number of documents the batches hold."""
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
+        return opaque_packed(q, cu_q)
+
+    graphs: list[Any] = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    install(monkeypatch, "fa3", kernel)
+    config = tiny_config(XSA_LAST_N=1, TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512)
+    model = build_model(config)
+    model.attend = train_gpt.load_attention("fa3")
+    torch._dynamo.reset()
+    loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True, backend=counting)
+    for every in (200, 2, 40, 3):
+        ids = torch.full((2, 256), 5)
+        ids[:, ::every] = train_gpt.BOS_ID
+        starts = train_gpt.starts_on_device(ids, config)
+        for model.looping in (False, True):
+            loss(model, ids, ids, starts).backward()
+    assert len(graphs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("doc_mask", [0, 1])
+def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
+    config = tiny(MODEL_DIM=512, NUM_HEADS=8, NUM_KV_HEADS=4, TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=16384,
+                  MICRO_BATCH_TOKENS=16384, DOC_MASK=doc_mask, ROPE_DIMS=16)  # fmt: skip
+    run = cpu_run(torch.bfloat16)
+    run.device = torch.device("cuda")
+    model = build_model(config).cuda()
+    ids = torch.randint(2, 48, (16, 1024), device="cuda")
+    ids[:, ::300] = train_gpt.BOS_ID
+    expected = model(ids)
+    model.compute_dtype, model.attend = torch.bfloat16, train_gpt.choose_kernels(config, run)[0]
+    torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)

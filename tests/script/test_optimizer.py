@@ -1,0 +1,258 @@
+"""OPTIMIZER: Muon from its formulas, one owner for each parameter, any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+import train_gpt
+from tests.support.models import tiny_config
+from train_gpt import Config, Optimizer, build_model, orthogonalize
+
+
+def three_layers(**changes: object) -> Config:
+    """Three matrices of a kind: no bank divides among two or four ranks."""
+    return tiny_config(**{"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1, **changes})
+
+
+def batch(step: int, rows: int = 8) -> Tensor:
+    """Ids (rows, 17) with some order in them, the same for everyone."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(2, 64, (rows, 1), generator=generator)
+    return (starts + 3 * torch.arange(17)) % 62 + 2
+
+
+def train(
+    model: train_gpt.GPT, optimizer: Optimizer, steps: range, rank: int = 0, size: int = 1
+) -> list[Tensor]:
+    """Losses of all ranks' tokens, one per step; each rank sees its rows in micro-batches of two."""
+    losses = []
+    for step in steps:
+        model.looping = step >= 10
+        mine = batch(step).chunk(size)[rank].split(2)
+        total = torch.zeros(())
+        for ids in mine:
+            loss = model.loss(ids[:, :-1], ids[:, 1:]) / len(mine)
+            loss.backward()
+            total += loss.detach()
+        if size > 1:
+            dist.all_reduce(total)
+        losses.append(total / size)
+        optimizer.step(scale=1.0 - step / 40, momentum=0.9)
+    return losses
+
+
+def one_rank(rank: int, size: int, port: int, folder: str, changes: dict[str, Any]) -> None:
+    """A rank of a gloo group: 12 steps, the state saved and loaded into a new optimizer, 8 more."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    config = three_layers(**changes)
+    model = build_model(config)
+    optimizer = Optimizer(model, config, rank, size)
+    losses = train(model, optimizer, range(12), rank, size)
+    state = optimizer.state()
+    optimizer = Optimizer(model, config, rank, size)
+    optimizer.load_state(state)
+    losses += train(model, optimizer, range(12, 20), rank, size)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    torch.save({"losses": losses, "weights": weights, "state": state}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def on_ranks(size: int, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = size, port, str(folder), changes
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["train_gpt"])
+    torch.multiprocessing.start_processes(one_rank, arguments, nprocs=size, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_ranks_takes_the_same_steps(size: int, tmp_path: Path) -> None:
+    """Every bank is filled up to a number of matrices that the ranks divide."""
+    changes = {"GRAD_CLIP_NORM": 0.05}
+    config = three_layers(**changes)
+    alone = build_model(config)
+    expected = train(alone, Optimizer(alone, config, 0, 1), range(20))
+    ranks = on_ranks(size, tmp_path, changes)
+    for rank in ranks:
+        torch.testing.assert_close(rank["losses"], expected, rtol=2e-5, atol=2e-5)
+        for name, weights in rank["weights"].items():
+            assert torch.equal(weights, ranks[0]["weights"][name]), name
+    resumed = Optimizer(alone, config, 0, 1)
+    resumed.load_state(ranks[-1]["state"])
+    assert [m.shape for m in resumed.momenta] == [bank.shape for bank in resumed.banks]
+    assert all(m.abs().max() > 0 for m in resumed.momenta)
+
+
+def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum: float) -> Tensor:
+    """Muon on one matrix, step after step, in float64."""
+    weight, buffer = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    tall = weight.size(0) > weight.size(1)
+    coefficients = train_gpt.POLAR_EXPRESS if config.muon_polar_express else [(3.4445, -4.775, 2.0315)] * 5
+    for gradient in gradients:
+        buffer = momentum * buffer + gradient.double()
+        x = gradient.double() + momentum * buffer
+        if config.muon_row_normalize:
+            x = x / x.norm(dim=1, keepdim=True).clamp(min=1e-7)
+        x = x.T if tall else x
+        x = x / (x.norm() + 1e-7)
+        for a, b, c in coefficients:
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        stretch = math.sqrt(max(1.0, weight.size(0) / weight.size(1)))
+        decayed = weight * (1 - config.matrix_lr * config.muon_wd)
+        weight = decayed - config.matrix_lr * stretch * (x.T if tall else x)
+    return weight
+
+
+@pytest.mark.parametrize("changes", [{}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0}])
+def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
+    config = three_layers(GRAD_CLIP_NORM=0, **changes)
+    model = build_model(config)
+    optimizer = Optimizer(model, config, 0, 1)
+    before = {name: getattr(model, name).detach().clone() for name in train_gpt.BANKS}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in train_gpt.BANKS}
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if name in gradients:
+                gradients[name].append(parameter.grad.clone())
+        optimizer.step(1.0, 0.9)
+    for name, bank in before.items():
+        for index, matrix in enumerate(bank):
+            found = getattr(model, name)[index].double()
+            expected = by_formula(matrix, [g[index] for g in gradients[name]], config, 0.9)
+            torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_small_tensors_follow_adamw() -> None:
+    config = three_layers(GRAD_CLIP_NORM=0)
+    model = build_model(config)
+    rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
+    twins, steps = {}, []
+    for name, parameter in model.named_parameters():
+        if name not in train_gpt.BANKS:
+            twins[name] = parameter.detach().clone().requires_grad_()
+            lr, decay = rates.get(name, (config.scalar_lr, config.adam_wd))
+            betas = config.beta1, config.beta2
+            steps.append(torch.optim.AdamW([twins[name]], lr / 2, betas, config.adam_eps, decay))
+    optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if name in twins:
+                twins[name].grad = parameter.grad.clone()
+        optimizer.step(0.5, 0.9)
+        for step in steps:
+            step.step()
+    for name, twin in twins.items():
+        torch.testing.assert_close(getattr(model, name), twin)
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(0.5, 0.05), (20.0, 1.0), (0.0, 1.0)])
+def test_clipping_is_by_the_global_norm(norm: float, factor: float) -> None:
+    """Every gradient is scaled by one factor; momentum buffers hold what was left of it."""
+    config = three_layers(GRAD_CLIP_NORM=norm)
+    model = build_model(config)
+    parameters = list(model.parameters())
+    count = sum(p.numel() for p in parameters)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 10.0 / math.sqrt(count))
+    optimizer = Optimizer(model, config, 0, 1)
+    assert float(optimizer.step(1.0, 0.0)) == pytest.approx(10.0, rel=1e-4)
+    for buffer in optimizer.momenta:
+        expected = torch.full_like(buffer, factor * 10.0 / math.sqrt(count))
+        torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=0)
+    assert all(p.grad is None for p in parameters)
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 24), (3, 16, 64), (2, 64, 16)])
+@pytest.mark.parametrize(("polar", "low", "high"), [(True, 0.85, 1.15), (False, 0.45, 1.25)])
+def test_orthogonalised_singular_values_are_near_one(
+    shape: tuple[int, ...], polar: bool, low: float, high: float
+) -> None:
+    update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = orthogonalize(update, 5, polar)
+    values = torch.linalg.svdvals(x)
+    spread = torch.linalg.svdvals(update)
+    strong = values[spread > 0.02 * spread.norm(dim=1, keepdim=True)]
+    assert strong.min() > low and strong.max() < high
+    assert x.is_contiguous() and x.dtype == torch.float32
+    assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar), torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
+     {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1}],
+    ids=str,
+)  # fmt: skip
+def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
+    model = build_model(three_layers(**changes))
+    optimizer = Optimizer(model, model.config, 0, 1)
+    groups = [group["params"] for group in optimizer.adam.param_groups]
+    owned = [id(parameter) for parameter in itertools.chain(optimizer.banks, *groups)]
+    assert sorted(owned) == sorted(map(id, model.parameters()))
+    assert {id(bank) for bank in optimizer.banks} == {id(getattr(model, name)) for name in train_gpt.BANKS}
+    assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
+
+
+def test_state_is_a_copy_that_repeats_the_run() -> None:
+    config = three_layers()
+    model = build_model(config)
+    optimizer = Optimizer(model, config, 0, 1)
+    fresh = optimizer.state()
+    weights = [p.detach().clone() for p in model.parameters()]
+    first = train(model, optimizer, range(4))
+    optimizer.load_state(fresh)
+    assert all(m.abs().max() == 0 for m in optimizer.momenta)
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert all(map(torch.equal, weights, optimizer.average))
+    assert train(model, optimizer, range(4)) == first
+
+
+def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
+    """An optimizer after steps of these numbers, and the weights at first and after each."""
+    config = three_layers(**changes)
+    model = build_model(config)
+    optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
+    seen = [[p.detach().clone() for p in model.parameters()]]
+    for number in numbers:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step(1.0, 0.9, number)
+        seen.append([p.detach().clone() for p in model.parameters()])
+    return optimizer, seen
+
+
+def test_the_average_of_weights() -> None:
+    """Each step keeps a share of the average, more in later ones, and takes the rest from its weights."""
+    optimizer, (first, second, third) = after_steps([26, 8])
+    for average, a, b, c in zip(optimizer.average, first, second, third, strict=True):
+        torch.testing.assert_close(average, 0.5 * (0.75 * a + 0.25 * b) + 0.5 * c)
+        assert not torch.equal(b, c)
+    optimizer, (first, second) = after_steps([100_000])
+    for average, a, b in zip(optimizer.average, first, second, strict=True):
+        torch.testing.assert_close(average, 0.9965 * a + 0.0035 * b)
+
+
+def test_without_decay_the_average_is_the_last_weights() -> None:
+    optimizer, (*_, last) = after_steps([0, 7], EMA_DECAY=0)
+    assert all(map(torch.equal, optimizer.average, last))
+    assert all(map(torch.equal, optimizer.weights, last))

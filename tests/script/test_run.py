@@ -1,0 +1,252 @@
+"""The whole job as a process: what it prints and leaves behind, and what must not change its result."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_gpt
+from data import shards
+from tests.support.processes import SCRIPT, Ended, Lab, results
+
+FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
+SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens
+losses artifact limits comparable exit"""
+FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
+RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
+EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
+LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
+    r"train_loader:dataset:\S+ train_shards:2$",
+    r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0$",
+    r"model_params:\d+$",
+    r"world_size:1 grad_accum_steps:4 seed:1337 train_batch_tokens:256$",
+    r"warmup_step:1/1 ",
+    *(rf"step:{step}/6 train_loss:{FLOAT} train_time:\d+ms step_avg:\d+\.\d\dms " for step in range(1, 7)),
+    rf"DIAGNOSTIC post_ema {RESULT} train_time:\d+ms step_avg:\d+\.\d\dms",
+    r"peak memory allocated: \d+ MiB reserved: \d+ MiB$",
+    rf"final_int\d_roundtrip {RESULT} eval_time:\d+ms",
+    rf"final_int\d_roundtrip_exact {EXACT_RESULT}",
+    rf"final_int\d_sliding_window {RESULT} eval_time:\d+ms",
+    rf"final_int\d_sliding_window_exact {EXACT_RESULT}",
+    rf"legal_ttt {RESULT} eval_time:\d+ms",
+    rf"legal_ttt_exact {EXACT_RESULT}",
+    r"Code size: \d+ bytes",
+    r"Serialized model int\d\+rans: \d+ bytes$",
+    r"Total submission size int\d\+rans: \d+ bytes$",
+]
+
+
+def log_of(ended: Ended) -> list[str]:
+    return (ended.directory / "log.txt").read_text("utf-8").splitlines()
+
+
+def test_the_run_directory_holds_the_evidence(finished: Ended) -> None:
+    assert {path.name for path in finished.directory.iterdir()} == set(FILES.split())
+    assert finished.directory.name == "run" and finished.err == ""
+    assert (finished.directory / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
+    config = train_gpt.Config.from_env({"CONFIG": str(finished.directory / "config.env")})
+    assert config.as_env() == finished.summary["config"]
+
+
+def test_console_and_log_say_the_same_and_the_log_holds_every_setting(finished: Ended) -> None:
+    printed, logged = finished.out.splitlines(), log_of(finished)
+    assert [line for line in logged if line in printed] == printed
+    for name, value in finished.summary["config"].items():
+        mark = "  # changed" if name in finished.summary["overrides"] else ""
+        assert logged.count(f"  {name}={value}{mark}") == 1
+        assert bool(mark) == (value != train_gpt.Config().as_env()[name])
+
+
+def test_lines_are_upstreams(finished: Ended) -> None:
+    lines = iter(log_of(finished))
+    for pattern in LINES:
+        assert any(re.match(pattern, line) for line in lines), pattern
+
+
+def test_metrics_hold_every_step_and_every_score(finished: Ended) -> None:
+    trained = [event for event in finished.events if event["event"] == "train"]
+    assert [event["step"] for event in trained] == [1, 2, 3, 4, 5, 6]
+    assert [event["tokens"] for event in trained] == [256 * step for step in range(1, 7)]
+    assert trained[-1]["train_loss"] < trained[0]["train_loss"] - 1.0  # it learns
+    final = {event["name"]: event for event in finished.events if event["event"] == "final"}
+    losses = finished.summary["losses"]
+    keys = losses["roundtrip"].keys()
+    assert [{key: event[key] for key in keys} for event in final.values()] == list(losses.values())
+    for name, event in final.items():
+        exact = f"{name} val_loss:{event['nats']:.8f} val_bpb:{event['bits_per_byte']:.8f} scored_tokens:1000"
+        assert sum(line.startswith(exact) for line in log_of(finished)) == 1
+
+
+def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> None:
+    import hashlib
+
+    summary, model = finished.summary, (finished.directory / "model.bin").read_bytes()
+    assert set(summary) >= set(SUMMARY_KEYS.split())
+    assert (summary["run_id"], summary["seed"], summary["steps"], summary["tokens"]) == (
+        "run",
+        1337,
+        6,
+        6 * 256,
+    )
+    assert summary["artifact"]["bytes"] == len(model) and summary["exit"] == "finished"
+    assert summary["artifact"]["sha256"] == hashlib.sha256(model).hexdigest()
+    assert summary["code"]["sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+    assert summary["code"]["bytes"] == (finished.directory / "train_gpt.shipped.py").stat().st_size
+    assert (
+        summary["data"]["hashes"]["tokenizer"]
+        == hashlib.sha256((dataset / "tokenizer.model").read_bytes()).hexdigest()
+    )
+    assert set(summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
+    assert {"setup", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
+    assert all(limit["ok"] for limit in summary["limits"].values())
+    assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
+    total = summary["artifact"]["bytes"] + summary["code"]["bytes"]
+    assert f"Total submission size int{summary['artifact']['label'][3:]}+rans: {total} bytes" in finished.out
+
+
+def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path) -> None:
+    import numpy as np
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
+    targets = shards.read_shard(dataset / "fineweb_val_000000.bin")[1:1001]
+    documents = np.split(targets, np.flatnonzero(targets == shards.BOS_ID))
+    text_bytes = sum(len(pieces.decode(document.tolist()).encode()) for document in documents)
+    for loss in finished.summary["losses"].values():
+        assert (loss["scored_tokens"], loss["bytes"]) == (1000, text_bytes)
+        assert math.isclose(
+            loss["bits_per_byte"], loss["nats"] * 1000 / math.log(2) / text_bytes, rel_tol=1e-12
+        )
+
+
+def test_a_fresh_process_scores_the_artifact_the_same_without_training_data(
+    finished: Ended, lab: Lab
+) -> None:
+    lab = lab.copy_dataset()
+    for shard in lab.dataset.glob("fineweb_train_*"):
+        shard.unlink()
+    model = finished.directory / "model.bin"
+    alone = lab.succeed(EVAL_ONLY=model, RUN_ID="again", MODEL_DIM=None, NUM_LAYERS=None, XSA_LAST_N=None)
+    assert alone.summary["losses"] == finished.summary["losses"]
+    shipped = lab.folder / "train_gpt.py"
+    shipped.write_bytes(train_gpt.shipped_code(SCRIPT.read_bytes(), "wrapped"))
+    by_shipped = lab.elsewhere("other").succeed(script=shipped, EVAL_ONLY=model)
+    assert by_shipped.summary["losses"] == finished.summary["losses"]
+    assert alone.summary["artifact"]["sha256"] == finished.summary["artifact"]["sha256"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"WARMUP_STEPS": 0},
+        {"WARMUP_STEPS": 3, "MICRO_BATCH_TOKENS": 64, "VAL_LOSS_EVERY": 2},
+        {"TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
+        {
+            "TRAINING_TIMING_BREAKDOWN": 1,
+            "TRAINING_TIMING_EVERY": 2,
+            "CHECKPOINT_EVERY_SECONDS": 0.01,
+        },
+    ],
+    ids=["again", "no warm-up", "long warm-up and validation", "synchronous loader", "watched closely"],
+)
+def test_what_must_not_change_the_result_does_not(
+    finished: Ended, lab: Lab, changes: dict[str, object]
+) -> None:
+    again = lab.succeed(**changes)
+    assert results(again) == results(finished)
+    if "VAL_LOSS_EVERY" in changes:
+        for step in (2, 4):
+            assert len(re.findall(rf"^step:{step}/6 {RESULT} train_time:\d+ms", again.out, re.M)) == 1
+    if "TRAINING_TIMING_BREAKDOWN" in changes:
+        assert re.search(r"timing_breakdown.*forward_ms", again.out)
+
+
+def test_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
+    other = lab.succeed(SEED=1338, ITERATIONS=1, EVAL_STRIDE=0, TTT_ENABLED=0)
+    assert other.summary["stream_hash"] != finished.summary["stream_hash"]
+    assert other.events[0]["train_loss"] != finished.events[0]["train_loss"]
+    assert set(other.summary["losses"]) == {"roundtrip"}
+
+
+@pytest.mark.parametrize("batches", [1, 100000])
+def test_training_with_hessians_ends_within_its_seconds(batches: int, lab: Lab) -> None:
+    """However many batches are asked for: as many are taken as the clock allows."""
+    clock = {"MAX_WALLCLOCK_SECONDS": 3, "GPTQ_RESERVE_SECONDS": 1, "GPTQ_CALIBRATION_BATCHES": batches}
+    ended = lab.succeed(**clock, ITERATIONS=100000, VAL_LOSS_EVERY=30, EVAL_STRIDE=0, TTT_ENABLED=0)
+    limit = ended.summary["limits"]["train_seconds"]
+    assert limit["ok"] and 0.5 < limit["value"] <= 3.0
+    steps = ended.summary["steps"]
+    stop = rf"^stopping_early: wallclock_cap train_time:(\d+)ms step:{steps}/100000$"
+    (trained_ms,) = re.findall(stop, ended.out, re.M)
+    assert steps > 2 and int(trained_ms) <= 3000
+
+
+KILL_AT_SCORING = """
+import builtins
+opening = open
+def kill(path, *given, **more):
+    if str(path).endswith("log.txt") and os.path.exists(path) and "roundtrip_exact" in opening(path).read():
+        os.kill(os.getpid(), 9)
+    return opening(path, *given, **more)
+builtins.open = kill
+"""
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+    """The directory of a run that was killed in its evaluation; to be copied, not used."""
+    lab = Lab(tmp_path_factory.mktemp("shipped"), dataset)
+    ended = lab.run(fault=KILL_AT_SCORING, CHECKPOINT_EVERY_SECONDS=1000)
+    assert ended.status == -signal.SIGKILL and (ended.directory / "model.bin").exists()
+    return ended.directory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"VAL_BATCH_SIZE": 1024, "VAL_PROGRESS_LOG_EVERY": 1, "WARMUP_STEPS": 3}, {"damage": "model.bin"}],
+    ids=str,
+)
+def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(
+    changes: dict[str, Any], shipped: Path, finished: Ended, lab: Lab
+) -> None:
+    directory = Path(shutil.copytree(shipped, lab.folder / "runs" / "run"))
+    if "damage" in changes:
+        damaged = directory / changes["damage"]
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    ended = lab.succeed(RESUME=directory, **{**changes, "damage": None})
+    assert f"resumed:{directory} step:{finished.summary['steps']} " in ended.out
+    trained = [[e["step"] for e in run.events if e["event"] == "train"] for run in (ended, finished)]
+    assert trained[0] == trained[1]
+    for key in ("losses", "artifact", "stream_hash", "steps", "tokens"):
+        assert ended.summary[key] == finished.summary[key]
+    limit = ended.summary["limits"]["train_seconds"]
+    assert limit["value"] == ended.summary["train_seconds"] > 0.0
+
+
+SLOW_STEPS = "import time, torch\nstep = torch.optim.AdamW.step\n"
+SLOW_STEPS += "def slow(*given):\n    time.sleep(0.3); return step(*given)\ntorch.optim.AdamW.step = slow\n"
+
+
+def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
+    clock = {"MAX_WALLCLOCK_SECONDS": 5, "GPTQ_RESERVE_SECONDS": 1, "ITERATIONS": 100000, "EVAL_STRIDE": 0}
+    changes = {**clock, "TTT_ENABLED": 0, "CHECKPOINT_EVERY_SECONDS": 1000}
+    first = lab.succeed(fault=SLOW_STEPS, **changes)
+    steps = first.summary["steps"]  # read now: the second run writes the file anew
+    (first.directory / "summary.json").unlink()  # as if it had been killed in its evaluation
+    again = lab.succeed(fault=SLOW_STEPS, RESUME=first.directory, **changes)
+    (resumed_ms,) = re.findall(rf"^resumed:\S+ step:{steps} train_time:(\d+)ms", again.out, re.M)
+    more = again.summary["steps"] - steps  # each with room for one after it, in steps that the script expects
+    assert more == 0 or float(resumed_ms) / 1e3 + (more + 1) * 0.27 < 4.0
+    assert again.summary["limits"]["train_seconds"]["ok"]
+
+
+def test_evaluation_may_see_more_context_than_training(lab: Lab) -> None:
+    losses = lab.succeed(EVAL_SEQ_LEN=64).summary["losses"]
+    assert set(losses) == {"roundtrip", "sliding_window", "legal_ttt"}

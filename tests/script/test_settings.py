@@ -1,0 +1,384 @@
+"""Settings: what is wrong is refused by name before anything starts; what is right survives being written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from train_gpt import Config, ConfigError
+
+FIELDS = {field.name.upper(): field for field in dataclasses.fields(Config)}
+
+# What the user set (NAME=VALUE, spaces between several) and the variable that the message must name.
+WRONG_VALUES = """
+TRAIN_SEQ_LEN=0 : TRAIN_SEQ_LEN
+TRAIN_SEQ_LEN=-128 : TRAIN_SEQ_LEN
+TRAIN_SEQ_LEN=1.5 : TRAIN_SEQ_LEN
+TRAIN_SEQ_LEN= : TRAIN_SEQ_LEN
+TRAIN_SEQ_LEN=2k : TRAIN_SEQ_LEN
+TRAIN_SEQ_LEN=99999999 : TRAIN_SEQ_LEN
+TRAIN_BATCH_TOKENS=5e5 : TRAIN_BATCH_TOKENS
+MICRO_BATCH_TOKENS=0 : MICRO_BATCH_TOKENS
+SHUFFLE=yes : SHUFFLE
+DOC_MASK=2 : DOC_MASK
+TRAIN_PREFETCH=on : TRAIN_PREFETCH
+TRAIN_PREFETCH_QUEUE=0 : TRAIN_PREFETCH_QUEUE
+TRAIN_PREFETCH_QUEUE=1000 : TRAIN_PREFETCH_QUEUE
+VAL_TOKENS_LIMIT=-1 : VAL_TOKENS_LIMIT
+LOADER_TIMEOUT_SECONDS=0 : LOADER_TIMEOUT_SECONDS
+RUN_ID=../other : RUN_ID
+RUN_ID=.hidden : RUN_ID
+RUN_ID=.. : RUN_ID
+SEED=-1 : SEED
+SEED=9223372036854775808 : SEED
+SEED=abc : SEED
+ITERATIONS=0 : ITERATIONS
+MAX_WALLCLOCK_SECONDS=-1 : MAX_WALLCLOCK_SECONDS
+MAX_WALLCLOCK_SECONDS=inf : MAX_WALLCLOCK_SECONDS
+MAX_WALLCLOCK_SECONDS=nan : MAX_WALLCLOCK_SECONDS
+MAX_WALLCLOCK_SECONDS=10min : MAX_WALLCLOCK_SECONDS
+MAX_EVAL_SECONDS=nan : MAX_EVAL_SECONDS
+WARMUP_STEPS=-1 : WARMUP_STEPS
+TRAIN_LOG_EVERY=0 : TRAIN_LOG_EVERY
+VAL_BATCH_SIZE=0 : VAL_BATCH_SIZE
+DEVICE=gpu : DEVICE
+COMPILE=yes : COMPILE
+COMPUTE_DTYPE=fp16 : COMPUTE_DTYPE
+ATTENTION=flash : ATTENTION
+FUSED_MLP=2 : FUSED_MLP
+PEER_TIMEOUT_SECONDS=0 : PEER_TIMEOUT_SECONDS
+TIE_EMBEDDINGS=0 : TIE_EMBEDDINGS
+CHECKPOINT_EVERY_SECONDS=-5 : CHECKPOINT_EVERY_SECONDS
+VOCAB_SIZE=3 : VOCAB_SIZE
+VOCAB_SIZE=65537 : VOCAB_SIZE
+NUM_LAYERS=0 : NUM_LAYERS
+MODEL_DIM=500 : MODEL_DIM
+MODEL_DIM=7 : MODEL_DIM
+NUM_HEADS=3 : NUM_HEADS
+NUM_HEADS=0 : NUM_HEADS
+NUM_KV_HEADS=3 : NUM_KV_HEADS
+NUM_KV_HEADS=16 : NUM_KV_HEADS
+MLP_MULT=0 : MLP_MULT
+MLP_MULT=0.1 MODEL_DIM=8 ROPE_DIMS=0 NUM_HEADS=1 NUM_KV_HEADS=1 GATE_WINDOW=8 : MLP_MULT
+LEAKY_SLOPE=1.5 : LEAKY_SLOPE
+ROPE_DIMS=15 : ROPE_DIMS
+ROPE_DIMS=128 : ROPE_DIMS
+ROPE_DIMS=0 MODEL_DIM=24 NUM_HEADS=8 : ROPE_DIMS
+GATE_WINDOW=1024 : GATE_WINDOW
+LOOP_START=6 : LOOP_START
+LOOP_END=11 : LOOP_END
+ENABLE_LOOPING_AT=1.1 : ENABLE_LOOPING_AT
+PARALLEL_START_LAYER=11 : PARALLEL_START_LAYER
+PARALLEL_START_LAYER=-2 : PARALLEL_START_LAYER
+PARALLEL_MODE=both : PARALLEL_MODE
+MATRIX_INIT=zero : MATRIX_INIT
+LOGIT_SOFTCAP=-30 : LOGIT_SOFTCAP
+MATRIX_LR=-0.1 : MATRIX_LR
+MATRIX_LR=0,02 : MATRIX_LR
+MUON_MOMENTUM=1 : MUON_MOMENTUM
+MUON_BACKEND_STEPS=0 : MUON_BACKEND_STEPS
+BETA2=1 : BETA2
+EMA_DECAY=1 : EMA_DECAY
+WARMDOWN_FRAC=1.01 : WARMDOWN_FRAC
+WARMDOWN_ITERS=30000 MAX_WALLCLOCK_SECONDS=0 : WARMDOWN_ITERS
+MIN_LR=2 : MIN_LR
+ARTIFACT_BYTES_MAX=16MB : ARTIFACT_BYTES_MAX
+ARTIFACT_BYTES_MAX=10 : ARTIFACT_BYTES_MAX
+CODE_BYTES=zip : CODE_BYTES
+MATRIX_BITS=9 : MATRIX_BITS
+EMBED_BITS=1 : EMBED_BITS
+GPTQ_RESERVE_SECONDS=600 : GPTQ_RESERVE_SECONDS
+EVAL_STRIDE=4096 : EVAL_STRIDE
+EVAL_STRIDE=0 : EVAL_STRIDE
+EVAL_SEQ_LEN=65536 : TTT_CHUNK_TOKENS
+TTT_CHUNK_TOKENS=1000 : TTT_CHUNK_TOKENS
+TTT_CHUNK_TOKENS=64 : TTT_CHUNK_TOKENS
+TTT_MOMENTUM=1 : TTT_MOMENTUM
+"""
+
+# A misspelt name, and the right one that the message must offer.
+WRONG_NAMES = """
+MATRX_LR : MATRIX_LR
+ITERATION : ITERATIONS
+TTT_EPOCH : TTT_EPOCHS
+WARMDOWN_ITER : WARMDOWN_ITERS
+MAX_WALLCLOCK_SECOND : MAX_WALLCLOCK_SECONDS
+TRAIN_BATCH_TOKEN : TRAIN_BATCH_TOKENS
+NUM_LAYER : NUM_LAYERS
+FUSED_CE : FUSED_MLP
+MODEL_DIMS : MODEL_DIM
+VOCABSIZE : VOCAB_SIZE
+TOKENISER_PATH : TOKENIZER_PATH
+MUON_NESTEROV : MUON_
+TTT_OPTIMIZER : TTT_
+GPTQ_BLOCK_SIZE : GPTQ
+EMBED_LR : EMBED_WD
+EVAL_ONLYY : EVAL_ONLY
+"""
+
+LEFT_ALONE = """
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME
+MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_MAX_RESTARTS TORCH_NCCL_ASYNC_ERROR_HANDLING
+TORCHINDUCTOR_CACHE_DIR NCCL_DEBUG NCCL_IB_DISABLE GLOO_SOCKET_IFNAME OMP_NUM_THREADS MKL_NUM_THREADS
+KMP_AFFINITY GOMP_SPINCOUNT CUDA_VISIBLE_DEVICES CUDA_HOME NVIDIA_VISIBLE_DEVICES CUBLAS_WORKSPACE_CONFIG
+TRITON_CACHE_DIR TRITON_INTERPRET PYTORCH_CUDA_ALLOC_CONF HF_HOME HF_HUB_OFFLINE PYTHONPATH PYTHONUNBUFFERED
+PYTEST_CURRENT_TEST VIRTUAL_ENV PATH HOME USER SHELL LANG LC_ALL TERM PWD OLDPWD TMPDIR HOSTNAME LOGNAME
+SHLVL EDITOR DISPLAY SSH_CONNECTION XDG_RUNTIME_DIR LD_LIBRARY_PATH CONDA_PREFIX MAKEFLAGS MAKELEVEL CI
+GITHUB_RUN_ID RUNPOD_POD_ID SLURM_JOB_ID SLURM_NODEID KUBERNETES_PORT DEBIAN_FRONTEND COLUMNS LINES MAX_JOBS _
+PARALLEL_SEQ PARALLEL_PID PARALLEL_JOBSLOT TRAINING_JOB_NAME HEAD_NODE HEAD_NODE_IP CHECKPOINT_DIR MIN_NODES
+"""
+
+
+def table(text: str) -> list[tuple[str, str]]:
+    rows = (line.rsplit(" : ", 1) for line in text.strip().splitlines())
+    return [(given.strip(), named.strip()) for given, named in rows]
+
+
+def refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+            folder: Path) -> str:  # fmt: skip
+    """What main() prints of wrong settings, once it is sure that it did nothing else."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    monkeypatch.setattr(train_gpt, "Run", lambda *_: pytest.fail("the run began"))
+    assert train_gpt.main() == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and err.startswith("error: ") and err.count("\n") == 1
+    assert not any(folder.iterdir())
+    return err
+
+
+def values_beyond(field: dataclasses.Field[Any]) -> list[str]:
+    """Values just outside of what a field may hold, and words that are none of its kind."""
+    rules = field.metadata
+    if isinstance(field.default, bool):
+        return ["2", "-1", "yes", "true", ""]
+    if rules["among"]:
+        return [f"no {rules['among'][0]}", ""]
+    if isinstance(field.default, str):
+        return []
+    beyond = ["", "many", "nan"]
+    if isinstance(field.default, int):
+        beyond.append("1.5")
+    for end, sign in (("low", -1), ("high", 1)):
+        beyond.append(repr(rules[end] + sign * (1 + abs(rules[end]))))
+    return beyond
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if values_beyond(field)])
+def test_every_setting_refuses_what_lies_beyond_it(name: str) -> None:
+    for text in values_beyond(FIELDS[name]):
+        with pytest.raises(ConfigError, match=rf"{name}=") as error:
+            Config.from_env({name: text})
+        assert "expected" in str(error.value), text
+
+
+@pytest.mark.parametrize(("given", "named"), table(WRONG_VALUES))
+def test_wrong_values_are_refused_by_name(
+    given: str,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environ = dict(part.split("=", 1) for part in given.split(" "))
+    message = refused(environ, monkeypatch, capsys, tmp_path)
+    assert named in message
+    assert environ.get(named, "") in message  # what was got
+    assert "expected" in message or "must" in message
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "1e400", "-inf", "NaN", "0x10", "1 2", "--1"])
+@pytest.mark.parametrize("name", ["SEED", "MATRIX_LR"])
+def test_no_number_is_too_odd_to_be_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Config.from_env({name: text})
+
+
+@pytest.mark.parametrize("name", ["RUN_ID", "DATA_PATH", "RUNS_DIR"])
+@pytest.mark.parametrize("text", ["two\nlines", "bell\a", "bytes \udcff", "line\u2028separator"])
+def test_text_that_no_file_of_settings_could_hold_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Config.from_env({name: text})
+
+
+@pytest.mark.parametrize(("name", "offered"), table(WRONG_NAMES))
+def test_misspelt_names_are_refused_with_the_right_one(
+    name: str,
+    offered: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = refused({name: "1"}, monkeypatch, capsys, tmp_path)
+    assert name in message and offered in message.split("did you mean")[1]
+
+
+def test_every_name_with_a_letter_lost_doubled_or_swapped_is_refused() -> None:
+    for name in FIELDS:
+        for wrong in (name[:-1], name + name[-1], name[0] + name, name[:-2] + name[-1] + name[-2]):
+            if len(wrong) >= 6 and wrong not in FIELDS:
+                with pytest.raises(ConfigError, match=wrong):
+                    Config.from_env({wrong: "1"})
+
+
+def test_variables_of_launchers_and_systems_are_left_alone() -> None:
+    assert Config.from_env(dict.fromkeys(LEFT_ALONE.split(), "1")) == Config()
+
+
+def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a b ü.env"
+    path.write_text(
+        "# a comment\n\n  SEED = 5  # why\nMATRIX_LR=0.5\nDATA_PATH=/x/a#b c ü\n", encoding="utf-8"
+    )
+    config = Config.from_env({"CONFIG": str(path), "MATRIX_LR": "0.25"})
+    assert (config.seed, config.matrix_lr, config.num_layers) == (5, 0.25, Config().num_layers)
+    assert config.data_path == "/x/a#b c ü"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
+        ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
+        ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.env"
+    if content is not None:
+        path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=named):
+        Config.from_env({"CONFIG": str(path)})
+    with pytest.raises(ConfigError, match="CONFIG"):
+        Config.from_env({"CONFIG": str(tmp_path)})
+
+
+def test_shipped_configurations_are_valid(repo: Path) -> None:
+    paths = sorted((repo / "configs").glob("*.env"))
+    assert paths
+    for path in paths:
+        assert Config.from_env({"CONFIG": str(path)}).overrides(), path
+
+
+def test_help_lists_every_variable_with_default_and_meaning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
+    monkeypatch.setattr(os, "environ", {"SEED": "wrong, and yet help must come"})
+    assert train_gpt.main() == 0
+    listed, defaults = capsys.readouterr().out.split("Variables, ")[1].splitlines(), Config().as_env()
+    for name, field in FIELDS.items():
+        (line,) = [line for line in listed if line.strip().startswith(f"{name}=")]
+        assert line.split()[0] == f"{name}={defaults[name]}"
+        assert field.metadata["meaning"] in line
+        assert all(choice in line for choice in field.metadata["among"])
+
+
+def values_of(field: Any) -> st.SearchStrategy[Any]:
+    """Everything a field may hold, as far as it alone decides."""
+    rules, kind = field.metadata, type(field.default)
+    if kind is bool:
+        return st.booleans()
+    if rules["among"]:
+        return st.sampled_from(rules["among"])
+    low, high = (None if math.isinf(rules[end]) else rules[end] for end in ("low", "high"))
+    if kind is int:
+        return st.integers(
+            None if low is None else math.ceil(low), None if high is None else math.floor(high)
+        )
+    if kind is float:
+        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+    printable = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], exclude_characters="/")
+    return st.text(printable, max_size=20).map(lambda text: "" if text.startswith(".") else text)
+
+
+RELATED = """
+TRAIN_SEQ_LEN MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS NUM_LAYERS GATE_WINDOW NUM_LOOPS
+LOOP_START LOOP_END PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED TTT_CHUNK_TOKENS
+MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS GPTQ_RESERVE_SECONDS ITERATIONS
+"""  # to others, by a cross-check
+FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
+
+
+@given(st.fixed_dictionaries({}, optional=FREE))
+@settings(max_examples=150, deadline=None)
+def test_as_env_reads_back_to_the_same_settings(values: dict[str, Any]) -> None:
+    config = Config(**values)
+    assert Config.from_env(config.as_env()) == config
+    assert Config.from_env(config.overrides()) == config
+    assert all(Config().as_env()[name] != text for name, text in config.overrides().items())
+
+
+@given(st.fixed_dictionaries({}, optional=FREE))
+@settings(max_examples=50, deadline=None)
+def test_a_file_of_all_settings_reads_back_to_the_same_settings(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
+) -> None:
+    config = Config(**{name: value for name, value in values.items() if not str(value).startswith("#")})
+    path = tmp_path_factory.getbasetemp() / "all.env"
+    path.write_text("".join(f"{name}={text}\n" for name, text in config.as_env().items()), encoding="utf-8")
+    assert Config.from_env({"CONFIG": str(path)}) == config
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), st.text(max_size=30), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str, str]) -> None:
+    try:
+        config = Config.from_env(environ)
+    except ConfigError as error:
+        assert any(name in str(error) for name in FIELDS)
+    else:
+        assert Config.from_env(config.as_env()) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
+        ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[str, str], ranks: int) -> None:
+    config = Config.from_env(settings)
+    with pytest.raises(ConfigError, match=r"TRAIN_BATCH_TOKENS.*TRAIN_SEQ_LEN.*MICRO_BATCH_TOKENS"):
+        train_gpt.micro_steps_per_step(config, ranks)
+
+
+def test_micro_steps_are_those_that_fill_the_batch() -> None:
+    assert [train_gpt.micro_steps_per_step(Config(), ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    rounded = Config(micro_batch_tokens=100_000)  # whole sequences count
+    assert train_gpt.micro_steps_per_step(rounded, 1) == 8
+
+
+def test_the_model_settings_are_those_that_decide_the_weights() -> None:
+    stored = Config().as_env("LOGIT_SOFTCAP")
+    assert {
+        "TRAIN_SEQ_LEN",
+        "DOC_MASK",
+        "VOCAB_SIZE",
+        "NUM_LAYERS",
+        "MODEL_DIM",
+        "LOGIT_SOFTCAP",
+        "NUM_LOOPS",
+    } <= set(stored)
+    assert not {"MATRIX_LR", "SEED", "DATA_PATH", "TTT_LR", "MATRIX_BITS"} & set(stored)
+
+
+def test_finding_a_path_looks_upward_from_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.find_path("configs").samefile(repo / "configs")
+    (tmp_path / "configs").mkdir(parents=True)
+    assert train_gpt.find_path("configs").resolve() == (tmp_path / "configs").resolve()
+    assert train_gpt.find_path("no/such/thing") == Path("no/such/thing")

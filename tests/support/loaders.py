@@ -1,0 +1,157 @@
+"""Loaders over tiny shards whose every token tells where it stands, and faults for their stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from data import shards as shard_files
+from tests.support.models import tiny_config
+from tests.support.waiting import DEADLINE_SECONDS
+
+CPU = torch.device("cpu")
+SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
+
+
+def make_config(**changes: Any) -> train_gpt.Config:
+    """The settings of a small loader, fields in lower case; values that no run would take are let pass."""
+    config = tiny_config(VOCAB_SIZE=8192, TRAIN_SEQ_LEN=16, LOADER_TIMEOUT_SECONDS=DEADLINE_SECONDS)
+    return dataclasses.replace(config, **changes)
+
+
+def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> list[Any]:
+    """Counting shards: every token is its own position in the joined shards, so each one can be checked."""
+    start = 0
+    for number, size in enumerate(sizes):
+        path = folder / f"fineweb_train_{number:06d}.bin"
+        shard_files.write_shard(path, np.arange(start, start + size))
+        start += size
+    return train_gpt.open_shards(str(folder / "fineweb_train_*.bin"))
+
+
+class WatchedLoader(train_gpt.Loader, contextlib.AbstractContextManager):
+    """A loader that a `with` block closes, and that counts the batches which stand ready."""
+
+    def seek(self, step: int) -> None:
+        """Go to a step, and count from there."""
+        self.delivered = 0
+        super().seek(step)
+
+    def _stage(self, *given: Any) -> Iterator[Any]:
+        self.staged: list[int] = []  # a new one: a thread of before the seek may still add to its own
+        return note_each(super()._stage(*given), self.staged)
+
+    def next_batch(self) -> Any:
+        """The next micro-batch."""
+        batch = super().next_batch()
+        self.delivered += 1
+        return batch
+
+    def ready(self) -> int:
+        """Batches that are staged and not delivered."""
+        return len(self.staged) - self.delivered
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def note_each(items: Iterator[Any], noted: list[int]) -> Iterator[Any]:
+    """The items, with a note of each one that is made."""
+    for number, item in enumerate(items):
+        noted.append(number)
+        yield item
+
+
+def open_loader(
+    shards: list[Any],
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device = CPU,
+    **changes: Any,
+) -> WatchedLoader:
+    """A loader of one rank, with settings changed."""
+    place = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+    return WatchedLoader(make_config(**changes), shards, place)
+
+
+def sequences_of(batch: Any) -> np.ndarray:
+    """(B, T + 1) ids of a batch; checks that targets are the inputs one token later."""
+    assert batch.inputs_BT.dtype == batch.targets_BT.dtype == torch.int64
+    assert torch.equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
+    return torch.cat((batch.inputs_BT, batch.targets_BT[:, -1:]), dim=1).cpu().numpy()
+
+
+def take(loader: Any, count: int) -> np.ndarray:
+    """The sequences of the next batches."""
+    return np.concatenate([sequences_of(loader.next_batch()) for _ in range(count)])
+
+
+def stream(
+    shards: list[Any], steps: int, world_size: int = 1, first_step: int = 0, **changes: Any
+) -> tuple[np.ndarray, int]:
+    """All ranks' sequences in stream order, and the sum of their hashes."""
+    parts = []
+    total = 0
+    for rank in range(world_size):
+        with open_loader(shards, rank, world_size, **changes) as loader:
+            loader.seek(first_step)
+            parts.append([take(loader, loader.micro_steps) for _ in range(steps)])
+            total += loader.stream_hash
+    return np.concatenate([part[step] for step in range(steps) for part in parts]), total % 2**64
+
+
+def state_of(loaders: list[Any]) -> dict[str, Any]:
+    """The state that rank 0 saves for all ranks, through JSON as in a checkpoint."""
+    total_hash = sum(loader.stream_hash for loader in loaders) % 2**64
+    return json.loads(json.dumps(loaders[0].state_dict(total_hash)))
+
+
+def loader_threads() -> list[str]:
+    """Names of the threads of all loaders."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader ")]
+
+
+def drain(loader: Any) -> tuple[list[np.ndarray], BaseException]:
+    """Batches until the error, and the error, which must come again when asked again."""
+    rows: list[np.ndarray] = []
+    try:
+        while len(rows) < 10_000:
+            rows.append(sequences_of(loader.next_batch()))
+    except train_gpt.LoaderError as error:
+        with pytest.raises(train_gpt.LoaderError):
+            loader.next_batch()
+        return rows, error
+    raise AssertionError("no error in 10,000 batches")
+
+
+def on_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], Any]) -> None:
+    """Do something with the path of each shard before it is read."""
+    real = train_gpt.read_tokens
+
+    def read_tokens(shard: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+        action(shard.path)
+        return real(shard, *args, **kwargs)
+
+    monkeypatch.setattr(train_gpt, "read_tokens", read_tokens)
+
+
+def on_stage(monkeypatch: pytest.MonkeyPatch, action: Callable[[int, np.ndarray], Any]) -> None:
+    """Do something with the stream position of each batch and its ids as they are staged."""
+    real = train_gpt.hash_sequences
+
+    def hash_sequences(position: int, ids_BT: np.ndarray) -> int:
+        action(position, ids_BT)
+        return real(position, ids_BT)
+
+    monkeypatch.setattr(train_gpt, "hash_sequences", hash_sequences)

@@ -1,0 +1,270 @@
+"""train_gpt.py as real processes on a tiny dataset: forked, for speed, from a server with torch loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "train_gpt.py"
+DEADLINE_SECONDS = 120.0  # for hangs only
+PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
+SERVER = multiprocessing.get_context("forkserver")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+# Six steps of the tiny model, every feature of the default run, all evaluations.
+TINY_RUN: dict[str, object] = {
+    **tiny.MODEL,
+    "CONFIG": REPO / "configs/cpu_demo.env",
+    "DEVICE": "cpu",
+    "COMPUTE_DTYPE": "float32",
+    "ITERATIONS": 6,
+    "MAX_WALLCLOCK_SECONDS": 0,
+    "ENABLE_LOOPING_AT": 0.5,
+    "EMA_DECAY": 0.5,
+    "MUON_WD": 0.1,
+    "EMBED_WD": 0.1,
+    "ADAM_WD": 0.1,
+    "VAL_TOKENS_LIMIT": 1000,
+    "VAL_BATCH_SIZE": 2048,
+    "EVAL_STRIDE": 16,
+    "TTT_ENABLED": 1,
+    "TTT_CHUNK_TOKENS": 256,
+    "TTT_BATCH_SEQS": 4,
+    "TTT_EPOCHS": 1,
+    "GPTQ_CALIBRATION_BATCHES": 4,
+    "ARTIFACT_BYTES_MAX": 300_000,
+    "CODE_BYTES": "raw",
+    "RUN_ID": "run",
+}
+
+
+class Hung(AssertionError):
+    """A process had not ended when it should have."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended; status as a shell reports it, negative for a signal."""
+
+    status: int
+    out: str
+    err: str
+    runs_dir: Path
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, where there is exactly one."""
+        (only,) = self.runs_dir.iterdir()
+        return only
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the run recorded of itself."""
+        return json.loads((self.directory / "summary.json").read_text("utf-8"))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return [
+            json.loads(line) for line in (self.directory / "metrics.jsonl").read_text("utf-8").splitlines()
+        ]
+
+
+def results(ended: Ended) -> tuple[object, ...]:
+    """What two equal runs agree on to the last bit."""
+    trained = [(e["step"], e["train_loss"], e["grad_norm"]) for e in ended.events if e["event"] == "train"]
+    summary = ended.summary
+    return trained, summary["stream_hash"], summary["artifact"]["sha256"], summary["losses"]
+
+
+class Started:
+    """One process that runs the script."""
+
+    def __init__(
+        self, environ: Mapping[str, str], arguments: tuple[str, ...], cwd: Path, fault: str, script: Path
+    ) -> None:
+        self.runs_dir = Path(environ.get("RUNS_DIR", cwd / "runs"))
+        self.console = cwd / f"console.{random.randrange(10**12)}"
+        self.console.with_suffix(self.console.suffix + ".err").touch()
+        self.process = SERVER.Process(
+            target=run_script,
+            args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault),
+        )
+        with environment(ONE_THREAD):
+            self.process.start()
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        path = self.console.with_suffix(self.console.suffix + ".out")
+        return path.read_text("utf-8", "replace") if path.exists() else ""
+
+    def wait_for(self, text: str, seconds: float = DEADLINE_SECONDS) -> None:
+        """Return as soon as `text` has been printed."""
+        end = time.monotonic() + seconds
+        while text not in self.out:
+            assert self.process.is_alive(), f"ended before it printed {text!r}: {self.wait()}"
+            assert time.monotonic() < end, f"no {text!r} within {seconds} s: {self.out}"
+            time.sleep(0.01)
+
+    def send(self, number: int) -> None:
+        """Send a signal; one that has just ended gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, number)
+
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> Ended:
+        """How it ended; fails where it has not after `seconds`."""
+        self.process.join(seconds)
+        hung = self.process.is_alive()
+        if hung:
+            self.process.kill()
+            self.process.join()
+        err = self.console.with_suffix(self.console.suffix + ".err").read_text("utf-8", "replace")
+        if hung:
+            raise Hung(f"still running after {seconds} s\n{self.out}\n{err}")
+        return Ended(self.process.exitcode or 0, self.out, err, self.runs_dir)
+
+
+def run_script(environ: dict[str, str], arguments: list[str], cwd: str, console: str, fault: str) -> None:
+    """In the new process: the script as __main__; `fault`, when given, is Python that runs before it."""
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(console + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = arguments
+    if fault:
+        exec(compile(fault, "fault", "exec"), {"os": os, "sys": sys})
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """The environment of this process for a moment: the server reads its threads from it when it starts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class Lab:
+    """A folder, a dataset and the settings of a tiny run; each call is one process."""
+
+    def __init__(self, folder: Path, dataset: Path) -> None:
+        self.folder, self.dataset = folder, dataset
+
+    def settings(self, **changes: object) -> dict[str, str]:
+        """The environment of a tiny run; None removes a variable."""
+        data = {"DATA_PATH": str(self.dataset), "TOKENIZER_PATH": str(self.dataset / "tokenizer.model"),
+                "RUNS_DIR": str(self.folder / "runs"), "PATH": os.environ.get("PATH", "")}  # fmt: skip
+        wanted = {**TINY_RUN, **ONE_THREAD, **data, **changes}
+        return {name: str(value) for name, value in wanted.items() if value is not None}
+
+    def start(self, *arguments: str, fault: str = "", script: Path = SCRIPT, **changes: object) -> Started:
+        """Start a process with changed settings."""
+        return Started(self.settings(**changes), arguments, self.folder, fault, script)
+
+    def run(self, *arguments: str, **changes: Any) -> Ended:
+        """Run a process to its end."""
+        return self.start(*arguments, **changes).wait()
+
+    def succeed(self, *arguments: str, **changes: Any) -> Ended:
+        """Run a process that must succeed."""
+        ended = self.run(*arguments, **changes)
+        assert ended.status == 0, ended.out + ended.err
+        return ended
+
+    def ranks(
+        self,
+        count: int,
+        each: Mapping[int, Mapping[str, object]] | None = None,
+        fault: str = "",
+        arguments: tuple[str, ...] = (),
+        **changes: Any,
+    ) -> list[Started]:
+        """Start `count` ranks as torchrun does; `each` and `fault` may make one of them different."""
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        group = {**changes, **address, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        places = [{"RANK": rank, "LOCAL_RANK": rank, **(each or {}).get(rank, {})} for rank in range(count)]
+        return [self.start(*arguments, **{"fault": fault, **group, **place}) for place in places]
+
+    def elsewhere(self, name: str) -> Lab:
+        """The same dataset with another folder."""
+        folder = self.folder / name
+        folder.mkdir()
+        return Lab(folder, self.dataset)
+
+    def copy_dataset(self, name: str = "data") -> Lab:
+        """The same folder with a dataset of its own, to damage."""
+        return Lab(self.folder, Path(shutil.copytree(self.dataset, self.folder / name)))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
+    """A folder filled by `make`, once for all test files and all parallel workers of a session."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, ready = base / f"shared-{name}", base / f"shared-{name}.ready"
+    with open(base / f"shared-{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not ready.exists():
+            folder.mkdir()
+            make(folder)
+            ready.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny dataset; to be read only."""
+    SERVER.set_forkserver_preload(PRELOAD.split())
+    return made_once("dataset", tmp_path_factory, tiny.make_dataset)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
+    """A finished run with the tiny settings; to be read only."""
+
+    def make(folder: Path) -> None:
+        ended = Lab(folder, dataset).succeed()
+        (folder / "out").write_text(ended.out, "utf-8")
+        (folder / "err").write_text(ended.err, "utf-8")
+
+    folder = made_once("finished", tmp_path_factory, make)
+    return Ended(0, (folder / "out").read_text("utf-8"), (folder / "err").read_text("utf-8"), folder / "runs")
+
+
+@pytest.fixture
+def lab(tmp_path: Path, dataset: Path) -> Lab:
+    """A folder of this test's own."""
+    return Lab(tmp_path, dataset)

@@ -1,0 +1,38 @@
+"""Waiting without a guess at the machine's speed: deadlines are for hangs alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+DEADLINE_SECONDS = 20
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
+    """Return as soon as a condition holds; fails where it does not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "deadline"
+        time.sleep(0.002)
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Run in a thread, so that a hang is a failure and not the end of the suite."""
+    result: list[Any] = []
+
+    def call() -> None:
+        try:
+            result.append((function(), None))
+        except BaseException as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert result, f"hung for {seconds} s"
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value

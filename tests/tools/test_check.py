@@ -1,0 +1,334 @@
+"""The audit: a packed folder passes, each alteration is named, public layouts get no false FAIL."""
+
+from __future__ import annotations
+
+import base64
+import json
+import lzma
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.dialects import DIALECT_A, DIALECT_B
+from tests.support.runs import SOURCE, make_runs, pack, wrap
+from tools.__main__ import main
+from tools.check.checks import audit
+from tools.check.execute import network_can_be_cut
+from tools.check.findings import Finding, Level, Mode
+from tools.pack import readme
+from tools.runs.folder import Folder
+from tools.runs.source import UNWRAPPED_BYTES_MAX
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
+    return pack(folder / "records", make_runs(folder / "runs", 42, 1337, 2025))
+
+
+@pytest.fixture
+def packed(pristine: Path, tmp_path: Path) -> Path:
+    """A packed folder of three seeds that the test may alter."""
+    return Path(shutil.copytree(pristine, tmp_path / "records" / "track_demo" / pristine.name))
+
+
+def fails(folder: Path, mode: Mode = Mode.AGREED) -> list[Finding]:
+    return [finding for finding in audit(Folder(folder)) if finding.level(mode) is Level.FAIL]
+
+
+def test_packed_folder_passes_under_every_reading(packed: Path) -> None:
+    for mode in Mode:
+        assert fails(packed, mode) == []
+    assert main(["check", "--strict", str(packed)]) == 0
+
+
+def test_packed_wrapped_folder_passes(tmp_path: Path) -> None:
+    base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, 3), name="Base")
+    runs = make_runs(tmp_path / "new", 4, 5, 6, gain=0.02)
+    assert (
+        fails(pack(tmp_path / "records", runs, "--wrap", "--baseline", str(base), name="New"), Mode.STRICT)
+        == []
+    )
+
+
+def _edit(folder: Path, name: str, old: str, new: str) -> None:
+    path = folder / name
+    text = path.read_text()
+    assert text.count(old) >= 1, f"{name} does not hold {old!r}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def _digit_in_json(folder: Path) -> None:
+    score = f"{json.loads((folder / 'submission.json').read_text())['val_bpb']}"
+    _edit(
+        folder,
+        "submission.json",
+        f'"val_bpb": {score}',
+        f'"val_bpb": {score[:-1]}{(int(score[-1]) + 1) % 10}',
+    )
+
+
+def _digit_of_a_seed(folder: Path) -> None:
+    _edit(folder, "submission.json", '"steps": 400', '"steps": 401')
+
+
+def _digit_in_log(folder: Path) -> None:
+    _edit(folder, "train_seed42.log", "legal_ttt_exact val_loss:2.9", "legal_ttt_exact val_loss:2.8")
+
+
+def _digit_in_readme(folder: Path) -> None:
+    _edit(folder, "README.md", "| 400 |", "| 399 |")
+
+
+def _byte_of_code(folder: Path) -> None:
+    _edit(folder, "train_gpt.py", "LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
+
+
+def _swapped_logs(folder: Path) -> None:
+    first, second, spare = folder / "train_seed42.log", folder / "train_seed1337.log", folder / "spare"
+    first.rename(spare), second.rename(first), spare.rename(second)
+
+
+def _log_of_another_run(folder: Path) -> None:
+    _edit(folder, "train_seed42.log", "step:400/400", "step:380/400")
+
+
+def _wrong_seed(folder: Path) -> None:
+    text = (folder / "submission.json").read_text()
+    (folder / "submission.json").write_text(text.replace('"42"', '"43"').replace("    42,", "    43,"))
+
+
+def _missing_log(folder: Path) -> None:
+    (folder / "train_seed42.log").unlink()
+
+
+def _setting(folder: Path) -> None:
+    _edit(folder, "config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.03")
+
+
+ALTERATIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "one digit in submission.json": (_digit_in_json, "A4", "`val_bpb` is"),
+    "one digit of a seed's result": (_digit_of_a_seed, "A4", "`seed_results.42.steps` is 401"),
+    "one digit in a log": (_digit_in_log, "A2", "`train_seed42.log` is not the file that was packed"),
+    "one digit in a log, by arithmetic": (_digit_in_log, "C1", "is not val_loss"),
+    "one digit in a log, by summary": (_digit_in_log, "A4", "in the summary"),
+    "one digit in README.md": (_digit_in_readme, "A4", "README.md says"),
+    "one byte of code": (_byte_of_code, "A6", "the shipped source is not what seed 42 ran"),
+    "swapped logs": (_swapped_logs, "A5", "train_seed42.log stands for seed 42, but says seed 1337"),
+    "log of another run": (_log_of_another_run, "A2", "`train_seed42.log` is not the file"),
+    "wrong seed": (_wrong_seed, "A5", "seed 43 is declared, its log or summary is missing"),
+    "missing log": (_missing_log, "A2", "`train_seed42.log` was packed and is missing"),
+    "changed setting": (_setting, "A2", "`config.env` is not the file that was packed"),
+}
+
+
+@pytest.mark.parametrize(("alter", "check", "text"), ALTERATIONS.values(), ids=ALTERATIONS.keys())
+def test_alteration_is_named(packed: Path, alter: Callable[[Path], None], check: str, text: str) -> None:
+    alter(packed)
+    found = fails(packed)
+    assert any(f.check == check and text in f.text for f in found), [f"{f.check} {f.text}" for f in found]
+
+
+def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:
+    folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
+    (folder / "train_gpt.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
+    assert any("is not the program in train_gpt_readable.py" in finding.text for finding in fails(folder))
+
+
+def test_a_folder_with_the_former_begin_mark_is_read_alike(packed: Path) -> None:
+    path = packed / "README.md"
+    path.write_text("Prose above.\n" + path.read_text().replace(readme.BEGIN, readme.FORMER_BEGIN))
+    assert readme.FORMER_BEGIN in path.read_text() and fails(packed) == []
+    _digit_in_readme(packed)
+    (finding,) = fails(packed)
+    changed = path.read_text().splitlines()[int(finding.where.split(":")[1]) - 1]
+    assert finding.check == "A4" and f"README.md says `{changed}`" in finding.text
+
+
+def test_prose_below_the_generated_part_is_free(packed: Path) -> None:
+    with (packed / "README.md").open("a") as file:
+        file.write("\nWhat I learned.\n")
+    assert fails(packed) == []
+
+
+def public(tmp_path: Path, logs: dict[str, str], script: str = SOURCE, **submission: Any) -> Path:
+    """A folder as other people submit it."""
+    folder = tmp_path / "track_10min_16mb" / "2026-04-01_Public"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("text\n")
+    (folder / "train_gpt.py").write_text(script)
+    value = {"author": "a", "github_id": "a", "name": "n", "date": "2026-04-01", **submission}
+    (folder / "submission.json").write_text(json.dumps(value))
+    for name, text in logs.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+A_SCORE = {"val_bpb": 1.21972502, "val_loss": 2.0594546}
+CODE = SOURCE + "#" * (47642 - len(SOURCE))  # as many bytes as the log of dialect A says
+PLAIN_A = DIALECT_A.split("=" * 100 + "\n")[1]  # without the source at its head
+
+
+def _codes(folder: Path, mode: Mode = Mode.AGREED) -> set[tuple[str, str]]:
+    return {(f.check, f.level(mode).name) for f in audit(Folder(folder))}
+
+
+def test_public_folder_without_a_defect_has_no_fail(tmp_path: Path) -> None:
+    assert fails(public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE)) == []
+
+
+def test_score_that_no_log_gives(tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, val_bpb=1.2152, val_loss=2.0594546)
+    assert [f.check for f in fails(folder)] == ["A4"]
+    assert "train.log" in fails(folder)[0].where
+
+
+def test_bits_stored_as_loss(tmp_path: Path) -> None:
+    assert ("A3", "FAIL") in _codes(
+        public(tmp_path, {"train.log": PLAIN_A}, CODE, val_bpb=1.21972502, val_loss=1.21972502)
+    )
+
+
+def test_seed_in_the_name_is_the_seed_in_the_log(tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train_seed7.log": PLAIN_A}, CODE, **A_SCORE)
+    assert any("stands for seed 7, but says seed 1337" in finding.text for finding in fails(folder))
+
+
+def test_one_log_under_two_names(tmp_path: Path) -> None:
+    text = PLAIN_A.replace("seed:1337\n", "")
+    folder = public(tmp_path, {"train_seed1.log": text, "train_seed2.log": text}, CODE, **A_SCORE)
+    assert any("is identical to" in finding.text for finding in fails(folder))
+
+
+def test_shipped_code_of_another_size(tmp_path: Path) -> None:
+    assert ("A6", "FAIL") in _codes(public(tmp_path, {"train.log": PLAIN_A}, CODE + "\n", **A_SCORE))
+
+
+def test_seeds_of_two_configurations(tmp_path: Path) -> None:
+    second = PLAIN_A.replace("seed:1337", "seed:7").replace("train_seq_len:1024", "train_seq_len:2048")
+    folder = public(tmp_path, {"train_seed1337.log": PLAIN_A, "train_seed7.log": second}, CODE, **A_SCORE)
+    assert any(
+        "`train_seq_len` is 1024" in f.text or "`train_seq_len` is 2048" in f.text for f in fails(folder)
+    )
+
+
+def test_double_counted_spaces_show_in_the_implied_bytes(tmp_path: Path) -> None:
+    score = f"{1.21972502 * 151_080_891 / 176_332_748:.8f}"
+    text = PLAIN_A.replace("1.21972502", score).replace("val_bpb:1.2197 ", f"val_bpb:{score} ")
+    folder = public(tmp_path, {"train.log": text}, CODE, val_bpb=float(score), val_loss=2.0594546)
+    assert any(f.check == "C1" and "#1719" in f.text for f in fails(folder))
+
+
+def test_contested_points_follow_the_reading(tmp_path: Path) -> None:
+    script = SOURCE + "#" * (157868 - len(SOURCE))
+    folder = public(
+        tmp_path, {"train_seed42.log": DIALECT_B}, script, val_bpb=1.05989454, val_loss=2.31944212
+    )
+    for check in ("A9", "C2"):  # over the cap as shipped; Hessians after the clock
+        assert (check, "WARN") in _codes(folder)
+        assert (check, "FAIL") in _codes(folder, Mode.STRICT)
+        assert (check, "INFO") in _codes(folder, Mode.CONVENTION)
+    assert fails(folder) == []
+
+
+def test_unreadable_contents_are_findings_not_crashes(tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": "\0\xff garbage"}, "def broken(:\n")
+    (folder / "submission.json").write_text("[1, 2")
+    assert {("A2", "FAIL"), ("A3", "FAIL")} <= _codes(folder)
+    shutil.rmtree(folder)
+    assert main(["check", str(folder)]) == 2
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers())
+)
+KEYS = (
+    "val_bpb",
+    "val_loss",
+    "val_bpb_std",
+    "seeds",
+    "seed_results",
+    "bytes_total",
+    "date",
+    "track",
+    "format",
+    "files",
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES | st.dictionaries(st.sampled_from(["1337", "x"]), VALUES))
+)
+def test_any_submission_is_judged_without_a_crash(tmp_path: Path, submission: dict[str, Any]) -> None:
+    shutil.rmtree(tmp_path / "track_10min_16mb", ignore_errors=True)
+    folder = public(tmp_path, {"train_seed1337.log": PLAIN_A}, CODE)
+    (folder / "submission.json").write_text(json.dumps(submission))
+    audit(Folder(folder))
+
+
+DERIVED = (
+    "val_bpb",
+    "val_loss_std",
+    "seeds",
+    "seed_results",
+    "bytes_total",
+    "bytes_code",
+    "hardware",
+    "compliance",
+)
+
+
+@pytest.mark.parametrize("key", [*DERIVED, "all_runs", "files", "metric", "pytorch_version"])
+@pytest.mark.parametrize("value", [None, 3, "text", [1, None], {"a": {}}], ids=str)
+def test_any_change_of_a_derived_value_is_caught(packed: Path, key: str, value: object) -> None:
+    submission = json.loads((packed / "submission.json").read_text())
+    submission[key] = value
+    (packed / "submission.json").write_text(json.dumps(submission))
+    assert fails(packed)
+
+
+def test_packed_folder_without_its_mark_is_still_audited_as_packed(packed: Path) -> None:
+    _edit(packed, "submission.json", '"format"', '"form"')
+    _byte_of_code(packed)
+    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
+
+
+def test_payload_too_large_to_unwrap_is_a_finding(tmp_path: Path) -> None:
+    bomb = base64.b85encode(lzma.compress(b" " * (UNWRAPPED_BYTES_MAX + 1))).decode()
+    script = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({bomb!r})))"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    assert any("packed code was not unwrapped" in finding.text for finding in audit(Folder(folder)))
+
+
+def test_json_report_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, val_bpb=1.2152)
+    assert main(["check", "--json", str(folder)]) == 1
+    findings = json.loads(capsys.readouterr().out)[str(folder)]
+    assert {"check", "level", "text", "where", "remedy"} == set(findings[0])
+
+
+def test_audited_code_runs_only_when_asked(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, f"open({str(marker)!r}, 'w')\n", **A_SCORE)
+    main(["check", str(folder)])
+    assert not marker.exists()
+    if not network_can_be_cut():
+        pytest.skip("this machine cannot start a process without network")
+    main(["check", "--run", str(folder)])
+    assert marker.exists()
+
+
+def test_code_that_is_run_has_no_network(tmp_path: Path) -> None:
+    if not network_can_be_cut():
+        pytest.skip("this machine cannot start a process without network")
+    script = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)\n"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    from tools.check.execute import check_starts
+
+    assert any("unreachable" in finding.text for finding in check_starts(Folder(folder)))

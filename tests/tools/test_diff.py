@@ -1,0 +1,154 @@
+"""Welch tests against published values; settings, code and curves; the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import SOURCE, make_run, make_runs, pack
+from tools.__main__ import main
+from tools.compare import svg
+from tools.compare.diff import changed_settings
+from tools.runs.stats import compare, deviation, welch_lower
+
+# Seed results of public records, by pull request (bits per byte).
+PUBLISHED = {
+    1493: [1.08079, 1.08103, 1.08118],
+    1514: [1.07928348, 1.07997217, 1.08024254],
+    549: [1.11922988, 1.12002032, 1.11888882],
+    1019: [1.11508120, 1.11437394, 1.11475014],
+    1736: [1.06473025, 1.06562743, 1.06610085],
+    1769: [1.06509678, 1.06516558, 1.06413130, 1.06356801, 1.06466993],
+    1868: [1.06083288, 1.06090748, 1.06248776],
+    1855: [1.06124613, 1.06208695, 1.05989454],
+}
+
+
+@pytest.mark.parametrize(
+    ("new", "base", "p"), [(1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)]
+)
+def test_published_p_values(new: int, base: int, p: float) -> None:
+    test = welch_lower(PUBLISHED[new], PUBLISHED[base])
+    assert test is not None and round(test.p, 3) == p
+
+
+def test_margin_is_tested_in_nats_per_token() -> None:
+    scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
+    new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
+    verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
+    assert verdict.margin is not None and round(verdict.margin.p, 4) == 0.0095
+    assert verdict.meets_margin and verdict.meets_frontier
+    assert verdict.gain_nats_per_token == pytest.approx(0.00784, abs=1e-5)
+
+
+def test_other_tokenizer_leaves_nats_per_token_open() -> None:
+    verdict = compare([1.08, 1.081], [1.09, 1.091], [2.78, 2.79], [1.89, 1.90])
+    assert verdict.gain_nats_per_token is None and verdict.margin is None and verdict.frontier is not None
+
+
+def test_one_seed_a_side_is_no_test() -> None:
+    assert welch_lower([1.0], [1.1, 1.2]) is None
+    assert deviation([1.0]) is None
+
+
+def test_settings_that_are_equal_as_numbers_are_equal() -> None:
+    assert changed_settings({"A": "0.020", "B": "x", "C": "1"}, {"A": "0.02", "B": "y"}) == [
+        ("B", "x", "y"),
+        ("C", "1", "–"),
+    ]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """A packed base of three seeds, wrapped; a run that differs in code, a setting and its losses."""
+    base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, 3), "--wrap", name="Base")
+    changed = SOURCE.replace("LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03 if '<b>&' else 0")
+    return base, make_run(tmp_path / "new", 4, source=changed, config={"MATRIX_LR": "0.03"}, gain=0.05)
+
+
+def test_text_names_what_differs(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *map(str, two)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"MATRIX_LR +0\.02 +0\.03", text)
+    assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
+    assert "gain +0.0" in text and "no test" in text
+    assert re.search(r"^20 +3\.2000 +3\.1500 +-0\.0500$", text, re.MULTILINE)
+
+
+def test_json(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "--json", *map(str, two)]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
+    assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
+
+
+def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Path) -> None:
+    page = tmp_path / "diff.html"
+    assert main(["diff", "--html", str(page), *map(str, two)]) == 0
+    html = page.read_text()
+    assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
+    assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
+    assert html.count("<svg") == 6
+
+
+def test_a_page_without_a_name_goes_into_the_new_run(two: tuple[Path, Path]) -> None:
+    base, new = two
+    assert main(["diff", str(base), str(new), "--html"]) == 0
+    assert "<svg" in (new / f"diff_{base.name}.html").read_text()
+
+
+def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:
+    line = svg.Line("base", [(float(x), 3.0 + 4.0 / (x + 1)) for x in range(5000)])
+    drawn = svg.chart("Loss", "steps", "nats", [line])
+    points = re.search(r'points="([^"]+)"', drawn)
+    assert points is not None and len(points[1].split()) <= svg.POINTS_MAX + 1
+    assert all(
+        svg.LEFT <= float(pair.split(",")[0]) <= svg.WIDTH - svg.RIGHT + 0.1 for pair in points[1].split()
+    )
+    assert svg.ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
+    assert svg.chart("Nothing", "x", "y", []) == ""
+
+
+PROBE = """<script>addEventListener('load', () => {
+  const wide = [...document.querySelectorAll('body *')].filter(e => !e.closest('.wide, pre, svg, details'))
+    .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName);
+  const back = getComputedStyle(document.body).backgroundColor;
+  const scroll = document.documentElement.scrollWidth;
+  document.title = JSON.stringify({inner: innerWidth, scroll, wide, back});
+});</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_page_in_a_browser(two: tuple[Path, Path], tmp_path: Path, width: int, dark: bool) -> None:
+    """No overflow and no console error at phone and desktop width. The page sits in a frame of that width."""
+    browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
+    if browser is None:
+        pytest.skip("no chromium or google-chrome on PATH")
+    page, frame = tmp_path / "diff.html", tmp_path / "frame.html"
+    assert main(["diff", "--html", str(page), *map(str, two)]) == 0
+    page.write_text(page.read_text().replace("</head>", PROBE + "</head>"))
+    frame.write_text(
+        '<link rel="icon" href="data:,">'
+        f'<iframe src="diff.html" width="{width}" height="9000" frameborder="0"></iframe>'
+        "<script>addEventListener('load', () => setTimeout(() => {"
+        "document.body.dataset.result = frames[0].document.title}, 200))</script>"
+    )
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--window-size=1600,9100", "--virtual-time-budget=3000"]
+    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    command += ["--dump-dom", frame.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    match = re.search(r"data-result=\"([^\"]+)\"", done.stdout)
+    assert match is not None, done.stdout[:2000]
+    result = json.loads(match[1].replace("&quot;", '"'))
+    assert result["inner"] == width and result["scroll"] <= width and result["wide"] == []
+    assert (result["back"] != "rgb(255, 255, 255)") == dark

@@ -1,0 +1,78 @@
+"""Text from an artifact: reproducible, and with the tokenizer that it was trained with or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from tests.support.processes import Ended
+from tools.__main__ import main
+
+
+def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What the verb prints."""
+    assert main(["generate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What the verb says when it cannot."""
+    assert main(["generate", *map(str, arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err
+    return printed.err
+
+
+def test_text_goes_on_from_the_prompt_and_is_reproducible(
+    finished: Ended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = finished.directory / "model.bin"  # its config.env names the tokenizer
+    texts = [written(capsys, model, "Bale", "--tokens", 12, "--seed", seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and all(text.startswith("Bale") for text in texts)
+    assert len(written(capsys, model, "Bale", "--tokens", 90)) > len(texts[0])  # beyond the context too
+    greedy = [written(capsys, model, "Bale", "--temperature", 0, "--seed", seed) for seed in (1, 2)]
+    assert greedy[0] == greedy[1] == written(capsys, model, "Bale", "--top-k", 1)
+    assert greedy[0] != written(capsys, model, "Bale", "--top-k", 0)
+
+
+def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dataset: Path) -> None:
+    import sentencepiece
+    import torch
+
+    from tools.generate import generate_text
+
+    model, _ = train_gpt.load_artifact(finished.directory / "model.bin")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
+    ids = [train_gpt.BOS_ID, *pieces.encode("Bale ba")]
+    with torch.no_grad():
+        hidden_ND = model(torch.tensor([ids]))[0, -1:].expand(model.config.vocab_size, -1)
+        nats = model.loss_per_token(hidden_ND, torch.arange(model.config.vocab_size))
+    expected = pieces.decode([*ids, int(nats.argmin())])
+    assert generate_text(model, pieces, "Bale ba", 1, 0.0, 0, 1) == expected
+
+
+def test_what_does_not_fit_is_told(
+    finished: Ended, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, damaged, foreign = finished.directory / "model.bin", tmp_path / "model.bin", tmp_path / "tokenizer"
+    damaged.write_bytes(model.read_bytes()[:-1])
+    foreign.write_bytes((dataset / "tokenizer.model").read_bytes() + b"\0")
+    assert "truncated or damaged" in refused(capsys, damaged, "Bale")
+    assert "No such file" in refused(capsys, tmp_path / "absent", "Bale")
+    told = refused(capsys, model, "Bale", "--tokenizer", foreign)
+    assert "another file" in told and "--tokenizer" in told and str(foreign) in told
+    assert "no file" in refused(capsys, model, "Bale", "--tokenizer", tmp_path / "absent")
+    for option in ("--tokens", "--temperature", "--top-k"):
+        assert option in refused(capsys, model, "Bale", option, -1)
+
+
+def test_an_artifact_may_lie_anywhere(
+    finished: Ended, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = tmp_path / "model.bin"
+    alone.write_bytes((finished.directory / "model.bin").read_bytes())
+    assert "--tokenizer" in refused(capsys, alone, "Bale")
+    there = written(capsys, finished.directory / "model.bin", "Bale")
+    assert written(capsys, alone, "Bale", "--tokenizer", dataset / "tokenizer.model") == there

@@ -1,0 +1,68 @@
+"""Both public log dialects, ours, and the traps in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.dialects import DIALECT_A, DIALECT_B
+from tools.runs.logs import decimals, parse_log
+
+
+def test_dialect_a() -> None:
+    log = parse_log(DIALECT_A, Path("train.log"))
+    assert (log.dialect, log.seed, log.steps, log.train_seconds) == ("A", 1337, 13780, 600.038)
+    assert [point.step for point in log.validation] == [0, 13780] and len(log.train) == 1
+    assert log.headline is not None
+    assert (log.headline.bpb_text, log.headline.eval_seconds) == ("1.21972502", 1.401)
+    assert log.code_bytes and log.model_bytes and log.total_bytes
+    assert (log.code_bytes.bytes, log.model_bytes.bytes, log.total_bytes.bytes) == (47642, 15815847, 15863489)
+    assert log.gpus == ["NVIDIA H100 80GB HBM3"] and log.versions["python"].value == "3.12.3"
+    assert log.validation_tokens is not None and log.validation_tokens.value == "62021632"
+
+
+def test_source_at_the_head_is_kept_apart_and_lines_stay_numbered() -> None:
+    log = parse_log(DIALECT_A, Path("train.log"))
+    assert log.source is not None and log.source.startswith("import torch")
+    assert log.headline is not None
+    assert DIALECT_A.splitlines()[log.headline.line - 1].startswith("final_int8_zlib_roundtrip_exact")
+
+
+def test_dialect_b() -> None:
+    log = parse_log(DIALECT_B, Path("train_seed42.log"))
+    assert (log.dialect, log.seed, log.steps) == ("B", 42, 4945)
+    assert log.settings["matrix_lr"].value == "0.026"
+    assert log.train[0].time_ms == 100.0  # from tokens per second: tenths of minutes are too coarse
+    assert log.headline is not None and log.headline.label == "quantized_ttt_phased"
+    assert log.code_bytes is not None and log.code_bytes.bytes == 157868
+    assert log.hessian_seconds is not None and log.hessian_seconds.value == "4.7"
+
+
+def test_diagnostics_are_never_a_score() -> None:
+    text = "\n".join(line for line in DIALECT_B.splitlines() if "ttt" not in line)
+    assert parse_log(text, Path("x.log")).headline is None
+
+
+def test_clock_prefix_of_a_wrapper_is_dropped() -> None:
+    stamped = "\n".join(f"1776142360.539 {line}" for line in DIALECT_B.splitlines())
+    log = parse_log(stamped, Path("x.log"))
+    assert log.seed == 42 and log.headline is not None
+
+
+@given(st.text(max_size=300))
+def test_any_text_parses(text: str) -> None:
+    parse_log(text, Path("x.log"))
+
+
+def test_decimals() -> None:
+    assert [decimals(text) for text in ("1.0810", "2", "1e-08", "0.5")] == [4, 0, 8, 1]
+
+
+def test_source_with_log_lines_in_it_is_no_source() -> None:
+    mangled = DIALECT_A.replace(
+        "import torch\n", "import torch\nstep:3/20000 train_loss:6.1 train_time:9ms\n"
+    )
+    log = parse_log(mangled, Path("train.log"))
+    assert log.source is None and [point.step for point in log.train] == [3, 1]

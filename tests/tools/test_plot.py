@@ -1,0 +1,106 @@
+"""Curves, the causes of slow steps, the figure, and the board."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import make_run, make_runs, pack
+from tools.__main__ import main
+from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
+from tools.pack import board
+from tools.runs.runs import load_group
+
+
+def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:
+    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
+    exact = [sample.value for sample in train_loss(run)]
+    assert [s.tokens for s in train_loss(run)][:2] == [20 * 2048, 40 * 2048]
+    run.events = []
+    assert [sample.value for sample in train_loss(run)] == pytest.approx(exact, abs=1e-4)
+    assert [sample.step for sample in validation_bpb(run)] == [200, 400]
+
+
+def test_stall_of_the_loader_is_called_shard(tmp_path: Path) -> None:
+    run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
+    assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "shard")]
+
+
+def test_slow_steps_without_a_wait_are_not_called_shard(tmp_path: Path) -> None:
+    run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
+    for event in run.events:
+        event.values["data_wait_max_ms"] = 0.02
+    assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "other")]
+
+
+def test_shard_grid_of_public_logs() -> None:
+    assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_figure_is_written(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / f"plot{suffix}"
+    runs = make_runs(tmp_path / "runs", 1, 2, slow_step=300)
+    assert main(["plot", *map(str, runs), "--out", str(out), "--json"]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert json.loads(capsys.readouterr().out)["runs"][0]["slow"] == {"shard": 1}
+
+
+def test_a_figure_goes_into_its_run_and_never_into_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = make_runs(tmp_path / "runs", 1, 2)
+    record = pack(tmp_path / "records", [one])
+    files = sorted(record.iterdir())
+    for arguments, written in (
+        ([one], one / "plot.png"),
+        ([one, two], one / "plot_of_2.png"),
+        ([record], tmp_path / f"{record.name}_plot.png"),
+    ):
+        assert main(["plot", *map(str, arguments)]) == 0
+        assert written.read_bytes().startswith(b"\x89PNG")
+    assert sorted(record.iterdir()) == files
+
+
+def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(make_run(tmp_path / "a", 1)), "--out", str(tmp_path / "a.gif")]) == 2
+    assert ".png or .svg" in capsys.readouterr().err
+
+
+def test_board_of_this_repository_is_fresh(repo: Path) -> None:
+    """Fails when a folder was added or changed without `python -m tools board`."""
+    assert main(["board", "--check", "--records", str(repo / "records")]) == 0
+
+
+def test_board_sorts_and_goes_stale(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    worse = pack(records, make_runs(tmp_path / "a", 1), name="Worse")
+    better = pack(records, make_runs(tmp_path / "b", 1, gain=0.1), name="Better")
+    (records / "README.md").write_text(f"before\n{board.BEGIN}\n{board.END}\nafter\n")
+    arguments = ["board", "--records", str(records)]
+    assert main([*arguments, "--check"]) == 1
+    assert main(arguments) == 0 and main([*arguments, "--check"]) == 0
+    text = (records / "README.md").read_text()
+    assert text.index(better.name) < text.index(worse.name)
+    assert text.startswith("before\n") and text.endswith("after\n")
+    (better / "submission.json").write_text(
+        (better / "submission.json").read_text().replace('"author": "A"', '"author": "B"')
+    )
+    assert main([*arguments, "--check"]) == 1
+
+
+def test_board_without_marks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("nothing\n")
+    assert main(["board", "--records", str(tmp_path)]) == 2
+    assert "lacks the marks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["pack", "check", "diff", "plot", "board"])
+def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    assert left.value.code == 0
+    assert "--json" in capsys.readouterr().out

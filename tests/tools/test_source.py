@@ -1,0 +1,150 @@
+"""Wrapped scripts are unwrapped as text, never executed; what the syntax tree tells."""
+
+from __future__ import annotations
+
+import base64
+import lzma
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_gpt
+from tests.support.runs import SOURCE, wrap
+from tools.runs import source
+from tools.runs.source import (
+    IGNORED_IN,
+    UNWRAPPED_BYTES_MAX,
+    UnwrapError,
+    decoded,
+    read_script,
+    same_program,
+    unwrap,
+)
+
+FORMER = IGNORED_IN["2026-11-22_PR1493"]
+SHELLS = {
+    "lzma, base 85": (
+        "import lzma,base64\nexec(lzma.decompress(base64.b85decode({!r})))",
+        base64.b85encode,
+        lzma.compress,
+    ),
+    "zlib, base 64": (
+        "import zlib,base64\nexec(zlib.decompress(base64.b64decode({!r})))",
+        base64.b64encode,
+        zlib.compress,
+    ),
+    "bare lzma2, base 85": (
+        'import lzma as L,base64 as B\nexec(L.decompress(B.b85decode({!r}),L.FORMAT_RAW,None,[{{"id":33}}]))',
+        base64.b85encode,
+        lambda data: lzma.compress(data, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9}]),
+    ),
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS.keys())
+def test_public_shells_unwrap(shell: tuple) -> None:
+    template, encode, compress = shell
+    assert unwrap(template.format(encode(compress(SOURCE.encode())).decode())) == SOURCE
+
+
+def test_wrapped_script_is_small_and_runs_the_same_program(tmp_path: Path) -> None:
+    program = SOURCE + "print(LAYER_3, __name__)\n"
+    (tmp_path / "a.py").write_bytes(wrap(program))
+    assert len(wrap(program)) < len(program)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "a.py"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["10", "__main__"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(min_size=400, max_size=2000))
+def test_unwrap_returns_what_was_wrapped(noise: bytes) -> None:
+    program = f"NOISE = '{noise.hex()}'"
+    assert unwrap(decoded(wrap(program))) == program
+
+
+def test_both_forms_that_our_runs_have_shipped_are_read(repo: Path, tmp_path: Path) -> None:
+    """Latin-1 text, and base 85 as in the records: one of each."""
+    text = (repo / "train_gpt.py").read_bytes()
+    (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text, "wrapped"))
+    record = repo / "records" / "track_cpu_demo" / "2026-11-21_ShorterScript"
+    for shipped, readable in (
+        (tmp_path / "train_gpt.py", repo / "train_gpt.py"),
+        (record / "train_gpt.py", record / "train_gpt_readable.py"),
+    ):
+        script = read_script(shipped)
+        assert script.wrapped and same_program(script.text, readable.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("cookie", ["latin-1", "utf-8", "no such codec", "base64", "undefined", "utf-16"])
+def test_a_declared_encoding_is_no_way_around_reading(cookie: str, tmp_path: Path) -> None:
+    raw = f"# -*- coding: {cookie} -*-\nx = 'é'\n".encode("latin-1" if cookie == "latin-1" else "utf-8")
+    (tmp_path / "a.py").write_bytes(raw)
+    assert "x = 'é'" in read_script(tmp_path / "a.py").text
+
+
+def test_plain_script_is_not_taken_for_a_shell() -> None:
+    assert unwrap(SOURCE) is None
+    assert unwrap("DATA = " + repr("ab" * 4000) + "\n") is None
+
+
+def test_payload_that_expands_without_end_is_refused() -> None:
+    bomb = base64.b85encode(lzma.compress(b" " * (UNWRAPPED_BYTES_MAX + 1))).decode()
+    with pytest.raises(UnwrapError, match="expands beyond"):
+        unwrap(f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({bomb!r})))")
+
+
+def test_reading_never_executes(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    program = f"open({str(marker)!r}, 'w')\n" + SOURCE
+    (tmp_path / "train_gpt.py").write_bytes(wrap(program))
+    script = read_script(tmp_path / "train_gpt.py")
+    assert script.wrapped and same_program(script.text, program) and not marker.exists()
+
+
+def test_same_program_ignores_only_what_no_run_reads() -> None:
+    settings = "def f(a: {0}) -> {0}: return knob({1}, {2})\n"
+    one, two = settings.format("int", 1, "'one'"), settings.format("str", 1, "'two'")
+    assert not same_program(one, two)
+    assert same_program(one, two, FORMER) and not same_program(one, two, FORMER[:1])
+    assert not same_program(one, settings.format("int", 2, "'one'"), FORMER)
+    decorated = "@custom_op\n" + settings  # it may read the annotations
+    assert not same_program(decorated.format("int", 1, "''"), decorated.format("str", 1, "''"), FORMER)
+    assert same_program("x = 1  # one\n", "x=1\n")
+    documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
+    assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')
+    assert not same_program(documented, 'def f():\n    return "two"\nclass E(Exception):\n    pass\n')
+    assert not same_program("x = 1\n", "x = 2\n")
+    assert not same_program("x = 1\n", "x = (\n")
+
+
+def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
+    (tmp_path / "train_gpt.py").write_text(
+        "exec(open(__file__.replace('train_gpt.py', 'inner.py')).read())\n"
+    )
+    (tmp_path / "inner.py").write_text("import helper\n")
+    (tmp_path / "helper.py").write_text("KERNEL = 'fast.cpp'\n")
+    (tmp_path / "fast.cpp").write_text("int x;\n")
+    (tmp_path / "unused.py").write_text("\n")
+    files = sorted(tmp_path.iterdir())
+    scripts = {path: read_script(path) for path in files if path.suffix == ".py"}
+    found = source.closure(scripts[tmp_path / "train_gpt.py"], scripts, files)
+    assert [path.name for path in found] == ["inner.py", "helper.py", "fast.cpp"]
+
+
+def test_guarded_imports_and_programs(tmp_path: Path) -> None:
+    text = (
+        "import subprocess\ntry:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n"
+        "import urllib.request\nsubprocess.run(['lrzip', '-z'])\n"
+    )
+    (tmp_path / "a.py").write_text(text)
+    script = read_script(tmp_path / "a.py")
+    details = {call.name: call.detail for call in source.imports(script)}
+    assert details["flash_attn"] == "guarded" and details["urllib"] == ""
+    assert [call.name for call in source.subprocess_calls(script)] == ["lrzip"]
