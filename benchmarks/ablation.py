@@ -61,9 +61,6 @@ BASELINE_SCHEDULE = {
     "WARMDOWN_ITERS": "0", "WARMDOWN_FRAC": str(1200 / 13_780),
     "MUON_MOMENTUM_WARMUP_STEPS": "0", "MUON_MOMENTUM_WARMUP_FRAC": str(500 / 13_780),
 }  # fmt: skip
-DEFAULT_SCHEDULE = {
-    name: Config().as_env()[name] for name in ("WARMDOWN_FRAC", "MIN_LR", "MUON_MOMENTUM_WARMUP_FRAC")
-}
 ONE_OFF = {
     "no recurrence": {"NUM_LOOPS": "0"},
     "no parallel layers": {"PARALLEL_START_LAYER": "-1"},
@@ -89,6 +86,12 @@ ONE_OFF = {
 }
 
 
+def default_schedule() -> dict[str, str]:
+    """The settings of the default's schedule."""
+    values = Config().as_env()
+    return {name: values[name] for name in ("WARMDOWN_FRAC", "MIN_LR", "MUON_MOMENTUM_WARMUP_FRAC")}
+
+
 def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Settings of every row by its name."""
     import sentencepiece
@@ -104,7 +107,7 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     return {
         DEFAULT: default,
         "upstream_baseline": baseline,
-        "upstream_baseline, default schedule": {**baseline, **DEFAULT_SCHEDULE},
+        "upstream_baseline, default schedule": {**baseline, **default_schedule()},
         **{name: {**default, **changes} for name, changes in ONE_OFF.items()},
     }
 

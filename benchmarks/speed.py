@@ -119,9 +119,10 @@ def scoring(training: Training, targets: int) -> list[dict[str, Any]]:
         scorer(model, tokens[: 2 * config.ttt_chunk_tokens + 1], config)
         training.run.sync()
         start = time.perf_counter()
-        scored = len(scorer(model, tokens[: targets + 1], config))
+        ledger = scorer(model, tokens[: targets + 1], config)
         training.run.sync()
-        found.append({"scorer": label, "targets": scored, "seconds": time.perf_counter() - start})
+        seconds = time.perf_counter() - start
+        found.append({"scorer": label, "targets": len(ledger.nats), "seconds": seconds})
     return found
 
 
