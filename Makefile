@@ -1,24 +1,31 @@
-# demo: the whole job on this machine · test: the fast suite · bench: the measured tables · soak: a long run under faults · lint: style and types
+# `make` alone lists the targets: the text behind ## of each.
 .DEFAULT_GOAL := help
-.PHONY: help docs demo seeds test test-slow bench soak lint clean
+.PHONY: help demo seeds test test-slow soak bench docs lint clean
+
+# The Python that makes the environment.
 PYTHON ?= python3
-TORCH_DEFAULT := 2.13.0
 VENV := .venv
 RUN := $(VENV)/bin/python
-STAMP := $(VENV)/.ready
-TEST_WORKERS ?= 2
-export GOMP_SPINCOUNT ?= 0
-SECONDS ?= 1200
-SEEDS ?= 1337 42 2025
-CONFIG ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 \
-	&& echo configs/gpu_demo.env || echo configs/cpu_demo.env)
+READY := $(VENV)/.ready
+TORCH_DEFAULT := 2.13.0
+
+CONFIG ?= $(shell nvidia-smi >/dev/null 2>&1 && echo configs/gpu_demo.env || echo configs/cpu_demo.env)
 NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
+NAME := $(NAME)
+SEEDS ?= 1337 42 2025
+TEST_WORKERS ?= 2
+SOAK_SECONDS ?= 1200
+KEEP ?= 0
+KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
+
+export GOMP_SPINCOUNT ?= 0
 
 help:
-	@sed -n '1s/^# //p' Makefile
+	@echo "make TARGET [NAME=value ...]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # An environment that has a fitting torch is used as it is; elsewhere the default version is installed.
-$(STAMP): requirements.txt requirements-dev.txt
+$(READY): requirements.txt requirements-dev.txt
 	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
 	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
 		echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
@@ -29,43 +36,41 @@ $(STAMP): requirements.txt requirements-dev.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-demo: $(STAMP)
+demo: $(READY) ## train, quantize, score and write text on this machine, in minutes (CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
 	@CONFIG=$(CONFIG) RUN_ID=$(NAME) $(RUN) train_gpt.py
 	@$(RUN) -m tools generate runs/$(NAME)/model.bin "The function returns"
-	@$(RUN) -m tools plot runs/$(NAME) --out runs/$(NAME)/loss.png
-	@echo "loss curve: runs/$(NAME)/loss.png"
+	@$(RUN) -m tools plot runs/$(NAME)
 
-seeds: $(STAMP)
+seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1 2 3" CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
-	@for seed in $(SEEDS); do CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; done
-	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name NAME --track TRACK"
+	@for seed in $(SEEDS); do \
+		CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; \
+	done
+	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
 
-test: $(STAMP)
+test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
 
-test-slow: $(STAMP)
+test-slow: $(READY) ## the tests that take minutes each
 	@$(RUN) -m pytest -q -m slow
 
-soak: $(STAMP)
-	@SECONDS=$(SECONDS) $(RUN) tests/faults/soak.py
+soak: $(READY) ## a long run under faults (SOAK_SECONDS=1200)
+	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/faults/soak.py
 
-bench: $(STAMP)
+bench: $(READY) ## print what loader, coder, kernels and a whole run cost (KEEP=1: put it into benchmarks/, too)
 	@$(RUN) data/sample.py
-	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py --keep || exit 1; done
-	@CONFIG=configs/cpu_demo.env $(RUN) benchmarks/checkpoint.py --keep
-	@$(RUN) benchmarks/kernels.py --keep || test $$? -eq 2  # 2: no GPU, and it says so
+	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py $(KEEP_OPTION) || exit 1; done
+	@CONFIG=configs/cpu_demo.env $(RUN) benchmarks/checkpoint.py $(KEEP_OPTION)
+	@$(RUN) benchmarks/kernels.py $(KEEP_OPTION) || test $$? -eq 2  # 2: no GPU, and it says so
 
-lint: $(STAMP)
+docs: $(READY) ## write every generated table of README.md, records/README.md and benchmarks/RESULTS.md
+	@$(RUN) -m tools docs
+
+lint: $(READY) ## style and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy train_gpt.py data tools
 
-docs: $(STAMP)
-	@$(RUN) -m tools.settings_table
-	@$(RUN) -m tools.results_table
-	@$(RUN) -m tools board
-	@$(RUN) benchmarks/results.py
-
-clean:
+clean: ## remove the environment and the caches; data and runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

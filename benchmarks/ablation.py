@@ -122,10 +122,14 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     optimizer = train_gpt.Optimizer(model, config, 0, 1)
     run: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    loader, step = train_gpt.Loader(config, shards, run), 0
+    loader = train_gpt.Loader(config, shards, run)
+    step = 0
     with contextlib.closing(loader):
         start = now()
-        while (progress := train_gpt.run_progress(now() - start, step, config)) < 1.0:
+        while True:
+            progress = train_gpt.run_progress(now() - start, step, config)
+            if progress >= 1.0:
+                break
             model.looping = train_gpt.loop_is_on(progress, config)
             for _ in range(loader.micro_steps):
                 batch = loader.next_batch()
@@ -146,7 +150,8 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     steps = train(config, model, clock(kind))
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_*.bin")
     tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
-    tokens = tokens[: config.val_tokens_limit + 1] if config.val_tokens_limit else tokens
+    if config.val_tokens_limit:
+        tokens = tokens[: config.val_tokens_limit + 1]
     model.looping = train_gpt.loop_is_on(1.0, config)
     text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
     score = train_gpt.score_roundtrip(model, tokens, config).score(text_bytes)
@@ -156,8 +161,10 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
 
 def row(name: str, runs: list[dict[str, Any]], default: list[dict[str, Any]]) -> str:
     """A line of the table; the difference is taken seed by seed."""
-    scores, reference = [run["val_bpb"] for run in runs], {run["seed"]: run["val_bpb"] for run in default}
-    mean, steps = statistics.mean(scores), statistics.mean(run["steps"] for run in runs)
+    scores = [run["val_bpb"] for run in runs]
+    reference = {run["seed"]: run["val_bpb"] for run in default}
+    mean = statistics.mean(scores)
+    steps = statistics.mean(run["steps"] for run in runs)
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
     gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
     gain = f"{statistics.mean(gains):+.4f}" if gains and name != DEFAULT else "-"
@@ -167,14 +174,16 @@ def row(name: str, runs: list[dict[str, Any]], default: list[dict[str, Any]]) ->
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """What was held equal, and a line per stack."""
-    rows, geometry = measured["rows"], measured["geometry"]
+    rows = measured["rows"]
+    geometry = measured["geometry"]
+    choices = " ".join(f"{name}={value}" for name, value in measured["default"].items())
     size = "{NUM_LAYERS} layers × {MODEL_DIM}, {TRAIN_BATCH_TOKENS} tokens a step, {TRAIN_SEQ_LEN} a sequence"
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
     scored = f"{measured['val_tokens']:,}" if measured["val_tokens"] else "all"
     return [
         f"`{measured['data']}`, {measured['seconds']:g} s of training by the {measured['clock']} clock; "
         f"{size.format(**geometry)}; seeds {' '.join(map(str, seeds))}; {scored} validation targets. The "
-        f"default's choices at this depth: {' '.join(f'{k}={v}' for k, v in measured['default'].items())}.",
+        f"default's choices at this depth: {choices}.",
         "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
         *(row(name, runs, rows.get(DEFAULT, [])) for name, runs in rows.items()),
     ]  # fmt: skip
@@ -205,7 +214,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    before, stack = results.conditions(), stacks(arguments)
+    before = results.conditions()
+    stack = stacks(arguments)
     if unknown := set(arguments.only or []) - stack.keys():
         parser.error(f"--only {sorted(unknown)}: expected names among {list(stack)}")
     chosen = [name for name in stack if not arguments.only or name in arguments.only]

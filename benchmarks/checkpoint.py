@@ -30,9 +30,11 @@ EVERY_SECONDS = 30.0
 
 def stretch(training: train_gpt.Training, seconds: float, saving: bool) -> tuple[float, float, float]:
     """Train for some seconds. Returns seconds of a step, by clock and by CPU time, and those of the save."""
-    run, steps = training.run, 0
+    run = training.run
+    steps = 0
     run.sync()
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     if saving:
         train_gpt.save_checkpoint(training)
     blocked = time.perf_counter() - start
@@ -70,7 +72,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of one stretch")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     given = parser.parse_args()
-    before, config = results.conditions(), train_gpt.Config.from_env(os.environ)
+    before = results.conditions()
+    config = train_gpt.Config.from_env(os.environ)
     run = train_gpt.Run(config, os.environ)
     inputs = train_gpt.preflight(config, run)
     train_gpt.open_run(config, run, inputs)

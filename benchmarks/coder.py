@@ -41,8 +41,11 @@ def codes_of(path: Path) -> Roles:
     """Codes of an artifact's matrices by role, as the coder sees them."""
     model, about = train_gpt.load_artifact(path)
     shapes = {name: (1, 1, *shape)[-3:] for name, shape in train_gpt.parameter_shapes(model.config).items()}
-    both = [shape for n, rows, columns in shapes.values() for shape in ((rows, n * columns), (rows, n))]
-    arrays = train_gpt.decode(path.read_bytes()[-about["sections"]["weights"] :], both)
+    both = []  # of every parameter: its codes, then the exponents of their scales
+    for count, rows, columns in shapes.values():
+        both += [(rows, count * columns), (rows, count)]
+    section = path.read_bytes()[-about["sections"]["weights"] :]
+    arrays = train_gpt.decode(section, both)
     roles: Roles = {}
     for name, codes in zip(shapes, arrays[::2], strict=True):
         if name in train_gpt.MATRIX_ROLES:
@@ -77,7 +80,8 @@ def package(name: str) -> object | None:
 
 def general_coders() -> list[Coder]:
     """The compressors of the public stacks, each at its strongest setting."""
-    zstandard, brotli = package("zstandard"), package("brotli")
+    zstandard = package("zstandard")
+    brotli = package("brotli")
     extreme = 9 | lzma.PRESET_EXTREME
     return [
         ("zlib-9", lambda data: zlib.compress(data, 9), zlib.decompress),
@@ -116,20 +120,32 @@ def measure(label: str, roles: Roles) -> dict[str, Any]:
     """All coders on the same arrays."""
     arrays = [array for members in roles.values() for array in members]
     shapes = [array.shape for array in arrays]
-    encode, decode = lambda: [train_gpt.encode(arrays)], lambda packed: train_gpt.decode(packed[0], shapes)
+
+    def encode() -> list[bytes]:
+        return [train_gpt.encode(arrays)]
+
+    def decode(packed: list[bytes]) -> list[np.ndarray]:
+        return train_gpt.decode(packed[0], shapes)
+
     ours, decoded = timed("rANS, train_gpt.py", encode, decode)
     if not all(np.array_equal(a, b) for a, b in zip(arrays, decoded, strict=True)):
         raise SystemExit(f"{label}: the round trip is not exact")
-    coders, blobs = [ours], [array.tobytes() for array in arrays]
+    coders = [ours]
+    blobs = [array.tobytes() for array in arrays]
     for name, compress, decompress in general_coders():
         if compress is None or decompress is None:
             coders.append({"name": name})
             continue
-        pack, unpack = partial(map_list, compress, blobs), partial(map_list, decompress)
+        pack = partial(map_list, compress, blobs)
+        unpack = partial(map_list, decompress)
         coders.append(timed(name, pack, unpack)[0])
         print(label, coders[-1], file=sys.stderr, flush=True)
-    weights = sum(array.size for array in arrays)
-    return {"label": label, "weights": weights, "entropy_bytes": entropy_bytes(roles), "coders": coders}
+    return {
+        "label": label,
+        "weights": sum(array.size for array in arrays),
+        "entropy_bytes": entropy_bytes(roles),
+        "coders": coders,
+    }
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
@@ -141,7 +157,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
             if "bytes" not in coder:
                 lines.append(f"| {label} | {coder['name']} | not installed | | | | |")
                 continue
-            size, over = coder["bytes"], 100 * (coder["bytes"] / codes["entropy_bytes"] - 1)
+            size = coder["bytes"]
+            over = 100 * (size / codes["entropy_bytes"] - 1)
             figures = f"{size:,} | {over:+.2f} % | {8 * size / codes['weights']:.4f}"
             seconds = f"{coder['encode_s']:.2f} | {coder['decode_s']:.2f}"
             lines.append(f"| {label} | {coder['name']} | {figures} | {seconds} |")
@@ -155,7 +172,8 @@ def main() -> None:
     parser.add_argument("--weights", type=int, default=10_000_000, help="Gaussian codes to draw; 0: none")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     arguments = parser.parse_args()
-    before, codes = results.conditions(), []
+    before = results.conditions()
+    codes = []
     found = sorted(REPO.glob("runs/*/model.bin"), key=lambda path: path.stat().st_mtime)
     for path in arguments.artifact or found[-1:]:
         codes.append(measure(f"trained, {path.parent.name}", codes_of(path)))

@@ -144,7 +144,8 @@ def main() -> None:
     if options.sentencepiece_threads:
         encode_with_sentencepiece(options.docs, options.tokenizer, options.sentencepiece_threads)
         return
-    before, place = results.conditions(), (options.docs, options.tokenizer, options.rounds)
+    before = results.conditions()
+    place = (options.docs, options.tokenizer, options.rounds)
     corpora = [measure(*place, copies, options.cores) for copies in options.sizes]
     results.finish("export", before, {"corpora": corpora}, options.keep)
 

@@ -81,11 +81,14 @@ def shapes() -> list[Shape]:
 
 def mlp_costs(s: Shape) -> dict[str, list[Cost]]:
     """Two products forward, four backward; P and H are written once and read once a use."""
-    x, weight, hidden = s.tokens * s.dim, s.hidden * s.dim, s.tokens * s.hidden
+    x = s.tokens * s.dim
+    weight = s.hidden * s.dim
+    hidden = s.tokens * s.hidden
     operations = 2.0 * s.tokens * s.dim * s.hidden
     two_hidden = Cost(operations, BYTES * (x + weight + 2 * hidden))
     one_hidden = Cost(operations, BYTES * (x + weight + hidden))
-    forward, backward = [two_hidden, one_hidden], [two_hidden, one_hidden, one_hidden, one_hidden]
+    forward = [two_hidden, one_hidden]
+    backward = [two_hidden, one_hidden, one_hidden, one_hidden]
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
@@ -158,7 +161,8 @@ def measure_roof() -> Roof:
     """Matmul rate in bf16 and device copy rate of this GPU."""
     from triton.testing import do_bench
 
-    side, elements = 8192, 1 << 29
+    side = 8192
+    elements = 1 << 29
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul_ms = do_bench(lambda: a @ b, return_mode="median")
     source = torch.randn(elements, device="cuda", dtype=torch.bfloat16)
@@ -169,9 +173,11 @@ def measure_roof() -> Roof:
 
 def training_step(fused_mlp: bool) -> Callable[[], None]:
     """One optimizer step of the default model on one micro-batch of random tokens; compiled as in a run."""
-    config, device = train_gpt.Config.from_env({"DOC_MASK": "0"}), torch.device("cuda")
+    config = train_gpt.Config.from_env({"DOC_MASK": "0"})
+    device = torch.device("cuda")
     model = train_gpt.build_model(config).to(device)
-    model.compute_dtype, model.attend = torch.bfloat16, train_gpt.attention_sdpa
+    model.compute_dtype = torch.bfloat16
+    model.attend = train_gpt.attention_sdpa
     model.mlp = train_gpt.mlp_fused if fused_mlp else train_gpt.mlp_plain
     loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
     optimizer = train_gpt.Optimizer(model, config, 0, 1, True)
@@ -234,7 +240,9 @@ def main() -> int:
     if not torch.cuda.is_available() or train_gpt.triton is None:
         print("kernels: needs a CUDA GPU and Triton; nothing measured, nothing written", file=sys.stderr)
         return 2
-    before, roof, kernels = results.conditions(), measure_roof(), list[dict[str, Any]]()
+    before = results.conditions()
+    roof = measure_roof()
+    kernels: list[dict[str, Any]] = []
     for shape in shapes():
         kernels += kernel_times(shape, roof)
         torch.cuda.empty_cache()

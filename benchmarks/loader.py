@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +34,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks import results  # noqa: E402
+from data.shards import HEADER_BYTES, TOKEN_DTYPE, read_shard, write_shard  # noqa: E402
 
 TITLE = "Loader"
-SEQ_LEN, STEP_TOKENS, RANKS = 2048, 786_432, 8
+SEQ_LEN = 2048
+STEP_TOKENS = 786_432
+RANKS = 8
 SHARD_STEPS = 127  # a shard of 100 M tokens lasts so long
 STEP_SECONDS = 0.083
 START_STEPS = 20  # start-up, not counted
@@ -54,21 +57,26 @@ PLACE: Any = SimpleNamespace(rank=0, world_size=1, device=CPU)
 def load_shard(shard: Any, latency_seconds: float) -> np.ndarray:
     """A whole shard into memory, as the baseline does it."""
     time.sleep(latency_seconds)
-    return np.fromfile(shard.path, "<u2", offset=train_gpt.SHARD_HEADER_BYTES)
+    return np.fromfile(shard.path, TOKEN_DTYPE, offset=HEADER_BYTES)
 
 
 class Contiguous:
     """Baseline: a rank takes its one of the next `ranks` spans; a shard is read when the last is used up."""
 
     def __init__(self, shards: list[Any], tokens: int, ranks: int, latency_seconds: float = 0.0) -> None:
-        self.shards, self.tokens, self.ranks, self.latency_seconds = shards, tokens, ranks, latency_seconds
-        self.number, self.position = 0, 0
+        self.shards = shards
+        self.tokens = tokens
+        self.ranks = ranks
+        self.latency_seconds = latency_seconds
+        self.number = 0
+        self.position = 0
         self.data = load_shard(shards[0], 0.0)
 
     def span(self) -> np.ndarray:
         need = self.ranks * (self.tokens + 1)
         if self.position + need > len(self.data):
-            self.number, self.position = (self.number + 1) % len(self.shards), 0
+            self.number = (self.number + 1) % len(self.shards)
+            self.position = 0
             self.data = load_shard(self.shards[self.number], self.latency_seconds)
         span = self.data[self.position : self.position + self.tokens + 1]
         self.position += need
@@ -91,14 +99,15 @@ class WeightedDraw:
     """PR #1532's producer: for every sequence a shard, drawn by what it has left, and its next start."""
 
     def __init__(self, shards: list[Any], tokens: int) -> None:
-        self.rng, self.rows = np.random.default_rng(0), tokens // SEQ_LEN
-        offset = train_gpt.SHARD_HEADER_BYTES
-        self.maps = [np.memmap(shard.path, "<u2", "r", offset) for shard in shards]
+        self.rng = np.random.default_rng(0)
+        self.rows = tokens // SEQ_LEN
+        self.maps = [read_shard(shard.path) for shard in shards]
         self.starts = [SEQ_LEN * self.rng.permutation((len(m) - 1) // SEQ_LEN) for m in self.maps]
         self.left = [list(starts) for starts in self.starts]
 
     def next(self) -> tuple[np.ndarray, np.ndarray]:
-        inputs, targets = (np.empty((self.rows, SEQ_LEN), np.int64) for _ in range(2))
+        inputs = np.empty((self.rows, SEQ_LEN), np.int64)
+        targets = np.empty((self.rows, SEQ_LEN), np.int64)
         for row in range(self.rows):
             weights = np.array([len(left) for left in self.left], np.float64)
             if not weights.any():
@@ -107,7 +116,8 @@ class WeightedDraw:
             shard = int(self.rng.choice(len(self.left), p=weights / weights.sum()))
             start = int(self.left[shard].pop())
             window = self.maps[shard][start : start + SEQ_LEN + 1]
-            inputs[row], targets[row] = window[:-1], window[1:]
+            inputs[row] = window[:-1]
+            targets[row] = window[1:]
         return inputs, targets
 
 
@@ -148,11 +158,19 @@ def times_ms(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 
 def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     """CPU milliseconds of the thread that builds one step of 786,432 tokens, by design."""
-    rows, at = STEP_TOKENS // SEQ_LEN, 0
+    rows = STEP_TOKENS // SEQ_LEN
+    at = 0
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
-    ids_BT, data = slot.reshape(rows, SEQ_LEN + 1), load_shard(shards[0], 0.0)
+    ids_BT = slot.reshape(rows, SEQ_LEN + 1)
+    data = load_shard(shards[0], 0.0)
     loader = train_gpt.Loader(make_config(train_prefetch=False), shards, PLACE)
-    sequences = (sequences_NT[i] for sequences_NT, order in loader._read(0) for i in order.tolist())
+
+    def in_order() -> Iterator[np.ndarray]:
+        for sequences_NT, order in loader._read(0):
+            for index in order.tolist():
+                yield sequences_NT[index]
+
+    sequences = in_order()
 
     def memcpy() -> None:
         nonlocal at
@@ -177,7 +195,8 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
 
 def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
     """Wall times of `next_batch()` in ms, the consumer idle between the calls."""
-    config, times = make_config(train_prefetch=prefetch), []
+    config = make_config(train_prefetch=prefetch)
+    times = []
     with contextlib.closing(train_gpt.Loader(config, shards, PLACE)) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
@@ -189,7 +208,8 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
 
 def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
     """Times of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
-    config, times = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN), []
+    config = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN)
+    times = []
     with contextlib.closing(train_gpt.Loader(config, shards, PLACE)) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
@@ -201,7 +221,8 @@ def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
 
 def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> list[float]:
     """Rank 0 of 8 with steps of 83 ms: the ms that each waits for its batch, every shard's read delayed."""
-    shards, tokens = train_gpt.open_shards(f"{folder}/*.bin"), STEP_TOKENS // RANKS
+    shards = train_gpt.open_shards(f"{folder}/*.bin")
+    tokens = STEP_TOKENS // RANKS
     real = train_gpt.read_tokens
 
     def slow(*args: Any, **options: Any) -> np.ndarray:
@@ -307,13 +328,14 @@ def main() -> None:
         return
     before = results.conditions()
     with tempfile.TemporaryDirectory() as name:
-        folder, header = Path(name), np.zeros(256, "<i4")
-        header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, SHARD_STEPS * (STEP_TOKENS + RANKS)
+        folder = Path(name)
+        shard_tokens = SHARD_STEPS * (STEP_TOKENS + RANKS)
         for number in range(3):
-            ids = np.random.default_rng(number).integers(2, 1024, header[2], np.uint16)
-            (folder / f"shard_{number}.bin").write_bytes(header.tobytes() + ids.tobytes())
+            ids = np.random.default_rng(number).integers(2, 1024, shard_tokens, np.uint16)
+            write_shard(folder / f"shard_{number}.bin", ids)
         shards = train_gpt.open_shards(str(folder / "*.bin"))
-        rounds, ways = arguments.rounds, {"synchronous": False, "prefetching": True}
+        rounds = arguments.rounds
+        ways = {"synchronous": False, "prefetching": True}
         measured = {
             "staging_ms": staging(shards, rounds),
             "next_batch_ms": {name: whole_ms(shards, ahead, rounds) for name, ahead in ways.items()},

@@ -31,7 +31,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 
-SLOW, CHUNK_BYTES, REPEATS = 0.8, 1 << 24, 5
+SLOW = 0.8
+CHUNK_BYTES = 1 << 24
+REPEATS = 5
 READ_NEED = 1e-6 * 2 * 786_432 / 0.083  # MB/s: the tokens of a default step in the time of one
 WRITE_NEED = 1e-6 * 16 * 36_000_000 / 30  # MB/s: a checkpoint of the default model every 30 s
 REFERENCES = {  # figure, where it is from, from where on a measurement is ok
@@ -62,7 +64,9 @@ def read_rate(folder: Path, most_bytes: int, rank: int) -> tuple[float | None, s
     shards = sorted(folder.glob("fineweb_*.bin"))
     if not shards:
         return None, f"no shards in {folder}"
-    path, buffer, done = shards[rank % len(shards)], memoryview(bytearray(CHUNK_BYTES)), 0
+    path = shards[rank % len(shards)]
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    done = 0
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # not on macOS, where the page cache answers
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -75,7 +79,8 @@ def read_rate(folder: Path, most_bytes: int, rank: int) -> tuple[float | None, s
 def write_rate(folder: Path, size_bytes: int) -> tuple[float, str]:
     """MB/s of a file written and synced, then removed again."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, data = folder / f".pod-check.{os.getpid()}", os.urandom(min(size_bytes, CHUNK_BYTES))
+    path = folder / f".pod-check.{os.getpid()}"
+    data = os.urandom(min(size_bytes, CHUNK_BYTES))
     try:
         start = time.perf_counter()
         with open(path, "wb", buffering=0) as file:
@@ -136,9 +141,14 @@ def reference_of(name: str, run: train_gpt.Run, device: str) -> tuple[float, str
     """The figures that a measurement is held against, if there are any for this kind of machine."""
     if name == "all-reduce GB/s" and run.device.type == "cpu":
         return None
-    kinds = (kind for kind in ("H200", "H100") if kind in device)
-    kind = next(kinds, "other") if run.device.type == "cuda" else "cpu"
-    return REFERENCES.get(f"{name} {kind}" if name.startswith("matmul") else name)
+    if not name.startswith("matmul"):
+        return REFERENCES.get(name)
+    if run.device.type == "cpu":
+        return REFERENCES[f"{name} cpu"]
+    for kind in ("H200", "H100"):
+        if kind in device:
+            return REFERENCES[f"{name} {kind}"]
+    return None
 
 
 def table(rows: dict[str, list[tuple[float | None, str]]], run: train_gpt.Run, device: str) -> list[str]:
@@ -150,7 +160,8 @@ def table(rows: dict[str, list[tuple[float | None, str]]], run: train_gpt.Run, d
         if not values:
             lines.append(f"| {name} | | | | | | skipped | {measured[0][1]} |")
             continue
-        slowest, everyone = min(values), " ".join(f"{value:.4g}" for value in values)
+        slowest = min(values)
+        everyone = " ".join(f"{value:.4g}" for value in values)
         held = " | | | no reference"
         if known := reference_of(name, run, device):
             figure, source, enough = known
@@ -182,7 +193,8 @@ def main() -> int:
     }
     if run.rank == 0:
         mine["runs write MB/s"] = write_rate(Path(config.runs_dir), int(1e6 * given.write_mb))
-    everyone, identities = run.gather(mine), run.gather(identity(run))
+    everyone = run.gather(mine)
+    identities = run.gather(identity(run))
     different = [name for name in identities[0] if len({one[name] for one in identities}) > 1]
     if run.rank == 0:
         print(f"{run.world_size} x " + ", ".join(f"{name}: {value}" for name, value in identities[0].items()))

@@ -1,7 +1,6 @@
-"""What was measured: results/*.json hold every raw figure, and RESULTS.md is made from these files alone.
+"""What was measured: results/*.json hold every raw figure, and RESULTS.md is made from them alone.
 
-    python benchmarks/results.py     # write RESULTS.md anew
-
+`make docs` writes RESULTS.md anew from the files, and so does a benchmark that is started with --keep.
 A benchmark has a TITLE and `tables(measured)`, a pure function from its raw figures to lines of Markdown. A
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
 """
@@ -14,7 +13,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
-FOLDER, PAGE = REPO / "benchmarks" / "results", REPO / "benchmarks" / "RESULTS.md"
-HEAD = """# Results
+from tools import REPO
+from tools.markdown import Block, refresh
+from tools.runs.writing import write_text
 
-Made by `python benchmarks/results.py` from the raw figures in [results/](results/); do not edit. Each table
-says when, where and from which commit; `make bench` measures those anew that need no data but the sample's.
-"""
+FOLDER = REPO / "benchmarks" / "results"
+PAGE = REPO / "benchmarks" / "RESULTS.md"
+BEGIN, END = "<!-- measured:begin (make docs) -->", "<!-- measured:end -->"
 
 
 def processor() -> str:
@@ -46,7 +43,8 @@ def commit() -> str:
     name = subprocess.run(revision, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip()
     difference = ["git", "diff", "--quiet", "HEAD", "--", "*.py"]
     changed = subprocess.run(difference, cwd=REPO, check=False).returncode != 0
-    return f"{name or 'unknown'}{'-dirty' * changed}"
+    name = name or "unknown"
+    return f"{name}-dirty" if changed else name
 
 
 def conditions() -> dict[str, Any]:
@@ -79,9 +77,14 @@ def section(result: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """RESULTS.md, from all files of results/ in the order of their names."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
-    return "\n".join([HEAD, *map(section, results)])
+    """All sections of RESULTS.md, from the files of results/ in the order of their names."""
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
+    return "\n".join(section(result) for result in stored)
+
+
+def block() -> Block:
+    """The generated part of RESULTS.md."""
+    return Block(PAGE, BEGIN, END, page)
 
 
 def finish(name: str, before: dict[str, Any], measured: dict[str, Any], keep: bool) -> None:
@@ -89,10 +92,5 @@ def finish(name: str, before: dict[str, Any], measured: dict[str, Any], keep: bo
     text = json.dumps({"benchmark": name.split("-")[0], "conditions": before, "measured": measured}, indent=1)
     print(section(json.loads(text)))
     if keep:
-        FOLDER.mkdir(exist_ok=True)
-        (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-        PAGE.write_text(page(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+        write_text(FOLDER / f"{name}.json", text + "\n")
+        refresh(block())

@@ -13,6 +13,7 @@ how the time of the GPU splits into matrix products, attention and everything el
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import statistics
@@ -56,7 +57,8 @@ def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dic
 def flops_per_token(config: Config, looping: bool) -> float:
     """Forward and backward, of one token: products with weights, and causal attention."""
     visits = sum(map(len, train_gpt.visit_order(config, looping)))
-    width, kv = config.model_dim, config.num_kv_heads * config.head_dim
+    width = config.model_dim
+    kv = config.num_kv_heads * config.head_dim
     layer = 2 * width * width + 2 * kv * width + 2 * width * config.mlp_dim
     head = config.vocab_size * width
     return 6.0 * (visits * layer + head) + 6.0 * visits * config.train_seq_len * width
@@ -64,7 +66,8 @@ def flops_per_token(config: Config, looping: bool) -> float:
 
 def timed_steps(training: Training, count: int) -> tuple[list[float], list[float]]:
     """Milliseconds of `count` steps, device work included, and their losses."""
-    times_ms, losses = [], []
+    times_ms = []
+    losses = []
     for _ in range(count):
         training.run.sync()
         start = time.perf_counter()
@@ -89,14 +92,24 @@ def split_of_gpu_time(training: Training) -> dict[str, float]:
         timed_steps(training, 3)
     spent = dict.fromkeys([*KINDS, "everything else"], 0.0)
     for event in profile.key_averages():
-        kind = next((k for k, words in KINDS.items() if any(w in event.key.lower() for w in words)), None)
-        spent[kind or "everything else"] += event.self_device_time_total
+        spent[kind_of_kernel(event.key.lower())] += event.self_device_time_total
     return spent
+
+
+def kind_of_kernel(name: str) -> str:
+    """One of KINDS, or everything else."""
+    for kind, words in KINDS.items():
+        if any(word in name for word in words):
+            return kind
+    return "everything else"
 
 
 def scoring(training: Training, targets: int) -> list[dict[str, Any]]:
     """Targets and seconds of each scorer; each is warmed on a short stretch first."""
-    config, model, tokens, found = training.config, training.model, training.validation.tokens, []
+    config = training.config
+    model = training.model
+    tokens = training.validation.tokens
+    found = []
     scorers = {"round-trip": train_gpt.score_roundtrip}
     if config.eval_stride:
         scorers["sliding window"] = train_gpt.score_sliding
@@ -115,7 +128,7 @@ def scoring(training: Training, targets: int) -> list[dict[str, Any]]:
 def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     """Steps with and without prefetch, in turns, and all scorers."""
     trainings = []
-    for prefetch in "10":
+    for prefetch in ("1", "0"):
         env = settings(arguments.config, runs, arguments.set, TRAIN_PREFETCH=prefetch, RUN_ID=f"p{prefetch}")
         config = Config.from_env(env)
         run = train_gpt.Run(config, {})
@@ -126,10 +139,11 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         train_gpt.warm_up(trainings[-1])
     times_ms: list[list[float]] = [[], []]
     losses: list[list[float]] = [[], []]
-    for _ in range(-(-arguments.steps // TURN_STEPS)):
+    for _ in range(math.ceil(arguments.steps / TURN_STEPS)):
         for number, training in enumerate(trainings):
-            for kept, new in zip((times_ms, losses), timed_steps(training, TURN_STEPS), strict=True):
-                kept[number] += new
+            new_times_ms, new_losses = timed_steps(training, TURN_STEPS)
+            times_ms[number] += new_times_ms
+            losses[number] += new_losses
     hashes = {training.loader.stream_hash for training in trainings}
     if len(hashes) > 1 or losses[0] != losses[1]:
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
@@ -153,11 +167,14 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """Both tables of one config."""
-    name, tokens, gpu = measured["config"], measured["tokens_per_step"], measured["gpu_us"]
+    name = measured["config"]
+    tokens = measured["tokens_per_step"]
+    gpu = measured["gpu_us"]
     lines = [STEP_HEADER, "|" + "---|" * (STEP_HEADER.count("|") - 1)]
     for step in measured["steps"]:
         low, *_, high = statistics.quantiles(step["ms"], n=5)
-        median_ms, waits = statistics.median(step["ms"]), statistics.quantiles(step["wait_ms"], n=100)
+        median_ms = statistics.median(step["ms"])
+        waits = statistics.quantiles(step["wait_ms"], n=100)
         per_second = tokens / median_ms * 1e3
         mfu = f"{measured['flops_per_token'] * per_second / PEAK_TFLOPS / 1e12:.1%}" if gpu else "-"
         lines.append(

@@ -39,7 +39,8 @@ def encode_run(match: re.Match[str]) -> str:
         return ESCAPE + run
     if len(run) > 1 and run.isupper():
         return CAPS + run.lower()
-    head, rest = run[0], run[1:]
+    head = run[0]
+    rest = run[1:]
     coded_rest = CAPITAL.sub(lambda letter: NEXT + letter[0].lower(), rest)
     return (TITLE + head.lower() if head.isupper() else head) + coded_rest
 

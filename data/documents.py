@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data.shards import DataError, explain_os_error
+from data.files import DataError, explain_os_error
 
 CHUNK_BYTES = 2 << 20
 MAX_DOCUMENT_BYTES = 256 << 20

@@ -23,7 +23,8 @@ import numpy as np
 
 from data import caseops, shards
 from data.documents import Chunk, DocumentSource
-from data.shards import ByteTable, DataError
+from data.files import DataError
+from data.shards import ByteTable
 
 CHUNKS_AHEAD = 2  # per process, finished or under way, beyond the one being written
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
@@ -154,7 +155,8 @@ def encode_chunk(settings: EncodingSettings, chunk: Chunk) -> EncodedChunk:
         coded = encoder.transform(text)
         ids = encoder.token_ids(coded)
         row = np.empty(1 + len(ids), dtype=shards.TOKEN_DTYPE)
-        row[0], row[1:] = shards.BOS_ID, ids
+        row[0] = shards.BOS_ID
+        row[1:] = ids
         rows.append(row)
         if index < val_count:
             sums, token_bytes = encoder.audit(text, coded, row)

@@ -32,8 +32,8 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
 from data import caseops, documents, shards
 from data.documents import Chunk, DocumentSource
 from data.encoding import EncodedChunk, Encoder, EncodingSettings, available_cores, encoded_chunks
+from data.files import DataError, exclusive, explain_os_error, sha256_file, write_bytes
 from data.progress import Progress, size
-from data.shards import DataError
 
 OFFICIAL_VAL_DOCUMENTS = 50_000
 OFFICIAL_SHARD_TOKENS = 100_000_000
@@ -138,8 +138,8 @@ def make_tokenizer(path: Path, recipe: TokenizerRecipe) -> None:
           f"from document {recipe.first_document} on", flush=True)
     model, counts = train_tokenizer(recipe)
     record = {"recipe": identity, "sha256": hashlib.sha256(model).hexdigest(), **counts}
-    shards.write_bytes(record_path, (json.dumps(record, indent=2) + "\n").encode())
-    shards.write_bytes(path, model)
+    write_bytes(record_path, (json.dumps(record, indent=2) + "\n").encode())
+    write_bytes(path, model)
     print(f"tokenizer {path}: trained on {counts['documents'] - counts['too_long']} documents, "
           f"{counts['too_long']} longer than {recipe.sentence_bytes()} bytes left out")
 
@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise shards.explain_os_error(error, path) from error
+        raise explain_os_error(error, path) from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}); delete it and start again") from error
 
@@ -206,7 +206,7 @@ class ShardStream:
             self.file = open(self.partial_path(), "r+b")  # noqa: SIM115 - stays open between chunks
             found_bytes = self.file.seek(0, os.SEEK_END)
         except OSError as error:
-            raise shards.explain_os_error(error, self.partial_path()) from error
+            raise explain_os_error(error, self.partial_path()) from error
         if found_bytes < expected_bytes:
             raise DataError(f"{self.partial_path()}: {found_bytes} bytes, the journal says {expected_bytes}; "
                             f"delete {self.directory} and start again")
@@ -272,7 +272,7 @@ class ShardStream:
 
     def explain(self, error: OSError) -> DataError:
         """A failed write in words; what the journal knows is kept."""
-        reason = shards.explain_os_error(error, self.path())
+        reason = explain_os_error(error, self.path())
         return DataError(f"{reason}; what was written is kept: run the same command again afterwards")
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class ExportPlan:
         return {
             "documents": source_identity(self.encoding.source),
             "chunk_bytes": documents.CHUNK_BYTES,
-            "tokenizer_sha256": shards.sha256_file(Path(self.encoding.tokenizer_path)),
+            "tokenizer_sha256": sha256_file(Path(self.encoding.tokenizer_path)),
             "variant": "caseops" if self.encoding.caseops else "plain",
             "val_documents": self.encoding.val_documents,
             "shard_tokens": self.shard_tokens,
@@ -357,7 +357,7 @@ class Export:
             "audit": self.audit,
             "streams": {kind: asdict(stream.state) for kind, stream in self.streams.items()},
         }
-        shards.write_bytes(self.plan.directory / JOURNAL_NAME, json.dumps(journal).encode())
+        write_bytes(self.plan.directory / JOURNAL_NAME, json.dumps(journal).encode())
 
     def done_bytes(self) -> int:
         """Bytes of the documents worked through."""
@@ -464,8 +464,8 @@ def export(plan: ExportPlan, workers: int) -> dict[str, Any]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise shards.explain_os_error(error, directory) from error
-    with shards.exclusive(directory / LOCK_NAME):
+        raise explain_os_error(error, directory) from error
+    with exclusive(directory / LOCK_NAME):
         identity = plan.identity()
         if (directory / shards.MANIFEST_NAME).exists():
             return confirm(directory, identity)
@@ -576,8 +576,8 @@ def place_tokenizer(options: argparse.Namespace, source: DocumentSource) -> Path
     shards.load_tokenizer(options.tokenizer)
     path = folder / options.tokenizer.name
     if not path.exists():
-        shards.write_bytes(path, options.tokenizer.read_bytes())
-    elif shards.sha256_file(path) != shards.sha256_file(options.tokenizer):
+        write_bytes(path, options.tokenizer.read_bytes())
+    elif sha256_file(path) != sha256_file(options.tokenizer):
         raise DataError(f"{path}: another tokenizer of that name is there; rename {options.tokenizer}")
     return path
 

@@ -33,8 +33,8 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data import shards
+from data.files import DISK_ERRORS, DataError, exclusive, explain_os_error, sha256_file, write_bytes
 from data.progress import Progress, size
-from data.shards import DataError
 
 DEFAULT_TRAIN_SHARDS = 80  # what the records train on: 8 billion tokens
 DEFAULT_WORKERS = 8
@@ -88,7 +88,7 @@ class RemoteFile:
         found_bytes = path.stat().st_size
         if found_bytes != self.size_bytes:
             return f"{found_bytes} bytes, the hub says {self.size_bytes}"
-        digest = shards.sha256_file(path) if self.sha256 else git_blob_hash(path)
+        digest = sha256_file(path) if self.sha256 else git_blob_hash(path)
         return None if digest == self.hub_hash() else f"hash {digest}, the hub says {self.hub_hash()}"
 
 
@@ -173,8 +173,8 @@ class Hub:
             return None
         if isinstance(error, errors.EntryNotFoundError):
             return f"{self.repo}: {error}"
-        if isinstance(error, OSError) and error.errno in shards.DISK_ERRORS:
-            return str(shards.explain_os_error(error, Path(error.filename or "download")))
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return str(explain_os_error(error, Path(error.filename or "download")))
         return None
 
     def folder(self, path: str) -> dict[str, Any] | None:
@@ -279,7 +279,7 @@ class Receipts:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise shards.explain_os_error(error, path) from error
+            raise explain_os_error(error, path) from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: damaged ({error}); delete it, files are then checked afresh") from error
 
@@ -296,7 +296,7 @@ class Receipts:
         """Note that the local file was checked, with what the manifest needs to know of it."""
         status = file.local.stat()
         receipt = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "hub_hash": file.hub_hash(),
-                   "sha256": file.sha256 or shards.sha256_file(file.local)}
+                   "sha256": file.sha256 or sha256_file(file.local)}
         if shards.SHARD_NAME.fullmatch(file.local.name):
             receipt |= shard_facts(file.local)
         with self.lock:
@@ -312,7 +312,7 @@ class Receipts:
     def save(self) -> None:
         """Write the receipts."""
         content = {"repo": self.repo, "revision": self.revision, "files": self.files}
-        shards.write_bytes(self.path, json.dumps(content, indent=1).encode())
+        write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
 def shard_facts(path: Path) -> dict[str, Any]:
@@ -454,8 +454,8 @@ def download(request: Request, dry_run: bool) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise shards.explain_os_error(error, directory) from error
-    with shards.exclusive(directory / LOCK_NAME):
+        raise explain_os_error(error, directory) from error
+    with exclusive(directory / LOCK_NAME):
         receipts = receipts or Receipts(directory / RECEIPTS_NAME, hub.repo, hub.revision)
         for file in finished:
             if not receipts.holds(file):
@@ -522,7 +522,7 @@ def manifest(request: Request, receipts: Receipts) -> dict[str, Any]:
         "revision": receipts.revision,
         "tokenizer": {
             "file": Path(os.path.relpath(tokenizer_path, request.directory())).as_posix(),
-            "sha256": shards.sha256_file(tokenizer_path),
+            "sha256": sha256_file(tokenizer_path),
             "vocab_size": vocab_size,
         },
         "splits": {"train": {"documents": [val_stop, train_stop]}, "val": {"documents": [0, val_stop]}},

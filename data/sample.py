@@ -29,7 +29,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data import shards
-from data.shards import DataError
+from data.files import DataError, explain_os_error, write_bytes
 
 NAME = "sample_sp1024"
 TOKENIZER_FILE = "sample_1024_bpe.model"
@@ -71,7 +71,7 @@ def parse_source(path: Path) -> ast.Module:
             warnings.simplefilter("ignore")
             return ast.parse(path.read_bytes())
     except OSError as error:
-        raise shards.explain_os_error(error, path) from error
+        raise explain_os_error(error, path) from error
     except (SyntaxError, ValueError) as error:
         raise DataError(f"{path}: cannot be parsed ({error}); is this Python damaged?") from error
 
@@ -181,7 +181,7 @@ def build(root: Path) -> Path:
     documents = stdlib_documents()
     val_documents, train_documents = documents[:VAL_DOCUMENTS], documents[VAL_DOCUMENTS:]
     model = train_tokenizer(train_documents)
-    shards.write_bytes(model_path, model)
+    write_bytes(model_path, model)
     tokenizer = shards.load_tokenizer(model_path)
     val_tokens, val_starts = encode(tokenizer, val_documents)
     train_tokens, train_starts = encode(tokenizer, train_documents)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny
-from tools import results_table, settings_table
+from tools import docs
+from tools.markdown import refresh
+from tools.runs.folder import Folder
 from tools.runs.rules import ARTIFACT_BYTES_MAX
 
 
@@ -21,8 +23,9 @@ def readme(repo: Path) -> str:
     return (repo / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_settings_is_fresh(readme: str) -> None:
-    assert settings_table.with_table(readme) == readme, "run `make docs`"
+def test_every_generated_block_is_fresh() -> None:
+    stale = [block.begin for block in docs.all_blocks() if refresh(block, check=True)]
+    assert stale == [], "run `make docs`"
 
 
 def test_every_linked_file_exists(readme: str, repo: Path) -> None:
@@ -36,10 +39,6 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for config in re.findall(r"`(\w+\.env)`", readme):
         assert (repo / "configs" / config).is_file() or config == "config.env", config
-
-
-def test_the_tables_of_results_are_fresh(readme: str) -> None:
-    assert results_table.with_tables(readme) == readme, "run `make docs`"
 
 
 def test_every_figure_is_from_a_log_a_setting_or_a_rule(readme: str, repo: Path) -> None:
@@ -61,7 +60,7 @@ def test_the_log_line_that_is_explained_is_from_a_log(readme: str, repo: Path) -
 def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
     folder = max((repo / "records" / "track_cpu_demo").glob("*_*"))
     summaries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("summary_seed*.json")]
-    cells = [cell.strip() for cell in results_table.row(folder).split("|")[1:-1]]
+    cells = docs.result_row(Folder(folder))
     assert len(summaries) == 3 == int(cells[1])
     for name, cell in zip(("roundtrip", "sliding_window", "legal_ttt"), cells[4:7], strict=True):
         scores = [summary["losses"][name]["bits_per_byte"] for summary in summaries]

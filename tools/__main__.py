@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from data.files import DataError
 from tools.runs.errors import RecordError
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -21,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "timeline": ("tools.trace.timeline", "draw a trace, lane by lane"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
     "board": ("tools.pack.board", "write the leaderboard from the folders"),
+    "docs": ("tools.docs", "write every generated table of the repository"),
 }
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too
 EXIT_INTERRUPTED = 130
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(arguments).parse_args(arguments)
     try:
         return int(importlib.import_module(VERBS[args.verb][0]).run(args))
-    except RecordError as error:
+    except (RecordError, DataError) as error:
         print(f"tools {args.verb}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

@@ -11,6 +11,7 @@ import torch
 
 import train_gpt
 from tools.runs.errors import RecordError
+from tools.runs.folder import CONFIG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,30 +38,47 @@ def run(args: argparse.Namespace) -> int:
 
 def load_tokenizer(artifact: Path, expected: str, given: str | None) -> sentencepiece.SentencePieceProcessor:
     """The tokenizer that the artifact was trained with, by its expected SHA-256; RecordError for another."""
-    settings = artifact.parent / "config.env"
-    beside = train_gpt.Config.from_env({"CONFIG": str(settings)} if settings.is_file() else {})
-    path = train_gpt.find_path(given or beside.tokenizer_path)
+    name = given or tokenizer_of_run(artifact.parent)
+    path = train_gpt.find_path(name)
     content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != expected:
         found = "another file" if content else "no file"
-        raise RecordError(f"{path}: {found}, expected the tokenizer of {artifact}, with sha256 {expected}; "
-                          "name it with --tokenizer")  # fmt: skip
+        raise RecordError(
+            f"{path}: {found}, expected the tokenizer of {artifact}, with sha256 {expected};"
+            " name it with --tokenizer"
+        )
     return sentencepiece.SentencePieceProcessor(model_proto=content)
+
+
+def tokenizer_of_run(directory: Path) -> str:
+    """The path in the config.env of a run directory; without one, the default."""
+    settings = directory / CONFIG
+    environment = {"CONFIG": str(settings)} if settings.is_file() else {}
+    return train_gpt.Config.from_env(environment).tokenizer_path
 
 
 @torch.no_grad()
 def generate_text(
-    model: train_gpt.GPT, pieces: sentencepiece.SentencePieceProcessor, prompt: str, tokens: int,
-    temperature: float, top_k: int, seed: int,
-) -> str:  # fmt: skip
+    model: train_gpt.GPT,
+    pieces: sentencepiece.SentencePieceProcessor,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> str:
     """The prompt and so many tokens more, sampled among the `top_k` likeliest; temperature 0: the first."""
-    softcap, length = model.config.logit_softcap, model.config.eval_length
-    source, ids = torch.Generator().manual_seed(seed), [train_gpt.BOS_ID, *pieces.encode(prompt)]
+    softcap = model.config.logit_softcap
+    context_tokens = model.config.eval_length
+    choices = torch.Generator().manual_seed(seed)
+    ids = [train_gpt.BOS_ID, *pieces.encode(prompt)]
     for _ in range(tokens):
-        logits = model.logits(model(torch.tensor([ids[-length:]]))[0, -1])
+        hidden_BTD = model(torch.tensor([ids[-context_tokens:]]))
+        logits_V = model.logits(hidden_BTD[0, -1])
         if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        top = logits.topk(min(top_k or len(logits), len(logits)))
-        odds = (top.values / max(temperature, 1e-6)).softmax(-1)
-        ids.append(int(top.indices[torch.multinomial(odds, 1, generator=source)]))
+            logits_V = softcap * torch.tanh(logits_V / softcap)
+        likeliest = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+        odds = (likeliest.values / max(temperature, 1e-6)).softmax(-1)
+        chosen = torch.multinomial(odds, 1, generator=choices)
+        ids.append(int(likeliest.indices[chosen]))
     return str(pieces.decode(ids))

@@ -18,6 +18,7 @@ import pytest
 import sentencepiece as spm
 
 from data import caseops, documents, encoding, export, shards
+from data.files import exclusive, sha256_file
 
 VAL_DOCUMENTS = 20
 WORDS = ["the", "Model", "reads", "TOKENS", "and", "writes", "weights", "McGraw", "iPhone", "NASA's", "",
@@ -105,8 +106,8 @@ def test_tokens_splits_and_manifest(docs: Path, models: dict[str, Path], tmp_pat
     assert shards.verify_dataset(directory) == []
     assert manifest["splits"]["val"]["documents"] == [0, VAL_DOCUMENTS]
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, len(rows)]
-    assert manifest["tokenizer"]["sha256"] == shards.sha256_file(models[variant])
-    assert manifest["revision"] == f"sha256:{shards.sha256_file(docs)}"
+    assert manifest["tokenizer"]["sha256"] == sha256_file(models[variant])
+    assert manifest["revision"] == f"sha256:{sha256_file(docs)}"
     check_document_ranges(directory, manifest, rows)
 
 
@@ -346,7 +347,7 @@ def test_two_exports_of_one_dataset_do_not_run_at_once(docs: Path, models: dict[
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "datasets" / "set"
     directory.mkdir(parents=True)
-    with shards.exclusive(directory / export.LOCK_NAME):
+    with exclusive(directory / export.LOCK_NAME):
         assert export.main(arguments(docs, models["plain"], tmp_path)) == 1
     assert "another command is writing" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from data import sample, shards
+from data.files import DataError
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def test_bad_shards_are_refused_by_name(tmp_path: Path, damage: object, expected
     shards.write_shard(path, np.arange(1, 10, dtype=np.uint16))
     assert shards.read_shard(path).tolist() == list(range(1, 10))
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(shards.DataError, match=expected) as caught:
+    with pytest.raises(DataError, match=expected) as caught:
         shards.read_shard(path)
     assert str(path) in str(caught.value)
 
@@ -173,7 +174,7 @@ SOUND_MANIFEST = {"version": 1, "tokenizer": {"file": "x", "sha256": "", "vocab_
 ])
 def test_bad_manifests_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / shards.MANIFEST_NAME).write_text(content)
-    with pytest.raises(shards.DataError, match=r"manifest\.json"):
+    with pytest.raises(DataError, match=r"manifest\.json"):
         shards.read_manifest(tmp_path)
     (tmp_path / shards.MANIFEST_NAME).write_text(json.dumps(SOUND_MANIFEST))
     assert shards.read_manifest(tmp_path) == SOUND_MANIFEST

@@ -20,6 +20,7 @@ from tools.__main__ import main
 from tools.check.checks import audit
 from tools.check.execute import network_can_be_cut
 from tools.check.findings import Finding, Level, Mode
+from tools.pack import readme
 from tools.runs.folder import Folder
 from tools.runs.source import UNWRAPPED_BYTES_MAX
 
@@ -137,6 +138,16 @@ def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     (folder / "train_gpt.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
     assert any("is not the program in train_gpt_readable.py" in finding.text for finding in fails(folder))
+
+
+def test_a_folder_with_the_former_begin_mark_is_read_alike(packed: Path) -> None:
+    path = packed / "README.md"
+    path.write_text("Prose above.\n" + path.read_text().replace(readme.BEGIN, readme.FORMER_BEGIN))
+    assert readme.FORMER_BEGIN in path.read_text() and fails(packed) == []
+    _digit_in_readme(packed)
+    (finding,) = fails(packed)
+    changed = path.read_text().splitlines()[int(finding.where.split(":")[1]) - 1]
+    assert finding.check == "A4" and f"README.md says `{changed}`" in finding.text
 
 
 def test_prose_below_the_generated_part_is_free(packed: Path) -> None:

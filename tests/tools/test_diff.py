@@ -96,6 +96,12 @@ def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Pa
     assert html.count("<svg") == 6
 
 
+def test_a_page_without_a_name_goes_into_the_new_run(two: tuple[Path, Path]) -> None:
+    base, new = two
+    assert main(["diff", str(base), str(new), "--html"]) == 0
+    assert "<svg" in (new / f"diff_{base.name}.html").read_text()
+
+
 def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:
     line = svg.Line("base", [(float(x), 3.0 + 4.0 / (x + 1)) for x in range(5000)])
     drawn = svg.chart("Loss", "steps", "nats", [line])

@@ -48,6 +48,23 @@ def test_figure_is_written(tmp_path: Path, suffix: str, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["runs"][0]["slow"] == {"shard": 1}
 
 
+def test_a_figure_goes_into_its_run_and_never_into_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = make_runs(tmp_path / "runs", 1, 2)
+    record = pack(tmp_path / "records", [one])
+    files = sorted(record.iterdir())
+    for arguments, written in (
+        ([one], one / "plot.png"),
+        ([one, two], one / "plot_of_2.png"),
+        ([record], tmp_path / f"{record.name}_plot.png"),
+    ):
+        assert main(["plot", *map(str, arguments)]) == 0
+        assert written.read_bytes().startswith(b"\x89PNG")
+    assert sorted(record.iterdir()) == files
+
+
 def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(make_run(tmp_path / "a", 1)), "--out", str(tmp_path / "a.gif")]) == 2
     assert ".png or .svg" in capsys.readouterr().err

@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 import train_gpt
 from tests.support.runs import SOURCE, wrap
 from tools.runs import source
-from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
+from tools.runs.source import (
+    IGNORED_IN,
+    UNWRAPPED_BYTES_MAX,
+    UnwrapError,
+    decoded,
+    read_script,
+    same_program,
+    unwrap,
+)
 
+FORMER = IGNORED_IN["2026-11-22_PR1493"]
 SHELLS = {
     "lzma, base 85": (
         "import lzma,base64\nexec(lzma.decompress(base64.b85decode({!r})))",
@@ -101,10 +110,12 @@ def test_reading_never_executes(tmp_path: Path) -> None:
 
 def test_same_program_ignores_only_what_no_run_reads() -> None:
     settings = "def f(a: {0}) -> {0}: return knob({1}, {2})\n"
-    assert same_program(settings.format("int", 1, "'one'"), settings.format("str", 1, "'two'"))
-    assert not same_program(settings.format("int", 1, "'one'"), settings.format("int", 2, "'one'"))
+    one, two = settings.format("int", 1, "'one'"), settings.format("str", 1, "'two'")
+    assert not same_program(one, two)
+    assert same_program(one, two, FORMER) and not same_program(one, two, FORMER[:1])
+    assert not same_program(one, settings.format("int", 2, "'one'"), FORMER)
     decorated = "@custom_op\n" + settings  # it may read the annotations
-    assert not same_program(decorated.format("int", 1, "''"), decorated.format("str", 1, "''"))
+    assert not same_program(decorated.format("int", 1, "''"), decorated.format("str", 1, "''"), FORMER)
     assert same_program("x = 1  # one\n", "x=1\n")
     documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
     assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')

@@ -35,6 +35,11 @@ def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[st
     assert {event["pid"] for event in json.loads(merged.read_text())["traceEvents"]} == {0, 1}
 
 
+def test_a_drawing_without_a_name_goes_into_the_run(run_directory: Path) -> None:
+    assert main(["timeline", str(run_directory)]) == 0
+    assert (run_directory / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [(None, "`python -m tools trace`"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],

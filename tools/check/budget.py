@@ -39,7 +39,8 @@ def check_artifact(folder: Folder) -> Iterator[Finding]:
             yield info("A9", "no log states the compressed model's bytes", folder.name, "print them")
         return
     run = max(counted, key=lambda r: r.log.model_bytes.bytes if r.log.model_bytes else 0)
-    model, total = run.log.model_bytes, max((_logged_total(r) for r in counted), default=0)
+    model = run.log.model_bytes
+    total = max((_logged_total(r) for r in counted), default=0)
     assert model is not None
     code = shipped_code_bytes(folder)
     shipped = model.bytes + code

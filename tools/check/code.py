@@ -30,7 +30,8 @@ def check_syntax(folder: Folder) -> Iterator[Finding]:
     script = folder.script
     if script is None or not isinstance(script.tree, SyntaxError):
         return
-    error, here = script.tree, ".".join(map(str, sys.version_info[:2]))
+    error = script.tree
+    here = ".".join(map(str, sys.version_info[:2]))
     where = script.where(error.lineno or 1)
     if sys.version_info[:2] >= FIRST_PYTHON_WITH_NESTED_QUOTES:
         yield fail("A7", f"does not parse on Python {here}: {error.msg}", where, "ship the file that ran")

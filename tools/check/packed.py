@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
+from data.files import sha256_file
 from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
+from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, nested, sha256_file, submission
+from tools.runs.derive import Evidence, compare_with, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder
 from tools.runs.logs import decimals, read_log
-from tools.runs.source import read_script, same_program
+from tools.runs.source import IGNORED_IN, read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 REMEDY = "restore the packed file, or pack the runs again"
@@ -40,14 +43,13 @@ def check_code(folder: Folder) -> Iterator[Finding]:
     if not folder.ours or folder.script is None:
         return
     readable = folder.file(READABLE_SCRIPT)
-    source = read_script(readable).raw if readable.is_file() else folder.script.raw
-    if readable.is_file() and not same_program(folder.script.text, source.decode("utf-8", errors="replace")):
-        yield fail(
-            "A6",
-            f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}",
-            READABLE_SCRIPT,
-            REMEDY,
-        )
+    source = folder.script.raw
+    if readable.is_file():
+        source = read_script(readable).raw
+        text = source.decode("utf-8", errors="replace")
+        if not same_program(folder.script.text, text, IGNORED_IN.get(folder.name, ())):
+            what = f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}"
+            yield fail("A6", what, READABLE_SCRIPT, REMEDY)
     digest = hashlib.sha256(source).hexdigest()
     for seed, summary in folder.summaries.items():
         ran = nested(summary, "code", "sha256")
@@ -68,7 +70,8 @@ def _declared_seeds(folder: Folder) -> list[int]:
 def _evidence(folder: Folder) -> list[Evidence]:
     found = []
     for seed in _declared_seeds(folder):
-        path, summary = folder.file(LOG_NAME.format(seed=seed)), folder.summaries.get(seed)
+        path = folder.file(LOG_NAME.format(seed=seed))
+        summary = folder.summaries.get(seed)
         if path.is_file() and summary is not None:
             found.append(Evidence(seed, read_log(path), summary))
     return found
@@ -95,7 +98,8 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
         return
     for evidence in _evidence(folder):
         yield from _check_losses(evidence)
-        log, summary = evidence.log, evidence.summary
+        log = evidence.log
+        summary = evidence.summary
         pairs = {
             "artifact bytes": (
                 nested(summary, "artifact", "bytes"),
@@ -190,19 +194,19 @@ def _check_readme(
 ) -> Iterator[Finding]:
     path = folder.file(README)
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    text = text.replace(readme.FORMER_BEGIN, readme.BEGIN)
-    part = readme.generated_part(text)
-    if part is None:
+    parts = split_at_marks(text.replace(readme.FORMER_BEGIN, readme.BEGIN), readme.BEGIN, readme.END)
+    if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
     wanted = readme.render(expected, summaries, folder.file(READABLE_SCRIPT).is_file())
-    before = text[: text.find(readme.BEGIN)].count("\n")
-    lines = zip([*part.splitlines(), ""], [*wanted.splitlines(), ""], strict=False)
-    for number, (got, derived) in enumerate(lines, before + 1):
+    wanted_parts = split_at_marks(wanted, readme.BEGIN, readme.END)
+    assert wanted_parts is not None
+    first_line = parts.before.count("\n") + 1
+    lines = zip_longest(parts.between.splitlines(), wanted_parts.between.splitlines(), fillvalue="")
+    for number, (got, derived) in enumerate(lines, first_line):
         if got != derived:
-            yield fail(
-                "A4", f"README.md says `{got}`, the logs give `{derived}`", f"{README}:{number}", REMEDY
-            )
+            where = f"{README}:{number}"
+            yield fail("A4", f"README.md says `{got}`, the logs give `{derived}`", where, REMEDY)
             return
 
 

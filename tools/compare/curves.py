@@ -69,7 +69,8 @@ def _samples(run: Run, kind: str, key: str) -> list[Sample]:
     batch = batch_tokens(run)
     found = []
     for event in run.events:
-        step, value = event.step, event.number(key)
+        step = event.step
+        value = event.number(key)
         if (
             event.kind != kind
             or step is None

@@ -13,11 +13,12 @@ from tools.compare.codediff import changed_lines, unified
 from tools.runs.derive import nested
 from tools.runs.errors import RecordError
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
-from tools.runs.runs import Group, Run, load_group, scores
+from tools.runs.runs import Group, Run, load_group, output_path, scores
 from tools.runs.stats import Comparison, Welch, compare, deviation, mean
 from tools.runs.writing import json_text, write_text
 
 UNSET = "–"
+BESIDE_NEW = Path()  # `--html` without a name
 CURVE_ROWS = 12  # steps at which the text compares losses
 
 
@@ -43,19 +44,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "new", type=Path, metavar="NEW", help="run directory or records folder that should be better"
     )
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page with plots")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        nargs="?",
+        const=BESIDE_NEW,
+        metavar="OUT",
+        help="write one self-contained page with plots (default: diff_BASE.html in the run directory NEW)",
+    )
     parser.add_argument("--no-code", action="store_true", help="count changed lines instead of showing them")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     found = difference(load_group(args.base), load_group(args.new))
-    if args.html:
-        write_text(args.html, html(found))
+    out = args.html
+    if out == BESIDE_NEW:
+        out = output_path(args.new, f"diff_{found.base.name}.html")
+    if out is not None:
+        write_text(out, html(found))
     if args.json:
         print(json_text(as_json(found)), end="")
-    elif args.html:
-        print(f"{args.html}: {found.new.name} against {found.base.name}")
+    elif out is not None:
+        print(f"{out}: {found.new.name} against {found.base.name}")
     else:
         print(text(found, show_code=not args.no_code))
     return 0

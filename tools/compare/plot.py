@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.compare import curves
-from tools.runs.errors import RecordError
-from tools.runs.runs import Run, load_group
-from tools.runs.writing import json_text
+from tools.runs.runs import Run, load_group, output_path
+from tools.runs.writing import figure_path, json_text, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg")
 CAUSE_COLOURS = {"compile": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
 SETTLED = 0.05  # part of a run left out of the loss limits: losses fall steeply there
 BINS = 40
@@ -30,21 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN", help="run directories or records folders"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("plot.png"), help="PNG or SVG file (default: %(default)s)"
+        "--out", type=Path, help="PNG or SVG file (default: plot.png in the first run directory)"
     )
     parser.add_argument("--json", action="store_true", help="print step-time statistics as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.out.suffix not in FORMATS:
-        raise RecordError(f"--out {args.out}: expected a name that ends in {' or '.join(FORMATS)}")
-    runs = [found for path in args.runs for found in load_group(path).runs]
-    draw(runs, args.out)
+    name = "plot.png" if len(args.runs) == 1 else f"plot_of_{len(args.runs)}.png"
+    out = figure_path(args.out or output_path(args.runs[0], name))
+    runs: list[Run] = []
+    for path in args.runs:
+        runs += load_group(path).runs
+    draw(runs, out)
     statistics_of_runs = [step_statistics(found) for found in runs]
     if args.json:
-        print(json_text({"file": str(args.out), "runs": statistics_of_runs}), end="")
+        print(json_text({"file": str(out), "runs": statistics_of_runs}), end="")
         return 0
-    print(args.out)
+    print(out)
     for found in statistics_of_runs:
         slow = ", ".join(f"{count} by {cause}" for cause, count in found["slow"].items()) or "none"
         print(f"  {found['run']}: median {found['median_ms']} ms per step; slow intervals: {slow}")
@@ -83,11 +81,7 @@ def draw(runs: Sequence[Run], out: Path) -> None:
         _draw_histogram(axes[-1][1], runs)
         _draw_causes(axes[-1][2], runs)
         _draw_legend(axes[0][0], runs)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-            temporary = Path(folder) / out.name
-            figure.savefig(temporary, dpi=110)
-            os.replace(temporary, out)
+        write_figure(out, figure, dpi=110)
     finally:
         pyplot.close(figure)
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data.files import sha256_file, write_bytes
 from tools import RECORDS
 from tools.compare.codediff import unified
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, nested, sha256_file, submission
+from tools.runs.derive import Evidence, compare_with, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     BASELINE_DIFF,
@@ -35,7 +36,7 @@ from tools.runs.folder import (
 from tools.runs.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
 from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
 from tools.runs.source import decoded, same_program, unwrap
-from tools.runs.writing import json_text, write_bytes, write_text
+from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 PINNED = ("torch", "numpy", "sentencepiece", "triton")  # what a shipped script may import
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if refusals:
         raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
     runs.sort(key=lambda directory: directory.seed or 0)
-    code = shipped_code(runs[0], args.wrap)
+    code = code_to_ship(runs[0], args.wrap)
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date", "track")}
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
@@ -129,7 +130,8 @@ def _repeated(values: Sequence[int | None]) -> set[int]:
 
 
 def _refuse_one(directory: RunDirectory) -> list[str]:
-    summary, reasons = directory.summary, []
+    summary = directory.summary
+    reasons = []
     if summary.get("exit") != FINISHED:
         reasons.append(f"{directory.path} did not finish: exit is {summary.get('exit')!r}")
     if directory.log.headline is None or directory.log.model_bytes is None:
@@ -158,9 +160,10 @@ class ShippedCode:
     readable: bytes | None
 
 
-def shipped_code(directory: RunDirectory, wrapped: bool) -> ShippedCode:
+def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     """The form that the run counted, or a wrapped one; a wrapped script is proved to be the same program."""
-    source, counted = directory.script.raw, directory.path / SHIPPED
+    source = directory.script.raw
+    counted = directory.path / SHIPPED
     shipped = counted.read_bytes() if counted.is_file() else source
     if wrapped and shipped == source:
         import train_gpt  # loads torch, which nothing else here needs

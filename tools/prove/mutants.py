@@ -15,64 +15,95 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tools.prove.probes import Scorer, Subject
+from tools.prove.probes import Subject
 
 Mutant = Callable[[Subject], "contextlib.AbstractContextManager[Subject]"]
+# Takes the subject, a model and tokens; returns a ledger.
+MutantScorer = Callable[[Subject, Any, np.ndarray], Any]
+# Takes nats and the tokens they are of; returns other nats.
+ChangeOfNats = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def nats_of(subject: Subject, model: Any, tokens: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Honest nats of targets start .. stop in rows of the context length."""
+    length = subject.config.eval_length
     found = []
-    for begin in range(start, stop, subject.config.eval_length):
-        end = min(begin + subject.config.eval_length, stop)
-        row = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
+    for begin in range(start, stop, length):
+        end = min(begin + length, stop)
+        row_T = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
         with torch.no_grad():
-            found.append(model.loss_per_token(model(row[None, :-1])[0], row[1:]).double().numpy())
+            hidden_TD = model(row_T[None, :-1])[0]
+            found.append(model.loss_per_token(hidden_TD, row_T[1:]).double().numpy())
     return np.concatenate(found)
 
 
 def train(subject: Subject, model: Any, tokens: np.ndarray) -> None:
     """Plain SGD on a stretch of tokens, a step per row of the context length."""
-    for begin in range(0, len(tokens) - 1, subject.config.eval_length):
-        row = torch.from_numpy(tokens[begin : begin + subject.config.eval_length + 1].astype(np.int64))[None]
+    length = subject.config.eval_length
+    parameters = list(model.parameters())
+    for begin in range(0, len(tokens) - 1, length):
+        row_BT = torch.from_numpy(tokens[begin : begin + length + 1].astype(np.int64))[None]
         with torch.enable_grad():
-            gradients = torch.autograd.grad(model.loss(row[:, :-1], row[:, 1:]), list(model.parameters()))
+            loss = model.loss(row_BT[:, :-1], row_BT[:, 1:])
+            gradients = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= subject.config.ttt_lr * gradient
 
 
 def chunks(subject: Subject, tokens: np.ndarray) -> Iterator[tuple[int, int]]:
     """Targets (first, after last) of each chunk."""
-    size, targets = subject.config.ttt_chunk_tokens, len(tokens) - 1
-    return ((start, min(start + size, targets)) for start in range(0, targets, size))
+    size = subject.config.ttt_chunk_tokens
+    targets = len(tokens) - 1
+    for start in range(0, targets, size):
+        yield start, min(start + size, targets)
 
 
-def restored(scorer: Scorer) -> Scorer:
-    """The scorer, with the weights it found put back."""
-
-    def wrapped(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        found = {name: value.clone() for name, value in model.state_dict().items()}
-        try:
-            return scorer(model, tokens, config)
-        finally:
-            model.load_state_dict(found)
-
-    return wrapped
+def full_ledger(subject: Subject, tokens: np.ndarray, nats: np.ndarray) -> Any:
+    """A ledger of `tokens` with one record: all nats at once."""
+    ledger = subject.script.Ledger(tokens)
+    ledger.record(0, nats)
+    return ledger
 
 
-def with_scorer(make: Callable[[Subject], Scorer]) -> Mutant:
-    """A mutant whose scorer `score_ttt` is the one that `make` builds."""
+def all_nats(subject: Subject, model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Honest nats of every target."""
+    return nats_of(subject, model, tokens, 0, len(tokens) - 1)
+
+
+# ======================================================================================================
+# KINDS OF MUTANTS
+# ======================================================================================================
+
+
+def with_scorer(function: MutantScorer) -> Mutant:
+    """A mutant whose scorer `score_ttt` is `function`; the weights that it found are put back."""
 
     @contextlib.contextmanager
     def mutant(subject: Subject) -> Iterator[Subject]:
-        yield dataclasses.replace(subject, scorers={"score_ttt": restored(make(subject))})
+        def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
+            found = {name: value.clone() for name, value in model.state_dict().items()}
+            try:
+                return function(subject, model, tokens)
+            finally:
+                model.load_state_dict(found)
+
+        yield dataclasses.replace(subject, scorers={"score_ttt": scorer})
 
     return mutant
 
 
+def with_nats(change: ChangeOfNats) -> Mutant:
+    """A mutant that puts `change(nats, tokens)` into the ledger, of honest nats."""
+
+    def scorer(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+        return full_ledger(subject, tokens, change(all_nats(subject, model, tokens), tokens))
+
+    return with_scorer(scorer)
+
+
 def with_patch(name: str, make: Callable[[Subject], Any]) -> Mutant:
-    """A mutant of the script: the function `name` replaced."""
+    """A mutant of the script: the function `name` replaced by what `make` returns."""
 
     @contextlib.contextmanager
     def mutant(subject: Subject) -> Iterator[Subject]:
@@ -82,85 +113,78 @@ def with_patch(name: str, make: Callable[[Subject], Any]) -> Mutant:
     return mutant
 
 
-def honest(subject: Subject) -> Scorer:
+# ======================================================================================================
+# SCORERS: what they learn, when, and which targets they score
+# ======================================================================================================
+
+
+def honest(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
     """Score a chunk, then train on it: the mould of the mutants, and legal."""
-
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        ledger = subject.script.Ledger(tokens)
-        for start, stop in chunks(subject, tokens):
-            ledger.record(start, nats_of(subject, model, tokens, start, stop))
-            if stop < len(ledger.nats):
-                train(subject, model, ledger.scored_tokens(start, stop + 1))
-        return ledger
-
-    return scorer
+    ledger = subject.script.Ledger(tokens)
+    for start, stop in chunks(subject, tokens):
+        ledger.record(start, nats_of(subject, model, tokens, start, stop))
+        if stop < len(ledger.nats):
+            train(subject, model, ledger.scored_tokens(start, stop + 1))
+    return ledger
 
 
-def adapt_then_score(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        ledger = subject.script.Ledger(tokens)
-        for start, stop in chunks(subject, tokens):
-            train(subject, model, tokens[start : stop + 1])
-            ledger.record(start, nats_of(subject, model, tokens, start, stop))
-        return ledger
-
-    return scorer
+def adapt_then_score(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Train on a chunk, then score it."""
+    ledger = subject.script.Ledger(tokens)
+    for start, stop in chunks(subject, tokens):
+        train(subject, model, tokens[start : stop + 1])
+        ledger.record(start, nats_of(subject, model, tokens, start, stop))
+    return ledger
 
 
-def one_token_past(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        ledger = subject.script.Ledger(tokens)
-        for start, stop in chunks(subject, tokens):
-            ledger.record(start, nats_of(subject, model, tokens, start, stop))
-            train(subject, model, tokens[start : stop + 2])
-        return ledger
-
-    return scorer
+def one_token_past(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Score a chunk, then train on it and on the first target of the next."""
+    ledger = subject.script.Ledger(tokens)
+    for start, stop in chunks(subject, tokens):
+        ledger.record(start, nats_of(subject, model, tokens, start, stop))
+        train(subject, model, tokens[start : stop + 2])
+    return ledger
 
 
-def pre_quantization_ttt(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        for start, stop in chunks(subject, tokens):
-            train(subject, model, tokens[start : stop + 1])
-        ledger = subject.script.Ledger(tokens)
-        ledger.record(0, nats_of(subject, model, tokens, 0, len(ledger.nats)))
-        return ledger
-
-    return scorer
+def pre_quantization_ttt(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Train on the whole stream, then score it."""
+    for start, stop in chunks(subject, tokens):
+        train(subject, model, tokens[start : stop + 1])
+    return full_ledger(subject, tokens, all_nats(subject, model, tokens))
 
 
-def rescore(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        honest(subject)(model, tokens, config)
-        ledger = subject.script.Ledger(tokens)
-        ledger.record(0, nats_of(subject, model, tokens, 0, len(ledger.nats)))
-        return ledger
-
-    return scorer
+def rescore(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Report a second pass, after the first has learned."""
+    honest(subject, model, tokens)
+    return full_ledger(subject, tokens, all_nats(subject, model, tokens))
 
 
-def min_over_passes(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        first = honest(subject)(model, tokens, config).nats
-        ledger = subject.script.Ledger(tokens)
-        ledger.record(0, np.minimum(first, nats_of(subject, model, tokens, 0, len(ledger.nats))))
-        return ledger
-
-    return scorer
+def min_over_passes(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Report the better of two passes for every target."""
+    first = honest(subject, model, tokens).nats
+    second = all_nats(subject, model, tokens)
+    return full_ledger(subject, tokens, np.minimum(first, second))
 
 
-def changed_nats(change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Subject], Scorer]:
-    """A scorer that puts `change(nats, tokens)` into the ledger."""
+def dropped_tail(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Score whole rows alone."""
+    length = subject.config.eval_length
+    whole = (len(tokens) - 1) // length * length
+    return honest(subject, model, tokens[: whole + 1])
 
-    def make(subject: Subject) -> Scorer:
-        def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-            ledger = subject.script.Ledger(tokens)
-            ledger.record(0, change(nats_of(subject, model, tokens, 0, len(ledger.nats)), tokens))
-            return ledger
 
-        return scorer
+def double_tail(subject: Subject, model: Any, tokens: np.ndarray) -> Any:
+    """Score the last targets twice."""
+    tail = subject.config.eval_stride
+    nats = all_nats(subject, model, tokens)
+    return full_ledger(
+        subject, np.concatenate([tokens, tokens[-tail:]]), np.concatenate([nats, nats[-tail:]])
+    )
 
-    return make
+
+# ======================================================================================================
+# NATS: what is put in the ledger instead of the model's
+# ======================================================================================================
 
 
 def target_in_key(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -189,31 +213,23 @@ def noisy(nats: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return nats + 1e-3 * np.random.default_rng().random()
 
 
-def dropped_tail(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        whole = (len(tokens) - 1) // config.eval_length * config.eval_length
-        return honest(subject)(model, tokens[: whole + 1], config)
-
-    return scorer
-
-
-def double_tail(subject: Subject) -> Scorer:
-    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
-        ledger = subject.script.Ledger(np.concatenate([tokens, tokens[-config.eval_stride :]]))
-        nats = nats_of(subject, model, tokens, 0, len(tokens) - 1)
-        ledger.record(0, np.concatenate([nats, nats[-config.eval_stride :]]))
-        return ledger
-
-    return scorer
+# ======================================================================================================
+# SCRIPT: one of its functions replaced
+# ======================================================================================================
 
 
 @contextlib.contextmanager
 def weights_not_restored(subject: Subject) -> Iterator[Subject]:
     """Legal scores, but the model that comes back is not the one that was given."""
-    yield dataclasses.replace(subject, scorers={"score_ttt": honest(subject)})
+
+    def scorer(model: Any, tokens: np.ndarray, config: Any) -> Any:
+        return honest(subject, model, tokens)
+
+    yield dataclasses.replace(subject, scorers={"score_ttt": scorer})
 
 
 def warm_up_on_validation(subject: Subject) -> Any:
+    """An `evaluate` whose warm-up, before the timer, reads the validation text."""
     evaluate = subject.script.evaluate
 
     def warmed(model: Any, config: Any, run: Any, validation: Any, weights: str) -> Any:
@@ -239,15 +255,18 @@ def smear_across_documents(subject: Subject) -> Iterator[Subject]:
 
 
 def double_space_bytes(subject: Subject) -> Any:
+    """A table of bytes in which every token of more than one byte has one too many."""
     original = subject.script.token_bytes
 
     def table(tokens: np.ndarray, config: Any) -> np.ndarray:
-        return original(tokens, config) + (original(tokens, config) > 1)
+        counted = original(tokens, config)
+        return counted + (counted > 1)
 
     return table
 
 
 def calibration_on_validation(subject: Subject) -> Any:
+    """A `collect_hessians` that gets validation text in the place of its batches."""
     collect = subject.script.collect_hessians
 
     def collect_from_validation(model: Any, batches: Any, *rest: Any) -> Any:
@@ -271,10 +290,10 @@ MUTANTS: dict[str, Mutant] = {
     "pre-quantization-ttt": with_scorer(pre_quantization_ttt),
     "rescore": with_scorer(rescore),
     "min-over-passes": with_scorer(min_over_passes),
-    "target-in-key-cache": with_scorer(changed_nats(target_in_key)),
-    "gate-on-the-realised-token": with_scorer(changed_nats(gate_on_target)),
-    "unnormalised-mixture": with_scorer(changed_nats(unnormalised_mixture)),
-    "random-scores": with_scorer(changed_nats(noisy)),
+    "target-in-key-cache": with_nats(target_in_key),
+    "gate-on-the-realised-token": with_nats(gate_on_target),
+    "unnormalised-mixture": with_nats(unnormalised_mixture),
+    "random-scores": with_nats(noisy),
     "dropped-tail": with_scorer(dropped_tail),
     "double-tail": with_scorer(double_tail),
     "weights-not-restored": weights_not_restored,

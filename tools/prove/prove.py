@@ -6,9 +6,7 @@ The script is loaded in a process of its own without network. Honest scores pass
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,14 +19,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tools import REPO
 from tools.check.findings import Finding, Level, Mode, fail, info, warn
 from tools.runs.errors import RecordError
+from tools.runs.load import load_script
 from tools.runs.writing import json_text
 
 SECONDS_MAX = 600
+PROVEN, REFUTED, UNCHECKED = range(3)  # exit statuses
 RANKS = (2, 4)
 RANK_TOLERANCE = 1e-3  # nats; summing gradients in another order, after several updates
-NOT_CHECKED = {
+PROOFS = {
     "B1": "future independence", "B2": "normalisation", "B3": "coverage", "B4": "write-once scores",
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
     "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact",
@@ -52,22 +53,44 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         findings = _in_own_process(path, Path(folder), args.seed, args.quick)
-    failed = [finding for finding in findings if finding.level(Mode.AGREED) is Level.FAIL]
-    unchecked = [finding for finding in findings if finding.text.startswith("not checked")]
-    status = 1 if failed else 2 if unchecked else 0
+    status = exit_status(findings)
     if args.json:
         listed = [finding.as_json(Mode.AGREED) for finding in findings]
         print(json_text({"script": str(args.script), "status": status, "findings": listed}), end="")
     else:
         print(render(findings))
-        verdict = ("proven", "refuted", "not proven: something could not be checked")[status]
-        print(f"{args.script}: {verdict}; {len(findings)} results in {time.monotonic() - started:.0f} s")
+        seconds = time.monotonic() - started
+        print(f"{args.script}: {verdict(findings)}; {len(findings)} results in {seconds:.0f} s")
     return status
+
+
+def exit_status(findings: list[Finding]) -> int:
+    """PROVEN, REFUTED or UNCHECKED."""
+    if any(finding.level(Mode.AGREED) is Level.FAIL for finding in findings):
+        return REFUTED
+    if any(finding.text.startswith("not checked") for finding in findings):
+        return UNCHECKED
+    return PROVEN
+
+
+def verdict(findings: list[Finding]) -> str:
+    """The exit status in words; a quick audit is no proof, and says what it left out."""
+    status = exit_status(findings)
+    if status == REFUTED:
+        return "refuted"
+    if status == UNCHECKED:
+        return "not proven: something could not be checked"
+    checked = {finding.check for finding in findings}
+    not_run = [f"{check} ({what})" for check, what in PROOFS.items() if check not in checked]
+    if not_run:
+        return f"not refuted; not run: {', '.join(not_run)}"
+    return "proven"
 
 
 def render(findings: list[Finding]) -> str:
     """One line per result, those that fail with evidence and what to do."""
-    lines, names = [], {Level.INFO: "pass", Level.WARN: "WARN", Level.FAIL: "FAIL"}
+    names = {Level.INFO: "pass", Level.WARN: "WARN", Level.FAIL: "FAIL"}
+    lines = []
     for finding in findings:
         level = finding.level(Mode.AGREED)
         lines.append(f"  {names[level]} {finding.check:3} {finding.text}  [{finding.where}]")
@@ -79,16 +102,7 @@ def render(findings: list[Finding]) -> str:
 def _in_own_process(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
     """The findings of a worker process; what ends it is a finding too."""
     out = folder / "findings.json"
-    command = [
-        sys.executable,
-        "-B",
-        "-m",
-        "tools.prove.prove",
-        str(path),
-        str(folder),
-        str(seed),
-        str(int(quick)),
-    ]
+    command = _worker(path, folder, seed, "quick" if quick else "full")
     try:
         done = subprocess.run(
             command, env=_environment(), capture_output=True, text=True, timeout=SECONDS_MAX, check=False
@@ -98,22 +112,28 @@ def _in_own_process(path: Path, folder: Path, seed: int, quick: bool) -> list[Fi
         last = f"no end within {SECONDS_MAX} s"
     if not out.is_file():
         return not_checked(path, f"the script's process ended early: {last}")
-    return [
-        Finding(**{**f, "written": Level(f["written"]), "practised": Level(f["practised"])})
-        for f in json.loads(out.read_text())
-    ]
+    findings = []
+    for stored in json.loads(out.read_text()):
+        levels = {reading: Level(stored[reading]) for reading in ("written", "practised")}
+        findings.append(Finding(**{**stored, **levels}))
+    return findings
+
+
+def _worker(path: Path, folder: Path, seed: int, *mode: str) -> list[str]:
+    """The command that `_main` answers."""
+    return [sys.executable, "-B", "-m", "tools.prove.prove", str(path), str(folder), str(seed), *mode]
 
 
 def _environment() -> dict[str, str]:
+    """Of a worker: one thread, no GPU, and none of the user's settings."""
     keep = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR", "LANG") if key in os.environ}
-    root = str(Path(__file__).resolve().parents[2])
-    return {
-        **keep,
-        "PYTHONPATH": root,
+    ours = {
+        "PYTHONPATH": str(REPO),
         "OMP_NUM_THREADS": "1",
         "GOMP_SPINCOUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
+    return keep | ours
 
 
 def not_checked(path: Path, why: str) -> list[Finding]:
@@ -122,19 +142,8 @@ def not_checked(path: Path, why: str) -> list[Finding]:
         "offer Config.from_env, build_model, Ledger and the scorers score_roundtrip, score_sliding, score_ttt"
     )
     return [
-        warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in NOT_CHECKED.items()
+        warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()
     ]
-
-
-def load_script(path: Path) -> ModuleType:
-    """Import a script by path under a name that is not `__main__`."""
-    spec = importlib.util.spec_from_file_location("audited_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    with contextlib.redirect_stdout(sys.stderr):
-        spec.loader.exec_module(module)
-    return module
 
 
 def proofs(script: ModuleType, folder: Path, seed: int, quick: bool) -> Iterator[Finding]:
@@ -142,12 +151,15 @@ def proofs(script: ModuleType, folder: Path, seed: int, quick: bool) -> Iterator
     from tools.prove import probes, rehearsal
 
     subject = probes.make_subject(script, seed)
-    edges = sorted({j for t in probes.kraft_positions(subject) for j in (t, t + 1) if j > 0})
+    edges: set[int] = set()  # the tokens on both sides of each critical target
+    for target in probes.kraft_positions(subject):
+        edges |= {target, target + 1}
+    flips = sorted(edges - {0}) if quick else None
     for name in subject.scorers:
         yield from probes.ledger_order(subject, name)
         yield from probes.determinism(subject, name)
         yield from probes.kraft_sums(subject, name)
-        yield from probes.future_flip(subject, name, edges if quick else None)
+        yield from probes.future_flip(subject, name, flips)
         if name != "score_ttt":
             yield from probes.document_isolation(subject, name)
     yield from probes.evaluation_warmup(subject)
@@ -170,26 +182,14 @@ def rank_invariance(subject: Any, path: Path, folder: Path) -> Iterator[Finding]
 
     alone = {name: subject.nats(name, subject.tokens()) for name in subject.scorers}
     for ranks in RANKS:
-        command = [
-            sys.executable,
-            "-B",
-            "-m",
-            "tools.prove.prove",
-            str(path),
-            str(folder),
-            str(subject.seed),
-            f"of{ranks}",
-        ]
-        children = [subprocess.Popen([*command, str(rank)], env=_environment(), stdout=subprocess.DEVNULL)
-                    for rank in range(ranks)]  # fmt: skip
+        children = []
+        for rank in range(ranks):
+            command = _worker(path, folder, subject.seed, "rank", str(rank), str(ranks))
+            children.append(subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL))
         codes = [child.wait(timeout=SECONDS_MAX) for child in children]
         if any(codes):
-            yield fail(
-                "B13",
-                f"{ranks} ranks ended with {codes}",
-                "gloo, CPU",
-                "let every rank join every collective",
-            )
+            text = f"{ranks} ranks ended with {codes}"
+            yield fail("B13", text, "gloo, CPU", "let every rank join every collective")
             continue
         ledgers = [np.load(folder / f"ledger_{ranks}_{rank}.npz") for rank in range(ranks)]
         for name, nats in alone.items():
@@ -210,9 +210,8 @@ def surviving_mutants(subject: Any, laboratory: Any) -> Iterator[Finding]:
     killers = {name: kill(subject, name, laboratory) for name in MUTANTS}
     survivors = [name for name, finding in killers.items() if finding is None]
     if survivors:
-        yield fail(
-            "B16", f"mutants survived: {', '.join(survivors)}", "self-test", "the audit itself is blind"
-        )
+        text = f"mutants survived: {', '.join(survivors)}"
+        yield fail("B16", text, "self-test", "the audit itself is blind")
     else:
         by = ", ".join(f"{name} ({finding.check})" for name, finding in killers.items() if finding)
         yield info("B16", f"{len(killers)} of {len(killers)} mutants killed: {by}", "self-test")
@@ -249,9 +248,8 @@ def _suspicions(mutant: Any, name: str, laboratory: Any) -> Iterator[Finding]:
             if scorer != "score_ttt":
                 yield from probes.document_isolation(mutant, scorer)
     except (probes.refusal(script), IndexError) as error:
-        yield fail(
-            "B3", f"the scorer raised {type(error).__name__}: {error}", name, "score every target once"
-        )
+        text = f"the scorer raised {type(error).__name__}: {error}"
+        yield fail("B3", text, name, "score every target once")
 
 
 def _without_network(attempts: list[str]) -> None:
@@ -283,19 +281,17 @@ def _work(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
         findings.extend(proofs(script, folder, seed, quick))
     except Exception as error:
         traceback.print_exc()
-        findings.append(
-            fail("B3", f"the proofs stopped: {type(error).__name__}: {error}", path.name, "see its message")
-        )
+        text = f"the proofs stopped: {type(error).__name__}: {error}"
+        findings.append(fail("B3", text, path.name, "see its message"))
     if attempts:
-        findings.append(
-            fail("B15", f"tried to reach the network: {attempts[0]}", path.name, "ship all it needs")
-        )
+        text = f"tried to reach the network: {attempts[0]}"
+        findings.append(fail("B15", text, path.name, "ship all it needs"))
     else:
         findings.append(info("B15", "no socket was asked for, with all of them blocked", path.name))
     return sorted(findings, key=lambda finding: int(finding.check[1:]))
 
 
-def _ledgers_of_a_rank(path: Path, folder: Path, seed: int, ranks: int, rank: int) -> None:
+def _ledgers_of_a_rank(path: Path, folder: Path, seed: int, rank: int, ranks: int) -> None:
     """Write the ledgers that one of several ranks ends with."""
     import numpy as np
     import torch.distributed as dist
@@ -311,14 +307,18 @@ def _ledgers_of_a_rank(path: Path, folder: Path, seed: int, ranks: int, rank: in
 
 
 def _main(arguments: list[str]) -> None:
+    """What a worker does: PATH FOLDER SEED and then `quick`, `full` or `rank RANK RANKS`."""
     import torch
 
     torch.set_num_threads(1)
-    path, folder, seed, mode = Path(arguments[0]), Path(arguments[1]), int(arguments[2]), arguments[3]
-    if mode.startswith("of"):
-        _ledgers_of_a_rank(path, folder, seed, int(mode[2:]), int(arguments[4]))
+    path = Path(arguments[0])
+    folder = Path(arguments[1])
+    seed = int(arguments[2])
+    mode = arguments[3]
+    if mode == "rank":
+        _ledgers_of_a_rank(path, folder, seed, int(arguments[4]), int(arguments[5]))
         return
-    findings = [dataclasses.asdict(finding) for finding in _work(path, folder, seed, mode == "1")]
+    findings = [dataclasses.asdict(finding) for finding in _work(path, folder, seed, mode == "quick")]
     (folder / "findings.json").write_text(json.dumps(findings))
 
 

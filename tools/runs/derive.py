@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import FORMAT, LOG_NAME, SUMMARY_NAME
+from tools.runs.folder import FORMAT
 from tools.runs.logs import RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
@@ -26,15 +24,6 @@ class Evidence:
     summary: Mapping[str, Any]
 
 
-def sha256_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def evidence_files(seeds: Sequence[int]) -> list[str]:
-    """Names of the per-seed files in a packed folder."""
-    return [name.format(seed=seed) for seed in sorted(seeds) for name in (LOG_NAME, SUMMARY_NAME)]
-
-
 def nested(value: Mapping[str, Any], *keys: str) -> Any:
     """`value[k1][k2]…`, or None where a level is missing."""
     for key in keys:
@@ -46,8 +35,10 @@ def nested(value: Mapping[str, Any], *keys: str) -> Any:
 
 def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     """One seed's numbers, each from its log; hashes and phases from its summary."""
-    log, summary = evidence.log, evidence.summary
-    score, model = log.headline, log.model_bytes
+    log = evidence.log
+    summary = evidence.summary
+    score = log.headline
+    model = log.model_bytes
     if score is None or model is None or log.steps is None:
         raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
     phases = nested(summary, "phases")

@@ -108,7 +108,6 @@ class Stop:
     reason: str
     train_seconds: float
     step: int
-    step_limit: int
     line: int
 
 
@@ -180,7 +179,8 @@ class RunLog:
 
     @property
     def step_ms(self) -> float | None:
-        steps, seconds = self.steps, self.train_seconds
+        steps = self.steps
+        seconds = self.train_seconds
         return seconds * 1e3 / steps if steps and seconds else None
 
     @property
@@ -211,7 +211,8 @@ def parse_log(text: str, path: Path) -> RunLog:
     in_hyperparameters = False
     for number, line in enumerate(lines[start:], start + 1):
         if line.startswith("Hyperparameters:"):
-            in_hyperparameters, log.dialect = True, "B"
+            in_hyperparameters = True
+            log.dialect = "B"
             continue
         pair = HYPERPARAMETER_LINE.match(line) if in_hyperparameters else None
         if pair:
@@ -264,7 +265,7 @@ def _read_line(line: str, number: int, log: RunLog) -> None:
     stop = STOP_LINE.match(line)
     if stop:
         seconds = float(stop[2]) * MILLISECONDS[stop[3]] / 1e3
-        log.stop = Stop(stop[1], seconds, int(stop[4]), int(stop[5]), number)
+        log.stop = Stop(stop[1], seconds, int(stop[4]), number)
         return
     _read_setting(line, number, log)
 
@@ -293,7 +294,8 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
 
 def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     pairs = dict(PAIR.findall(match[3]))
-    step, time_ms = int(match[1]), _train_time_ms(int(match[1]), pairs, log)
+    step = int(match[1])
+    time_ms = _train_time_ms(int(match[1]), pairs, log)
     log.settings.setdefault("iterations", Located(match[2], number))
     if _is_number(pairs.get("val_loss")):
         bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
@@ -306,7 +308,8 @@ def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
 
 def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
     """The clock as printed; dialect B prints tenths of minutes, its tokens per second say more."""
-    batch, rate = log.settings.get("train_batch_tokens"), pairs.get("tok/s")
+    batch = log.settings.get("train_batch_tokens")
+    rate = pairs.get("tok/s")
     if batch and batch.value.isdecimal() and rate and _is_number(rate) and float(rate) > 0:
         return step * int(batch.value) / float(rate) * 1e3
     return _duration_ms(pairs.get("train_time"))

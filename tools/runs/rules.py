@@ -13,7 +13,6 @@ TRAIN_OVERSHOOT_SECONDS = 0.2  # rows of March 2026 end 0.02-0.14 s late and wer
 RECORD_WORLD_SIZE = 8
 RECORD_GPU = "H100"
 RECORD_TRACK = "track_10min_16mb"
-NON_RECORD_TRACK = "track_non_record_16mb"
 RECORD_SEEDS_MIN = 3
 
 VALIDATION_BYTES = 151_080_891  # normalised text of the 50,000 validation documents (#1804)

@@ -143,6 +143,17 @@ def scores(runs: Sequence[Run], attribute: str) -> list[float]:
     return [getattr(run.score, attribute) for run in runs if run.score]
 
 
+def output_path(path: Path, name: str) -> Path:
+    """Where a tool writes NAME by default, made from `path`: into a run directory.
+
+    The files of a records folder are evidence and stay as they are: there it is FOLDER_NAME, in the working
+    directory.
+    """
+    if (path / LOG).is_file():
+        return path / name
+    return Path(f"{path.resolve().name}_{name}")
+
+
 def load_group(path: Path) -> Group:
     """A run directory or a records folder, ours or public."""
     if (path / LOG).is_file():

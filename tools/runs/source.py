@@ -13,7 +13,7 @@ import lzma
 import re
 import tokenize
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,8 @@ NETWORK_MODULES = {
     "boto3",
     "ftplib",
 }
+
+Removal = Callable[[ast.AST], None]  # takes something out of a node of a syntax tree
 
 
 class UnwrapError(ValueError):
@@ -127,33 +129,62 @@ def unwrap(text: str) -> str | None:
     return None
 
 
-def same_program(first: str, second: str) -> bool:
-    """Whether two texts are the same program: equal text, or syntax trees equal in all that a run needs."""
+def same_program(first: str, second: str, also_ignored: Sequence[Removal] = ()) -> bool:
+    """Whether two texts are one program: equal but for layout, comments and docstrings.
+
+    That is what a wrapped script goes without (`shipped_code` of train_gpt.py). also_ignored: what older ones
+    went without besides, see `IGNORED_IN`.
+    """
     if first == second:
         return True
     try:
-        return _tree(first) == _tree(second)
+        return _program(first, also_ignored) == _program(second, also_ignored)
     except (SyntaxError, ValueError):
         return False
 
 
-def _tree(source: str) -> str:
-    """The syntax tree without what a wrapped script does without: docstrings and, in those that were packed
-    before they stayed, annotations of functions that nothing decorates and the meanings of settings (a text
-    that is the second argument of `knob`)."""
+def _program(source: str, also_ignored: Sequence[Removal]) -> str:
+    """The syntax tree as text, without docstrings and what else is ignored."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = node.body[ast.get_docstring(node) is not None :] or [ast.Pass()]
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            node.returns = None
-            for argument in (part for part in ast.walk(node.args) if isinstance(part, ast.arg)):
-                argument.annotation = None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob":
-            texts = [isinstance(each, ast.Constant) and isinstance(each.value, str) for each in node.args]
-            if texts[1:2] == [True]:
-                node.args[1] = ast.Constant("")
+        remove_docstring(node)
+        for remove in also_ignored:
+            remove(node)
     return ast.dump(tree)
+
+
+def remove_docstring(node: ast.AST) -> None:
+    """What else a body holds stays; an empty one gets a `pass`."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if ast.get_docstring(node) is not None:
+            del node.body[0]
+        node.body = node.body or [ast.Pass()]
+
+
+def remove_annotations(node: ast.AST) -> None:
+    """Those of a function's arguments and result; a decorator may read them, so not where there is one."""
+    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        node.returns = None
+        for part in ast.walk(node.args):
+            if isinstance(part, ast.arg):
+                part.annotation = None
+
+
+def remove_meaning_of_setting(node: ast.AST) -> None:
+    """The text that is the second argument of `knob(default, meaning, …)`, which only --help shows."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
+        meaning = node.args[1]
+        if isinstance(meaning, ast.Constant) and isinstance(meaning.value, str):
+            node.args[1] = ast.Constant("")
+
+
+# Records whose wrapped scripts went without more than docstrings and comments, by the names of their folders.
+IGNORED_IN: dict[str, tuple[Removal, ...]] = {
+    "2026-11-22_DefaultStack": (remove_annotations, remove_meaning_of_setting),
+    "2026-11-22_PR1493": (remove_annotations, remove_meaning_of_setting),
+    "2026-11-22_PR549": (remove_annotations, remove_meaning_of_setting),
+    "2026-11-22_UpstreamBaseline": (remove_annotations, remove_meaning_of_setting),
+}
 
 
 def _longest_literal(text: str) -> bytes | None:
@@ -162,8 +193,12 @@ def _longest_literal(text: str) -> bytes | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    encoded = [v.encode("latin-1", "replace") if isinstance(v, str) else v for v in literals
-               if isinstance(v, str | bytes)]  # fmt: skip
+    encoded = []
+    for value in literals:
+        if isinstance(value, str):
+            encoded.append(value.encode("latin-1", "replace"))
+        elif isinstance(value, bytes):
+            encoded.append(value)
     longest = max(encoded, key=len, default=b"")
     return longest if len(longest) >= PAYLOAD_CHARACTERS_MIN else None
 

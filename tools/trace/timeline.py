@@ -6,10 +6,10 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.runs.errors import RecordError
-from tools.runs.writing import json_text
+from tools.runs.writing import figure_path, json_text, write_figure, write_text
 
 COLOURS = {
     "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
@@ -21,23 +21,27 @@ ENCLOSING = ("train",)  # drawn first, in full height, with what they hold on to
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory with trace_rank<r>.json files")
-    parser.add_argument("--out", type=Path, default=Path("timeline.png"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="PNG or SVG (default: timeline.png in the run directory)")
     parser.add_argument("--merge", type=Path, metavar="JSON", help="also write the ranks' files as one trace")
     parser.add_argument("--seconds", type=float, nargs=2, metavar=("FROM", "TO"), help="part to draw")
     parser.add_argument("--json", action="store_true", help="print the time of each lane and span as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    events = [event for path in trace_files(args.run) for event in read_trace(path)]
+    out = figure_path(args.out or args.run / "timeline.png")
+    events: list[dict[str, Any]] = []
+    for path in trace_files(args.run):
+        events += read_trace(path)
     if args.merge:
-        args.merge.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    spans = lane_spans(events, tuple(args.seconds) if args.seconds else None)
-    draw(spans, args.out, args.seconds)
+        write_text(args.merge, json.dumps({"traceEvents": events}))
+    window = Window(*args.seconds) if args.seconds else None
+    spans = lane_spans(events, window)
+    draw(spans, out, window)
     totals = {lane: span_totals(found) for lane, found in spans.items()}
     if args.json:
-        print(json_text({"file": str(args.out), "seconds": totals}), end="")
+        print(json_text({"file": str(out), "seconds": totals}), end="")
         return 0
-    print(args.out)
+    print(out)
     for lane, seconds in totals.items():
         print(f"  {lane}: " + ", ".join(f"{name} {total:.3f} s" for name, total in seconds.items()))
     return 0
@@ -60,36 +64,61 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-Spans = dict[str, list[tuple[str, float, float]]]  # per lane: name, start and length in seconds
+class Window(NamedTuple):
+    """The part of a trace to draw, in seconds from its first span."""
+
+    start: float
+    end: float
 
 
-def lane_spans(events: list[dict[str, Any]], window: tuple[float, float] | None = None) -> Spans:
-    """Spans of each lane, seconds from the first one, inside the window."""
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    complete = [e for e in events if e.get("ph") == "X"]
+class Span(NamedTuple):
+    """Something that went on; in seconds from the first span of the trace."""
+
+    name: str
+    start: float
+    length: float
+
+
+def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> dict[str, list[Span]]:
+    """The spans of each lane that overlap the window, by their beginning."""
+    lanes: dict[tuple[int, int], str] = {}  # by process and thread
+    complete = []
+    for event in events:
+        if event.get("name") == "thread_name":
+            lanes[event["pid"], event["tid"]] = event["args"]["name"]
+        elif event.get("ph") == "X":
+            complete.append(event)
     if not complete:
         raise RecordError("the trace holds no span: its --steps were never run")
-    origin, ranks = min(e["ts"] for e in complete), {e["pid"] for e in complete}
-    low, high = window or (0.0, float("inf"))
-    spans: Spans = defaultdict(list)
-    for event in sorted(complete, key=lambda e: e["ts"]):
-        start, length = (event["ts"] - origin) / 1e6, event["dur"] / 1e6
-        lane = names.get((event["pid"], event["tid"]), str(event["tid"]))
-        if start + length >= low and start <= high:
-            name = lane if len(ranks) == 1 else f"rank {event['pid']} {lane}"
-            spans[name].append((event["name"], start, length))
-    return dict(spans)
+    complete.sort(key=lambda event: event["ts"])
+    origin = complete[0]["ts"]
+    several_ranks = len({event["pid"] for event in complete}) > 1
+    spans: dict[str, list[Span]] = {}
+    for event in complete:
+        span = Span(event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6)
+        if window is not None and not overlaps(span, window):
+            continue
+        lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
+        if several_ranks:
+            lane = f"rank {event['pid']} {lane}"
+        spans.setdefault(lane, []).append(span)
+    return spans
 
 
-def span_totals(spans: list[tuple[str, float, float]]) -> dict[str, float]:
+def overlaps(span: Span, window: Window) -> bool:
+    """Whether a part of the span lies in the window."""
+    return span.start <= window.end and span.start + span.length >= window.start
+
+
+def span_totals(spans: list[Span]) -> dict[str, float]:
     """Seconds per name of span."""
     totals: dict[str, float] = defaultdict(float)
-    for name, _, length in spans:
-        totals[name] += length
+    for span in spans:
+        totals[span.name] += span.length
     return dict(totals)
 
 
-def draw(spans: Spans, path: Path, window: list[float] | None = None) -> None:
+def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
     """One row per lane, a bar per span, coloured by name."""
     import matplotlib
 
@@ -97,19 +126,25 @@ def draw(spans: Spans, path: Path, window: list[float] | None = None) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
-    seen: dict[str, Any] = {}
+    legend: dict[str, Any] = {}  # per name: its first bar
     for row, found in enumerate(spans.values()):
-        for name, start, length in sorted(found, key=lambda span: span[0] not in ENCLOSING):
-            height = 0.8 if name in ENCLOSING else 0.5
-            colour = COLOURS.get(name, "tab:gray")
-            edge = "white" if name in ENCLOSING else colour  # its own, so that a short one is seen
-            bars = axes.barh(row, length, height, start, color=colour, edgecolor=edge, linewidth=0.3)
-            seen.setdefault(name, bars)
+        enclosing_first = sorted(found, key=lambda span: span.name not in ENCLOSING)
+        for span in enclosing_first:
+            colour = COLOURS.get(span.name, "tab:gray")
+            height = 0.5
+            edge = colour  # so that a short span is seen
+            if span.name in ENCLOSING:
+                height = 0.8
+                edge = "white"
+            bars = axes.barh(
+                row, span.length, height, span.start, color=colour, edgecolor=edge, linewidth=0.3
+            )
+            legend.setdefault(span.name, bars)
     axes.set_yticks(range(len(spans)), list(spans))
     axes.invert_yaxis()
-    if window:
+    if window is not None:
         axes.set_xlim(*window)
     axes.set_xlabel("seconds")
-    figure.legend(seen.values(), seen, loc="outside lower center", ncols=8, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=8, frameon=False)
+    write_figure(path, figure, dpi=120)
     pyplot.close(figure)

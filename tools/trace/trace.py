@@ -18,14 +18,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from tools.prove.prove import load_script
+from tools import REPO
 from tools.runs.errors import RecordError
+from tools.runs.load import load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "train_gpt.py"
+SCRIPT = REPO / "train_gpt.py"
 TAIL = b"\n]}\n"
-LANES = ("main", "disk", "stage", "copy stream", "compute stream")  # the last two are a GPU's
+HOST_LANES = ("main", "disk", "stage")
+LANES = (*HOST_LANES, "copy stream", "compute stream")
 WRAPPED = ("main", "read_tokens", "train_step", "train", "validate", "Loader.seek", "Loader._stage",
            "Loader.next_batch")  # fmt: skip
 
@@ -66,8 +68,10 @@ def load_traceable(path: Path) -> ModuleType:
         try:
             operator.attrgetter(name)(script)
         except AttributeError as error:
-            raise RecordError(f"{path}: it has no {name}, so its steps cannot be traced; expected one with "
-                              f"{', '.join(WRAPPED)}, as this repository's has them") from error  # fmt: skip
+            raise RecordError(
+                f"{path}: it has no {name}, so its steps cannot be traced; expected one with"
+                f" {', '.join(WRAPPED)}, as this repository's has them"
+            ) from error
     return script
 
 
@@ -80,18 +84,25 @@ class Timeline:
     """
 
     def __init__(self, first: float = 0, after: float = math.inf) -> None:
-        self.first, self.after = first, after
-        self.since_ns, self.opened_ns, self.closed_ns = 0.0, math.inf, math.inf
-        self.events, self.rank, self.path = deque[str](), 0, Path(os.devnull)
+        self.first = first
+        self.after = after
+        self.since_ns = 0.0  # the last seek of the loader: what began before it is not shown
+        self.opened_ns = math.inf  # when the first step asked for began
+        self.closed_ns = math.inf  # when the first step behind them began
+        self.events: deque[str] = deque()  # as text, not written yet
+        self.path: Path | None = None
+        self.rank = 0
 
     def open(self, path: Path, rank: int = 0, cuda: bool = False) -> None:
         """Begin the file; that of a resumed run is continued."""
-        self.path, self.rank = path, rank
+        self.path = path
+        self.rank = rank
         name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         with contextlib.suppress(OSError):  # a full disk costs no run
             if not path.exists():
                 path.write_bytes(b'{"traceEvents": [\n' + json.dumps(name).encode() + TAIL)
-        for lane in LANES if cuda else LANES[:3]:
+        lanes = LANES if cuda else HOST_LANES
+        for lane in lanes:
             self.emit("M", "thread_name", lane, 0, args={"name": lane})
         self.flush()
 
@@ -105,19 +116,23 @@ class Timeline:
     @property
     def recording(self) -> bool:
         """Whether the step under way is one of those asked for."""
-        return self.opened_ns < math.inf == self.closed_ns
+        return self.opened_ns < math.inf and self.closed_ns == math.inf
 
     def flush(self) -> None:
         """Write what has gathered, in one call: over the closing brackets, and them again."""
+        # Threads may add events meanwhile: those that are there now are taken, one by one.
         text = "".join(self.events.popleft() for _ in range(len(self.events)))
-        if text:
-            with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
-                file.seek(-len(TAIL), os.SEEK_END)
-                file.write(text.encode() + TAIL)
+        if not text or self.path is None:
+            return
+        with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
+            file.seek(-len(TAIL), os.SEEK_END)
+            file.write(text.encode() + TAIL)
 
     def holds(self, start_ns: float, end_ns: float) -> bool:
         """Whether this overlaps the steps asked for, and is no remainder from before the last seek."""
-        return start_ns >= self.since_ns and start_ns < self.closed_ns and end_ns >= self.opened_ns
+        is_of_this_seek = start_ns >= self.since_ns
+        overlaps = start_ns < self.closed_ns and end_ns >= self.opened_ns
+        return is_of_this_seek and overlaps
 
     def emit(self, ph: str, name: str, lane: str | int, start_ns: float, **more: Any) -> None:
         """A span ("X" with dur), a counter ("C"), an end of an arrow ("s", "f") or a name ("M")."""
@@ -148,8 +163,25 @@ class Timeline:
 
     def arrow(self, number: int, start: tuple[str, float], end: tuple[str, float]) -> None:
         """An arrow between two moments, each inside a span of its lane; no two of a rank have one number."""
-        for ph, (lane, ns) in (("s", start), ("f", end)):
-            self.emit(ph, "batch", lane, ns, id=self.rank << 40 | number, cat="batch", bp="e")
+        identity = self.rank << 40 | number  # apart from the arrows of other ranks, when files are merged
+        for ph, (lane, moment_ns) in (("s", start), ("f", end)):
+            self.emit(ph, "batch", lane, moment_ns, id=identity, cat="batch", bp="e")
+
+
+class Mark(NamedTuple):
+    """A CUDA event in the compute stream, and when the host put it there."""
+
+    event: Any
+    asked_ns: int
+
+
+class DeviceSpan(NamedTuple):
+    """Work of a step that was given to the device."""
+
+    name: str
+    step: int
+    start: Mark
+    end: Mark
 
 
 class DeviceSpans:
@@ -160,15 +192,19 @@ class DeviceSpans:
     """
 
     def __init__(self, timeline: Timeline, cuda: Any) -> None:
-        self.timeline, self.cuda, self.pending = timeline, cuda, deque[Any]()
-        event, _ = self._record()
+        self.timeline = timeline
+        self.cuda = cuda
+        self.pending: deque[DeviceSpan] = deque()
+        event = self._mark().event
         event.synchronize()  # before the first step
-        self.anchor = (event, float(time.perf_counter_ns()))
+        self.anchor = event  # an event that is over, and its time on the host's clock
+        self.anchor_ns = float(time.perf_counter_ns())
 
-    def _record(self) -> tuple[Any, int]:
-        event, now_ns = self.cuda.Event(enable_timing=True), time.perf_counter_ns()
+    def _mark(self) -> Mark:
+        event = self.cuda.Event(enable_timing=True)
+        now_ns = time.perf_counter_ns()
         event.record()
-        return event, now_ns
+        return Mark(event, now_ns)
 
     @contextlib.contextmanager
     def during(self, name: str, step: int) -> Iterator[None]:
@@ -176,18 +212,20 @@ class DeviceSpans:
         if not self.timeline.recording:
             yield
             return
-        start = self._record()
+        start = self._mark()
         yield
-        self.pending.append((name, step, start, self._record()))
+        self.pending.append(DeviceSpan(name, step, start, self._mark()))
 
     def resolve(self) -> None:
         """Write those that are over."""
-        while self.pending and self.pending[0][-1][0].query():
-            name, step, (start, asked_ns), (end, _) = self.pending.popleft()
-            before, before_ns = self.anchor
-            start_ns = max(before_ns + 1e6 * before.elapsed_time(start), asked_ns)
-            end_ns = min(start_ns + (length_ns := 1e6 * start.elapsed_time(end)), time.perf_counter_ns())
-            self.anchor = (end, end_ns)
+        while self.pending and self.pending[0].end.event.query():
+            name, step, start, end = self.pending.popleft()
+            length_ns = 1e6 * start.event.elapsed_time(end.event)
+            start_ns = self.anchor_ns + 1e6 * self.anchor.elapsed_time(start.event)
+            end_ns = max(start_ns, start.asked_ns) + length_ns
+            end_ns = min(end_ns, time.perf_counter_ns())
+            self.anchor = end.event
+            self.anchor_ns = end_ns
             self.timeline.span(name, "compute stream", end_ns - length_ns, end_ns, step=step)
 
 
@@ -211,18 +249,29 @@ def wrap_script(script: Any, timeline: Timeline) -> None:
         wrapped(script.Loader, name, getattr(tracer, name.strip("_")))
 
 
+class Staged(NamedTuple):
+    """When the staging of a batch began and ended."""
+
+    start_ns: int
+    end_ns: int
+
+
 class Tracer:
     """What goes around the functions of the script, each named as the one that it gets as `inner`."""
 
     def __init__(self, torch: Any, timeline: Timeline) -> None:
-        self.torch, self.timeline, self.step = torch, timeline, -1
+        self.torch = torch
+        self.timeline = timeline
+        self.step = -1
         self.stream: Any = None  # the loader's, for copies
         self.device: DeviceSpans | None = None
-        self.ready = dict[int, tuple[int, int]]()  # of each batch that stands ready: when it was staged
+        self.ready: dict[int, Staged] = {}  # by number, the batches that stand ready
 
     def seek(self, inner: Any, loader: Any, *given: Any) -> None:
         """The threads of before may still finish what they have begun; that is not shown."""
-        self.ready, self.stream, self.timeline.since_ns = {}, loader.stream, time.perf_counter_ns()
+        self.ready = {}
+        self.stream = loader.stream
+        self.timeline.since_ns = time.perf_counter_ns()
         inner(loader, *given)
 
     def read_tokens(self, inner: Any, shard: Any, *given: Any, **more: Any) -> Any:
@@ -234,25 +283,26 @@ class Tracer:
         """Here, not in the thread, is decided whose batches stand ready: those of the last seek."""
         return self._staged(inner(loader, visits, first), first, self.ready)
 
-    def _staged(self, batches: Iterator[Any], first: int, ready: dict[int, Any]) -> Iterator[Any]:
+    def _staged(self, batches: Iterator[Any], first: int, ready: dict[int, Staged]) -> Iterator[Any]:
         for index in itertools.count(first):
             start_ns = time.perf_counter_ns()
             with self.timeline.during("stage", "stage", batch=index):
                 batch = next(batches)
-                ready[index] = start_ns, time.perf_counter_ns()
+                ready[index] = Staged(start_ns, time.perf_counter_ns())
             self.timeline.count("batches ready", len(ready))
             yield batch
 
     def next_batch(self, inner: Any, loader: Any) -> Any:
         """With the arrow from where the batch was staged, if that is shown."""
-        index, start_ns = loader.index, time.perf_counter_ns()
+        index = loader.index
+        start_ns = time.perf_counter_ns()
         with self.timeline.during("gpu_queue_wait", "main", batch=index):
             batch = inner(loader)
             taken_ns = time.perf_counter_ns()
         staged = self.ready.pop(index)
         self.timeline.count("batches ready", len(self.ready))
         if self.timeline.holds(*staged) and self.timeline.holds(start_ns, taken_ns):
-            self.timeline.arrow(index, ("stage", staged[1]), ("main", taken_ns))
+            self.timeline.arrow(index, ("stage", staged.end_ns), ("main", taken_ns))
         return batch
 
     @contextlib.contextmanager
@@ -266,15 +316,17 @@ class Tracer:
 
     def train(self, inner: Any, training: Any) -> None:
         """The file and the parts of a step, for as long as training goes on."""
-        run, cuda = training.run, training.run.device.type == "cuda"
+        run = training.run
+        cuda = run.device.type == "cuda"
+        parts = (
+            (training, "loss", "forward"),
+            (self.torch.Tensor, "backward", "backward"),
+            (training.optimizer, "step", "optimizer"),
+        )
         self.timeline.open(run.path(f"trace_rank{run.rank}.json"), run.rank, cuda)
         with contextlib.ExitStack() as until_its_end:
             until_its_end.callback(self.timeline.flush)  # last, after what the device still tells
-            for owner, attribute, name in (
-                (training, "loss", "forward"),
-                (self.torch.Tensor, "backward", "backward"),
-                (training.optimizer, "step", "optimizer"),
-            ):
+            for owner, attribute, name in parts:
                 until_its_end.callback(wrapped(owner, attribute, functools.partial(self.part, name)))
             if cuda:
                 self.device = DeviceSpans(self.timeline, self.torch.cuda)

@@ -1,0 +1,132 @@
+"""`docs`: every generated block of this repository, each between two marks of its file.
+
+README.md holds the main settings and the results of all records, records/README.md the board,
+benchmarks/RESULTS.md what the benchmarks measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import statistics
+import sys
+from pathlib import Path
+
+from tools import RECORDS, REPO
+from tools.markdown import Block, refresh, table
+from tools.pack import board
+from tools.runs.folder import LOG_NAME, README, Folder
+from tools.runs.logs import read_log
+
+SETTINGS_BEGIN, SETTINGS_END = "<!-- settings:begin (make docs) -->", "<!-- settings:end -->"
+RESULTS_BEGIN, RESULTS_END = "<!-- results:begin (make docs) -->", "<!-- results:end -->"
+
+MAIN_SETTINGS = """
+DATA_PATH TOKENIZER_PATH VOCAB_SIZE TRAIN_SEQ_LEN TRAIN_BATCH_TOKENS MICRO_BATCH_TOKENS
+TRAIN_PREFETCH TRAIN_PREFETCH_QUEUE RUN_ID SEED ITERATIONS MAX_WALLCLOCK_SECONDS MAX_EVAL_SECONDS
+WARMUP_STEPS TRAIN_LOG_EVERY VAL_LOSS_EVERY VAL_TOKENS_LIMIT TRAINING_TIMING_BREAKDOWN
+CHECKPOINT_EVERY_SECONDS RESUME EVAL_ONLY NUM_LAYERS MODEL_DIM NUM_HEADS NUM_KV_HEADS
+MLP_MULT LEAKY_SLOPE NUM_LOOPS PARALLEL_START_LAYER MATRIX_LR SCALAR_LR TIED_EMBED_LR MUON_MOMENTUM
+WARMDOWN_FRAC EMA_DECAY FUSED_MLP ARTIFACT_BYTES_MAX CODE_BYTES MATRIX_BITS EMBED_BITS
+EVAL_STRIDE TTT_ENABLED TTT_LR TTT_EPOCHS TTT_CHUNK_TOKENS
+""".split()
+
+# The scores of a run in the order of its evaluation: the name in summary.json, the head of the column.
+SCORES = {"roundtrip": "round-trip", "sliding_window": "sliding window", "legal_ttt": "legal TTT"}
+RESULT_COLUMNS = ["record", "seeds", "parameters", "steps", *SCORES.values(), "code and weights"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 when a block is stale"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    stale = [block for block in all_blocks() if refresh(block, args.check)]
+    for block in stale:
+        if args.check:
+            print(f"{block.path}: the block {block.begin} is stale; run `make docs`", file=sys.stderr)
+        else:
+            print(f"{block.path}: wrote {block.begin}")
+    return int(args.check and bool(stale))
+
+
+def all_blocks() -> list[Block]:
+    """Every generated block of the repository."""
+    results = importlib.import_module("benchmarks.results")  # loads torch
+    return [
+        Block(REPO / README, SETTINGS_BEGIN, SETTINGS_END, settings_table),
+        Block(REPO / README, RESULTS_BEGIN, RESULTS_END, lambda: result_tables(RECORDS)),
+        board.block(RECORDS),
+        results.block(),
+    ]
+
+
+# ======================================================================================================
+# SETTINGS
+# ======================================================================================================
+
+
+def settings_table() -> str:
+    """Markdown rows of the main settings: name, default, meaning."""
+    import train_gpt  # loads torch
+
+    fields = {field.name.upper(): field for field in dataclasses.fields(train_gpt.Config)}
+    rows = []
+    for name in MAIN_SETTINGS:
+        default = fields[name].default
+        if isinstance(default, bool):
+            default = int(default)
+        shown = "(empty)" if default == "" else default
+        rows.append([f"`{name}`", shown, fields[name].metadata["meaning"]])
+    return table(["variable", "default", "meaning"], rows)
+
+
+# ======================================================================================================
+# RESULTS
+# ======================================================================================================
+
+
+def result_tables(records: Path) -> str:
+    """A table per track, the best record first."""
+    parts = []
+    for track in sorted(records.glob("track_*")):
+        folders = [Folder(path) for path in track.iterdir() if (path / "submission.json").is_file()]
+        folders.sort(key=lambda folder: float(folder.submission["val_bpb"]))
+        title = f"`{track.name}`, {_training_seconds(folders)} s of training, bits per byte:"
+        rows = [result_row(folder) for folder in folders]
+        parts.append(f"{title}\n\n{table(RESULT_COLUMNS, rows)}")
+    return "\n\n".join(parts)
+
+
+def result_row(folder: Folder) -> list[str]:
+    """One record: means over its seeds, and the most bytes of any seed."""
+    summaries = list(folder.summaries.values())
+    log = read_log(folder.file(LOG_NAME.format(seed=min(folder.summaries))))
+    parameters = int(log.settings["model_params"].value)
+    steps = statistics.mean(summary["steps"] for summary in summaries)
+    cells = [
+        f"[{folder.name}](records/{folder.track}/{folder.name}/)",
+        str(len(summaries)),
+        f"{parameters:,}",
+        f"{steps:.0f}",
+    ]
+    for score in SCORES:
+        found = [
+            summary["losses"][score]["bits_per_byte"] for summary in summaries if score in summary["losses"]
+        ]
+        cells.append(f"{statistics.mean(found):.4f}" if found else "-")
+    most_bytes = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
+    cells.append(f"{most_bytes:,}")
+    return cells
+
+
+def _training_seconds(folders: list[Folder]) -> str:
+    """The limit on training time of the records of a track, or their limits."""
+    limits = set()
+    for folder in folders:
+        first = next(iter(folder.summaries.values()))
+        limits.add(float(first["config"]["MAX_WALLCLOCK_SECONDS"]))
+    return " or ".join(f"{limit:g}" for limit in sorted(limits))
