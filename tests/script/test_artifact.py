@@ -36,14 +36,16 @@ TOKENIZER = "ab" * 32
 def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tuple[Any, Any]:
     """What the writer asks of a run and its inputs."""
     log = print if lines is None else lines.append
-    files, hashes = {"train_gpt.shipped.py": bytes(code_bytes)}, {"tokenizer": TOKENIZER}
+    files = {"train_gpt.shipped.py": bytes(code_bytes)}
+    hashes = {"tokenizer": TOKENIZER}
     run = SimpleNamespace(path=lambda _: path, log=log)
     return run, SimpleNamespace(files=files, hashes=hashes)
 
 
 def write(path: Path, config: Config, code_bytes: int = 0, seed: int = 0) -> tuple[nn.Module, Any, list[str]]:
     """Write the artifact of a trained-looking model."""
-    model, lines = trained_like(config, seed), []
+    model = trained_like(config, seed)
+    lines = []
     hessians = train_gpt.collect_hessians(model, random_batches(config), 1) if config.gptq else {}
     train_gpt.write_artifact(model, config, hessians, *place(path, code_bytes, lines))
     return model, train_gpt.load_artifact(path)[1], lines
@@ -145,7 +147,8 @@ def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> Non
 
 def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, str, int]:
     """Size and note of the file found where files have these sizes, and how many were made."""
-    config, made = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=40_000)), []
+    config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=40_000))
+    made = []
 
     def quantized(multiplier: float) -> bytes:
         made.append(multiplier)
@@ -222,7 +225,8 @@ def test_weights_that_are_not_numbers_are_not_written(tiny: Config, tmp_path: Pa
 
 def sections_of(path: Path) -> dict[str, bytes]:
     """The sections of an artifact, as they stand in the file."""
-    rest, sizes = path.read_bytes()[train_gpt.HEAD.size :], train_gpt.load_artifact(path)[1]["sections"]
+    rest = path.read_bytes()[train_gpt.HEAD.size :]
+    sizes = train_gpt.load_artifact(path)[1]["sections"]
     return {"config": rest[: sizes["config"]], "weights": rest[sizes["config"] :]}
 
 
@@ -256,7 +260,8 @@ def refused(data: bytes, folder: Path) -> str:
 
 @pytest.mark.parametrize("section", ["config", "weights"])
 def test_a_flipped_bit_is_refused_by_section(section: str, tiny_file: Path, tmp_path: Path) -> None:
-    data, sections = bytearray(tiny_file.read_bytes()), sections_of(tiny_file)
+    data = bytearray(tiny_file.read_bytes())
+    sections = sections_of(tiny_file)
     data[data.index(sections[section]) + len(sections[section]) // 2] ^= 16
     assert f"section {section}: truncated or damaged" in refused(bytes(data), tmp_path)
 
@@ -319,7 +324,9 @@ def test_headers_of_the_wrong_kind_are_refused(
 
 def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
     """Random damage, half of it sealed again under right checksums: the one error, or a sound model."""
-    rng, original, bad = random.Random(seed), path.read_bytes(), folder / "fuzz.bin"
+    rng = random.Random(seed)
+    original = path.read_bytes()
+    bad = folder / "fuzz.bin"
     whole = sections_of(path)
     refusals = 0
     for _ in range(count):
@@ -328,7 +335,8 @@ def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
         target = bytearray(sections[name] if rng.random() < 0.6 else original)
         sealed = len(target) == len(sections[name])
         for _ in range(rng.choice([1, 1, 2, 8])):
-            kind, place = rng.random(), rng.randrange(len(target)) if target else 0
+            kind = rng.random()
+            place = rng.randrange(len(target)) if target else 0
             if kind < 0.5 and target:
                 target[place] ^= 1 << rng.randrange(8)
             elif kind < 0.7 and target:
@@ -443,7 +451,8 @@ def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> Non
 
 
 def test_wrapped_code_holds_any_byte() -> None:
-    escapes, held = set[bytes](), set[int]()
+    escapes: set[bytes] = set()
+    held: set[int] = set()
     for seed in range(60):
         noise = random.Random(seed).randbytes(600).hex()
         wrapped = train_gpt.shipped_code(f'NOISE = "{noise}"'.encode(), "wrapped")

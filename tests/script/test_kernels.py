@@ -143,7 +143,8 @@ def test_gradients_are_finite_differences() -> None:
 @needs_runnable_kernels
 def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are cut from the middle of larger buffers; what surrounds them must stay as it was."""
-    guard, buffers = 64, []
+    guard = 64
+    buffers = []
 
     allocate = Tensor.new_empty
 
@@ -223,7 +224,9 @@ class StubRun:
     """What `choose_kernels` needs of a run: a device, what the other ranks find, and the log."""
 
     def __init__(self, device: Any = DEVICE, *found: dict[str, tuple[float, str]]) -> None:
-        self.device, self.dtype, self.found = device, torch.float32, found
+        self.device = device
+        self.dtype = torch.float32
+        self.found = found
         self.lines: list[str] = []
 
     def gather(self, found: dict[str, tuple[float, str]]) -> list[dict[str, tuple[float, str]]]:

@@ -101,7 +101,8 @@ def test_any_number_of_ranks_takes_the_same_steps(size: int, tmp_path: Path) -> 
 
 def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum: float) -> Tensor:
     """Muon on one matrix, step after step, in float64."""
-    weight, buffer = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    weight = weight.double()
+    buffer = torch.zeros_like(weight)
     tall = weight.size(0) > weight.size(1)
     coefficients = train_gpt.POLAR_EXPRESS if config.muon_polar_express else [(3.4445, -4.775, 2.0315)] * 5
     for gradient in gradients:
@@ -145,14 +146,16 @@ def test_small_tensors_follow_adamw() -> None:
     config = three_layers(GRAD_CLIP_NORM=0)
     model = build_model(config)
     rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
-    twins, steps = {}, []
+    twins = {}
+    steps = []
     for name, parameter in model.named_parameters():
         if name not in train_gpt.BANKS:
             twins[name] = parameter.detach().clone().requires_grad_()
             lr, decay = rates.get(name, (config.scalar_lr, config.adam_wd))
             betas = config.beta1, config.beta2
             steps.append(torch.optim.AdamW([twins[name]], lr / 2, betas, config.adam_eps, decay))
-    optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
+    optimizer = Optimizer(model, config, 0, 1)
+    generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         for name, parameter in model.named_parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -231,7 +234,8 @@ def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[lis
     """An optimizer after steps of these numbers, and the weights at first and after each."""
     config = three_layers(**changes)
     model = build_model(config)
-    optimizer, generator = Optimizer(model, config, 0, 1), torch.Generator().manual_seed(3)
+    optimizer = Optimizer(model, config, 0, 1)
+    generator = torch.Generator().manual_seed(3)
     seen = [[p.detach().clone() for p in model.parameters()]]
     for number in numbers:
         for parameter in model.parameters():

@@ -39,7 +39,8 @@ def gptq_written_out(weights: Tensor, hessian: Tensor, scales: Tensor, levels: i
     weights, hessian = weights.double().clone(), hessian.double().clone()
     weights[:, hessian.diagonal() == 0] = 0
     hessian.diagonal().add_(damping * hessian.diagonal().mean())
-    inverse, codes = torch.linalg.inv(hessian), torch.zeros_like(weights)
+    inverse = torch.linalg.inv(hessian)
+    codes = torch.zeros_like(weights)
     diagonal = hessian.diagonal().tolist()
     for column in sorted(range(len(diagonal)), key=lambda c: -diagonal[c]):
         codes[:, column] = (weights[:, column] / scales.double()).round().clamp(-levels, levels)
@@ -140,7 +141,8 @@ def test_gptq_knows_the_inputs_of_every_matrix() -> None:
 
 
 def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
-    model, seen = trained_like(tiny), {}
+    model = trained_like(tiny)
+    seen = {}
     data = random_batches(tiny)
     model.observer = lambda site, layer, x: seen.setdefault((site, layer), []).append(
         x.reshape(-1, x.size(-1))
@@ -180,7 +182,8 @@ def test_looped_layers_count_every_visit() -> None:
 
 
 def test_calibration_reads_nothing_but_its_batches(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = trained_like(tiny), random_batches(tiny)
+    model = trained_like(tiny)
+    data = random_batches(tiny)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("calibration opened a file")

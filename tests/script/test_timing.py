@@ -51,7 +51,8 @@ def test_other_steps_are_not_timed_at_all(every: int, step: int, monkeypatch: py
 class FakeEvent:
     """A CUDA event of a GPU that takes 3 ms for each of the host's, and is behind it by 100 ms at least."""
 
-    host_ms, waits = 1000.0, 0
+    host_ms = 1000.0
+    waits = 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -61,7 +62,8 @@ class FakeEvent:
         self.ms = 100 + 3 * FakeEvent.host_ms
 
     def synchronize(self) -> None:
-        FakeEvent.host_ms, FakeEvent.waits = self.ms, FakeEvent.waits + 1
+        FakeEvent.host_ms = self.ms
+        FakeEvent.waits += 1
 
     def elapsed_time(self, later: FakeEvent) -> float:
         return later.ms - self.ms
@@ -70,7 +72,8 @@ class FakeEvent:
 def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: FakeEvent.host_ms / 1000)
-    timer, lines = train_gpt.StepTimer(every=4, cuda=True), []
+    timer = train_gpt.StepTimer(every=4, cuda=True)
+    lines = []
     for step in range(1, 6):
         waits = FakeEvent.waits
         lines.append(timed_step(timer, step))

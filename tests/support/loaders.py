@@ -81,7 +81,7 @@ def open_loader(
     **changes: Any,
 ) -> WatchedLoader:
     """A loader of one rank, with settings changed."""
-    place = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+    place: Any = SimpleNamespace(rank=rank, world_size=world_size, device=device)
     return WatchedLoader(make_config(**changes), shards, place)
 
 

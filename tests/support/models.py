@@ -28,7 +28,8 @@ def plain_settings(layers: int, width: int, vocabulary: int, **changes: object) 
 
 def trained_like(config: Config, seed: int = 0) -> nn.Module:
     """A model whose weights look trained: rows and columns of different spread, a few outliers."""
-    model, random_bits = train_gpt.build_model(config), torch.Generator().manual_seed(seed)
+    model = train_gpt.build_model(config)
+    random_bits = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=random_bits)
