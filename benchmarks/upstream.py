@@ -36,7 +36,7 @@ from torch import Tensor, nn
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 from data.shards import read_shard  # noqa: E402
-from records.source import read_script  # noqa: E402
+from tools.runs.source import read_script  # noqa: E402
 
 
 class UpstreamError(RuntimeError):
