@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     script = load_traceable(args.script)
     timeline = Timeline(*args.steps)
     wrap_script(script, timeline)
+    sys.argv = [str(args.script)]  # the words of this command are not the script's
     status = script.main()
     timeline.flush()  # what threads still told
     os._exit(status)  # peers may wait in a collective that this rank never joins
