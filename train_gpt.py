@@ -57,8 +57,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-# Before torch loads its OpenMP library, which reads it: threads that wait for work must not spin, as they would
-# take cores from the loader's threads and other ranks. Importing this file changes no environment.
+# Before torch loads its OpenMP library, which reads it: threads that wait for work must not spin, for they
+# would take cores from the loader's threads and other ranks. Importing this file changes no environment.
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -2126,6 +2126,11 @@ def load_tokenizer(config: Config) -> Any:
     import sentencepiece
 
     path = find_path(config.tokenizer_path)
+    if path.is_file():
+        with open(path, "rb") as file:
+            why = why_no_file(file.read(64))
+        if why:
+            raise DataError(f"TOKENIZER_PATH={path}: expected a SentencePiece model: {why}")
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
@@ -3634,13 +3639,13 @@ def check_tokenizer(config: Config, sha256: str, tokens: np.ndarray) -> None:
             made_by = None  # a manifest that says nothing about it
     if made_by is not None:
         if made_by != sha256:
-            raise DataError(f"TOKENIZER_PATH={path}: sha256 {sha256}, but by {manifest} its shards were made "
-                            f"by the tokenizer {made_by}; name that file")
+            raise DataError(f"TOKENIZER_PATH={path}: sha256 {sha256}, by {manifest} the shards were made "
+                            f"by {made_by}; name that tokenizer")
         return
     share = share_that_comes_back(load_tokenizer(config), tokens[:SAMPLE_TOKENS])
     if share < 0.5:
-        raise DataError(f"TOKENIZER_PATH={path}: only {share:.0%} of the validation tokens come back when they "
-                        f"are decoded and encoded again; name the one that made the shards of {manifest.parent}")
+        raise DataError(f"TOKENIZER_PATH={path}: only {share:.0%} of validation tokens come back when they "
+                        f"are decoded and encoded; name the one that made the shards of {manifest.parent}")
 
 
 SAMPLE_TOKENS = 20_000  # tens of documents, a few milliseconds
