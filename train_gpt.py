@@ -3561,13 +3561,15 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             run.training = True
             train(training)
             run.training = False
+        # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
+        stream_hash = training.stream_hash()
         with run.phase("hessians"):
             hessians = finish_training(training)
         trained = Trained(
             steps=training.step,
             tokens=training.step * config.train_batch_tokens,
             train_seconds=training.seconds,
-            stream_hash=f"{training.stream_hash():016x}",
+            stream_hash=f"{stream_hash:016x}",
         )
         with run.phase("quantize"):
             if run.machine.rank == 0:
