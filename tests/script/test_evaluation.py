@@ -16,15 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-<<<<<<< HEAD:tests/test_evaluation.py
-from data.shards import write_shard
-=======
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
 from tests.support.processes import Ended, Lab
->>>>>>> tests:tests/script/test_evaluation.py
 from tools.check.findings import Level, Mode
-from tools.prove import probes, prove, rehearsal, tiny
+from tools.prove import probes, prove, rehearsal
 from train_gpt import (
     Config,
     ConfigError,
@@ -315,21 +311,10 @@ def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(
 # --- bytes ---
 
 
-<<<<<<< HEAD:tests/test_evaluation.py
-@pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory:
-    return rehearsal.build_laboratory(tmp_path_factory.mktemp("laboratory"))
-
-
-def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
-    places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
-    return Config.from_env({**tiny.RUN, **places, **changes})
-=======
 def byte_config(dataset: Path, **changes: str) -> Config:
     """The settings of a run on the tiny dataset."""
     places = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(dataset / "tokenizer.model")}
     return Config.from_env({**tiny.environment(), **places, **changes})
->>>>>>> tests:tests/script/test_evaluation.py
 
 
 @pytest.mark.parametrize("size", [1024, 8192])
@@ -354,17 +339,10 @@ def test_pieces_count_the_bytes_that_they_decode_to(dataset: Path) -> None:
     assert [finding.check for finding in findings] == ["B10", "B11"]
 
 
-<<<<<<< HEAD:tests/test_evaluation.py
-def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
-    tokens, counts = np.array([1, 5, 6, 1, 7], np.uint16), np.array([0, 3, 1, 0, 4], "<u2")
-    write_shard(tmp_path / "fineweb_val_bytes_000000.bin", counts)
-    config = byte_config(laboratory, DATA_PATH=str(tmp_path))
-=======
 def test_a_byte_sidecar_takes_precedence(dataset: Path, tmp_path: Path) -> None:
     tokens = np.array([1, 5, 6, 1, 7], np.uint16)
     write_shard(tmp_path / "fineweb_val_bytes_000000.bin", np.array([0, 3, 1, 0, 4]))
     config = byte_config(dataset, DATA_PATH=str(tmp_path))
->>>>>>> tests:tests/script/test_evaluation.py
     assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
     assert token_bytes(tokens[:3], config).tolist() == [3, 1]
     with pytest.raises(DataError, match="4 counts for 5 targets"):
