@@ -328,8 +328,9 @@ def test_visit_order() -> None:
     """PRs #1493 and #1855 with layers 3 to 5 three times, off and on; the baseline's halves."""
     assert visit_order(Config(), False) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10])
     assert visit_order(Config(), True) == ([0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10])
-    baseline = Config(num_layers=9, num_loops=0)
-    assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
+    for borders in ({}, {"loop_start": 7, "loop_end": 2}):  # without a loop they are nobody's
+        baseline = Config(num_layers=9, num_loops=0, **borders)
+        assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
 
 
 def test_rotary_base_of_pr549() -> None:
