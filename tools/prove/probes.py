@@ -38,8 +38,8 @@ Scorer = Callable[[Any, np.ndarray, Any], Any]
 class Subject:
     """A script under audit, its settings, and the scorers to probe.
 
-    machine: the rank that the models compute on, a `Machine` of the script; None: the only one, or, of scripts
-    that have no `Machine` yet, that of the process group.
+    machine: the rank that models compute on, a `Machine` of the script. None: the only rank, or, of a script
+    that has no `Machine` yet, that of the process group.
     """
 
     script: ModuleType
