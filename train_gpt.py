@@ -1092,7 +1092,7 @@ def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int
 def visit_order(c: ModelSettings, looping: bool) -> tuple[list[int], list[int]]:
     """Layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
     layers = list(range(c.num_layers))
-    if looping:
+    if looping and c.num_loops > 0:  # without extra passes the borders of the loop may be anywhere
         first = c.loop_start
         after = c.loop_end + 1
         # The looped layers follow one another as a group, not each by itself.
