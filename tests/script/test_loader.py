@@ -349,9 +349,7 @@ def test_seek_reads_nothing_but_the_shard_it_needs(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 20), seq_len=st.integers(1, 20))
-def test_starts_are_those_of_documents_and_rows(
-    data: st.DataObject, rows: int, seq_len: int
-) -> None:
+def test_starts_are_those_of_documents_and_rows(data: st.DataObject, rows: int, seq_len: int) -> None:
     flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
     ids_BT = np.array(flat, np.uint16).reshape(rows, seq_len)
     of_rows = [*range(0, rows * seq_len, seq_len)]
