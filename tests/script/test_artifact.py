@@ -34,7 +34,7 @@ TOKENIZER = "ab" * 32
 def write(
     path: Path, config: Config, code_bytes: int = 0, seed: int = 0
 ) -> tuple[train_gpt.GPT, train_gpt.About, str]:
-    """Write the artifact of a trained-looking model beside so much code; the model, its file, the log line."""
+    """Write the artifact of a model that looks trained; the model, what its file says, the log line."""
     model = trained_like(config, seed)
     hessians: train_gpt.Hessians = {}
     if config.gptq:

@@ -229,7 +229,7 @@ class CallsItselfGpu(train_gpt.Machine):
 class OneOfMany(CallsItselfGpu):
     """One that is told what its peers found: for each form their errors, each with a message."""
 
-    peers: Iterator[list[tuple[float, str]]] = iter(())
+    peers: Iterator[list[tuple[float, str]]] = dataclasses.field(kw_only=True)
 
     def gather(self, value: Any) -> list[Any]:
         return [value, *next(self.peers)]

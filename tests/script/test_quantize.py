@@ -252,7 +252,7 @@ def test_the_table_names_what_each_matrix_multiplies(changes: dict[str, object])
             basis = torch.linalg.qr(seen[key].double().T).Q
             assert basis.size(1) < gradient_RC.size(1), "the inputs would span everything"
             outside_RC = gradient_RC - gradient_RC @ basis @ basis.T
-            assert 0 < gradient_RC.norm(), (name, key)
+            assert gradient_RC.norm() > 0, (name, key)
             assert outside_RC.norm() < 1e-4 * gradient_RC.norm(), (name, key)
         named.update(keys)
     assert named == set(seen)
