@@ -13,11 +13,12 @@ The file reads from top to bottom: a section uses only what stands above it.
     SETTINGS · RUN · TIMING · DATA · MODEL · KERNELS · OPTIMIZER · SCHEDULE · EVALUATION
     QUANTIZE · CODER · ARTIFACT · TRAIN · main
 
-PR and issue numbers are those of openai/parameter-golf, unless another repository is named.
+PR and issue numbers are those of openai/parameter-golf, unless another repository is named; its baseline
+script is called upstream, and log lines keep the words of its lines.
 
-Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads, E channels of a
-head, V vocabulary, L layers, S skips, P parallel layers, W gate channels, N anything flattened or batched,
-R matrix rows, C matrix columns.
+Shape suffixes: B rows, T positions, D model width, F MLP width, H query heads, K key heads (in weights: all
+their channels), E channels of a head, V vocabulary, L layers, S skips, P parallel layers, W gate channels,
+N anything flattened or batched, R matrix rows, C matrix columns; in KERNELS M, N, K as usual for products.
 """
 
 import ast
@@ -89,7 +90,7 @@ class ArtifactError(RuntimeError):
 
 
 def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
-    """One setting: its default, meaning with unit, and range (never infinite) or space-separated choices."""
+    """One setting: its default, meaning with unit, and range (finite: inf and nan are refused) or choices."""
     choices = "0 1" if isinstance(default, bool) else among
     return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
 
@@ -109,10 +110,11 @@ Rule = tuple[bool, str]  # whether it holds, and what is expected, in the names 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the weights mean: the settings that an artifact keeps. In the environment they are upper case.
+    """The settings that define the model; an artifact stores them. In the environment they are upper case.
 
-    The classes below add to these. The class a setting stands in decides what keeps it, not its place there.
-    """
+    The class decides what stores a setting: ModelSettings the artifact, TrainingSettings the checkpoint,
+    Config the run directory alone. A new setting here is a new form of the artifact: older ones need their
+    own script. """
 
     # The text: how it is cut, and what a token sees of it.
     train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
@@ -147,7 +149,7 @@ class ModelSettings:
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
     # Ends and beginnings.
-    tie_embeddings: str = knob("1", "accepted; the output head is the input embedding", among="1")
+    tie_embeddings: str = knob("1", "1: the output head is the input embedding", among="1")
     tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
@@ -260,13 +262,15 @@ class Config(TrainingSettings):
     artifact_bytes_max: int = knob(16_000_000, "bytes; shipped code and artifact together", 1000)
     code_bytes: str = knob("wrapped", "form of the script that is shipped and counted", among="raw wrapped")
     rate_control: bool = knob(True, "scale steps until the budget is full; 0: bits and clips as given")
-    matrix_bits: int = knob(6, "bits of block matrices at their clip; RATE_CONTROL scales the step", 2, 8)
+    # A step is clip / (2^(bits - 1) - 1) standard deviations. RATE_CONTROL multiplies all steps by one
+    # factor: then only their ratios count, and where weights are clipped.
+    matrix_bits: int = knob(6, "bits of block matrices at their clip", 2, 8)
     embed_bits: int = knob(7, "bits of embeddings, in the same way", 2, 8)
     mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
     attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
-    gptq: bool = knob(True, "round with second-order information; 0: to nearest")
-    gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 0)
+    gptq: bool = knob(True, "round with second-order information; 0: to nearest, all else alike")
+    gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 1e-6)
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = knob(2.0, "seconds of the clock for Hessians; fewer batches if short", 0)
     # --- its evaluation ---
@@ -333,7 +337,10 @@ class Config(TrainingSettings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Config":
-        """`environ` over the file that its CONFIG names over the defaults; ConfigError for what is wrong."""
+        """Settings from `environ`; what is not there from the file it names as CONFIG; the rest by default.
+
+        Raises ConfigError for what is wrong.
+        """
         in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
         refuse_unknown(in_file, environ)
         return cls.from_values({**in_file, **environ})
@@ -351,7 +358,7 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     high = spec.metadata["high"]
     kind: Any = type(spec.default)
     value: Any = None
-    # What cannot be read is told below, like any other value that does not fit.
+    # A value that cannot be read is reported below, like one that is out of range.
     with contextlib.suppress(ValueError):
         value = bool(int(text)) if kind is bool else kind(text)
     # Text that would not print cannot be stored as KEY=VALUE either.
@@ -390,7 +397,7 @@ def read_config_file(path: str) -> dict[str, str]:
 
 
 # First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
-COMMON_WORDS = "CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING".split()
+COMMON_WORDS = "CHECKPOINT CODE COMPUTE DATA DEVICE MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING".split()
 
 
 def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> None:
@@ -400,7 +407,7 @@ def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> No
     ours or begins with the same word. A file named by CONFIG is ours alone: all that is unknown is refused.
     """
     known = [spec.name.upper() for spec in fields(Config)]
-    # All in one message: nobody likes to learn of one mistake a time.
+    # All mistakes in one message, so that they can be mended at once.
     problems = []
     for name in sorted(in_file.keys() | environ.keys()):
         if name in known:
@@ -596,7 +603,7 @@ class Run:
         """Say what there is to go on with, and end this process."""
         line = f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}"
         if self.directory is not None:
-            line += (f"; to go on, where it is there: RESUME={self.directory} or "
+            line += (f"; continue, where the file exists, with RESUME={self.directory} or "
                      f"EVAL_ONLY={self.path('model.bin')}")
         print_line(line, sys.stderr)
         os._exit(128 + number)
@@ -637,10 +644,10 @@ class StepTimer:
         self.step = step or 0
         self.val_ms = val_ms
         self.laps = []
-        self.lap("begin")
+        self.lap("begin")  # where the first part starts
 
     def lap(self, name: str) -> None:
-        """Here ends a batch, forward, backward or optimizer."""
+        """Mark the end of a part of the step: batch, forward, backward or optimizer."""
         if not self.reported:
             return
         # An event is a mark in the stream of the GPU: it costs no waiting.
@@ -676,7 +683,7 @@ class StepTimer:
 # DATA — the tokens in an order that is a pure function of shards, seed and geometry, delivered ahead of need.
 # ============================================================================================================
 
-BOS_ID = 1
+BOS_ID = 1  # begins every document, in all of the challenge's tokenizers
 # A shard is a file of 256 little-endian int32 (magic, version, token count, zeros), then its uint16 ids.
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
@@ -798,6 +805,7 @@ def document_starts(inputs_BT: np.ndarray, config: ModelSettings) -> np.ndarray:
 def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
     """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
 
+    By it two runs can show that they were given the same tokens in the same order, on any number of ranks.
     Pairs of ids times odd random keys, added up within a sequence; times an odd random word of the sequence's
     position, added up modulo 2**64. A sum has no order: ranks and micro-batches add theirs in any.
     """
@@ -942,7 +950,7 @@ class Loader:
             # They were made on the copy stream: their memory is not reused before this stream is done too.
             ids.record_stream(torch.cuda.current_stream(self.machine.device))
             starts.record_stream(torch.cuda.current_stream(self.machine.device))
-        torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every number of documents
+        torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
         # Widened on the device: two bytes a token cross the bus, not sixteen.
@@ -996,27 +1004,33 @@ class Loader:
 class Parameter(NamedTuple):
     """All that the rest of the file knows about one parameter."""
 
-    # A bank of matrices if it has three axes. Where one of them is 0, its feature is off.
+    # A row of the first axis is what one layer (or one use) takes. Muon wants three axes: a bank of matrices,
+    # their rows, their columns. Where a size is 0 the feature is off, and there is no parameter.
     shape: tuple[int, ...]
-    # Its start: everywhere this constant, or normal values of deviation `std`; the first `drawn` matrices of
-    # a bank as MATRIX_INIT says.
+    # The start: this constant (a list fills the last axis), or normal values of standard deviation `std`;
+    # then the first `random_matrices` of a bank as MATRIX_INIT says.
     constant: float | list[float] = 0.0
     std: float = 0.0
-    drawn: int = 0
+    random_matrices: int = 0
     # muon: MATRIX_LR and MUON_WD; embedding: TIED_EMBED_LR and EMBED_WD; scalar: SCALAR_LR and ADAM_WD.
     optimizer: str = "scalar"
-    # attn, mlp or embed: whose *_CLIP_SIGMAS it is quantized by; empty: no matrix, always 8 bits.
-    clip: str = ""
-    # What its matrices multiply, as the model shows it to calibration; two names: one for each half.
+    # How it is quantized. attn, mlp, embed: by the *_CLIP_SIGMAS of that name, and by EMBED_BITS or
+    # MATRIX_BITS. Empty: a small tensor, always 8 bits.
+    role: str = ""
+    # What its matrices multiply, by the names that `observe` is given: matrix i of a bank has the Hessian
+    # (name, i). With two names the second half of the bank counts from 0 again. None: rounded to nearest.
     inputs: tuple[str, ...] = ()
 
 
-
 def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
-    """Every parameter of the model, by name; a feature that is off owns none. A new one is one more line.
+    """Every parameter of the model, by name.
 
-    Names end in their axes. Banks hold a matrix for each layer; the first two hold two of them, all queries
-    (keys) before all outputs (values). Matrices that write to the residual stream start at zero.
+    One line here initialises, optimises, quantizes, stores and checkpoints a parameter. If layers read it,
+    add a field to `LayerWeights` and a line to `_layer_weights`.
+
+    Names end in their axes; those of banks do not. `qo_bank` holds all query matrices, then all output
+    matrices; `kv_bank` all keys, then all values; the other banks one matrix a layer. Output and down
+    matrices, which write to the residual stream, start at zero.
     """
     layers = c.num_layers
     width = c.model_dim
@@ -1031,19 +1045,19 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     table = {
         "token_embedding_VD": Parameter(
             (c.vocab_size, width), std=c.tied_embed_init_std,
-            optimizer="embedding", clip="embed", inputs=("hidden",)),
+            optimizer="embedding", role="embed", inputs=("hidden",)),
         "qo_bank": Parameter(
-            (2 * layers, width, width), drawn=layers,
-            optimizer="muon", clip="attn", inputs=("attn_in", "attn_out")),
+            (2 * layers, width, width), random_matrices=layers,
+            optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
         "kv_bank": Parameter(
-            (2 * layers, kv_width, width), drawn=2 * layers,
-            optimizer="muon", clip="attn", inputs=("attn_in", "attn_in")),
+            (2 * layers, kv_width, width), random_matrices=2 * layers,
+            optimizer="muon", role="attn", inputs=("attn_in", "attn_in")),
         "mlp_up_bank": Parameter(
-            (layers, c.mlp_dim, width), drawn=layers,
-            optimizer="muon", clip="mlp", inputs=("mlp_in",)),
+            (layers, c.mlp_dim, width), random_matrices=layers,
+            optimizer="muon", role="mlp", inputs=("mlp_in",)),
         "mlp_down_bank": Parameter(
             (layers, width, c.mlp_dim),
-            optimizer="muon", clip="mlp", inputs=("mlp_hidden",)),
+            optimizer="muon", role="mlp", inputs=("mlp_hidden",)),
         "attn_scale_LD": Parameter((layers, width), 1.0),
         "mlp_scale_LD": Parameter((layers, width), 1.0),
         "resid_keep_LD": Parameter((layers, width), 1.0),
@@ -1067,7 +1081,7 @@ def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int
     weights = torch.empty(parameter.shape).copy_(torch.tensor(parameter.constant))
     if parameter.std:
         weights.normal_(0.0, parameter.std, generator=generator)
-    for matrix in weights[: parameter.drawn]:
+    for matrix in weights[: parameter.random_matrices]:
         if c.matrix_init == "orthogonal":
             nn.init.orthogonal_(matrix, generator=generator)
         else:  # torch's own for a linear layer: ±1 / sqrt(inputs)
@@ -1118,7 +1132,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
     """torch's attention, (B, T, H, E). mask: (B, 1, T, T), who sees whom; None: all tokens before oneself."""
-    if mask is not None and q_BTHE.is_cuda:  # there the fast kernels that take a mask know no grouped heads
+    if mask is not None and q_BTHE.is_cuda:  # its fast kernels with a mask have no grouped heads
         group = q_BTHE.size(2) // k_BTKE.size(2)
         k_BTKE = k_BTKE.repeat_interleave(group, 2)
         v_BTKE = v_BTKE.repeat_interleave(group, 2)
@@ -1138,12 +1152,14 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Ten
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
     """`Batch.starts` of any ids. It waits for the device, which compiled code cannot."""
     starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy(), c)).to(ids_BT.device)
-    torch._dynamo.mark_dynamic(starts, 0)  # or code is compiled anew for every number of documents
+    torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
     return starts
 
 
-def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, c: ModelSettings) -> Tensor | None:
-    """Who sees whom, as `attend` reads it: a mask for `attention_sdpa`, `Batch.starts` for all others."""
+def attention_documents(
+    ids_BT: Tensor, starts: Tensor | None, attend: Callable[..., Tensor], c: ModelSettings
+) -> Tensor | None:
+    """Who sees whom, as `attend` reads it: torch's own kernel a mask, all others the starts of `Batch`."""
     if attend is not attention_sdpa:
         return starts_on_device(ids_BT, c) if starts is None else starts
     if not c.doc_mask:
@@ -1154,9 +1170,9 @@ def find_documents(ids_BT: Tensor, starts: Tensor | None, attend: Any, c: ModelS
     return same_B1TT.tril()
 
 
-# Parameters by name, each by its first axis.
+# Parameters by name, each split along its first axis.
 WeightRows = dict[str, tuple[Tensor, ...]]
-# Is shown what matrices multiply: (name of the input, layer, values).
+# Called with (name of the input, layer, values) where matrices multiply them: calibration sums x xᵀ.
 Observer = Callable[[str, int, Tensor], None]
 
 
@@ -1179,7 +1195,7 @@ class LayerWeights(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What all visits of one forward pass share."""
+    """What is computed once in a forward pass and shared by all visits; values made of the ids go here."""
 
     x0_BTD: Tensor  # the embeddings, which every block may mix in again
     rotary: Tensor
@@ -1190,16 +1206,23 @@ class Context(NamedTuple):
 class GPT(nn.Module):
     """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
 
-    def __init__(self, settings: ModelSettings, seed: int) -> None:
+    def __init__(self, settings: ModelSettings, seed: int | None) -> None:
+        """seed: of the first weights; None: they come from elsewhere, and nothing is drawn."""
         super().__init__()
         self.settings = settings
         self.machine = Machine()  # `ready_model` tells it where it runs, and with which kernels
         self.compute_dtype = torch.float32
         self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
+        # Embeddings are looked up by id; everything else is read row by row.
+        self.row_names = []
         for name, parameter in parameter_table(settings).items():
-            weights = initial_weights(name, parameter, settings, seed)
+            weights = torch.empty(parameter.shape)
+            if seed is not None:
+                weights = initial_weights(name, parameter, settings, seed)
             self.register_parameter(name, nn.Parameter(weights))
+            if parameter.optimizer != "embedding":
+                self.row_names.append(name)
 
     def forward(
         self,
@@ -1217,7 +1240,7 @@ class GPT(nn.Module):
         weights = self._weights_by_row()
         # Shared by all visits of all layers.
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
-        documents = find_documents(inputs_BT, starts, self.attend, c)
+        documents = attention_documents(inputs_BT, starts, self.attend, c)
         x0 = self._embed(inputs_BT, weights)
         context = Context(x0, rotary, documents, observe)
 
@@ -1264,11 +1287,10 @@ class GPT(nn.Module):
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def _weights_by_row(self) -> WeightRows:
-        """Every parameter but the embedding by its first axis, cast once for all visits of its rows."""
+        """All parameters but embeddings, split along the first axis; cast once for all visits of a row."""
         weights = {}
-        for name, parameter in self.named_parameters():
-            if name != "token_embedding_VD":
-                weights[name] = parameter.to(self.compute_dtype).unbind(0)
+        for name in self.row_names:
+            weights[name] = self.get_parameter(name).to(self.compute_dtype).unbind(0)
         return weights
 
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
@@ -1314,7 +1336,8 @@ class GPT(nn.Module):
         parallel = 0 <= c.parallel_start_layer <= layer
         scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
 
-        # Attention reads the first lane, with some of the embeddings mixed in again.
+        # Attention reads the first lane, with some of the embeddings mixed in again; of two lanes, the lanes
+        # themselves stay as they are.
         mixed = torch.addcmul(w.resid_keep_D * lanes[0], w.resid_inject_D, context.x0_BTD)
         attended = self._attention(layer, rms_norm(mixed) * scale, w, context)
 
@@ -1370,14 +1393,14 @@ class GPT(nn.Module):
         k_BTKE = rotate(rms_norm(k_BTKE), context.rotary)
         y_BTHE = self.attend(q_BTHE, k_BTKE, v_BTKE, context.documents)
 
-        # XSA: drop what lies along the value at the own position (PR #287).
+        # XSA: remove the component along the token's own value (PR #287).
         if layer >= c.num_layers - c.xsa_last_n:
             y_BTKGE = y_BTHE.unflatten(2, (c.num_kv_heads, -1))
             own_BTK1E = F.normalize(v_BTKE, dim=-1, eps=1e-12).unsqueeze(3)
             along_BTKG1 = (y_BTKGE * own_BTK1E).sum(-1, keepdim=True)
             y_BTHE = (y_BTKGE - along_BTKG1 * own_BTK1E).flatten(2, 3)
 
-        # Close heads that a few channels say are not needed here; half as steep as a sigmoid (PR #1855).
+        # Gate each head by a few channels of the input; 0.5 makes the sigmoid less steep (PR #1855).
         if w.attn_gate_HW is not None:
             gate_BTH = F.linear(x_BTD[..., : c.gate_window], w.attn_gate_HW)
             y_BTHE = y_BTHE * torch.sigmoid(0.5 * gate_BTH)[..., None]
@@ -1564,7 +1587,8 @@ def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], rest: tup
     return [out, *gradients]
 
 
-MAX_FORM_ERROR = 0.03  # of the largest value: bfloat16 has 8 bits, and errors add up along a row
+# Relative to the largest value: bfloat16 has 8 bits, and errors add up along a row.
+MAX_FORM_ERROR = 0.03
 
 
 def first_that_agrees(
@@ -1578,26 +1602,26 @@ def first_that_agrees(
     """The first form that compiles, launches and agrees with `exact` on all ranks; and a line for the log.
 
     asked: the setting and its value. inputs: tensors with gradients, of the real shape. exact: output and
-    gradients by the plain form, perhaps of the first rows alone. Raises ConfigError if no form agrees.
+    gradients by the plain form, possibly for the first rows only. Raises ConfigError if no form agrees.
     """
     tried = []
     for name in names:
         error = math.inf
         try:
             form = load(name)
-            # It must hold as it will run: compiled, whole, with a backward pass.
+            # Tested exactly as it will run: compiled, in one graph, with a backward pass.
             function = machine.compile(form.function, dynamic=False, fullgraph=True)
             error = 0.0
             for found, wanted in zip(both_passes(function, inputs, form.rest), exact, strict=True):
                 gap = (found[: len(wanted)] - wanted).abs().max() / wanted.abs().max()
                 error = max(error, gap.item()) if math.isfinite(gap.item()) else math.inf
-            told = f"error:{error:.1e}"
+            message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
             error = math.inf
-            told = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            message = f"{type(failure).__name__}: {failure}".splitlines()[0]
         # All ranks look at the same form at the same time, and judge it by the worst of them.
-        worst_error, worst_told = max(machine.gather((error, told)), key=lambda found: found[0])
-        tried.append(f"{name} {worst_told}")
+        worst_error, worst_message = max(machine.gather((error, message)), key=lambda found: found[0])
+        tried.append(f"{name} {worst_message}")
         if worst_error <= MAX_FORM_ERROR:
             setting = asked.split("=")[0].lower()
             return form.function, f"{setting}:{name} tried: {' | '.join(tried)}"
@@ -1623,12 +1647,12 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     ids_BT = (torch.rand(shape_BT, device=machine.device) < 1 / 256).long() * BOS_ID
     qkv = [normal(*shape_BT, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-    mask = find_documents(ids_BT[:2], None, attention_sdpa, c)
+    mask = attention_documents(ids_BT[:2], None, attention_sdpa, c)
     exact = both_passes(attention_sdpa, [tensor[:2].double() for tensor in qkv], (mask,))
 
     def load_attention_form(name: str) -> Form:
         attend = load_attention(name)
-        return Form(attend, (find_documents(ids_BT, None, attend, c),))
+        return Form(attend, (attention_documents(ids_BT, None, attend, c),))
 
     if c.attention != "auto":
         names = [c.attention]
@@ -1659,7 +1683,7 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
 
 
 def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
-    """Move a model to this rank's device and give it the kernels of the run."""
+    """Move a model to this rank's device, give it the kernels of the run, and set the process's precision."""
     # "high" is TF32 on GPUs, also for COMPUTE_DTYPE=float32; on CPUs products in fp32 stay exact.
     torch.set_float32_matmul_precision("high" if machine.on_gpu else "highest")
     model.to(machine.device)
@@ -1762,7 +1786,7 @@ class Optimizer:
         gradients = self._reduce()
         # Phase 2: bound their global norm.
         norm = self._clip(gradients)
-        # Phase 3: AdamW on what is small.
+        # Phase 3: AdamW on the embedding and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
@@ -1781,8 +1805,8 @@ class Optimizer:
 
     def _reduce(self) -> Gradients:
         """Means over ranks: of the banks this rank's matrices, of the others all."""
-        whole = [present(bank.grad) for bank in self.banks]
-        small = [present(parameter.grad) for parameter in self.small]
+        whole = [require_gradient(bank.grad) for bank in self.banks]
+        small = [require_gradient(parameter.grad) for parameter in self.small]
         if self.machine.world_size == 1:
             return Gradients(whole, small)
         # All are on the way at once.
@@ -1871,14 +1895,14 @@ class Optimizer:
         self.adam.load_state_dict(state["adam"])
 
 
-def present(gradient: Tensor | None) -> Tensor:
+def require_gradient(gradient: Tensor | None) -> Tensor:
     """A gradient, which every parameter has after a backward pass."""
     assert gradient is not None, "every parameter takes part in the loss"
     return gradient
 
 
 # ============================================================================================================
-# SCHEDULE — pure functions of progress (0 at the first step, 1 at the last), so all machines see one curve.
+# SCHEDULE — pure functions of clock and steps; progress goes from 0 to 1, and is the same on all ranks.
 # ============================================================================================================
 
 
@@ -1951,10 +1975,11 @@ class Ledger:
 
     def record(self, start: int, nats: np.ndarray) -> None:
         """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
-        # In order and once: there is no other way to put a number here.
+        # In order and once; this is the only place that writes.
         good = np.isfinite(nats)
         if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
-            raise ValueError(f"target {start + int(good.argmin())} is scored, absent, early or no number")
+            raise ValueError(f"got targets {start}..{start + len(nats)}, expected target {self.scored} next, "
+                             f"none beyond {len(self.nats)}, and finite losses")
         self._nats[start : start + len(nats)] = nats
         self.scored += len(nats)
 
@@ -2035,7 +2060,7 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     return of_piece.lengths[targets] + (of_piece.spaced[targets] & of_piece.is_text[before])
 
 
-def document_beginnings(tokens: np.ndarray, c: ModelSettings) -> np.ndarray:
+def document_start_of_targets(tokens: np.ndarray, c: ModelSettings) -> np.ndarray:
     """The token at which the document of each target begins; without DOC_MASK all are one document."""
     inputs = tokens[:-1]
     begins = np.zeros(len(inputs), np.int64)
@@ -2054,6 +2079,7 @@ def window_rows(
     that no window before it has reached, at most `stride` of them. Where a document begins inside the window
     there is a shortcut: every window up to the document's beginning sees the same context, so the last of
     them scores for all. `document_begins[i]` is the token at which the document of target i begins.
+    Context 4 and stride 2, one document: (0, 0, 4), (2, 4, 6), (4, 6, 8), …
     """
     # Windows never cross the end of a chunk: what is learnt there changes what comes after.
     chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(0, targets, chunk)]
@@ -2078,7 +2104,7 @@ class WindowScorer:
         self.model = model
         self.machine = model.machine
         self.looping = looping
-        self.settings = config
+        self.config = config
         self.context = config.eval_length
         self.batch_rows = max(1, config.val_batch_size // self.context)
         self.device = next(model.parameters()).device
@@ -2086,7 +2112,7 @@ class WindowScorer:
         self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
 
         tokens = np.asarray(tokens).astype(np.int32)
-        begins = document_beginnings(tokens, config)
+        begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
         stream = torch.from_numpy(np.pad(tokens, (0, self.context)))  # the last windows reach beyond the text
         if config.val_prefetch:
@@ -2111,7 +2137,8 @@ class WindowScorer:
     def _score_batch(self, rows: np.ndarray) -> Tensor:
         """Nats of the targets of some windows, in order."""
         first, start, stop = rows.T
-        # Target i of a window from token f on, the r-th of the batch, is row r T + i - f for the head.
+        # Target i, in window r of the batch, which begins at token f, is row r T + (i - f) of the hidden
+        # states.
         shift = np.arange(len(rows)) * self.context - first
         scored = np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start)
         scored_N = torch.from_numpy(scored).to(self.device)
@@ -2120,13 +2147,13 @@ class WindowScorer:
         ids_BT = self.windows[torch.from_numpy(first)].to(self.device).long()
         inputs_BT = ids_BT[:, :-1]
         targets_N = ids_BT[:, 1:].flatten()
-        starts = starts_on_device(inputs_BT, self.settings)
+        starts = starts_on_device(inputs_BT, self.config)
         hidden_BTD = self.forward(self.model, inputs_BT, starts, self.looping)
         # The head, which costs most, for scored rows alone.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
 
-# Is told after each chunk: (ledger, the chunk's number, how many there are).
+# Called after each chunk: (ledger, the chunk's number, how many there are).
 Progress = Callable[[Ledger, int, int], None]
 
 
@@ -2190,18 +2217,18 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
     length = config.eval_length
     sequences_NT = torch.from_numpy(tokens.astype(np.int64)).unfold(0, length + 1, length)
     for _ in range(config.ttt_epochs):
-        for batch_NT in sequences_NT.split(config.ttt_batch_seqs):
+        for batch_BT in sequences_NT.split(config.ttt_batch_seqs):
             # Each rank takes its part of the batch, weighted by its size. A rank without a part computes any
             # row with weight zero, so that all of them take the same steps.
-            mine_NT = batch_NT[machine.rank % len(batch_NT) :: machine.world_size].to(weights[0].device)
-            weight = len(batch_NT[machine.rank :: machine.world_size]) / len(batch_NT)
-            inputs_NT = mine_NT[:, :-1]
+            mine_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].to(weights[0].device)
+            weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
+            inputs_BT = mine_BT[:, :-1]
             sgd.zero_grad()
             with torch.enable_grad():
-                loss = loss_of(model, inputs_NT, mine_NT[:, 1:], starts_on_device(inputs_NT, config))
+                loss = loss_of(model, inputs_BT, mine_BT[:, 1:], starts_on_device(inputs_BT, config))
                 (loss * weight).backward()
             for parameter in weights:
-                machine.add_up(present(parameter.grad))
+                machine.add_up(require_gradient(parameter.grad))
             nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
             sgd.step()
 
@@ -2216,7 +2243,7 @@ class ProgressReport:
         self.start = time.perf_counter()
 
     def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
-        """As `Progress`."""
+        """Log a line after some chunks; a `Progress`."""
         every = self.every or math.ceil(chunks / 20)
         if number % every != 0:
             return
@@ -2227,8 +2254,8 @@ class ProgressReport:
                      f"tokens_seen:{ledger.scored} eta:{eta_seconds:.0f}s")
 
 
-def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weights: str) -> dict[str, Score]:
-    """All scores of reloaded weights, each with its final line. `weights`: their stored form, like int6."""
+def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
+    """All scores of reloaded weights, each with its final line. form: how they were stored, like int6."""
     scorers: dict[str, Callable[..., Ledger]] = {"roundtrip": score_roundtrip}
     if config.eval_stride:
         scorers["sliding_window"] = score_sliding
@@ -2244,7 +2271,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, weigh
             ledger = scorer(model, validation.tokens, config, report)
         score = ledger.score(validation.bytes_total)
         seconds = run.phases[phase]
-        label = name if name == "legal_ttt" else f"final_{weights}_{name}"
+        label = name if name == "legal_ttt" else f"final_{form}_{name}"
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
         run.log(
@@ -2283,21 +2310,51 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], machine: Machine) -> 
     return sums
 
 
+COARSEST_STEP = 2.0  # standard deviations of a row; two thirds of the codes are zero then
+# Codes of what is no matrix: 8 bits, and a step that fits the largest weight into 127 codes even where
+# rounding the exponent made the scale 2 ** (1 / 16) smaller.
+SMALL_STEP = 1 / 120
+MAX_CODE = 127
+
+
+def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tuple[Any, Any]:
+    """Step of a parameter's codes in spreads of a row, and codes from zero to the clip.
+
+    A spread is the standard deviation of a row of a matrix, or the largest weight of a row of a small tensor.
+    multiplier: a factor of the configured step, or an array of them. Steps lie between that of 8 bits and
+    COARSEST_STEP. Parameters that are not matrices always get 8 bits.
+    """
+    if not parameter.role:
+        return SMALL_STEP, float(MAX_CODE)
+    # As published: a clip and a number of bits; rate control then scales the step.
+    clip = getattr(config, f"{parameter.role}_clip_sigmas")
+    bits = config.embed_bits if parameter.role == "embed" else config.matrix_bits
+    configured = clip / (2 ** (bits - 1) - 1)
+    step = np.clip(multiplier * configured, clip / MAX_CODE, max(configured, COARSEST_STEP))
+    return step, clip / step
+
+
 class QuantizedWeights(NamedTuple):
-    """A parameter as a bank of N matrices (R, C), in integers; one that is no bank counts as one matrix."""
+    """A parameter as a bank of N matrices (R, C), in integers."""
 
     codes: np.ndarray  # (R, N * C) int8
     exponents: np.ndarray  # (R, N) int8: the scale of each row, in eighths of an octave
 
 
 def bank_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """A parameter's shape as matrices, rows and columns."""
+    """A parameter's shape as matrices, rows and columns; fewer axes: one matrix, perhaps of one row."""
     matrices, rows, columns = (1, 1, *shape)[-3:]
     return matrices, rows, columns
 
 
+def array_shapes(parameter: Parameter) -> list[tuple[int, int]]:
+    """Shapes of the codes and of the exponents: what a reader must know before it can decode them."""
+    matrices, rows, columns = bank_shape(parameter.shape)
+    return [(rows, matrices * columns), (rows, matrices)]
+
+
 def row_scales(exponents: Tensor) -> Tensor:
-    """The scales that exponents stand for. Rounded to fp16: the same numbers on every machine."""
+    """The scales that exponents stand for; fp16 has too few digits to show how machines round `exp2`."""
     return torch.exp2(exponents / 8).half().float()
 
 
@@ -2316,8 +2373,8 @@ class Quantizer:
         self, name: str, weights: Tensor, parameter: Parameter, hessians: Hessians, damping: float
     ) -> None:
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
-        # What a step is measured in: the deviation of a row; in a row of no matrix the largest weight.
-        if parameter.clip:
+        # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
+        if parameter.role:
             self.spreads_NR = self.weights_NRC.std(dim=2)
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
@@ -2334,11 +2391,11 @@ class Quantizer:
         # A share of the mean diagonal is added, so that every Hessian has an inverse.
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
         identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
-        lower_NCC = torch.linalg.cholesky(h_NCC + max(damping, 1e-6) * mean_N11 * identity_CC)
+        lower_NCC = torch.linalg.cholesky(h_NCC + damping * mean_N11 * identity_CC)
         inverse_NCC = torch.cholesky_inverse(lower_NCC)
         self.upper_NCC = torch.linalg.cholesky(inverse_NCC, upper=True).float()
 
-        # A column that was never fed anything may be zero.
+        # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
 
@@ -2350,14 +2407,14 @@ class Quantizer:
         for matrix in range(matrices):
             hessian = None
             if inputs:
-                # A bank with two inputs holds one matrix for each layer, then another for each layer.
+                # With two inputs the first half of the bank has the first, the second half the second.
                 layers = matrices // len(inputs)
                 hessian = hessians.get((inputs[matrix // layers], matrix % layers))
             found.append(identity_CC if hessian is None else hessian)
         return torch.stack(found).double()
 
     def quantize(self, step: float, levels: float) -> QuantizedWeights:
-        """Codes within ±levels. step: the distance of two codes, in spreads of a row."""
+        """Codes of the weights, which are bounded by ±levels steps. step: as by `step_and_levels`."""
         # A scale is an eighth of an octave: one byte a row, and no table of scales.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = row_scales(exponents_NR)
@@ -2442,13 +2499,13 @@ class SymbolModel:
 
 
 def encode(arrays: list[np.ndarray]) -> bytes:
-    """Bytes of integer arrays (rows, columns) with values in [-127, 127].
+    """Bytes of integer arrays (rows, columns) with values in ±MAX_CODE.
 
     Symbols go to lanes in turn, each with a state of its own, so that numpy codes many at once; a lane costs
     four bytes. The bytes: peak of each array, number of lanes, states, words in the order they are read.
     """
     lanes = min(16 + sum(array.size for array in arrays) // 16_384, 1024)
-    peaks = bytes(int(np.abs(array).max(initial=0)) for array in arrays)
+    peaks = bytes(int(np.abs(array.astype(np.int64)).max(initial=0)) for array in arrays)
 
     # Forward: what the decoder will know of each symbol when it gets there.
     coded = []
@@ -2468,7 +2525,8 @@ def encode(arrays: list[np.ndarray]) -> bytes:
     words = []
     for frequencies, starts in reversed(coded):
         state = states[: len(starts)]
-        # A state that would outgrow 32 bits first gives its low word away.
+        # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its low
+        # word away.
         full = state >> 17 >= frequencies
         words.append(state[full].astype("<u2").tobytes())
         quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
@@ -2481,6 +2539,8 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
     """Inverse of `encode`, int8. ValueError where the data end early, late, or in the wrong state."""
     peaks = data[: len(shapes)]
     rest = data[len(shapes) :]
+    if max(peaks, default=0) > MAX_CODE:
+        raise ValueError(f"a code of {max(peaks)}, expected {MAX_CODE} at most")
     lanes = int.from_bytes(rest[:2], "little")
     states = np.frombuffer(rest, "<u4", lanes, 2).astype(np.int64)
     words = np.frombuffer(rest[2 + 4 * lanes :], "<u2").astype(np.int64)
@@ -2512,33 +2572,15 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
 # ARTIFACT — code and file together fill ARTIFACT_BYTES_MAX; what is scored is what the file gives back.
 # ============================================================================================================
 
-# Factors of the configured steps that rate control tries; one notch moves 36 M weights by 2 kB.
+# Factors of the configured steps that rate control tries; one notch changes a file of 36 M weights by 2 kB.
 MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
-COARSEST_STEP = 2.0  # deviations of a row; beyond it nearly all codes are zero
-# Codes of what is no matrix: 8 bits, and a step that fits the largest weight into 127 codes even where
-# rounding the exponent made the scale 2 ** (1 / 16) smaller.
-SMALL_STEP = 1 / 120
-MAX_CODE = 127
-
-
-def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tuple[Any, Any]:
-    """Step of a parameter's codes in spreads of a row, and codes from zero to the clip.
-
-    multiplier: a factor of the configured step, or an array of them. Steps lie between that of 8 bits and
-    COARSEST_STEP. Parameters that are not matrices always get 8 bits.
-    """
-    if not parameter.clip:
-        return SMALL_STEP, float(MAX_CODE)
-    # As published: a clip and a number of bits; rate control then scales the step.
-    clip = getattr(config, f"{parameter.clip}_clip_sigmas")
-    bits = config.embed_bits if parameter.clip == "embed" else config.matrix_bits
-    configured = clip / (2 ** (bits - 1) - 1)
-    step = np.clip(multiplier * configured, clip / MAX_CODE, max(configured, COARSEST_STEP))
-    return step, clip / step
 
 
 def expected_bytes(config: Config, multiplier: Any) -> Any:
-    """Bytes of the file, about: a thousand, and ½·log2(1 + 2πe/step²) bits per weight, as if Gaussian."""
+    """Bytes of the file, about: a thousand for the head, and ½·log2(1 + 2πe/step²) bits per weight.
+
+    That is the entropy of a Gaussian value that is rounded with this step.
+    """
     total = 1000.0
     for parameter in parameter_table(config).values():
         step, _ = step_and_levels(parameter, config, multiplier)
@@ -2547,18 +2589,19 @@ def expected_bytes(config: Config, multiplier: Any) -> Any:
 
 
 def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
-    """The largest file found within `budget` bytes, and how. `make_file` makes one for a factor of all steps.
+    """The file of the finest steps found that fits `budget` bytes, and a line about the search.
 
-    The line through the last two passes, expected against true bytes, leads to the next factor, between those
-    known to be too fine and too coarse; for ten passes, or until 0.05 % of ARTIFACT_BYTES_MAX at most is
-    unused. Raises ArtifactError if nothing fits.
+    make_file: makes the file for a factor of all steps. The line through the last two passes (at first
+    through zero), expected against true bytes, leads to the next factor, between those known to be too fine
+    and too coarse. Once a file fits, the search ends after ten passes, or when at most 0.05 % of
+    ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if nothing fits.
     """
     multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
     expected = expected_bytes(config, multipliers)  # falls from the finest to the coarsest
     enough = budget - 5e-4 * config.artifact_bytes_max
     aim = (budget + enough) / 2
-    finest = 0
-    coarsest = len(multipliers) - 1
+    finest = 0  # the first factor that is not known to be too fine
+    coarsest = len(multipliers) - 1  # the last one that is not known to fit
     best = b""
     best_multiplier = 1.0
     passes = 0
@@ -2582,11 +2625,25 @@ def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]
             best = data
             best_multiplier = multipliers[at]
     if not best:
-        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM")
+        advice = "lower MODEL_DIM" if config.rate_control else "set RATE_CONTROL=1 or fewer bits"
+        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX; {advice}")
     note = ""
     if best_multiplier == MULTIPLIERS[0] and len(best) < enough:
         note = " unused: 8 bits cannot fill it"
     return best, f"step_multiplier:{best_multiplier:.4f} passes:{passes}{note}"
+
+
+def estimate_artifact(config: Config, budget: int) -> str:
+    """How the budget will be filled, by files of the expected size. ArtifactError if none can fit.
+
+    Trained weights are no perfect Gaussians: without rate control, which would make up for it, an artifact is
+    refused before training only where it is expected to be 5 % too large.
+    """
+    allowed = budget if config.rate_control else round(1.05 * budget)
+    _, estimate = fill_budget(
+        config, allowed, lambda multiplier: bytes(round(expected_bytes(config, multiplier)))
+    )
+    return estimate
 
 
 MAGIC = b"\x89PGA\r\n\0\2"  # the last byte is the version
@@ -2597,21 +2654,25 @@ HEAD = struct.Struct("<8s3I")
 def write_artifact(
     path: Path, model: GPT, config: Config, hessians: Hessians, tokenizer_sha256: str, budget: int
 ) -> str:
-    """Quantize, code and write `model` as a file that fills `budget` bytes; with RATE_CONTROL=0 as bits and
-    clips are given. Returns a line for the log. ArtifactError, and no file, when it does not fit."""
+    """Quantize, code and write `model` as a file of at most `budget` bytes; returns a line for the log.
+
+    With RATE_CONTROL it fills them; without, bits and clips are as given. Raises ArtifactError, and writes
+    nothing, when it does not fit.
+    """
     table = parameter_table(config)
     quantizers = {}
     for name, weights in model.named_parameters():
         quantizers[name] = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
     header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
-    about = zlib.compress(json.dumps(header).encode(), 9)
+    packed_header = zlib.compress(json.dumps(header).encode(), 9)
 
     def make_file(multiplier: float) -> bytes:
         arrays: list[np.ndarray] = []
         for name, quantizer in quantizers.items():
             arrays.extend(quantizer.quantize(*step_and_levels(table[name], config, multiplier)))
         coded = encode(arrays)
-        return HEAD.pack(MAGIC, len(about), zlib.crc32(about), zlib.crc32(coded)) + about + coded
+        head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
+        return head + packed_header + coded
 
     data, how = fill_budget(config, budget, make_file)
     write_atomically(path, data)
@@ -2623,19 +2684,24 @@ class About(NamedTuple):
 
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
-    bits: dict[str, int]  # of each matrix parameter's widest code
-    label: str  # int6: the widest block matrices
+    bits: dict[str, int]  # that the widest code of each matrix parameter needs
+    label: str  # int6: that the widest code of all block matrices needs
     sections: dict[str, int]  # bytes
     bytes: int
     sha256: str
 
 
 def load_artifact(path: Path) -> tuple[GPT, About]:
-    """The model on the CPU, and what its file says. Nothing is executed, memory stays in proportion to the
-    file. ArtifactError with section and reason, and nothing else, whatever the bytes."""
+    """The model on the CPU, and what its file says.
+
+    Nothing of the file is executed, and memory stays in proportion to its size. Raises ArtifactError with
+    section and reason, and nothing else, whatever the bytes.
+    """
     section = "head"
     try:
         data = path.read_bytes()
+        if len(data) < HEAD.size:
+            raise ValueError(f"{len(data)} bytes, expected at least {HEAD.size}; copy the file again")
         magic, size, *checksums = HEAD.unpack_from(data)
         if magic != MAGIC:
             raise ValueError("not an artifact, or of another version; expected the model.bin of a run")
@@ -2653,12 +2719,12 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
         raise ArtifactError(f"{path}: section {section}: {error}") from error
 
     # The coded weights begin with the largest code of each array: codes and exponents in turns.
-    peaks = parts["weights"][::2]
     table = parameter_table(settings)
+    peaks = parts["weights"][: 2 * len(table) : 2]
     bits = {}
     block_bits = []
-    for (name, parameter), peak in zip(table.items(), peaks, strict=False):
-        if parameter.clip:
+    for (name, parameter), peak in zip(table.items(), peaks, strict=True):
+        if parameter.role:
             bits[name] = peak.bit_length() + 1
         if parameter.optimizer == "muon":
             block_bits.append(peak.bit_length() + 1)
@@ -2670,10 +2736,15 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
 
 def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
     """The settings in the header of a file of so many bytes. ValueError where they cannot be those of one."""
-    if set(header["config"]) != set(ModelSettings().as_env()) or "tokenizer_sha256" not in header:
-        raise ValueError("fields are missing or unknown")
+    different = set(header["config"]) ^ set(ModelSettings().as_env())
+    if different:
+        names = " ".join(sorted(different))
+        raise ValueError(f"this script has other settings than the file: {names}; use the script of its run")
+    if not isinstance(header["tokenizer_sha256"], str):
+        raise ValueError("the tokenizer's hash is missing")
     settings = ModelSettings.from_values(header["config"])
-    # A few bytes could ask for any amount of memory: no file holds more than so many weights.
+    # A few bytes could ask for any amount of memory. Even the likeliest symbol costs a little: no trained
+    # file comes near 1,024 weights a byte.
     entries = settings.train_seq_len * settings.head_dim
     for parameter in parameter_table(settings).values():
         entries += math.prod(parameter.shape)
@@ -2687,11 +2758,9 @@ def read_model(settings: ModelSettings, coded: bytes) -> GPT:
     table = parameter_table(settings)
     shapes = []
     for parameter in table.values():
-        matrices, rows, columns = bank_shape(parameter.shape)
-        shapes.append((rows, matrices * columns))  # codes
-        shapes.append((rows, matrices))  # exponents
+        shapes.extend(array_shapes(parameter))
     arrays = decode(coded, shapes)
-    model = GPT(settings, seed=0)
+    model = GPT(settings, seed=None)
     # Parameters are in the order of the table, as they were written.
     for number, (name, weights) in enumerate(model.named_parameters()):
         quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
@@ -2734,16 +2803,16 @@ CHECKPOINT = "checkpoint.pt"
 
 
 class StepResult(NamedTuple):
-    """What a step came to, on its way from the device."""
+    """Loss and gradient norm of a step, perhaps still on their way to the host."""
 
-    step: int  # how many there are with it
+    step: int  # 1: the first
     progress: float
     values: Tensor  # (2,): mean loss of this rank, gradient norm
     copied: torch.cuda.Event | None  # when `values` has arrived; None: it has
 
 
 class Trained(NamedTuple):
-    """What training came to, as summary.json tells it."""
+    """What training took, for summary.json."""
 
     steps: int
     tokens: int
@@ -2779,7 +2848,7 @@ class Training:
         return time.perf_counter() - self.started
 
     def stream_hash(self) -> int:
-        """Of the batches that all ranks were given; all ranks call it together."""
+        """The stream hash of all ranks' batches; all ranks call it together."""
         return sum(self.run.machine.gather(self.loader.stream_hash)) % 2**64
 
     def state(self) -> dict[str, Any]:
@@ -2822,6 +2891,8 @@ class Training:
             raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
         for name, ours in self.config.as_env(TrainingSettings).items():
             theirs = state["config"].get(name)
+            if theirs is None:
+                raise ConfigError(f"{name} is newer than {path}; resume with {self.run.path('train_gpt.py')}")
             if theirs != ours:
                 again = self.run.path("config.env")
                 raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={again}")
@@ -2912,7 +2983,7 @@ def agree_on_clock_and_signal(training: Training) -> tuple[float, int]:
 
 
 def is_due(every_seconds: float, before: float, now: float) -> bool:
-    """Whether a multiple of an interval lies between two times; 0: never."""
+    """Whether a multiple of `every_seconds` lies between two times; 0: never."""
     return every_seconds > 0 and now // every_seconds > before // every_seconds
 
 
@@ -2929,21 +3000,22 @@ def train(training: Training) -> None:
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
-        # A slow step may come again: its time is forgotten by a tenth a step.
+        # The slowest recent step: what it took is forgotten by 10 % a step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
         # The step to come must end in time, so must those the device still has to do, and one to spare.
         ends_at = seconds + (2 + behind) * step_seconds
-        over = caught != 0 or run_progress(ends_at, training.step, config) >= 1
-        save = is_due(config.checkpoint_every_seconds, before, seconds)
-        look = config.val_loss_every > 0 and training.step > 0 and training.step % config.val_loss_every == 0
+        finished = caught != 0 or run_progress(ends_at, training.step, config) >= 1
+        save_now = is_due(config.checkpoint_every_seconds, before, seconds)
+        validate_now = config.val_loss_every > 0 and training.step > 0
+        validate_now = validate_now and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
-        read_results(training, leave=0 if over or save or look else behind)
-        if over:
+        read_results(training, leave=0 if finished or save_now or validate_now else behind)
+        if finished:
             break
-        if save:
+        if save_now:
             training.save()
-        if look:
+        if validate_now:
             looping = loop_is_on(progress, config)  # as in the step before
             val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
 
@@ -2953,7 +3025,7 @@ def train(training: Training) -> None:
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
         val_ms = 0.0
-    # From here on the host may look at weights.
+    # From here on the host may validate_now at weights.
     run.machine.wait()
     if caught != 0 or config.checkpoint_every_seconds > 0:
         training.save()  # everything after training can be redone from here
@@ -3137,7 +3209,7 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
     # What the libraries say when a peer is gone: the peer itself tells the reason.
     peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
     if peer_is_gone and message.startswith("Traceback"):
-        print_line(f"rank {machine.rank}: ends, as another rank has, or is not heard of", sys.stderr)
+        print_line(f"rank {machine.rank}: ends: another rank has ended or does not answer", sys.stderr)
         return
     if machine.world_size > 1:
         message = f"rank {machine.rank}: {message}"
@@ -3156,9 +3228,10 @@ def whole_run(config: Config, run: Run) -> int:
     loaded = None
     tokenizer_sha256 = ""
     if config.eval_only:  # the artifact knows its model, and the tokenizer
-        loaded = load_artifact(Path(config.eval_only))
-        tokenizer_sha256 = loaded[1].tokenizer_sha256
-        config = Config.from_values({**config.as_env(), **loaded[1].config})
+        loaded = load_artifact(find_path(config.eval_only))
+        _, about = loaded
+        tokenizer_sha256 = about.tokenizer_sha256
+        config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
@@ -3198,6 +3271,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
         )
         with run.phase("quantize"):
             if run.machine.rank == 0:
+                # A longer script leaves fewer bytes for weights.
                 budget = config.artifact_bytes_max - len(inputs.shipped)
                 path = run.path("model.bin")
                 tokenizer = inputs.hashes["tokenizer"]
@@ -3235,13 +3309,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
 
-    # Whether an artifact of this model can fit at all: by files of the expected size.
-    budget = config.artifact_bytes_max - len(shipped)
-    _, estimate = fill_budget(
-        replace(config, rate_control=True),
-        budget,
-        lambda multiplier: bytes(round(expected_bytes(config, multiplier))),
-    )
+    estimate = estimate_artifact(config, config.artifact_bytes_max - len(shipped))
     kernels = choose_kernels(config, machine)
     return Inputs(train_shards, validation, source, shipped, hashes, micro_steps, estimate, kernels)
 
@@ -3358,8 +3426,8 @@ def summarize(
         "artifact_bytes": judge(total_bytes, config.artifact_bytes_max),
     }
     for name, verdict in limits.items():
-        told = "ok" if verdict["ok"] else "EXCEEDED"
-        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:.10g} {told}")
+        outcome = "ok" if verdict["ok"] else "EXCEEDED"
+        run.log(f"limit:{name} {verdict['value']:.10g} of {verdict['limit']:.10g} {outcome}")
 
     summary = summary_of(config, run, inputs, trained, about)
     summary["losses"] = {name: score._asdict() for name, score in scores.items()}

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
+from tests.support import tiny
 from tools import docs
 from tools.markdown import refresh
 from tools.runs.folder import Folder
-=======
-from tests.support import tiny
-from tools import results_table, settings_table
->>>>>>> tests
 from tools.runs.rules import ARTIFACT_BYTES_MAX
 
 

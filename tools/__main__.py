@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -30,12 +29,12 @@ EXIT_INTERRUPTED = 130
 
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Parser with every verb listed; only the module of the verb in `argv` is imported: `--help` is quick."""
-    parser = argparse.ArgumentParser(prog="python -m tools", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools", description="Pack, audit, prove, compare and draw runs and records."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for verb, (module_name, purpose) in VERBS.items():
-        if importlib.util.find_spec(module_name) is None:
-            continue
         subparser = verbs.add_parser(verb, help=purpose, description=purpose)
         if verb == wanted:
             importlib.import_module(module_name).add_arguments(subparser)
@@ -46,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser(arguments).parse_args(arguments)
+    module_name, _ = VERBS[args.verb]
     try:
-        return int(importlib.import_module(VERBS[args.verb][0]).run(args))
+        return int(importlib.import_module(module_name).run(args))
     except (RecordError, DataError) as error:
         print(f"tools {args.verb}: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -34,7 +34,9 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JSON lines with awkward documents: empty, blank at the ends, controls; no line break at the end."""
     generator = random.Random(1)
     texts = [random_text(generator) for _ in range(400)]
-    texts[3], texts[5], texts[7] = "", "  ends in blanks \n", "zero\0width\u200b\ufeff"
+    texts[3] = ""
+    texts[5] = "  ends in blanks \n"
+    texts[7] = "zero\0width\u200b\ufeff"
     path = tmp_path_factory.mktemp("docs") / "docs.jsonl"
     lines = [json.dumps({"text": text}, ensure_ascii=index % 2 == 0) for index, text in enumerate(texts)]
     path.write_text("\n".join([*lines[:100], "", *lines[100:]]), encoding="utf-8")

@@ -334,7 +334,8 @@ def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Pa
         process.send_signal(generator.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         process.wait(60)
         receipts = fineweb.Receipts.load(directory(out) / fineweb.RECEIPTS_NAME)
-        finished = {name for name in (receipts.files if receipts else {}) if name.endswith(".bin")}
+        received = receipts.files if receipts else {}
+        finished = {name for name in received if name.endswith(".bin")}
         requested_before = hub.requested.copy()
         if kill == kills - 1 or generator.random() < 0.4:
             hub.faults.delay_s = 0.0

@@ -285,7 +285,10 @@ def in_turn(source: random.Random, words: tuple[str, ...]) -> Iterator[Kind]:
 
 def matrix(folder: Path, runs: int, seed: int, *words: str) -> tuple[str, int]:
     """Do so many runs. Returns the line to print, and how many went wrong; these are told on stderr."""
-    source, done, wrong, start = random.Random(seed), Counter[str](), Counter[str](), time.monotonic()
+    source = random.Random(seed)
+    done: Counter[str] = Counter()
+    wrong: Counter[str] = Counter()
+    start = time.monotonic()
     data = folder / "data"
     data.mkdir()
     make_small_shards(data)
@@ -293,7 +296,8 @@ def matrix(folder: Path, runs: int, seed: int, *words: str) -> tuple[str, int]:
     lab = Lab(folder, data)
     reference = lab.elsewhere("reference").succeed()
     for number, kind in zip(range(runs), in_turn(source, words), strict=False):
-        here, mine = lab.elsewhere(f"run{number}"), random.Random(source.random())
+        here = lab.elsewhere(f"run{number}")
+        mine = random.Random(source.random())
         try:
             kind(here, reference, mine)
         except (AssertionError, subprocess.TimeoutExpired) as error:

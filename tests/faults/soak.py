@@ -30,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support import tiny
 from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started
 
-SAMPLE_SECONDS, ENOUGH_SAMPLES, MOST_SECONDS = 0.2, 20, 60.0
+SAMPLE_SECONDS = 0.2
+ENOUGH_SAMPLES = 20
+MOST_SECONDS = 60.0
 TRAINING_SHARE = 0.5  # of the seconds under faults; the rest goes into pauses and new starts
 MOST_MIB = 16.0  # what the allocator may keep
 WATCHED = {"TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 100, "VAL_LOSS_EVERY": 500, "LOADER_TIMEOUT_SECONDS": 60}
@@ -62,7 +64,8 @@ class Life:
 
     def sample(self) -> None:
         """Note what it uses now, if it is training."""
-        out, pid = self.started.out, self.started.process.pid
+        out = self.started.out
+        pid = self.started.process.pid
         if not re.search(r"^step:\d", out, re.M) or "DIAGNOSTIC" in out or "stopped by" in out:
             return
         try:
@@ -118,7 +121,8 @@ def disturbed(
     lab: Lab, seconds: float, source: random.Random, counts: Counter[str], **changes: Any
 ) -> tuple[Ended, list[Life]]:
     """A run under faults for so many seconds, taken up again each time; then to its end."""
-    lives, until = list[Life](), time.monotonic() + seconds
+    lives: list[Life] = []
+    until = time.monotonic() + seconds
     while True:
         for directory in lab.folder.glob("runs/*"):  # ended before there was anything to go on from
             if not [*directory.glob("checkpoint.pt")]:
@@ -143,12 +147,18 @@ def step_seconds(ended: Ended) -> float:
 
 def soak(folder: Path, seconds: float, seed: int) -> tuple[str, list[str]]:
     """Runs under faults for so many seconds, each against its twin. Returns the line, and what was wrong."""
-    source, counts, start = random.Random(seed), Counter[str](), time.monotonic()
+    source = random.Random(seed)
+    counts: Counter[str] = Counter()
+    start = time.monotonic()
     data = folder / "data"
     data.mkdir()
     tiny.make_dataset(data)
     SERVER.set_forkserver_preload(PRELOAD.split())
-    lab, lives, wrong, left, total = Lab(folder, data), list[Life](), list[str](), seconds, 0
+    lab = Lab(folder, data)
+    lives: list[Life] = []
+    wrong: list[str] = []
+    left = seconds
+    total = 0
     alone, _ = left_alone(lab.elsewhere("try"), **WATCHED, ITERATIONS=100)
     while left > seconds / 10:  # a run may end before its time, when the machine has become faster
         steps = max(100, int(TRAINING_SHARE * left / step_seconds(alone)))
@@ -160,7 +170,8 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[str, list[str]]:
         alone, one = left_alone(lab.elsewhere(f"alone{total}"), **changes)
         compared = ("stream_hash", "losses", "steps", "tokens", "artifact")
         wrong += [f"{key} differs" for key in compared if ended.summary[key] != alone.summary[key]]
-        lives, total = [*lives, *several, one], total + steps
+        lives += [*several, one]
+        total += steps
     growths = [growth for one in lives if (growth := one.growth())]
     mib, threads, files = (max(values) for values in zip(*growths, strict=True)) if growths else (0.0, 0, 0)
     if mib > MOST_MIB or threads > 0 or files > 0:
@@ -176,7 +187,8 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[str, list[str]]:
 def main() -> int:
     """Soak for SECONDS (1200) from SEED (1). Exit status 1 where something was wrong."""
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        seconds, seed = float(os.environ.get("SECONDS", 1200)), int(os.environ.get("SEED", 1))
+        seconds = float(os.environ.get("SECONDS", 1200))
+        seed = int(os.environ.get("SEED", 1))
         line, wrong = soak(Path(folder), seconds, seed)
     print(line, flush=True)
     return int(bool(wrong))

@@ -18,7 +18,8 @@ from tests.faults.soak import soak
 from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-KILLS, SEED = 30, 20240520
+KILLS = 30
+SEED = 20240520
 
 
 def killed(started: Started, mark: str, seconds: float) -> bool:
@@ -32,7 +33,9 @@ def killed(started: Started, mark: str, seconds: float) -> bool:
 
 
 def test_kills_at_random_times_in_every_phase(lab: Lab, finished: Ended) -> None:
-    source, kills, runs = random.Random(SEED), Counter[str](), 0
+    source = random.Random(SEED)
+    kills: Counter[str] = Counter()
+    runs = 0
     while kills.total() < KILLS:
         runs += 1
         here = lab.elsewhere(f"run{runs}")

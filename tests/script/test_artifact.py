@@ -303,7 +303,8 @@ def refused(data: bytes, folder: Path) -> str:
 
 @pytest.mark.parametrize("section", ["config", "weights"])
 def test_a_flipped_bit_is_refused_by_section(section: str, tiny_file: Path, tmp_path: Path) -> None:
-    data, sections = bytearray(tiny_file.read_bytes()), sections_of(tiny_file)
+    data = bytearray(tiny_file.read_bytes())
+    sections = sections_of(tiny_file)
     data[data.index(sections[section]) + len(sections[section]) // 2] ^= 16
     assert f"section {section}: truncated or damaged" in refused(bytes(data), tmp_path)
 
@@ -366,7 +367,9 @@ def test_headers_of_the_wrong_kind_are_refused(
 
 def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
     """Random damage, half of it sealed again under right checksums: the one error, or a sound model."""
-    rng, original, bad = random.Random(seed), path.read_bytes(), folder / "fuzz.bin"
+    rng = random.Random(seed)
+    original = path.read_bytes()
+    bad = folder / "fuzz.bin"
     whole = sections_of(path)
     refusals = 0
     for _ in range(count):
@@ -375,7 +378,8 @@ def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
         target = bytearray(sections[name] if rng.random() < 0.6 else original)
         sealed = len(target) == len(sections[name])
         for _ in range(rng.choice([1, 1, 2, 8])):
-            kind, place = rng.random(), rng.randrange(len(target)) if target else 0
+            kind = rng.random()
+            place = rng.randrange(len(target)) if target else 0
             if kind < 0.5 and target:
                 target[place] ^= 1 << rng.randrange(8)
             elif kind < 0.7 and target:

@@ -22,7 +22,9 @@ def code_arrays(draw: st.DrawFn) -> list[np.ndarray]:
     """Arrays of all kinds: empty, constant, one row, one column, heavy tails."""
     arrays = []
     for _ in range(draw(st.integers(0, 3))):
-        rows, columns, peak = draw(st.integers(0, 40)), draw(st.integers(1, 90)), draw(st.integers(0, 127))
+        rows = draw(st.integers(0, 40))
+        columns = draw(st.integers(1, 90))
+        peak = draw(st.integers(0, 127))
         rng = np.random.default_rng(draw(st.integers(0, 2**32)))
         values = rng.standard_normal((rows, columns)) * draw(st.sampled_from([0.0, 0.3, 3.0, 60.0]))
         arrays.append(np.clip(np.rint(values), -peak, peak).astype(np.int8))
@@ -39,7 +41,8 @@ def test_coder_round_trip(arrays: list[np.ndarray]) -> None:
 
 def lcg_codes(rows: int, columns: int) -> np.ndarray:
     """Bell-shaped codes from whole-number arithmetic alone."""
-    state, values = 12345, np.empty(rows * columns, np.int8)
+    state = 12345
+    values = np.empty(rows * columns, np.int8)
     for index in range(values.size):
         total = 0
         for _ in range(4):

@@ -16,15 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-<<<<<<< HEAD:tests/test_evaluation.py
-from data.shards import write_shard
-=======
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
 from tests.support.processes import Ended, Lab
->>>>>>> tests:tests/script/test_evaluation.py
 from tools.check.findings import Level, Mode
-from tools.prove import probes, prove, rehearsal, tiny
+from tools.prove import probes, prove, rehearsal
 from train_gpt import (
     Config,
     ConfigError,
@@ -45,7 +41,8 @@ def subject(**settings: str) -> probes.Subject:
 
 def plain_loop(model: Any, tokens: np.ndarray, config: Config, stride: int) -> np.ndarray:
     """Every window by itself, the head on every row; each target from the first window that reaches it."""
-    nats, window = np.full(len(tokens) - 1, np.nan), 0
+    nats = np.full(len(tokens) - 1, np.nan)
+    window = 0
     while np.isnan(nats).any():
         begin = window * stride
         row = torch.from_numpy(tokens[begin : begin + config.eval_length + 1].astype(np.int64))
@@ -59,7 +56,8 @@ def plain_loop(model: Any, tokens: np.ndarray, config: Config, stride: int) -> n
 
 def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
     """The protocol of PR #1493 written out for one rank; destroys the model."""
-    c, targets = config, len(tokens) - 1
+    c = config
+    targets = len(tokens) - 1
     chunk_count = -(-targets // c.ttt_chunk_tokens)
     velocity = [torch.zeros_like(p) for p in model.parameters()]
     nats = np.zeros(targets)
@@ -135,7 +133,9 @@ def learned_from(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, 
     tokens = np.arange(1, 151, dtype=np.uint16)
     scored = [0]
     seen: list[tuple[int, int]] = []
-    record, forward, loss = Ledger.record, train_gpt.GPT.forward, train_gpt.GPT.loss_per_token
+    record = Ledger.record
+    forward = train_gpt.GPT.forward
+    loss = train_gpt.GPT.loss_per_token
 
     def watched_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
         record(ledger, start, nats)
@@ -212,8 +212,10 @@ def test_scorers_equal_a_plain_loop_over_windows(mask: str, batch_tokens: str) -
 
 
 def test_with_documents_fewer_rows_are_computed_than_windows_exist() -> None:
-    lab, rows = subject(), list[int]()
-    model, forward = lab.model(), train_gpt.GPT.forward
+    lab = subject()
+    rows: list[int] = []
+    model = lab.model()
+    forward = train_gpt.GPT.forward
 
     def counted(model: Any, ids_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
         rows.append(len(ids_BT))
@@ -276,7 +278,8 @@ def test_ttt_follows_the_protocol(changes: dict[str, str]) -> None:
 
 
 def test_the_last_chunk_is_never_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab, learned = subject(), list[list[int]]()
+    lab = subject()
+    learned: list[list[int]] = []
     monkeypatch.setattr(
         train_gpt, "learn", lambda model, sgd, tokens, config: learned.append(tokens.tolist())
     )
@@ -287,7 +290,8 @@ def test_the_last_chunk_is_never_learned_from(monkeypatch: pytest.MonkeyPatch) -
 
 def test_weights_come_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = subject()
-    model, calls = lab.model(), iter(range(3))
+    model = lab.model()
+    calls = iter(range(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     original = train_gpt.learn
 
@@ -315,21 +319,10 @@ def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(
 # --- bytes ---
 
 
-<<<<<<< HEAD:tests/test_evaluation.py
-@pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory:
-    return rehearsal.build_laboratory(tmp_path_factory.mktemp("laboratory"))
-
-
-def byte_config(laboratory: rehearsal.Laboratory, **changes: str) -> Config:
-    places = {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
-    return Config.from_env({**tiny.RUN, **places, **changes})
-=======
 def byte_config(dataset: Path, **changes: str) -> Config:
     """The settings of a run on the tiny dataset."""
     places = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(dataset / "tokenizer.model")}
     return Config.from_env({**tiny.environment(), **places, **changes})
->>>>>>> tests:tests/script/test_evaluation.py
 
 
 @pytest.mark.parametrize("size", [1024, 8192])
@@ -354,17 +347,10 @@ def test_pieces_count_the_bytes_that_they_decode_to(dataset: Path) -> None:
     assert [finding.check for finding in findings] == ["B10", "B11"]
 
 
-<<<<<<< HEAD:tests/test_evaluation.py
-def test_a_byte_sidecar_takes_precedence(laboratory: rehearsal.Laboratory, tmp_path: Path) -> None:
-    tokens, counts = np.array([1, 5, 6, 1, 7], np.uint16), np.array([0, 3, 1, 0, 4], "<u2")
-    write_shard(tmp_path / "fineweb_val_bytes_000000.bin", counts)
-    config = byte_config(laboratory, DATA_PATH=str(tmp_path))
-=======
 def test_a_byte_sidecar_takes_precedence(dataset: Path, tmp_path: Path) -> None:
     tokens = np.array([1, 5, 6, 1, 7], np.uint16)
     write_shard(tmp_path / "fineweb_val_bytes_000000.bin", np.array([0, 3, 1, 0, 4]))
     config = byte_config(dataset, DATA_PATH=str(tmp_path))
->>>>>>> tests:tests/script/test_evaluation.py
     assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
     assert token_bytes(tokens[:3], config).tolist() == [3, 1]
     with pytest.raises(DataError, match="4 counts for 5 targets"):
@@ -402,7 +388,8 @@ def lines() -> Iterator[Any]:
 
 @pytest.mark.parametrize("mark", ["", " comparable:0"])
 def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
-    lab, run = subject(VAL_PROGRESS_LOG_EVERY="2"), probes.RecordingRun()
+    lab = subject(VAL_PROGRESS_LOG_EVERY="2")
+    run = probes.RecordingRun()
     scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
     assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
     for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
@@ -425,7 +412,9 @@ def test_progress_is_told_with_what_all_of_evaluation_should_come_to(
 ) -> None:
     """Ten seconds a chunk, five chunks a scorer."""
     lab = subject(VAL_PROGRESS_LOG_EVERY="1", VAL_BATCH_SIZE="1")
-    run, record, seconds = probes.RecordingRun(), Ledger.record, [0.0]
+    run = probes.RecordingRun()
+    record = Ledger.record
+    seconds = [0.0]
 
     def slow_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
         record(ledger, start, nats)
@@ -466,7 +455,8 @@ def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(l
     straight = lab.elsewhere("straight").succeed(**EVERY_CHUNK)
     chunks = tokens_seen(straight)
     assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [3, 3]
-    changes, told = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}, []
+    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
+    told = []
     for phase, done in (("sliding_window", 5), ("legal_ttt", 8)):
         ended = lab.run(fault=KILLED.replace("PHASE", phase), **changes)
         told += chunks[:done]

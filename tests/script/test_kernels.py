@@ -145,7 +145,8 @@ def test_gradients_are_finite_differences() -> None:
 @needs_runnable_kernels
 def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are cut from the middle of larger buffers; what surrounds them must stay as it was."""
-    guard, buffers = 64, []
+    guard = 64
+    buffers = []
 
     allocate = Tensor.new_empty
 

@@ -230,7 +230,8 @@ def test_batches_that_do_not_divide_are_refused(
 
 def plain_hash(position: int, sequence: list[int]) -> int:
     """The documented hash in Python integers: words times odd keys, times an odd word of the position."""
-    inputs, last = sequence[:-1] + [0] * (len(sequence[:-1]) % 2), sequence[-1]
+    inputs = sequence[:-1] + [0] * (len(sequence[:-1]) % 2)
+    last = sequence[-1]
     words = [last, *(low + (high << 16) for low, high in zip(inputs[::2], inputs[1::2], strict=True))]
     keys = plain_words(len(words), 1)
     total = sum(word * (key | 1) for word, key in zip(words, keys, strict=True))
@@ -526,7 +527,8 @@ def test_a_file_that_changes_during_the_run(tmp_path: Path, fault: str) -> None:
     files = write_shards(tmp_path / "data", (16 * 400 + 1, 16 * 8 + 1))
     with open_loader(files, shuffle=False, train_prefetch=False) as loader:
         take(loader, 1)
-        path, content = files[1].path, files[1].path.read_bytes()
+        path = files[1].path
+        content = path.read_bytes()
         changed = {
             "truncated": content[:-2],
             "grown": content + b"\0\0",
@@ -679,7 +681,8 @@ def run_long(shards: list[Any], batches: int) -> None:
     with open_loader(shards) as loader, open_loader(shards, train_prefetch=False) as oracle:
         for index in range(batches):
             if index == batches // 10:
-                threads, memory = threading.active_count(), rss_bytes()
+                threads = threading.active_count()
+                memory = rss_bytes()
             got, expected = loader.next_batch(), oracle.next_batch()
             assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
                 got.targets_BT, expected.targets_BT

@@ -117,7 +117,10 @@ class Reference:
         if self.looping and c.num_loops:
             middle = order[c.loop_start : c.loop_end + 1]
             order = order[: c.loop_start] + middle * (1 + c.num_loops) + order[c.loop_end + 1 :]
-        halfway, a, b, remembered = len(order) // 2, x0, None, []
+        halfway = len(order) // 2
+        a = x0
+        b = None
+        remembered = []
         for visit, layer in enumerate(order):
             two = c.parallel_mode == "lanes" and 0 <= c.parallel_start_layer <= layer
             if two and b is None:
@@ -161,7 +164,8 @@ class Reference:
         return (h * h) @ self.w["mlp_down_bank"][i].T
 
     def attention(self, i: int, x: Tensor, row: list[int]) -> Tensor:
-        c, w, size = self.c, self.w, self.c.head_dim
+        c, w = self.c, self.w
+        size = c.head_dim
         query, output = w["qo_bank"][i], w["qo_bank"][c.num_layers + i]
         key, value = w["kv_bank"][i], w["kv_bank"][c.num_layers + i]
         heads = []
@@ -190,7 +194,8 @@ class Reference:
     def rotate(self, x: Tensor) -> Tensor:
         c = self.c
         turned = c.rope_dims or c.head_dim
-        trained, base = c.rope_train_seq_len or c.train_seq_len, c.rope_base
+        trained = c.rope_train_seq_len or c.train_seq_len
+        base = c.rope_base
         if len(x) > trained:
             base *= (len(x) / trained) ** (turned / (turned - 2))
         rates = [base ** (-2 * j / turned) for j in range(turned // 2)]
@@ -402,7 +407,8 @@ def test_impossible_shapes_are_refused_by_name(changes: dict[str, Any], named: s
 
 
 def test_observer_sees_every_matrix_input() -> None:
-    config, seen = tiny(), {}
+    config = tiny()
+    seen = {}
     model = random_model(config)
     model.observer = lambda site, layer, x: seen.setdefault((site, layer), x)
     hidden = model(random_ids(config))
@@ -470,7 +476,8 @@ def test_every_varlen_kernel_gives_the_same_model(
     name: str, kernel: Any, doc_mask: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, name, kernel)
-    config, run = tiny(ATTENTION=name, DOC_MASK=doc_mask), cpu_run()
+    config = tiny(ATTENTION=name, DOC_MASK=doc_mask)
+    run = cpu_run()
     model, ids = random_model(config), random_ids(config)
     expected = model(ids)
     model.attend = train_gpt.choose_kernels(config, run)[0]
@@ -574,7 +581,8 @@ def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
         ids = torch.full((2, 256), 5)
         ids[:, ::every] = train_gpt.BOS_ID
         starts = train_gpt.starts_on_device(ids, config)
-        for model.looping in (False, True):
+        for looping in (False, True):
+            model.looping = looping
             loss(model, ids, ids, starts).backward()
     assert len(graphs) == 2
 
@@ -590,5 +598,6 @@ def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
     ids = torch.randint(2, 48, (16, 1024), device="cuda")
     ids[:, ::300] = train_gpt.BOS_ID
     expected = model(ids)
-    model.compute_dtype, model.attend = torch.bfloat16, train_gpt.choose_kernels(config, run)[0]
+    model.compute_dtype = torch.bfloat16
+    model.attend = train_gpt.choose_kernels(config, run)[0]
     torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)

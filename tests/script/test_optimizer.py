@@ -92,7 +92,8 @@ def test_any_number_of_ranks_takes_the_same_steps(size: int, tmp_path: Path) -> 
 
 def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum: float) -> Tensor:
     """Muon on one matrix, step after step, in float64."""
-    weight, buffer = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    weight = weight.double()
+    buffer = torch.zeros_like(weight)
     tall = weight.size(0) > weight.size(1)
     coefficients = train_gpt.POLAR_EXPRESS if config.muon_polar_express else [(3.4445, -4.775, 2.0315)] * 5
     for gradient in gradients:
@@ -137,7 +138,8 @@ def test_small_tensors_follow_adamw() -> None:
     config = three_layers(GRAD_CLIP_NORM=0)
     model = build_model(config)
     rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
-    twins, steps = {}, []
+    twins = {}
+    steps = []
     for name, parameter in model.named_parameters():
         if name not in bank_names(config):
             twins[name] = parameter.detach().clone().requires_grad_()

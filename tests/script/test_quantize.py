@@ -39,7 +39,8 @@ def gptq_written_out(weights: Tensor, hessian: Tensor, scales: Tensor, levels: i
     weights, hessian = weights.double().clone(), hessian.double().clone()
     weights[:, hessian.diagonal() == 0] = 0
     hessian.diagonal().add_(damping * hessian.diagonal().mean())
-    inverse, codes = torch.linalg.inv(hessian), torch.zeros_like(weights)
+    inverse = torch.linalg.inv(hessian)
+    codes = torch.zeros_like(weights)
     diagonal = hessian.diagonal().tolist()
     for column in sorted(range(len(diagonal)), key=lambda c: -diagonal[c]):
         codes[:, column] = (weights[:, column] / scales.double()).round().clamp(-levels, levels)

@@ -131,7 +131,8 @@ def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: L
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "pickle"])
 def test_a_damaged_checkpoint_is_refused(damage: str, copy: Path, lab: Lab) -> None:
-    path, canary = copy / "checkpoint.pt", lab.folder / "canary"
+    path = copy / "checkpoint.pt"
+    canary = lab.folder / "canary"
     content = path.read_bytes()
     damaged = {"cut": content[: len(content) // 2], "empty": b"", "garbage": b"\x80\x02garbage" * 99}
     path.write_bytes(damaged.get(damage, pickle.dumps(Touch(str(canary)))))

@@ -55,7 +55,8 @@ def test_the_run_directory_holds_the_evidence(finished: Ended) -> None:
 
 
 def test_console_and_log_say_the_same_and_the_log_holds_every_setting(finished: Ended) -> None:
-    printed, logged = finished.out.splitlines(), log_of(finished)
+    printed = finished.out.splitlines()
+    logged = log_of(finished)
     assert [line for line in logged if line in printed] == printed
     for name, value in finished.summary["config"].items():
         mark = "  # changed" if name in finished.summary["overrides"] else ""
@@ -86,7 +87,8 @@ def test_metrics_hold_every_step_and_every_score(finished: Ended) -> None:
 def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> None:
     import hashlib
 
-    summary, model = finished.summary, (finished.directory / "model.bin").read_bytes()
+    summary = finished.summary
+    model = (finished.directory / "model.bin").read_bytes()
     assert set(summary) >= set(SUMMARY_KEYS.split())
     assert (summary["run_id"], summary["seed"], summary["steps"], summary["tokens"]) == (
         "run",

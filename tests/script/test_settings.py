@@ -276,7 +276,8 @@ def test_help_lists_every_variable_with_default_and_meaning(
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
     monkeypatch.setattr(os, "environ", {"SEED": "wrong, and yet help must come"})
     assert train_gpt.main() == 0
-    listed, defaults = capsys.readouterr().out.split("Variables, ")[1].splitlines(), Config().as_env()
+    listed = capsys.readouterr().out.split("Variables, ")[1].splitlines()
+    defaults = Config().as_env()
     for name, field in FIELDS.items():
         (line,) = [line for line in listed if line.strip().startswith(f"{name}=")]
         assert line.split()[0] == f"{name}={defaults[name]}"
@@ -286,7 +287,8 @@ def test_help_lists_every_variable_with_default_and_meaning(
 
 def values_of(field: Any) -> st.SearchStrategy[Any]:
     """Everything a field may hold, as far as it alone decides."""
-    rules, kind = field.metadata, type(field.default)
+    rules = field.metadata
+    kind = type(field.default)
     if kind is bool:
         return st.booleans()
     if rules["among"]:

@@ -51,7 +51,8 @@ def test_other_steps_are_not_timed_at_all(
 class FakeEvent:
     """A CUDA event of a GPU that takes 3 ms for each of the host's, and is behind it by 100 ms at least."""
 
-    host_ms, waits = 1000.0, 0
+    host_ms = 1000.0
+    waits = 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -61,7 +62,8 @@ class FakeEvent:
         self.ms = 100 + 3 * FakeEvent.host_ms
 
     def synchronize(self) -> None:
-        FakeEvent.host_ms, FakeEvent.waits = self.ms, FakeEvent.waits + 1
+        FakeEvent.host_ms = self.ms
+        FakeEvent.waits += 1
 
     def elapsed_time(self, later: FakeEvent) -> float:
         return later.ms - self.ms

@@ -137,54 +137,71 @@ def truth_values_as_numbers(source: str) -> list[int]:
     A comparison as an index is let pass where it may be an array, which selects.
     """
     tree = ast.parse(source)
-    known = bool_names(tree)
-    lines = []
-    for node in ast.walk(tree):
-        operands: list[ast.AST] = []
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            operands = [node.left, node.right]
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
-            operands = [node.value]
-        elif isinstance(node, ast.Subscript):
-            of_a_literal = isinstance(node.value, (ast.Tuple, ast.List))
-            if of_a_literal or not isinstance(node.slice, ast.Compare):
-                operands = [node.slice]
-        if any(is_truth(operand, known) for operand in operands):
-            lines.append(node.lineno)
-    return lines
+    fields = bool_fields(tree)
+    lines = set()
+    for scope in ast.walk(tree):
+        if not isinstance(scope, (ast.Module, *Function)):
+            continue
+        known = fields | bool_arguments(scope)
+        for node in ast.walk(scope):
+            operands = factors_and_indices(node)
+            if any(is_truth(operand, known) for operand in operands):
+                lines.add(operands[0].lineno)
+    return sorted(lines)
 
 
-def bool_names(tree: ast.Module) -> set[str]:
-    """Fields, variables and arguments that are annotated as bool."""
+def factors_and_indices(node: ast.AST) -> list[ast.expr]:
+    """What a product multiplies, or what a subscript is."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return [node.left, node.right]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+        return [node.value]
+    if isinstance(node, ast.Subscript):
+        of_a_literal = isinstance(node.value, (ast.Tuple, ast.List))
+        if of_a_literal or not isinstance(node.slice, ast.Compare):
+            return [node.slice]
+    return []
+
+
+def bool_fields(tree: ast.Module) -> set[str]:
+    """Fields of classes that are annotated as bool, each with a dot before its name."""
     names = set()
     for node in ast.walk(tree):
-        annotation = getattr(node, "annotation", None)
-        if not (isinstance(annotation, ast.Name) and annotation.id == "bool"):
-            continue
-        if isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
-            names.add(node.target.attr)
+        if isinstance(node, ast.AnnAssign) and is_bool(node.annotation):
+            target = node.target
+            name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+            names.add(f".{name}")
     return names
 
 
-def is_truth(node: ast.AST, bools: set[str]) -> bool:
-    """Whether an expression is surely a truth value, or a number made from one."""
+def bool_arguments(scope: ast.AST) -> set[str]:
+    """Arguments of a function that are annotated as bool."""
+    if not isinstance(scope, Function):
+        return set()
+    arguments = [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]
+    return {argument.arg for argument in arguments if is_bool(argument.annotation)}
+
+
+def is_bool(annotation: ast.expr | None) -> bool:
+    """Whether an annotation is `bool`."""
+    return isinstance(annotation, ast.Name) and annotation.id == "bool"
+
+
+def is_truth(node: ast.expr, known: set[str]) -> bool:
+    """Whether an expression is surely a truth value, or a number made from one; `known`: names of some."""
     if isinstance(node, (ast.Compare, ast.BoolOp)):
         return True
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not)
     if isinstance(node, ast.Name):
-        return node.id in bools
+        return node.id in known
     if isinstance(node, ast.Attribute):
-        return node.attr in bools
+        return f".{node.attr}" in known
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.func.id in ("int", "float") and len(node.args) == 1:
-            return is_truth(node.args[0], bools)
+            return is_truth(node.args[0], known)
         return node.func.id in TRUTH_FUNCTIONS
     return False
 

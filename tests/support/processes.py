@@ -175,7 +175,8 @@ class Lab:
     """A folder, a dataset and the settings of a tiny run; each call is one process."""
 
     def __init__(self, folder: Path, dataset: Path) -> None:
-        self.folder, self.dataset = folder, dataset
+        self.folder = folder
+        self.dataset = dataset
 
     def settings(self, **changes: object) -> dict[str, str]:
         """The environment of a tiny run; None removes a variable."""

@@ -24,7 +24,9 @@ CONFIG = {
     "ARTIFACT_BYTES_MAX": "1150000",
     "TRAIN_BATCH_TOKENS": "2048",
 }
-STEPS, STEP_MS, LOG_EVERY = 400, 50.0, 20
+STEPS = 400
+STEP_MS = 50.0
+LOG_EVERY = 20
 
 
 def wrap(source: str) -> bytes:

@@ -94,6 +94,16 @@ def test_a_truth_value_scales_nothing_in_place_either() -> None:
     assert plainness.truth_values_as_numbers("x *= a > b\n") == [1]
 
 
+def test_an_argument_is_a_truth_value_in_its_own_function_alone() -> None:
+    source = dedent("""
+        def f(x, flag: bool):
+            return x if flag else 0
+        def g(x, flag):
+            return x * flag
+    """)
+    assert plainness.truth_values_as_numbers(source) == []
+
+
 @pytest.mark.parametrize(
     "expression",
     [

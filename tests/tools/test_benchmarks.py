@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import coder, results
+import train_gpt
+from benchmarks import coder, results, speed
 from tools.markdown import refresh
+from tools.prove.probes import make_subject
 
 
 def test_the_page_follows_from_the_raw_figures() -> None:
@@ -41,6 +44,19 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
     results.PAGE.write_text(f"{results.BEGIN}\n{results.END}\n")
     return tmp_path
+
+
+def test_every_scorer_of_a_config_is_timed() -> None:
+    subject = make_subject(train_gpt)
+    training: Any = SimpleNamespace(
+        config=subject.config,
+        model=subject.model(),
+        validation=SimpleNamespace(tokens=subject.tokens()),
+        run=SimpleNamespace(machine=train_gpt.Machine()),
+    )
+    found = speed.scoring(training, 100)
+    assert [one["scorer"] for one in found] == ["round-trip", "sliding window", "legal TTT"]
+    assert all(one["targets"] == 100 and one["seconds"] > 0 for one in found)
 
 
 def measured_coder() -> dict[str, Any]:

@@ -48,6 +48,15 @@ def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
     assert comparison["gain_bpb"] > 0 and comparison["meets_margin"] and comparison["frontier"]["p"] < 0.01
 
 
+def test_a_run_to_its_step_limit_has_all_its_steps_whatever_line_is_the_last(tmp_path: Path) -> None:
+    (run,) = make_runs(tmp_path / "runs", 1)
+    lines = [line for line in (run / "log.txt").read_text().splitlines() if "step:400/400" not in line]
+    (run / "log.txt").write_text("\n".join(lines) + "\n")
+    folder = pack(tmp_path / "records", [run])
+    assert Folder(folder).submission["seed_results"]["1"]["steps"] == 400
+    assert main(["check", str(folder)]) == 0
+
+
 def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: Path) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     shipped = read_script(folder / "train_gpt.py")

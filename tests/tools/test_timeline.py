@@ -14,7 +14,8 @@ from tools.trace.trace import Timeline
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
-        timeline, start_ns = Timeline(), 7_000_000_000
+        timeline = Timeline()
+        start_ns = 7_000_000_000
         timeline.open(tmp_path / f"trace_rank{rank}.json", rank)
         timeline.span("train", "main", start_ns, start_ns + 4_000_000, step=0)
         timeline.span("forward", "main", start_ns, start_ns + 1_500_000, step=0)
@@ -24,7 +25,8 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, merged = run_directory / "t.png", run_directory / "merged.json"
+    out = run_directory / "t.png"
+    merged = run_directory / "merged.json"
     assert main(["timeline", str(run_directory), "--out", str(out), "--merge", str(merged), "--json"]) == 0
     seconds = json.loads(capsys.readouterr().out)["seconds"]
     assert seconds["rank 0 main"] == pytest.approx({"train": 0.004, "forward": 0.0015})

@@ -264,7 +264,8 @@ def test_every_step_and_its_parts_are_there(whole: tuple[Ended, list[Event]]) ->
         assert steps(events, name) == sorted(count * [*range(6)]), name
     waits = spans(events, "gpu_queue_wait")
     assert [span["args"]["batch"] for span in waits] == [*range(24)]
-    trains, (validation,) = spans(events, "train"), spans(events, "val")
+    trains = spans(events, "train")
+    (validation,) = spans(events, "val")
     assert validation["args"] == {"step": 3} and validation["dur"] > 0
     assert trains[2]["ts"] + trains[2]["dur"] <= validation["ts"]
     assert validation["ts"] + validation["dur"] <= trains[3]["ts"]

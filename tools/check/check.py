@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    mode = Mode.STRICT if args.strict else Mode.CONVENTION if args.convention else Mode.AGREED
+    mode = Mode.AGREED
+    if args.strict:
+        mode = Mode.STRICT
+    elif args.convention:
+        mode = Mode.CONVENTION
     progress = tqdm(args.folders, desc="auditing", disable=len(args.folders) < 2 or not sys.stderr.isatty())
     reports: dict[str, list[Finding]] = {}
     for path in progress:
@@ -41,11 +45,13 @@ def run(args: argparse.Namespace) -> int:
             findings += check_starts(folder)
         reports[str(path)] = findings
     if args.json:
-        print(json_text({path: [f.as_json(mode) for f in found] for path, found in reports.items()}), end="")
+        listed = {path: [finding.as_json(mode) for finding in found] for path, found in reports.items()}
+        print(json_text(listed), end="")
     else:
         for path, found in reports.items():
             print(render(path, found, mode, args.quiet))
-    return int(any(finding.level(mode) is Level.FAIL for found in reports.values() for finding in found))
+    levels = {finding.level(mode) for found in reports.values() for finding in found}
+    return int(Level.FAIL in levels)
 
 
 def render(path: str, findings: list[Finding], mode: Mode, quiet: bool) -> str:

@@ -101,7 +101,7 @@ def _mean_of_others(folder: Folder, attribute: str, declared: float) -> str | No
             groups.setdefault((place, final.label), []).append(getattr(final, attribute))
     for (place, label), values in groups.items():
         if len(values) > 1 and matches(declared, mean(values)):
-            return f"`{label}`" + (f" in {place}/" if place != "." else "")
+            return f"`{label}`" if place == "." else f"`{label}` in {place}/"
     return None
 
 
@@ -175,7 +175,7 @@ def _check_seed_counts(
             "copy it from the log",
         )
     steps = number(declared.get("steps"))
-    if steps is not None and log.steps is not None and steps != log.steps:
+    if steps is not None and log.steps is not None and steps not in (log.steps, log.steps_done):
         line = log.stop.line if log.stop else log.lines
         yield fail(
             "A4",

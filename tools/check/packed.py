@@ -105,7 +105,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
                 nested(summary, "artifact", "bytes"),
                 log.model_bytes and log.model_bytes.bytes,
             ),
-            "steps": (nested(summary, "steps"), log.steps),
+            "steps": (nested(summary, "steps"), log.steps_done),
         }
         for name, (recorded, printed) in pairs.items():
             if recorded is not None and printed is not None and recorded != printed:
@@ -164,7 +164,8 @@ def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any])
     comparison = claimed.get("comparison")
     if not isinstance(comparison, dict):
         return None
-    bpbs, losses = (_numbers(comparison.get(f"baseline_{key}")) for key in ("val_bpb", "val_loss"))
+    bpbs = _numbers(comparison.get("baseline_val_bpb"))
+    losses = _numbers(comparison.get("baseline_val_loss"))
     if not (bpbs and losses):
         return None
     return compare_with(str(comparison.get("baseline")), results, bpbs, losses)
@@ -181,7 +182,8 @@ def _differences(got: Any, expected: Any, place: str = "") -> Iterator[tuple[str
     """Leaves that differ, by dotted path; keys that somebody added are left alone."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for key, value in expected.items():
-            yield from _differences(got.get(key), value, f"{place}.{key}" if place else str(key))
+            inner = f"{place}.{key}" if place else str(key)
+            yield from _differences(got.get(key), value, inner)
     elif isinstance(expected, float) and isinstance(got, float):
         if abs(got - expected) > 1e-9 * max(1.0, abs(expected)):
             yield place, got, expected

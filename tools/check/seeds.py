@@ -39,14 +39,19 @@ def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
     if not isinstance(declared, list):
         return
     seeds = {run.seed for run in folder.seed_runs} | {log.seed for log in folder.logs}
+    if seeds <= {None}:  # no log says its seed
+        return
     for seed in declared:
-        if seeds - {None} and seed not in seeds and seed not in folder.submitted_seeds():
+        if seed not in seeds and seed not in folder.submitted_seeds():
             yield warn("A5", f"seed {seed} is declared, no log is of that seed", folder.name, "add its log")
 
 
 def check_same_code(folder: Folder) -> Iterator[Finding]:
     """A6: every seed ran the same bytes, and those are the bytes shipped."""
-    sizes = {run.log.code_bytes.bytes: run for run in folder.seed_runs if run.log.code_bytes}
+    sizes = {}  # of the code as a log prints it: a run that does
+    for run in folder.seed_runs:
+        if run.log.code_bytes:
+            sizes[run.log.code_bytes.bytes] = run
     if len(sizes) > 1:
         text = ", ".join(f"{size:,} bytes in {run.log.path.name}" for size, run in sorted(sizes.items()))
         yield fail(
@@ -56,12 +61,13 @@ def check_same_code(folder: Folder) -> Iterator[Finding]:
     embedded = [run for run in folder.seed_runs if run.log.source is not None]
     for run in embedded:
         yield from _check_embedded(run, scripts)
-    shipped = {
-        size for s in scripts for size in (s.bytes, len(s.text.encode()), len(s.raw.replace(b"\r\n", b"\n")))
-    }
     if embedded or len(sizes) != 1 or folder.script is None:
         return
-    (size, run), count = next(iter(sizes.items())), next(iter(sizes.values())).log.code_bytes
+    shipped = set()  # as it is, unwrapped, and with the ends of lines of another system
+    for script in scripts:
+        shipped |= {script.bytes, len(script.text.encode()), len(script.raw.replace(b"\r\n", b"\n"))}
+    ((size, run),) = sizes.items()
+    count = run.log.code_bytes
     if size not in shipped and count:
         yield fail(
             "A6",

@@ -28,6 +28,7 @@ class Sample:
     value: float
 
     def at(self, axis: str) -> float | None:
+        """Where it stands on one of AXES; None where the log does not tell."""
         return {"steps": float(self.step), "tokens": self.tokens, "seconds": self.seconds}[axis]
 
 
@@ -38,6 +39,16 @@ class StepTime:
     step: int
     ms: float
     cause: str | None
+
+
+def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
+    """(place on the axis, value) of the samples that are known to stand there."""
+    found = []
+    for sample in samples:
+        x = sample.at(axis)
+        if x is not None:
+            found.append((x, sample.value))
+    return found
 
 
 def batch_tokens(run: Run) -> int | None:
@@ -69,28 +80,28 @@ def _samples(run: Run, kind: str, key: str) -> list[Sample]:
     batch = batch_tokens(run)
     found = []
     for event in run.events:
+        if event.kind != kind or str(event.values.get("label")).startswith(NOT_A_STEP):
+            continue
         step = event.step
         value = event.number(key)
-        if (
-            event.kind != kind
-            or step is None
-            or value is None
-            or str(event.values.get("label")).startswith(NOT_A_STEP)
-        ):
+        if step is None or value is None:
             continue
         tokens = event.number("tokens")
-        milliseconds = event.number("train_time_ms")
-        seconds = milliseconds / 1e3 if milliseconds is not None else None
-        found.append(Sample(step, tokens if tokens is not None else _product(step, batch), seconds, value))
+        if tokens is None:
+            tokens = _product(step, batch)
+        found.append(Sample(step, tokens, _seconds(event.number("train_time_ms")), value))
     return found
 
 
 def _from_points(run: Run, points: Sequence[tuple[int, float | None, float]]) -> list[Sample]:
     batch = batch_tokens(run)
     return [
-        Sample(step, _product(step, batch), time_ms / 1e3 if time_ms is not None else None, value)
-        for step, time_ms, value in points
+        Sample(step, _product(step, batch), _seconds(time_ms), value) for step, time_ms, value in points
     ]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return milliseconds / 1e3 if milliseconds is not None else None
 
 
 def _product(step: int, batch: int | None) -> float | None:
@@ -99,11 +110,10 @@ def _product(step: int, batch: int | None) -> float | None:
 
 def step_times(run: Run) -> list[StepTime]:
     """Mean step duration between consecutive lines with the clock, the slow ones with their likely cause."""
-    times = [
-        (start, stop, (stop_ms - start_ms) / (stop - start))
-        for (start, start_ms), (stop, stop_ms) in pairwise([(0, 0.0), *_clock(run)])
-        if stop > start and stop_ms > start_ms
-    ]
+    times = []  # (step before, last step, milliseconds of one step between)
+    for (start, start_ms), (stop, stop_ms) in pairwise([(0, 0.0), *_clock(run)]):
+        if stop > start and stop_ms > start_ms:
+            times.append((start, stop, (stop_ms - start_ms) / (stop - start)))
     if not times:
         return []
     median = statistics.median(ms for _, _, ms in times)
@@ -111,10 +121,10 @@ def step_times(run: Run) -> list[StepTime]:
     limit = median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median)
     marked = []
     for start, stop, ms in times:
-        slow = ms > limit
-        marked.append(
-            StepTime(stop, ms, _cause(start, stop, (ms - median) * (stop - start), run) if slow else None)
-        )
+        cause = None
+        if ms > limit:
+            cause = _cause(start, stop, (ms - median) * (stop - start), run)
+        marked.append(StepTime(stop, ms, cause))
     return marked
 
 

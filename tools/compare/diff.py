@@ -90,17 +90,19 @@ def difference(base: Group, new: Group) -> Difference:
 
 
 def _compare(new: Sequence[Run], base: Sequence[Run]) -> Comparison | None:
-    sides = [scores(side, attribute) for attribute in ("bpb", "loss") for side in (new, base)]
-    return compare(*sides) if all(sides) else None
+    new_bpb, base_bpb = scores(new, "bpb"), scores(base, "bpb")
+    if not new_bpb or not base_bpb:
+        return None
+    return compare(new_bpb, base_bpb, scores(new, "loss"), scores(base, "loss"))
 
 
 def changed_settings(base: dict[str, str], new: dict[str, str]) -> list[tuple[str, str, str]]:
     """(name, base value, new value) of settings that differ; values that are equal as numbers are equal."""
-    return [
-        (key, base.get(key, UNSET), new.get(key, UNSET))
-        for key in sorted({*base, *new})
-        if _canonical(base.get(key)) != _canonical(new.get(key))
-    ]
+    changed = []
+    for key in sorted({*base, *new}):
+        if _canonical(base.get(key)) != _canonical(new.get(key)):
+            changed.append((key, base.get(key, UNSET), new.get(key, UNSET)))
+    return changed
 
 
 def _canonical(value: str | None) -> object:
@@ -126,25 +128,31 @@ def metric_rows(found: Difference) -> list[list[str]]:
     """Name, base, new, change; mean ± deviation over the seeds that have the metric."""
     rows = []
     for name, value_of, form in METRICS:
-        sides = [
-            [v for run in group.runs if (v := value_of(run)) is not None] for group in (found.base, found.new)
-        ]
-        if not any(sides):
+        base = _values(found.base, value_of)
+        new = _values(found.new, value_of)
+        if not base and not new:
             continue
-        change = f"{mean(sides[1]) - mean(sides[0]):+{form}}" if all(sides) else UNSET
-        rows.append([name, *(_spread(values, form) for values in sides), change])
+        change = UNSET
+        if base and new:
+            change = f"{mean(new) - mean(base):+{form}}"
+        rows.append([name, _spread(base, form), _spread(new, form), change])
     return rows
+
+
+def _values(group: Group, value_of: Callable[[Run], float | None]) -> list[float]:
+    """A metric of every run that has it."""
+    values = [value_of(run) for run in group.runs]
+    return [value for value in values if value is not None]
 
 
 def _spread(values: Sequence[float], form: str) -> str:
     if not values:
         return UNSET
+    shown = f"{mean(values):{form}}"
     spread = deviation(values)
-    return (
-        f"{mean(values):{form}}"
-        + (f" ± {spread:{form}}" if spread is not None else "")
-        + f" (n={len(values)})"
-    )
+    if spread is not None:
+        shown += f" ± {spread:{form}}"
+    return f"{shown} (n={len(values)})"
 
 
 def verdict_lines(found: Difference) -> list[str]:
@@ -179,16 +187,22 @@ def _standard(name: str, test: Welch | None, level: float, met: bool) -> str:
 
 def loss_rows(found: Difference) -> list[list[str]]:
     """Step, mean training loss of base and new, change, at steps that every run of both sides logged."""
-    tables = [
-        [{s.step: s.value for s in curves.train_loss(run)} for run in g.runs] for g in (found.base, found.new)
-    ]
-    common = sorted(set.intersection(*(set(losses) for side in tables for losses in side)))
+    base_losses = [_losses_by_step(run) for run in found.base.runs]
+    new_losses = [_losses_by_step(run) for run in found.new.runs]
+    common = sorted(set.intersection(*(set(losses) for losses in (*base_losses, *new_losses))))
+    # About CURVE_ROWS of them at equal distances, the last one included.
     stride = max(1, len(common) // CURVE_ROWS)
+    first = (len(common) - 1) % stride
     rows = []
-    for step in common[::-1][::stride][::-1]:
-        base, new = (mean([losses[step] for losses in side]) for side in tables)
+    for step in common[first::stride]:
+        base = mean([losses[step] for losses in base_losses])
+        new = mean([losses[step] for losses in new_losses])
         rows.append([f"{step:,}", f"{base:.4f}", f"{new:.4f}", f"{new - base:+.4f}"])
     return rows
+
+
+def _losses_by_step(run: Run) -> dict[int, float]:
+    return {sample.step: sample.value for sample in curves.train_loss(run)}
 
 
 def text(found: Difference, show_code: bool) -> str:
@@ -209,12 +223,13 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns; empty text without rows."""
     if not rows:
         return ""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (header, *rows)
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    lines = [header, *rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    padded = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        padded.append("  ".join(cells).rstrip())
+    return "\n".join(padded)
 
 
 def as_json(found: Difference) -> dict[str, Any]:
@@ -232,10 +247,9 @@ def as_json(found: Difference) -> dict[str, Any]:
 def html(found: Difference) -> str:
     """The page: verdict, metrics, curves, settings, code."""
     plus, minus = changed_lines(found.code)
-    summary = f"<p>+{plus} −{minus} lines</p>"
-    code = summary + (
-        f"<details><summary>show</summary>{page.code_diff(found.code)}</details>" if found.code else ""
-    )
+    code = f"<p>+{plus} −{minus} lines</p>"
+    if found.code:
+        code += f"<details><summary>show</summary>{page.code_diff(found.code)}</details>"
     settings = page.table(["setting", "base", "new"], [list(row) for row in found.settings], prose=True)
     phases = page.table(["phase", "base s", "new s"], phase_rows(found))
     return page.page(
@@ -253,26 +267,31 @@ def html(found: Difference) -> str:
 
 def phase_rows(found: Difference) -> list[list[str]]:
     """Mean seconds of each phase that our summaries recorded."""
-    sides = [[nested(run.summary, "phases") or {} for run in group.runs] for group in (found.base, found.new)]
-    names = list(dict.fromkeys(name for side in sides for phases in side for name in phases))
-    return [
-        [name, *(_spread([p[name] for p in side if name in p], ".2f") for side in sides)] for name in names
-    ]
+    base = [nested(run.summary, "phases") or {} for run in found.base.runs]
+    new = [nested(run.summary, "phases") or {} for run in found.new.runs]
+    names: list[str] = []
+    for phases in (*base, *new):
+        names += [name for name in phases if name not in names]
+    rows = []
+    for name in names:
+        base_seconds = [phases[name] for phases in base if name in phases]
+        new_seconds = [phases[name] for phases in new if name in phases]
+        rows.append([name, _spread(base_seconds, ".2f"), _spread(new_seconds, ".2f")])
+    return rows
 
 
 def charts(found: Difference) -> str:
     """Loss against steps, tokens and seconds, bits per byte and step times of both sides."""
-    figures = [
-        _chart(found, f"Training loss by {axis}", axis, "nats per token", curves.train_loss)
-        for axis in curves.AXES
-    ]
+    figures = []
+    for axis in curves.AXES:
+        title = f"Training loss by {axis}"
+        figures.append(_chart(found, title, axis, "nats per token", curves.train_loss))
     figures.append(_chart(found, "Validation", "steps", "bits per byte", curves.validation_bpb))
     figures.append(_chart(found, "Validation by seconds", "seconds", "bits per byte", curves.validation_bpb))
-    lines = [
-        svg.Line(kind, [(float(t.step), t.ms) for t in curves.step_times(run)])
-        for kind, group in (("base", found.base), ("new", found.new))
-        for run in group.runs
-    ]
+    lines = []
+    for kind, group in (("base", found.base), ("new", found.new)):
+        for run in group.runs:
+            lines.append(svg.Line(kind, [(float(time.step), time.ms) for time in curves.step_times(run)]))
     figures.append(svg.chart("Step time", "steps", "ms per step", lines))
     drawn = "".join(figures)
     legend = page.legend({"base": found.base.name, "new": found.new.name})
@@ -285,6 +304,5 @@ def _chart(
     lines = []
     for kind, group in (("base", found.base), ("new", found.new)):
         for run in group.runs:
-            points = [(x, sample.value) for sample in series(run) if (x := sample.at(axis)) is not None]
-            lines.append(svg.Line(kind, points))
+            lines.append(svg.Line(kind, curves.points(series(run), axis)))
     return svg.chart(title, axis, unit, lines)

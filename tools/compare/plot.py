@@ -93,7 +93,7 @@ def _draw_series(axes: Axes, runs: Sequence[Run], axis: str, series: Series, uni
     from matplotlib.ticker import EngFormatter
 
     for index, found in enumerate(runs):
-        points = [(x, s.value) for s in series(found) if (x := s.at(axis)) is not None]
+        points = curves.points(series(found), axis)
         if points:
             xs, ys = zip(*points, strict=True)
             axes.plot(xs, ys, style, color=f"C{index % 10}", linewidth=1, markersize=3, label=found.name)
@@ -111,16 +111,19 @@ def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str) -> None:
 
 def _limit(axes: Axes) -> None:
     """Set the limits of y by what follows the steep beginning."""
-    points = [(float(x), float(y)) for line in axes.get_lines() for x, y in _coordinates(line)]
+    points: list[tuple[float, float]] = []
+    lines: Any = axes.get_lines()
+    for line in lines:
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):
+            points.append((float(x), float(y)))
     end = max((x for x, _ in points), default=0.0)
-    values = [y for x, y in points if x >= SETTLED * end]
-    if len(values) > 1 and min(values) < max(values):
-        pad = 0.05 * (max(values) - min(values))
-        axes.set_ylim(min(values) - pad, max(values) + pad)
-
-
-def _coordinates(line: Any) -> list[tuple[float, float]]:
-    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+    settled = [y for x, y in points if x >= SETTLED * end]
+    if not settled:
+        return
+    low, high = min(settled), max(settled)
+    if low < high:
+        pad = 0.05 * (high - low)
+        axes.set_ylim(low - pad, high + pad)
 
 
 def _draw_legend(axes: Axes, runs: Sequence[Run]) -> None:

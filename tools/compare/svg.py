@@ -108,7 +108,8 @@ def ticks(low: float, high: float) -> list[float]:
     """About TICKS round values inside [low, high]."""
     raw = (high - low) / TICKS
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(multiple * power for multiple in (1, 2, 2.5, 5, 10) if multiple * power >= raw)
+    round_steps = [multiple * power for multiple in (1, 2, 2.5, 5, 10)]
+    step = min(step for step in round_steps if step >= raw)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
 

@@ -87,7 +87,9 @@ def _seed_table(submission: Mapping[str, Any]) -> str:
 
 
 def _phase_table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for s in summaries.values() for name in (nested(s, "phases") or {})))
+    names: list[str] = []
+    for summary in summaries.values():
+        names += [name for name in nested(summary, "phases") or {} if name not in names]
     if not names:
         return "The runs recorded no phases."
     rows = [

@@ -39,7 +39,7 @@ def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     summary = evidence.summary
     score = log.headline
     model = log.model_bytes
-    if score is None or model is None or log.steps is None:
+    if score is None or model is None or log.steps_done is None:
         raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
     phases = nested(summary, "phases")
     return {
@@ -50,7 +50,7 @@ def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
         "val_bytes": score.val_bytes,
         "model_bytes": model.bytes,
         "artifact_bytes": model.bytes + code_bytes,
-        "steps": log.steps,
+        "steps": log.steps_done,
         "step_avg_ms": _rounded(log.step_ms, 3),
         "train_time_s": _rounded(log.train_seconds, 3),
         "eval_time_s": _rounded(score.eval_seconds if score.eval_seconds else _phase(phases, "eval"), 3),
@@ -127,7 +127,8 @@ def compliance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     for summary in summaries:
         for name, limit in (nested(summary, "limits") or {}).items():
             if isinstance(limit, Mapping) and "ok" in limit:
-                limits[f"{name}_ok"] = limits.get(f"{name}_ok", True) and bool(limit["ok"])
+                key = f"{name}_ok"
+                limits[key] = limits.get(key, True) and bool(limit["ok"])
     limits["comparable"] = all(bool(nested(summary, "comparable")) for summary in summaries)
     limits["three_seeds"] = len(summaries) >= RECORD_SEEDS_MIN
     return limits

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.logs import Final, RunLog, decimals, read_log
+from tools.runs.logs import EXACT, Final, RunLog, decimals, read_log
 from tools.runs.source import Script, closure, read_script
 
 SUBMISSION = "submission.json"
@@ -134,8 +134,10 @@ class Folder:
         """One log per seed: those beside submission.json, else in subfolders; of reruns the submitted set."""
         top = [log for log in self.logs if log.path.parent == self.path]
         runs = [_seed_run(log) for log in top or self.logs]
-        if not top and (claimed := self._claimed_runs()):
-            return claimed
+        if not top:
+            claimed = self._claimed_runs()
+            if claimed:
+                return claimed
         named = [run for run in runs if run.named_seed is not None]
         if not named:
             return self._submitted_set(runs)
@@ -166,10 +168,13 @@ class Folder:
         """Reruns: sets of two seeds or more that share a file-name variant and are not the submitted set."""
         chosen = {run.log.path for run in self.seed_runs}
         sets: dict[str, list[SeedRun]] = {}
-        for run in map(_seed_run, self.logs):
-            place = run.log.path.parent.relative_to(self.path)
-            if run.named_seed is not None and run.log.headline and run.log.path not in chosen:
-                sets.setdefault((place / _variant(run)).as_posix(), []).append(run)
+        for log in self.logs:
+            run = _seed_run(log)
+            if run.named_seed is None or log.headline is None or log.path in chosen:
+                continue
+            place = log.path.parent.relative_to(self.path)
+            name = (place / _variant(run)).as_posix()
+            sets.setdefault(name, []).append(run)
         return {name: runs for name, runs in sets.items() if len({run.seed for run in runs}) > 1}
 
     def _claimed_runs(self) -> list[SeedRun]:
@@ -189,18 +194,24 @@ class Folder:
     @cached_property
     def headline_label(self) -> str | None:
         """The strongest scoring label that every seed's log has."""
-        runs = [run for run in self.seed_runs if run.log.headline]
-        counts: Counter[str] = Counter()
-        ranks: dict[str, int] = {}
-        for run in runs:
+        scored = 0
+        ranks: dict[str, int] = {}  # of every label
+        having: Counter[str] = Counter()  # in how many logs a label stands
+        leading: Counter[str] = Counter()  # of how many logs it is the headline
+        for run in self.seed_runs:
+            if run.log.headline is None:
+                continue
+            scored += 1
             labels = {final.label: final.rank for final in run.log.finals if final.rank > 0}
-            counts.update(labels.keys())
             ranks.update(labels)
-        common = [label for label, count in counts.items() if count == len(runs)]
-        own = Counter(run.log.headline.label for run in runs if run.log.headline)
-        return max(
-            common, key=lambda label: (ranks[label], own[label], label.endswith("_exact")), default=None
-        )
+            having.update(labels.keys())
+            leading[run.log.headline.label] += 1
+        common = [label for label, count in having.items() if count == scored]
+
+        def strength(label: str) -> tuple[int, int, bool]:
+            return ranks[label], leading[label], label.endswith(EXACT)
+
+        return max(common, key=strength, default=None)
 
     def score(self, log: RunLog) -> Final | None:
         """The log's line under the folder's headline label, the last one."""
@@ -213,7 +224,8 @@ class Folder:
         found = {}
         for path in sorted(self.path.glob(SUMMARY_NAME.format(seed="*"))):
             match = SEED_IN_NAME.search(path.name)
-            if match and (value := read_object(path)) is not None:
+            value = read_object(path)
+            if match and value is not None:
                 found[int(match[1])] = value
         return found
 
@@ -221,8 +233,13 @@ class Folder:
         """Per-seed results in submission.json (`seed_results`, or `seeds` as an object), by seed."""
         for key in ("seed_results", "seeds"):
             value = self.submission.get(key)
-            if isinstance(value, dict):
-                return {int(s): r for s, r in value.items() if str(s).isdecimal() and isinstance(r, dict)}
+            if not isinstance(value, dict):
+                continue
+            results = {}
+            for seed, result in value.items():
+                if str(seed).isdecimal() and isinstance(result, dict):
+                    results[int(seed)] = result
+            return results
         return {}
 
 

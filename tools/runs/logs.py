@@ -164,10 +164,20 @@ class RunLog:
 
     @property
     def steps(self) -> int | None:
+        """Steps up to the last line that tells them."""
         if self.stop:
             return self.stop.step
         reached = [point.step for point in (*self.train, *self.validation)]
         return max(reached) if reached else None
+
+    @property
+    def steps_done(self) -> int | None:
+        """Steps of a whole run. Without a line that says where it stopped it went to its step limit, and the
+        last line of training may come before."""
+        limit = self.settings.get("iterations")
+        if self.stop is None and self.steps is not None and limit is not None and limit.value.isdecimal():
+            return int(limit.value)
+        return self.steps
 
     @property
     def train_seconds(self) -> float | None:
@@ -229,7 +239,8 @@ def _share_eval_seconds(log: RunLog) -> None:
     seconds: dict[str, float | None] = {}
     for index, final in enumerate(log.finals):
         if final.eval_seconds is None and final.label.endswith(EXACT):
-            log.finals[index] = replace(final, eval_seconds=seconds.get(final.label.removesuffix(EXACT)))
+            rounded = final.label.removesuffix(EXACT)
+            log.finals[index] = replace(final, eval_seconds=seconds.get(rounded))
         seconds[final.label] = final.eval_seconds
 
 
@@ -295,7 +306,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
 def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     pairs = dict(PAIR.findall(match[3]))
     step = int(match[1])
-    time_ms = _train_time_ms(int(match[1]), pairs, log)
+    time_ms = _train_time_ms(step, pairs, log)
     log.settings.setdefault("iterations", Located(match[2], number))
     if _is_number(pairs.get("val_loss")):
         bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
@@ -310,8 +321,10 @@ def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | Non
     """The clock as printed; dialect B prints tenths of minutes, its tokens per second say more."""
     batch = log.settings.get("train_batch_tokens")
     rate = pairs.get("tok/s")
-    if batch and batch.value.isdecimal() and rate and _is_number(rate) and float(rate) > 0:
-        return step * int(batch.value) / float(rate) * 1e3
+    if batch is not None and batch.value.isdecimal() and rate is not None and _is_number(rate):
+        tokens_per_second = float(rate)
+        if tokens_per_second > 0:
+            return step * int(batch.value) / tokens_per_second * 1e3
     return _duration_ms(pairs.get("train_time"))
 
 
