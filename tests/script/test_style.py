@@ -203,16 +203,14 @@ def test_every_setting_is_used(tree: ast.Module, source: str) -> None:
     assert unused == []
 
 
-def test_the_environment_is_read_in_main_alone(tree: ast.Module) -> None:
-    inside_main = {node for f in functions(tree) if f.name == "main" for node in ast.walk(f)}
-    guards = {node for top in tree.body if isinstance(top, ast.If) for node in ast.walk(top)}
+def test_the_environment_is_read_in_the_section_main_alone(tree: ast.Module, source: str) -> None:
+    main = plainness.sections(source)[-1]
+    above = [top for top in tree.body if top.lineno < main.line]
     reads = [
         node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and ast.unparse(node) in ("os.environ", "os.getenv")
-        and node not in inside_main
-        and node not in guards
+        for top in above
+        for node in ast.walk(top)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     ]
     assert reads == []
 
