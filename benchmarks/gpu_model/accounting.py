@@ -45,15 +45,15 @@ class AttentionCall(NamedTuple):
 
     query: int  # place among the arguments
     backward: bool
-    length_argument: int | None = None  # place of the longest length, for packed documents
+    length_argument: int | None = None  # place of the most keys of a document, for packed ones
     length_axis: int | None = None  # axis of the query that counts positions, for separate rows
 
 
 ATTENTION = {
     "torch_attn._varlen_attn": AttentionCall(0, False, length_argument=6),
     "torch_attn._varlen_attn_backward": AttentionCall(1, True, length_argument=9),
-    "_flash_attention_forward": AttentionCall(0, False, length_argument=5),
-    "_flash_attention_backward": AttentionCall(1, True, length_argument=8),
+    "_flash_attention_forward": AttentionCall(0, False, length_argument=6),
+    "_flash_attention_backward": AttentionCall(1, True, length_argument=9),
     "_scaled_dot_product_flash_attention": AttentionCall(0, False, length_axis=2),
     "_scaled_dot_product_flash_attention_backward": AttentionCall(1, True, length_axis=2),
     "_scaled_dot_product_efficient_attention": AttentionCall(0, False, length_axis=2),
@@ -103,9 +103,7 @@ class Recorder:
         if tensor.device.type != "cuda":
             return
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is None or known.reference.expired():
-            self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), storage.nbytes())
+        self._storages[storage._cdata] = _Storage(StorageWeakRef(storage), storage.nbytes())
 
     def live_bytes(self, where: str) -> int:
         """Bytes alive now; the most so far is the peak, reached at `where`."""

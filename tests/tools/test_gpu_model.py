@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_model import accounting, census, fake_gpu, roofline, subject, summary
+import train_gpt
+from benchmarks.gpu_model import accounting, census, eager_parts, fake_gpu, roofline, subject, summary
 from benchmarks.gpu_model.accounting import Recorder, UnknownOperation, Watch
 from benchmarks.gpu_model.inductor import GeneratedKernel
 from benchmarks.gpu_model.tracer import Graph
@@ -166,9 +168,9 @@ def test_attention_costs_by_the_keys_seen_and_backward_more(keys: float, seen: f
     backward = accounting.ATTENTION["torch_attn._varlen_attn_backward"]
     sdpa = accounting.ATTENTION["_scaled_dot_product_flash_attention"]
     flop = 4 * 4096 * seen * 8 * 64  # two products of 2 FLOP, for each token, key and channel
-    starts = [None, None]
-    assert accounting.attention_flop(forward, [packed, packed, packed, *starts, 2048, 2048], keys) == flop
-    gradient = [packed] * 6 + [*starts, 2048, 2048]
+    starts_and_longest = [None, None, None, 2048]  # of queries, not read, and of keys
+    assert accounting.attention_flop(forward, [packed, packed, packed, *starts_and_longest], keys) == flop
+    gradient = [packed] * 6 + starts_and_longest
     assert accounting.attention_flop(backward, gradient, keys) == 2.5 * flop
     assert accounting.attention_flop(sdpa, [apart, apart, apart], keys) == flop
 
@@ -186,6 +188,37 @@ def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> 
     GeneratedKernel("triton_poi", "{'kernel_num_gb': 0.25}", recorder).run(gpu(4), 4, stream=0)
     GeneratedKernel("triton_tiny", "{'kernel_num_gb': 0.0}", recorder).run(gpu(4), gpu(4), 4, stream=0)
     assert [launch.moved_bytes for launch in recorder.launches] == [0.25e9, 2 * 4 * 2]
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts the operations that would each be a launch, wherever their tensors are."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if not operation.is_view and accounting.short_name(operation) not in accounting.ALLOCATIONS:
+            self.count += 1
+        return operation(*arguments, **(keywords or {}))
+
+
+def launches_of_quantizer(columns: int) -> int:
+    """Of one pass of the script's own GPTQ over a matrix."""
+    config = subject.config()
+    quantize = train_gpt.quantizer("mlp_up_bank", torch.randn(2, 3, columns), {}, config)
+    with LaunchCounter() as counter:
+        quantize(1.0, 31.0)
+    return counter.count
+
+
+def test_the_column_of_gptq_that_is_measured_launches_as_much_as_the_real_one() -> None:
+    upper_NCC = torch.eye(8).repeat(2, 1, 1)
+    work_NRC = torch.randn(2, 3, 8)
+    scales_NR = torch.ones(2, 3)
+    with LaunchCounter() as counter:
+        eager_parts.quantize_column(work_NRC, scales_NR, upper_NCC, 4)
+    assert 16 * counter.count == launches_of_quantizer(24) - launches_of_quantizer(8)
 
 
 # ======================================================================================================
