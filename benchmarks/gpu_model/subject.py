@@ -15,12 +15,6 @@ from torch import Tensor, nn
 
 import train_gpt
 
-# What can be traced, in the order of a run.
-PHASES = ("train", "train_loop", "score", "ttt")
-ATTENTION_FORMS = ("varlen", "fa3", "sdpa")
-MLP_FORMS = ("plain", "kernel")
-
-
 # ======================================================================================================
 # THE MODEL
 # ======================================================================================================
