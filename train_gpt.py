@@ -2852,21 +2852,33 @@ class About(NamedTuple):
     sha256: str
 
 
+def read_artifact(path: Path) -> bytes:
+    """The bytes of a file that should be an artifact. Raises ArtifactError."""
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: {error}; name the model.bin of a run") from error
+
+
 def load_artifact(path: Path) -> tuple[GPT, About]:
     """The model on the CPU, and what its file says.
 
     Nothing of the file is executed, and memory stays in proportion to its size. Raises ArtifactError with
     section and reason, and nothing else, whatever the bytes.
     """
-    try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: {error}; name the model.bin of a run") from error
-    return parse_artifact(data, str(path))
+    return parse_artifact(read_artifact(path), str(path))
 
 
-def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
-    """`load_artifact` of a file's bytes; name: what messages call it."""
+class Header(NamedTuple):
+    """What stands before the weights of an artifact."""
+
+    settings: ModelSettings
+    tokenizer_sha256: str
+    parts: dict[str, bytes]  # sections by name: config, weights
+
+
+def parse_header(data: bytes, name: str) -> Header:
+    """The header of an artifact of these bytes, all of which are whole; name: in messages. ArtifactError."""
     section = "head"
     try:
         why = why_no_file(data[:1024])
@@ -2885,10 +2897,18 @@ def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
         section = "config"
         header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
         settings = read_model_settings(header, len(data))
-        section = "weights"
-        model = read_model(settings, parts["weights"])
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{name}: section {section}: {error}") from error
+    return Header(settings, header["tokenizer_sha256"], parts)
+
+
+def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
+    """`load_artifact` of a file's bytes; name: what messages call it."""
+    settings, tokenizer_sha256, parts = parse_header(data, name)
+    try:
+        model = read_model(settings, parts["weights"])
+    except Exception as error:  # whatever the bytes are
+        raise ArtifactError(f"{name}: section weights: {error}") from error
 
     # The coded weights begin with the largest code of each array: codes and exponents in turns.
     table = parameter_table(settings)
@@ -2903,7 +2923,7 @@ def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
     sizes = {part_name: len(part) for part_name, part in parts.items()}
     sha256 = hashlib.sha256(data).hexdigest()
     label = f"int{max(block_bits)}"
-    return model, About(header["config"], header["tokenizer_sha256"], bits, label, sizes, len(data), sha256)
+    return model, About(settings.as_env(), tokenizer_sha256, bits, label, sizes, len(data), sha256)
 
 
 def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
@@ -3402,13 +3422,12 @@ def main() -> int:
     run = None
     try:
         refuse_arguments(sys.argv[1:])
-        given = given_settings(os.environ)
-        found = settings_of_its_run(given)
-        config = Config.from_env({**found, **os.environ})
+        known = known_settings(given_settings(os.environ))
+        config = Config.from_env({**known.found, **os.environ, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
         signal.signal(signal.SIGINT, run.on_signal)
-        return whole_run(config, run, given, found)
+        return whole_run(config, run, known.notes)
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -3445,31 +3464,52 @@ def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {**in_file, **environ}
 
 
-def settings_of_its_run(given: Mapping[str, str]) -> dict[str, str]:
-    """Settings that nobody gives and that RESUME or EVAL_ONLY finds in its run. Raises ConfigError.
+class Known(NamedTuple):
+    """What the files of an earlier run say about this one."""
 
-    RESUME takes those of training from the checkpoint, all others from the run's config.env. EVAL_ONLY takes
-    EVALUATION_SETTINGS from the config.env beside the artifact, where there is one.
+    found: dict[str, str]  # settings that nobody gives
+    fixed: dict[str, str]  # of the artifact's model: whatever is given
+    notes: list[str]  # lines for the log
+
+
+def known_settings(given: Mapping[str, str]) -> Known:
+    """What RESUME or EVAL_ONLY finds in its run. ConfigError, ArtifactError.
+
+    RESUME takes the settings of training from the checkpoint, all others from the run's config.env. EVAL_ONLY
+    takes those of the model from the artifact, and EVALUATION_SETTINGS from the config.env beside it, where
+    there is one.
     """
-    found: dict[str, str] = {}
+    stored: dict[str, str] = {}
+    fixed: dict[str, str] = {}
+    notes: list[str] = []
     if given.get("RESUME"):
         directory = find_path(given["RESUME"])
         check_resumable(directory)
-        of_training = [spec.name.upper() for spec in fields(TrainingSettings)]
-        names = [spec.name.upper() for spec in fields(Config)]
-        names = [name for name in names if name not in (*of_training, *SETTINGS_OF_A_START)]
-        stored = read_checkpoint(directory / CHECKPOINT, lazily=True)["config"]
-        found = {name: stored[name] for name in of_training if name in stored}
+        of_training = TrainingSettings().as_env().keys()
+        names = [name for name in Config().as_env() if name not in (*of_training, *SETTINGS_OF_A_START)]
+        in_checkpoint = read_checkpoint(directory / CHECKPOINT, lazily=True)["config"]
+        stored = {name: in_checkpoint[name] for name in of_training if name in in_checkpoint}
     elif given.get("EVAL_ONLY"):
-        directory = find_path(given["EVAL_ONLY"]).parent
+        path = find_path(given["EVAL_ONLY"])
+        directory = path.parent
         names = list(EVALUATION_SETTINGS)
+        settings = parse_header(read_artifact(path), str(path)).settings
+        fixed = settings.as_env()
+        for spec in fields(ModelSettings):
+            name = spec.name.upper()
+            if name in given and parse_value(name, given[name], spec) != getattr(settings, spec.name):
+                notes.append(f"warning: {name}={given[name]} has no effect: "
+                             f"EVAL_ONLY's artifact has {fixed[name]}")
     else:
-        return {}
-    path = directory / SETTINGS_FILE
-    if path.is_file():
-        in_file = read_config_file(str(path))
-        found.update({name: in_file[name] for name in names if name in in_file})
-    return {name: value for name, value in found.items() if name not in given}
+        return Known({}, {}, [])
+
+    if (directory / SETTINGS_FILE).is_file():
+        in_file = read_config_file(str(directory / SETTINGS_FILE))
+        stored.update({name: in_file[name] for name in names if name in in_file})
+    found = {name: value for name, value in stored.items() if name not in given}
+    default = Config().as_env()
+    notes = [*(f"found:{name}={value}" for name, value in found.items() if value != default[name]), *notes]
+    return Known(found, fixed, notes)
 
 
 def print_help() -> None:
@@ -3493,17 +3533,19 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         print_line(message, sys.stderr)
         return
     machine = run.machine
+    # A training that is over is on disk, or its artifact is: the last line says how to go on from there.
+    training_is_over = run.phase_name not in ("setup", "warmup", "train")
     # What the libraries say when a peer is gone: the peer itself tells the reason.
     peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
     if peer_is_gone and message.startswith("Traceback"):
-        print_line(f"rank {machine.rank}: ends: another rank has ended or does not answer", sys.stderr)
+        line = f"rank {machine.rank}: ends: another rank has ended or does not answer"
+        if training_is_over:
+            line += f"; {run.ways_on()}"
+        print_line(line, sys.stderr)
         return
     if machine.world_size > 1:
         message = f"rank {machine.rank}: {message}"
-    # A training that is over is on disk, or its artifact is: the last line says how to go on from there.
-    if run.phase_name not in ("setup", "warmup", "train"):
-        if run.writer is not None:
-            run.writer.join()
+    if training_is_over:
         message += f"\n{run.ways_on()}"
     print_line(message, sys.stderr)
     if run.directory is not None:
@@ -3515,25 +3557,18 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         append_line(json.dumps(record), Path(error_file))
 
 
-def whole_run(config: Config, run: Run, given: Mapping[str, str], found: Mapping[str, str]) -> int:
+def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
 
-    given: settings that the user gives. found: settings that nobody gives, from an earlier run's own files.
+    notes: lines for the log, about settings that come from the files of an earlier run.
     """
     directory = choose_directory(config, run.machine)
-    default = Config().as_env()
-    notes = [f"found:{name}={value}" for name, value in found.items() if value != default[name]]
     loaded = None
     tokenizer_sha256 = ""
-    if config.eval_only:  # the artifact knows its model, and the tokenizer
+    if config.eval_only:  # the artifact knows the tokenizer
         loaded = load_artifact(find_path(config.eval_only))
         _, about = loaded
         tokenizer_sha256 = about.tokenizer_sha256
-        ours = config.as_env()
-        for name, value in about.config.items():
-            if name in given and value != ours[name]:
-                notes.append(f"warning: {name}={ours[name]} has no effect: EVAL_ONLY's artifact has {value}")
-        config = Config.from_values({**ours, **about.config})
 
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
@@ -3881,9 +3916,6 @@ def idle_phases(config: Config, inputs: Inputs) -> list[str]:
         if c.num_loops > 0 and c.enable_looping_at >= 1:
             found.append(f"NUM_LOOPS={c.num_loops} is never trained with ENABLE_LOOPING_AT=1, and is scored "
                          "all the same")
-        if c.val_loss_every > c.iterations:
-            found.append(f"VAL_LOSS_EVERY={c.val_loss_every} is more than ITERATIONS={c.iterations}: "
-                         "there is no validation before the end")
     return [f"warning: {line}" for line in found]
 
 
