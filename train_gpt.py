@@ -533,6 +533,7 @@ def place_among_ranks(environ: Mapping[str, str]) -> Place:
         if text:
             numbers[name] = int(text)
     place = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+    # Ranks meet at an address; without one they would wait for each other, or end in a stack trace.
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environ.get(name)]
     if place.world_size > 1 and missing:
@@ -2988,6 +2989,7 @@ def check_artifact(config: Config) -> None:
         weights.data.copy_(restore_weights(quantized, table[name].shape))
         arrays.extend(quantized)
 
+    # What comes back must be what went in, parameter by parameter.
     reloaded, _ = parse_artifact(artifact_bytes(config, arrays, ""), "an artifact of this model")
     for name, weights in trained.named_parameters():
         if not torch.equal(weights, dict(reloaded.named_parameters())[name]):
@@ -3703,6 +3705,7 @@ def share_that_comes_back(pieces: Any, tokens: np.ndarray) -> float:
     for document in documents:
         ids = document[1:].tolist()
         again = pieces.encode(pieces.decode(ids))
+        # One odd place in a long text must not count as a whole text that differs: both ends are compared.
         shorter = min(len(ids), len(again))
         equal_ahead = 0
         while equal_ahead < shorter and ids[equal_ahead] == again[equal_ahead]:
@@ -3755,6 +3758,7 @@ def choose_directory(config: Config, machine: Machine) -> Path:
             raise ConfigError(f"RUN_ID={config.run_id}: RESUME goes on with {directory}; unset one of them")
         check_same_code(directory, config)
         return directory
+    # Clocks of machines differ: rank 0 decides on a name made of the time.
     name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
     directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
     if machine.rank == 0:
@@ -3806,6 +3810,7 @@ def check_is_new(directory: Path) -> None:
 
 def check_room(directory: Path, config: Config) -> None:
     """ConfigError where a new run directory cannot be made, or its disk has no room for what it will hold."""
+    # The nearest folder that exists is the one that will have to take the new ones.
     parent = directory.parent
     try:
         while not parent.exists():
@@ -3930,6 +3935,7 @@ def keep_former_code(directory: Path, inputs: Inputs) -> list[str]:
     former = began_with.read_bytes()
     if former == inputs.source:
         return []
+    # The name says up to where the code before made the run; a run may change its code several times.
     step = read_checkpoint(directory / CHECKPOINT, lazily=True)["step"]
     kept = directory / FORMER_CODE.replace("*", str(step))
     write_atomically(kept, former)

@@ -322,7 +322,7 @@ def test_what_fails_after_training_ends_with_the_line_that_goes_on(
     assert_same_result(lab.succeed(**nothing_but(lab, RESUME=ended.directory)), finished)
 
 
-LONG_TRAINING = counted_clock().replace(str(FORWARD_SECONDS), "5.0")
+LONG_TRAINING = counted_clock(forward_seconds=5.0)
 
 
 def test_a_training_of_more_than_a_minute_is_saved_before_calibration(lab: Lab, finished: Ended) -> None:

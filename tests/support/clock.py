@@ -27,7 +27,7 @@ torch.optim.AdamW.step = step_and_signal
 """
 
 
-def counted_clock(signal_at: int = 0) -> str:
+def counted_clock(signal_at: int = 0, forward_seconds: float = FORWARD_SECONDS) -> str:
     """Python that gives a process this clock: COUNTED_CLOCK. `signal_at` lies behind WARMUP_STEPS."""
-    program = COUNTED_CLOCK.replace("FORWARD_SECONDS", str(FORWARD_SECONDS))
+    program = COUNTED_CLOCK.replace("FORWARD_SECONDS", str(forward_seconds))
     return program.replace("SIGNAL_AT", str(signal_at))
