@@ -143,7 +143,7 @@ def terminated(lab: Lab, reference: Ended, source: random.Random) -> None:
 
 
 def killed_after_training(lab: Lab, reference: Ended, source: random.Random) -> None:
-    """Between training and artifact, by a clock that says it trained for two minutes: nobody asked to save."""
+    """Between training and artifact, by a clock on which it took two minutes: nobody asked to save."""
     started = lab.start(fault=counted_clock(forward_seconds=5.0))
     if reached(started, "checkpoint:", source.uniform(0.0, 0.1)):
         started.send(signal.SIGKILL)
@@ -264,8 +264,8 @@ def stdout_closed(lab: Lab, reference: Ended, source: random.Random) -> None:
 
 KINDS: list[Kind] = [
     killed, terminated, killed_after_training, paused, disk_full, shard_corrupted, shard_truncated,
-    shard_deleted, shards_slow, clock_jumps, same_run_id, data_read_only, locale_not_utf_8, odd_path, rank_killed, stdin_closed,
-    stdout_closed,
+    shard_deleted, shards_slow, clock_jumps, same_run_id, data_read_only, locale_not_utf_8, odd_path,
+    rank_killed, stdin_closed, stdout_closed,
 ]  # fmt: skip
 
 
