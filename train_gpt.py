@@ -1982,8 +1982,8 @@ class Ledger:
         # In order and once; this is the only place that writes.
         stop = start + len(nats)
         if start != self.scored or stop > len(self.nats):
-            raise ValueError(f"got targets {start}..{stop}, expected target {self.scored} next, and none beyond "
-                             f"{len(self.nats)}")
+            raise ValueError(f"got targets {start}..{stop}, expected target {self.scored} next, and none "
+                             f"beyond {len(self.nats)}")
         finite = np.isfinite(nats)
         if not finite.all():
             raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite")

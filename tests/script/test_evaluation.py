@@ -89,11 +89,11 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
 def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger = Ledger(np.arange(11))
     ledger.record(0, np.ones(4))
-    with pytest.raises(ValueError, match="targets 3\\.\\..*expected target 4 next"):
+    with pytest.raises(ValueError, match=r"targets 3\.\..*expected target 4 next"):
         ledger.record(3, np.ones(2))
     with pytest.raises(ValueError, match="target 5 has a loss that is not finite"):
         ledger.record(4, np.array([1.0, np.nan]))
-    with pytest.raises(ValueError, match="targets 6\\.\\..*expected target 4 next"):
+    with pytest.raises(ValueError, match=r"targets 6\.\..*expected target 4 next"):
         ledger.record(6, np.ones(2))
     with pytest.raises(ValueError, match="6 targets were never scored, the first is 4"):
         ledger.score(1)
