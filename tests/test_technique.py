@@ -47,7 +47,6 @@ def passes(tree: Path, *command: str) -> str:
 
 def test_it_is_in_style(patched: Path) -> None:
     passes(patched, "ruff", "check", ".")
-    passes(patched, "mypy", "train_gpt.py")
 
 
 def test_the_tests_of_style_settings_and_artifact_pass(patched: Path) -> None:
@@ -60,6 +59,7 @@ def test_the_tests_of_style_settings_and_artifact_pass(patched: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_all_tests_of_the_script_pass(patched: Path) -> None:
+def test_its_types_and_all_tests_of_the_script_pass(patched: Path) -> None:
+    passes(patched, "mypy", "train_gpt.py")
     quick = ["pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "-n", "2"]
     assert " passed" in passes(patched, *quick, "tests/script")
