@@ -473,7 +473,7 @@ def test_an_error_in_the_disk_stage_arrives_in_order(
 
     on_read(monkeypatch, fail_at_the_bad_shard)
     with open_loader(shards, train_prefetch=prefetch) as loader:
-        rows, error = within(5, lambda: drain(loader))
+        rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
     good = len(sequences) // 4  # whole micro-batches of four out of the first shard
     assert len(rows) == good and np.array_equal(np.concatenate(rows), expected[: 4 * good])
     for part in (str(bad.path), f"position {4 * good + 3}", "rank 0", type(fault).__name__, "in read_tokens"):
@@ -491,7 +491,7 @@ def test_an_error_in_the_stage_arrives(
 
     on_stage(monkeypatch, fail_after_six_batches)
     with open_loader(shards, train_prefetch=prefetch) as loader:
-        rows, error = within(5, lambda: drain(loader))
+        rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
     assert len(rows) == 6
     for part in (type(fault).__name__, "rank 0, step 1, position 27", "fineweb_train_", "in hash_sequences"):
         assert part in str(error), part
@@ -549,7 +549,7 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) ->
     with open_loader(files, vocab_size=512) as loader, pytest.raises(
         train_gpt.LoaderError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
     ):
-        within(5, loader.next_batch)
+        within(DEADLINE_SECONDS, loader.next_batch)
 
 
 @pytest.mark.parametrize(
