@@ -299,11 +299,14 @@ class Config(TrainingSettings):
     max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
     train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
-    val_loss_every: int = knob(0, "steps between validations outside the clock; 0: only after training", 0)
-    val_batch_size: int = knob(65_536, "tokens; one scoring pass of one rank", 1)
-    val_progress_log_every: int = knob(0, "chunks between scoring progress lines; 0: twenty lines", 0)
+    val_loss_every: int = knob(0, "steps between validations outside the clock, first and last; 0: none", 0)
+    val_batch_size: int = knob(524_288, "tokens scored at once by eight ranks; each takes an eighth", 1)
+    val_progress_log_every: int = knob(
+        -1, "batches of VAL_BATCH_SIZE between progress lines of every validation; 0: none; "
+        "-1: twenty lines of each final score", -1)  # fmt: skip
     training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
-    training_timing_every: int = knob(200, "steps between those lines", 1)
+    training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
+    trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
@@ -311,6 +314,7 @@ class Config(TrainingSettings):
     fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
+    save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
     peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
@@ -318,6 +322,23 @@ class Config(TrainingSettings):
     def eval_length(self) -> int:
         """Tokens of context in evaluation."""
         return self.eval_seq_len or self.train_seq_len
+
+    @property
+    def val_pass_tokens(self) -> int:
+        """Tokens of one scoring pass of one rank.
+
+        Upstream splits VAL_BATCH_SIZE over ranks and micro-steps, which together are always eight: so here,
+        on any number of ranks.
+        """
+        return max(1, self.val_batch_size // 8)
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps of TRACE_STEPS, the first of a run is 1; empty where it is empty, or no A:B."""
+        if not re.fullmatch(r"[0-9]+:[0-9]+", self.trace_steps):
+            return range(0)
+        first, after = self.trace_steps.split(":")
+        return range(int(first), int(after))
 
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
@@ -333,6 +354,7 @@ class Config(TrainingSettings):
              "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED"),
             (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
             (plain_name, "RUN_ID as a plain name"),
+            (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B, numbers with A < B"),
         ]  # fmt: skip
 
     @classmethod
@@ -610,59 +632,291 @@ class Run:
 
 
 # ============================================================================================================
-# TIMING — where the milliseconds of a step go, also with prefetch on; no step waits but one that is reported.
+# TIMING — where the milliseconds of a step go, as lines and as a trace; steps that are not shown pay nothing.
 # ============================================================================================================
+
+FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
+
+# The rows of a trace: what the host does, by thread; what the GPU does, by stream; passes over the data.
+LANES = ("main", "disk", "stage", "copy_stream", "compute_stream", "epochs")
+TRACE_END = b"\n]}\n"
+
+
+class CopyMarks(NamedTuple):
+    """The beginning and the end of the copy of a batch, in the stream that copies it."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 class Lap(NamedTuple):
     """The end of a part of a step."""
 
-    name: str  # batch, forward, backward or optimizer
+    name: str  # batch, forward, backward, grad_clip or optimizer
     host_seconds: float
     event: torch.cuda.Event | None  # the same moment on the GPU
+    copy: CopyMarks | None  # of a batch: its way to the GPU
+
+
+class Work(NamedTuple):
+    """A part of a step that was given to the GPU."""
+
+    name: str
+    step: int
+    asked_seconds: float  # when the host began to ask for it
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class Trace:
+    """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
+
+    With TRACE_STEPS empty, nothing is measured, kept or written. It holds what overlaps the steps asked for;
+    a step lasts until the next one begins, the last one until training ends. Times are seconds of
+    `time.perf_counter`, one clock for all ranks of a machine. The file is valid JSON after each flush, also
+    if the run is killed then; a full disk costs no run.
+    """
+
+    def __init__(self, steps: range = range(0), run: Run | None = None) -> None:
+        self.steps = steps
+        self.run = run
+        self.wanted = len(steps) > 0
+        self.opened = math.inf  # when the first of these steps began
+        self.closed = math.inf  # when the first step after them began
+        self.restarted = 0.0  # when the loader last went elsewhere: what began before belongs to no step
+        self.epoch = 0  # pass over the data of the step under way
+        self.epoch_began = 0.0
+        self.events: deque[str] = deque()  # that the file has not yet
+        self.lengths_ms: dict[str, list[float]] = {}  # of all spans, by lane and name
+        self.unfinished: deque[Work] = deque()  # by the GPU, as far as known
+        # A moment that both clocks know: an event that is over, and when.
+        self.anchor: torch.cuda.Event | None = None
+        self.anchor_seconds = 0.0
+
+    @property
+    def recording(self) -> bool:
+        """Whether the step under way is one of those asked for."""
+        return self.opened < math.inf and self.closed == math.inf
+
+    def now(self) -> float:
+        """Seconds of the trace's clock; 0 where it is not wanted."""
+        return time.perf_counter() if self.wanted else 0.0
+
+    def begin(self, step: int, epoch: int) -> None:
+        """Start of a step, in a pass over the data; both are counted from 1. Not called in the warm-up."""
+        now = time.perf_counter()
+        if step in self.steps and self.opened == math.inf:
+            self._open(epoch)
+        elif self.recording and step not in self.steps:
+            self._close(now)
+        elif self.recording and epoch != self.epoch:
+            self._end_epoch(now)
+            self.epoch = epoch
+        self._place_finished_work()
+        self.flush()
+
+    def _open(self, epoch: int) -> None:
+        """The first step asked for begins. On a GPU it is waited for, this once, to compare the clocks."""
+        if self.run is not None and self.run.machine.on_gpu:
+            self.anchor = torch.cuda.Event(enable_timing=True)
+            self.anchor.record()
+            self.anchor.synchronize()
+        self.opened = time.perf_counter()
+        self.anchor_seconds = self.opened
+        self.epoch_began = self.opened
+        self.epoch = epoch
+
+    def _close(self, now: float) -> None:
+        """The last step asked for is over; what began before now is still shown when it ends."""
+        self._end_epoch(now)
+        self.closed = now
+
+    def _end_epoch(self, now: float) -> None:
+        """The pass over the data as far as it lies in the trace."""
+        self.add("epoch", "epochs", self.epoch_began, now, epoch=self.epoch)
+        self.epoch_began = now
+
+    def finish(self) -> None:
+        """End of training, the GPU is done: log how often and how long each span was, in milliseconds."""
+        if not self.wanted or self.run is None:
+            return
+        if self.recording:
+            self._close(time.perf_counter())
+        self._place_finished_work()
+        self.flush()
+        if self.opened == math.inf:
+            self.run.log(f"trace:none, no step of TRACE_STEPS={self.steps.start}:{self.steps.stop} was run")
+            return
+        self.run.log(f"trace:{self.path} for ui.perfetto.dev")
+        for name, lengths_ms in sorted(self.lengths_ms.items()):
+            mean_ms = sum(lengths_ms) / len(lengths_ms)
+            self.run.log(f"trace_span:{name} count:{len(lengths_ms)} mean_ms:{mean_ms:.3f} "
+                         f"min_ms:{min(lengths_ms):.3f} max_ms:{max(lengths_ms):.3f}")
+
+    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        """A span of what this thread does in a `with` block, also where that raises."""
+        return self._measure(name, lane, args) if self.wanted else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measure(self, name: str, lane: str, args: dict[str, Any]) -> Iterator[None]:
+        """`span`, where one is wanted."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, lane, begin, time.perf_counter(), **args)
+
+    def add(self, name: str, lane: str, begin: float, end: float, **args: Any) -> None:
+        """A span from begin to end, in seconds, if it overlaps the steps asked for."""
+        if begin >= self.restarted and begin < self.closed and end >= self.opened:
+            self._span(name, lane, begin, end, args)
+
+    def _span(self, name: str, lane: str, begin: float, end: float, args: dict[str, Any]) -> None:
+        """A span, and its length for the table."""
+        length = end - begin
+        self.lengths_ms.setdefault(f"{lane}/{name}", []).append(1e3 * length)
+        self._event("X", name, lane, begin, dur=1e6 * length, args=args)
+
+    def count(self, name: str, value: int) -> None:
+        """A counter that from now on has this value."""
+        self._event("C", name, "main", time.perf_counter(), args={name: value})
+
+    def arrow(self, number: int, begin: float) -> None:
+        """An arrow from a moment of the lane `stage` to now, in `main`; its number is unique in a rank."""
+        if not self.recording or begin < self.opened:
+            return
+        assert self.run is not None, "a trace with steps belongs to a run"
+        # Numbers are unique among ranks too: their files can be merged.
+        link = {"id": self.run.machine.rank << 40 | number, "cat": "batch", "bp": "e"}
+        self._event("s", "batch", "stage", begin, **link)
+        self._event("f", "batch", "main", time.perf_counter(), **link)
+
+    def add_step(self, step: int, laps: list[Lap]) -> None:
+        """The spans of a step: `chunk` is all of it, `train` what lies between two waits for a batch."""
+        began = laps[0].host_seconds
+        train_began = began
+        for before, lap in itertools.pairwise(laps):
+            if lap.name == "batch":
+                # What came before is over: nothing at all, if this is the first batch.
+                if before.name != "begin":
+                    self.add("train", "main", train_began, before.host_seconds, step=step)
+                self.add("gpu_queue_wait", "main", before.host_seconds, lap.host_seconds, step=step)
+                train_began = lap.host_seconds
+            else:
+                self.add(lap.name, "main", before.host_seconds, lap.host_seconds, step=step)
+                if before.event is not None and lap.event is not None:
+                    work = Work(lap.name, step, before.host_seconds, before.event, lap.event)
+                    self.unfinished.append(work)
+        ended = laps[-1].host_seconds
+        self.add("train", "main", train_began, ended, step=step)
+        self.add("chunk", "main", began, ended, step=step)
+
+    def _place_finished_work(self) -> None:
+        """Add what the GPU has finished, without waiting for the rest.
+
+        Its clock and the host's drift apart. So each piece is placed by its distance from the one before, and
+        then moved to where it neither begins before the host asked for it nor ends later than now.
+        """
+        while self.unfinished and self.unfinished[0].end.query():
+            work = self.unfinished.popleft()
+            assert self.anchor is not None, "work of a GPU follows the comparison of the clocks"
+            length = work.begin.elapsed_time(work.end) / 1e3
+            started = self.anchor_seconds + self.anchor.elapsed_time(work.begin) / 1e3
+            ended = max(started, work.asked_seconds) + length
+            ended = min(ended, time.perf_counter())
+            self.anchor = work.end
+            self.anchor_seconds = ended
+            # Of the steps asked for, even where the host is already further.
+            self._span(work.name, "compute_stream", ended - length, ended, {"step": work.step})
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank, in the run directory."""
+        assert self.run is not None, "a trace with steps belongs to a run"
+        return self.run.path(f"trace_rank{self.run.machine.rank}.json")
+
+    def _event(self, kind: str, name: str, lane: str, seconds: float, **more: Any) -> None:
+        """One event, as text: a span is of kind X, a counter C, the ends of an arrow s and f, a name M."""
+        rank = 0 if self.run is None else self.run.machine.rank
+        place = {"ph": kind, "name": name, "pid": rank, "tid": 1 + LANES.index(lane), "ts": 1e6 * seconds}
+        self.events.append(f",\n{json.dumps({**place, **more})}")
+
+    def _new_file(self) -> bytes:
+        """A file with the names of its rows, and no event."""
+        assert self.run is not None, "a trace with steps belongs to a run"
+        rank = self.run.machine.rank
+        names = [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}]
+        for number, lane in enumerate(LANES, 1):
+            row = {"ph": "M", "pid": rank, "name": "thread_name", "tid": number, "args": {"name": lane}}
+            names.append(row)
+        lines = ",\n".join([json.dumps(name) for name in names])
+        return b'{"traceEvents": [\n' + lines.encode() + TRACE_END
+
+    def flush(self) -> None:
+        """Write what was added, in one call: over the closing brackets, and them again."""
+        # Threads may add meanwhile: those events that are there now are taken, one by one.
+        text = "".join([self.events.popleft() for _ in range(len(self.events))])
+        if not text:
+            return
+        with contextlib.suppress(OSError):
+            if not self.path.exists():  # a resumed run goes on with its file
+                self.path.write_bytes(self._new_file())
+            with open(self.path, "r+b", buffering=0) as file:
+                file.seek(-len(TRACE_END), os.SEEK_END)
+                file.write(text.encode() + TRACE_END)
 
 
 class StepTimer:
-    """`timing_breakdown` lines of each `every`-th step; 0: of none.
+    """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
-    All in milliseconds. `batch_cpu` and `val` are host time; `val` is the validation just before the step;
-    `batch_h2d` is how long the compute stream waited for a batch; the rest is device time. A reported step
-    is waited for, as its events must have happened before they can be read.
+    All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
+    (as in PR #591). `batch_cpu` and `val` are host time, `val` of the validation just before the step;
+    `batch_h2d` is the copy to the GPU, which is no part of the step if it was made ahead; the rest is device
+    time. A reported step is waited for, as its events must have happened before they can be read.
     """
 
-    def __init__(self, every: int, on_gpu: bool) -> None:
+    def __init__(self, every: int, on_gpu: bool, trace: Trace | None = None) -> None:
         self.every = every
         self.on_gpu = on_gpu
+        self.trace = trace or Trace()
         self.reported = False
+        self.timed = False
         self.step = 0
         self.val_ms = 0.0
         self.laps: list[Lap] = []
 
     def begin(self, step: int | None, val_ms: float = 0.0) -> None:
-        """Start of a step; None: one of the warm-up, which is never reported."""
-        self.reported = self.every > 0 and step is not None and step % self.every == 0
+        """Start of a step, the first is 1; None: one of the warm-up, which is never reported."""
+        self.reported = False
+        if self.every > 0 and step is not None:
+            self.reported = step <= FIRST_STEPS or step % self.every == 0
+        self.timed = self.reported or self.trace.recording
         self.step = step or 0
         self.val_ms = val_ms
         self.laps = []
         self.lap("begin")  # where the first part starts
 
-    def lap(self, name: str) -> None:
-        """Mark the end of a part of the step: batch, forward, backward or optimizer."""
-        if not self.reported:
+    def lap(self, name: str, copy: CopyMarks | None = None) -> None:
+        """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
+        if not self.timed:
             return
         # An event is a mark in the stream of the GPU: it costs no waiting.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
-        self.laps.append(Lap(name, time.perf_counter(), event))
+        self.laps.append(Lap(name, time.perf_counter(), event, copy))
         if event is not None:
             event.record()
 
-    def line(self) -> str:
-        """End of a step: its line, empty if it is not reported."""
+    def end(self) -> str:
+        """End of a step, for the trace too: its line, empty if it is not reported."""
+        if self.trace.recording:
+            self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
-        names = ("batch", "forward", "backward", "optimizer")
+        names = ("batch", "forward", "backward", "grad_clip", "optimizer")
         host_ms = dict.fromkeys(names, 0.0)
         device_ms = dict.fromkeys(names, 0.0)
+        copy_ms = 0.0
+        micro_steps = 0
         # Only here a step is waited for.
         last_event = self.laps[-1].event
         if last_event is not None:
@@ -672,11 +926,17 @@ class StepTimer:
             host_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
             if before.event is not None and lap.event is not None:
                 device_ms[lap.name] += before.event.elapsed_time(lap.event)
+            if lap.copy is not None:
+                copy_ms += lap.copy.begin.elapsed_time(lap.copy.end)
+            if lap.name == "batch":
+                micro_steps += 1
         work_ms = device_ms if self.on_gpu else host_ms
-        return (f"timing_breakdown step:{self.step} "
-                f"batch_cpu_ms:{host_ms['batch']:.2f} batch_h2d_ms:{device_ms['batch']:.2f} "
-                f"forward_ms:{work_ms['forward']:.2f} backward_ms:{work_ms['backward']:.2f} "
-                f"optimizer_ms:{work_ms['optimizer']:.2f} val_ms:{self.val_ms:.2f}")
+        parts = max(micro_steps, 1)
+        return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
+                f"batch_cpu_ms:{host_ms['batch'] / parts:.2f} batch_h2d_ms:{copy_ms / parts:.2f} "
+                f"forward_ms:{work_ms['forward'] / parts:.2f} backward_ms:{work_ms['backward'] / parts:.2f} "
+                f"grad_clip_ms:{work_ms['grad_clip']:.2f} optimizer_ms:{work_ms['optimizer']:.2f} "
+                f"val_ms:{self.val_ms:.2f}")
 
 
 # ============================================================================================================
@@ -711,6 +971,8 @@ class StagedBatch(NamedTuple):
     ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
     starts: Tensor  # as in `Batch`
     sequence_hash: int
+    copy: CopyMarks | None
+    staged_seconds: float  # when it was ready, by the trace's clock
 
 
 class Batch(NamedTuple):
@@ -719,6 +981,7 @@ class Batch(NamedTuple):
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64
     starts: Tensor  # where rows and documents begin in the flattened inputs, then B T; int32
+    copy: CopyMarks | None = None  # of its way to the GPU, where that is measured
 
 
 def open_shards(pattern: str) -> list[Shard]:
@@ -769,6 +1032,11 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def sequences_per_epoch(config: TrainingSettings, shards: list[Shard]) -> int:
+    """Whole sequences in all shards: those of one pass over the data."""
+    return sum(max(shard.tokens - 1, 0) // config.train_seq_len for shard in shards)
+
+
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
     """The stream of training sequences, without end, from the shard that holds `position` on.
 
@@ -782,7 +1050,7 @@ def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -
     if not usable:
         raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
     sizes = [(shard.tokens - 1) // length for shard in usable]
-    epoch_size = sum(sizes)
+    epoch_size = sequences_per_epoch(config, shards)
     for epoch in itertools.count(position // epoch_size):
         begin = epoch * epoch_size
         for number in permutation(config, len(usable), epoch).tolist():
@@ -828,14 +1096,19 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Config, shards: list[Shard], machine: Machine) -> None:
+    def __init__(
+        self, config: Config, shards: list[Shard], machine: Machine, trace: Trace | None = None
+    ) -> None:
         self.config = config
         self.shards = shards
         self.machine = machine
+        self.trace = trace or Trace()
         self.pools: list[futures.ThreadPoolExecutor] = []
         self.stream: torch.cuda.Stream | None = None
         if config.train_copy_stream and machine.on_gpu:
             self.stream = torch.cuda.Stream(machine.device)
+        # Events before and after each copy, for who wants to know how long it takes.
+        self.marks_copies = machine.on_gpu and (config.training_timing_breakdown or self.trace.wanted)
 
         # Rows are sequences: so many of each step for a rank, so many for one of its micro-batches.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
@@ -849,7 +1122,7 @@ class Loader:
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
 
-        self.waits_ms: list[float] = []  # how long each `next_batch` waited, since they were last taken
+        self.waits_ms: list[float] = []  # how long each step waited for batches, since they were last taken
         self.index = 0  # micro-batches delivered, from the first step of the run on
         self.stream_hash = 0  # of what was delivered
         self.seek(0)
@@ -860,6 +1133,7 @@ class Loader:
         self.index = step * self.micro_steps
         self.stream_hash = 0
         self.waits_ms = []
+        self.trace.restarted = self.trace.now()
         visits = self._ahead("disk", self._read(self.index), 1)
         staged = self._stage(visits, self.index)
         self.batches = self._ahead("stage", staged, self.config.train_prefetch_queue)
@@ -881,6 +1155,8 @@ class Loader:
 
         def in_order() -> Iterator[Any]:
             while True:
+                if self.trace.recording:
+                    self.trace.count(f"{stage} queue", sum(item.done() for item in pending))
                 pending.append(pool.submit(next, items))
                 yield pending.popleft().result(self.config.loader_timeout_seconds)
 
@@ -897,7 +1173,8 @@ class Loader:
         length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
-            tokens = read_tokens(visit.shard, self.config.vocab_size)
+            with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
+                tokens = read_tokens(visit.shard, self.config.vocab_size)
             sequences_NT = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
             # Each step is cut into one run of sequences for each rank.
@@ -912,49 +1189,91 @@ class Loader:
                 yield sequences_NT[number]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
-        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device.
+        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
+        sequences = self._sequences(visits)
+        for index in itertools.count(first):
+            with self.trace.span("stage", "stage", batch=index):
+                batch = self._stage_batch(sequences, index)
+            yield batch
+
+    def _stage_batch(self, sequences: Iterator[np.ndarray], index: int) -> StagedBatch:
+        """The micro-batch of this number, made of the next sequences.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
         """
-        sequences = self._sequences(visits)
         shape = (self.micro_rows, self.config.train_seq_len + 1)
-        for index in itertools.count(first):
-            ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
-            ids_BT = ids.numpy()  # the same memory
-            rows = list(itertools.islice(sequences, self.micro_rows))
-            np.concatenate(rows, out=ids_BT.reshape(-1))
-            # What is hashed is what is sent: the very memory that is copied.
-            sequence_hash = hash_sequences(self._position(index), ids_BT)
-            starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
-            if self.stream is not None:
-                with torch.cuda.stream(self.stream):
-                    ids = ids.to(self.machine.device, non_blocking=True)
-                    starts = starts.pin_memory().to(self.machine.device, non_blocking=True)
-                    self.stream.synchronize()
-            yield StagedBatch(ids, starts, sequence_hash)
+        ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
+        ids_BT = ids.numpy()  # the same memory
+        rows = list(itertools.islice(sequences, self.micro_rows))
+        np.concatenate(rows, out=ids_BT.reshape(-1))
+        # What is hashed is what is sent: the very memory that is copied.
+        sequence_hash = hash_sequences(self._position(index), ids_BT)
+        starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
+        if self.machine.on_gpu:
+            starts = starts.pin_memory()
+        copy = None
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                ids, starts, copy = self._copy(ids, starts)
+                self.stream.synchronize()
+            self._trace_copy(copy)
+        return StagedBatch(ids, starts, sequence_hash, copy, self.trace.now())
+
+    def _copy(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, CopyMarks | None]:
+        """Both on the device, copied in the current stream; marked where somebody asks how long it takes."""
+        if not self.marks_copies:
+            ids = ids.to(self.machine.device, non_blocking=True)
+            starts = starts.to(self.machine.device, non_blocking=True)
+            return ids, starts, None
+        marks = CopyMarks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        marks.begin.record()
+        ids = ids.to(self.machine.device, non_blocking=True)
+        starts = starts.to(self.machine.device, non_blocking=True)
+        marks.end.record()
+        return ids, starts, marks
+
+    def _trace_copy(self, marks: CopyMarks | None) -> None:
+        """Show a copy that has just been waited for: it ended now."""
+        if marks is not None and self.trace.wanted:
+            ended = self.trace.now()
+            began = ended - marks.begin.elapsed_time(marks.end) / 1e3
+            self.trace.add("gpu_transfer", "copy_stream", began, ended)
 
     def next_batch(self) -> Batch:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
         try:
-            ids, starts, sequence_hash = next(self.batches)
+            staged = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
             raise self._failure(error) from error
-        self.waits_ms.append(1e3 * (time.perf_counter() - start))
+        self._add_wait(1e3 * (time.perf_counter() - start))
+        self.trace.arrow(self.index, staged.staged_seconds)
 
-        ids = ids.to(self.machine.device, non_blocking=True)
-        starts = starts.to(self.machine.device, non_blocking=True)
+        ids = staged.ids_BT
+        starts = staged.starts
+        copy = staged.copy
         if self.stream is not None:
             # They were made on the copy stream: their memory is not reused before this stream is done too.
             ids.record_stream(torch.cuda.current_stream(self.machine.device))
             starts.record_stream(torch.cuda.current_stream(self.machine.device))
+        elif self.machine.on_gpu:
+            # The copy goes before the step in its own stream: what is shown is how long it takes to ask.
+            with self.trace.span("gpu_transfer", "main"):
+                ids, starts, copy = self._copy(ids, starts)
         torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
         self.index += 1
-        self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
+        self.stream_hash = (self.stream_hash + staged.sequence_hash) % 2**64
         # Widened on the device: two bytes a token cross the bus, not sixteen.
-        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts)
+        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts, copy)
+
+    def _add_wait(self, wait_ms: float) -> None:
+        """Count a wait for the next batch to its step."""
+        first_of_step = self.index % self.micro_steps == 0
+        if first_of_step or not self.waits_ms:
+            self.waits_ms.append(0.0)
+        self.waits_ms[-1] += wait_ms
 
     def _failure(self, error: BaseException) -> LoaderError:
         """What went wrong with the next batch, and where in the stream."""
@@ -968,8 +1287,13 @@ class Loader:
             where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
         return LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}")
 
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the next batch belongs to; the first is 1."""
+        return 1 + self._position(self.index) // sequences_per_epoch(self.config, self.shards)
+
     def take_waits_ms(self) -> list[float]:
-        """How long each batch since the last call was waited for, in milliseconds."""
+        """How long each step since the last call waited for its batches, in milliseconds."""
         waits_ms = self.waits_ms
         self.waits_ms = []
         return waits_ms
@@ -1776,16 +2100,22 @@ class Optimizer:
         self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, step: int = 0) -> Tensor:
+    def step(
+        self, lr_scale: float, momentum: float, step: int = 0, timer: StepTimer | None = None
+    ) -> Tensor:
         """Update all weights from their gradients (means of this rank, used up), and the average of weights.
 
-        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before.
-        Returns the global gradient norm before clipping, on the device.
+        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before. timer: is told
+        where the clipping begins and ends. Returns the global gradient norm before it, on the device.
         """
         # Phase 1: gradients of all ranks become one.
         gradients = self._reduce()
+        if timer is not None:
+            timer.lap("optimizer")
         # Phase 2: bound their global norm.
         norm = self._clip(gradients)
+        if timer is not None:
+            timer.lap("grad_clip")
         # Phase 3: AdamW on the embedding and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
@@ -2095,6 +2425,14 @@ def window_rows(
     return [np.array(rows) for rows in chunks if rows]
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor there; the host does not wait until a GPU that is behind has taken it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
@@ -2106,7 +2444,7 @@ class WindowScorer:
         self.looping = looping
         self.config = config
         self.context = config.eval_length
-        self.batch_rows = max(1, config.val_batch_size // self.context)
+        self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = next(model.parameters()).device
         # The same compiled code serves every scorer and every reloaded model.
         self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
@@ -2114,10 +2452,12 @@ class WindowScorer:
         tokens = np.asarray(tokens).astype(np.int32)
         begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
-        stream = torch.from_numpy(np.pad(tokens, (0, self.context)))  # the last windows reach beyond the text
+        tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
+        # Row i: the tokens from i on, one more than T.
+        self.host_windows = np.lib.stride_tricks.sliding_window_view(tokens, self.context + 1)
+        self.device_windows: Tensor | None = None
         if config.val_prefetch:
-            stream = stream.to(self.device)
-        self.windows = stream.unfold(0, self.context + 1, 1)  # row i: the tokens from i on, one more than T
+            self.device_windows = torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
 
     def score(self, chunk: np.ndarray) -> np.ndarray:
         """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
@@ -2135,20 +2475,24 @@ class WindowScorer:
 
     @torch.no_grad()
     def _score_batch(self, rows: np.ndarray) -> Tensor:
-        """Nats of the targets of some windows, in order."""
+        """Nats of the targets of some windows, in order. The host waits for nothing: it runs ahead."""
         first, start, stop = rows.T
         # Target i, in window r of the batch, which begins at token f, is row r T + (i - f) of the hidden
         # states.
         shift = np.arange(len(rows)) * self.context - first
         scored = np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start)
-        scored_N = torch.from_numpy(scored).to(self.device)
+        scored_N = to_device(scored, self.device)
         if self.machine.compiled:  # compiled code wants one shape: the same rows again, until it is full
             first = np.resize(first, self.batch_rows)
-        ids_BT = self.windows[torch.from_numpy(first)].to(self.device).long()
-        inputs_BT = ids_BT[:, :-1]
+        host_ids_BT = self.host_windows[first]
+        if self.device_windows is None:
+            ids_BT = to_device(host_ids_BT, self.device).long()
+        else:
+            ids_BT = self.device_windows[to_device(first, self.device)].long()
         targets_N = ids_BT[:, 1:].flatten()
-        starts = starts_on_device(inputs_BT, self.config)
-        hidden_BTD = self.forward(self.model, inputs_BT, starts, self.looping)
+        starts = to_device(document_starts(host_ids_BT[:, :-1], self.config), self.device)
+        torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+        hidden_BTD = self.forward(self.model, ids_BT[:, :-1], starts, self.looping)
         # The head, which costs most, for scored rows alone.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
@@ -2166,7 +2510,7 @@ def score_sliding(
     """
     ledger = Ledger(tokens)
     # Chunks bound nothing here but how often there is something to report.
-    chunk_tokens = 32 * config.val_batch_size
+    chunk_tokens = 32 * config.val_pass_tokens
     scorer = WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, looping)
     for number, chunk in enumerate(scorer.chunks):
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
@@ -2212,6 +2556,7 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
     machine = model.machine
     weights = list(model.parameters())
+    device = weights[0].device
     loss_of = machine.compile(GPT.loss, dynamic=False)
     # Sequences overlap by one token: the last target of one is the first input of the next.
     length = config.eval_length
@@ -2220,12 +2565,14 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
         for batch_BT in sequences_NT.split(config.ttt_batch_seqs):
             # Each rank takes its part of the batch, weighted by its size. A rank without a part computes any
             # row with weight zero, so that all of them take the same steps.
-            mine_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].to(weights[0].device)
+            host_ids_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].numpy()
             weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
-            inputs_BT = mine_BT[:, :-1]
+            ids_BT = to_device(host_ids_BT, device)
+            starts = to_device(document_starts(host_ids_BT[:, :-1], config), device)
+            torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
             sgd.zero_grad()
             with torch.enable_grad():
-                loss = loss_of(model, inputs_BT, mine_BT[:, 1:], starts_on_device(inputs_BT, config))
+                loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
             for parameter in weights:
                 machine.add_up(require_gradient(parameter.grad))
@@ -2234,20 +2581,30 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
 
 
 class ProgressReport:
-    """Lines about a score under way, with the time it still takes."""
+    """Lines about a score under way, with the time it still takes: see VAL_PROGRESS_LOG_EVERY."""
 
-    def __init__(self, run: Run, name: str, every: int) -> None:
+    def __init__(self, run: Run, name: str, every: int, batch_tokens: int) -> None:
+        """every: batches of so many tokens between two lines; 0: no lines; -1: twenty in all."""
         self.run = run
         self.name = name
         self.every = every
+        self.batch_tokens = batch_tokens
+        self.told = 0  # how many times `every` had been scored when the last line was printed
         self.start = time.perf_counter()
 
     def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
-        """Log a line after some chunks; a `Progress`."""
-        every = self.every or math.ceil(chunks / 20)
-        if number % every != 0:
+        """Log a line after some chunks, and after the last; a `Progress`."""
+        if self.every == 0:
             return
-        done = ledger.scored / len(ledger.nats)
+        targets = len(ledger.nats)
+        interval = self.every * self.batch_tokens
+        if self.every < 0:
+            interval = math.ceil(targets / 20)
+        reached = ledger.scored // interval
+        if reached == self.told and ledger.scored < targets:
+            return
+        self.told = reached
+        done = ledger.scored / targets
         mean = ledger.nats[: ledger.scored].mean()
         eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
         self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
@@ -2255,7 +2612,7 @@ class ProgressReport:
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
-    """All scores of reloaded weights, each with its final line. form: how they were stored, like int6."""
+    """All scores of reloaded weights, each with its final line. form: what it calls them, like int6."""
     scorers: dict[str, Callable[..., Ledger]] = {"roundtrip": score_roundtrip}
     if config.eval_stride:
         scorers["sliding_window"] = score_sliding
@@ -2267,7 +2624,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     for name, scorer in scorers.items():
         phase = f"eval_{name}"
         with run.phase(phase):
-            report = ProgressReport(run, name, config.val_progress_log_every)
+            report = ProgressReport(run, name, config.val_progress_log_every, config.val_batch_size)
             ledger = scorer(model, validation.tokens, config, report)
         score = ledger.score(validation.bytes_total)
         seconds = run.phases[phase]
@@ -2679,13 +3036,18 @@ def write_artifact(
     return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}"
 
 
+def weights_form(config: Config) -> str:
+    """What log lines call quantized weights, like int6: by the setting, whatever codes occur in the file."""
+    return f"int{config.matrix_bits}"
+
+
 class About(NamedTuple):
     """What an artifact says of itself."""
 
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
     bits: dict[str, int]  # that the widest code of each matrix parameter needs
-    label: str  # int6: that the widest code of all block matrices needs
+    widest_bits: int  # of all block matrices
     sections: dict[str, int]  # bytes
     bytes: int
     sha256: str
@@ -2730,8 +3092,8 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
             block_bits.append(peak.bit_length() + 1)
     sizes = {name: len(part) for name, part in parts.items()}
     sha256 = hashlib.sha256(data).hexdigest()
-    label = f"int{max(block_bits)}"
-    return model, About(header["config"], header["tokenizer_sha256"], bits, label, sizes, len(data), sha256)
+    return model, About(
+        header["config"], header["tokenizer_sha256"], bits, max(block_bits), sizes, len(data), sha256)
 
 
 def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
@@ -2766,6 +3128,16 @@ def read_model(settings: ModelSettings, coded: bytes) -> GPT:
         quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
         weights.data.copy_(restore_weights(quantized, table[name].shape))
     return model
+
+
+def write_float_weights(run: Run, model: GPT) -> None:
+    """The weights as they are quantized, fp32, by name, for torch.load; where upstream has them."""
+    path = run.path("final_model.pt")
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    write_atomically(path, buffer.getvalue())
+    run.log(f"Serialized model: {len(buffer.getvalue())} bytes")
 
 
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
@@ -2834,9 +3206,10 @@ class Training:
         # One graph from tokens to loss: a break in it would cost more than any kernel gains.
         self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
         self.optimizer = Optimizer(self.model, config, machine)
+        self.trace = Trace(config.traced_steps, run)
         every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.timer = StepTimer(every, machine.on_gpu)
-        self.loader = Loader(config, shards, machine)
+        self.timer = StepTimer(every, machine.on_gpu, self.trace)
+        self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
         self.writer: threading.Thread | None = None  # of the last checkpoint
@@ -2931,10 +3304,13 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # Both are the same on all ranks, as progress is.
     looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.machine.device)
-    timer.begin(training.step if training.run.training else None, val_ms)
+    number = training.step + 1 if training.run.training else None
+    if training.trace.wanted and number is not None:
+        training.trace.begin(number, loader.epoch)
+    timer.begin(number, val_ms)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        timer.lap("batch")
+        timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
         # Gradients add up: each micro-batch gives its part of a mean.
         loss = loss / loader.micro_steps
@@ -2944,9 +3320,9 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
         total += loss.detach()
     lr_scale = learning_rate_scale(progress, training.step, config)
     momentum = muon_momentum(progress, training.step, config)
-    norm = training.optimizer.step(lr_scale, momentum, training.step)
+    norm = training.optimizer.step(lr_scale, momentum, training.step, timer)
     timer.lap("optimizer")
-    line = timer.line()
+    line = timer.end()
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -2996,7 +3372,6 @@ def train(training: Training) -> None:
     seconds = run.machine.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
-    val_ms = 0.0
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
@@ -3006,27 +3381,37 @@ def train(training: Training) -> None:
         ends_at = seconds + (2 + behind) * step_seconds
         finished = caught != 0 or run_progress(ends_at, training.step, config) >= 1
         save_now = is_due(config.checkpoint_every_seconds, before, seconds)
-        validate_now = config.val_loss_every > 0 and training.step > 0
-        validate_now = validate_now and training.step % config.val_loss_every == 0
+        validate_now = config.val_loss_every > 0 and caught == 0
+        if not finished:
+            validate_now = validate_now and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
         read_results(training, leave=0 if finished or save_now or validate_now else behind)
-        if finished:
-            break
-        if save_now:
+        if save_now and not finished:
             training.save()
+        val_ms = 0.0
         if validate_now:
             looping = loop_is_on(progress, config)  # as in the step before
             val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
+        if finished:
+            break
 
         progress = run_progress(seconds, training.step, config)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
-        val_ms = 0.0
-    # From here on the host may validate_now at weights.
-    run.machine.wait()
+    end_training(training)
+
+
+def end_training(training: Training) -> None:
+    """After the last step: save it where that is wanted, and end the process if a signal has come."""
+    config = training.config
+    run = training.run
+    run.machine.wait()  # from here on the host may look at weights
+    training.trace.finish()
+    # Asked once more: a signal may have come in the last validation.
+    _, caught = agree_on_clock_and_signal(training)
     if caught != 0 or config.checkpoint_every_seconds > 0:
         training.save()  # everything after training can be redone from here
     if caught != 0:
@@ -3062,7 +3447,7 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
                 f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
                 "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
-        if result.step <= 10 or result.step % config.train_log_every == 0:
+        if result.step <= FIRST_STEPS or result.step % config.train_log_every == 0:
             mean_loss = sum(run.machine.gather(loss)) / run.machine.world_size
             log_step(training, result, mean_loss, norm)
 
@@ -3073,7 +3458,7 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
     step = result.step
     seconds = training.seconds
     tokens = config.train_batch_tokens * step
-    # Half of the batches waited for less than the first, 1 % for more than the second.
+    # Half of the steps waited for less than the first, 1 % for more than the second.
     p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
     lr_scale = learning_rate_scale(result.progress, step - 1, config)
     eta_seconds = seconds / run_progress(seconds, step, config) - seconds
@@ -3092,11 +3477,15 @@ def validate(training: Training, label: str, looping: bool = True) -> float:
 
     looping: as in `GPT.forward`. Returns how long it took, in milliseconds.
     """
+    config = training.config
     run = training.run
     data = training.validation
     run.machine.wait()
     start = time.perf_counter()
-    ledger = score_roundtrip(training.model, data.tokens, training.config, looping=looping)
+    every = max(0, config.val_progress_log_every)
+    progress = ProgressReport(run, "training", every, config.val_batch_size)
+    with training.trace.span("val", "main", step=training.step):
+        ledger = score_roundtrip(training.model, data.tokens, config, progress, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
@@ -3243,7 +3632,7 @@ def whole_run(config: Config, run: Run) -> int:
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path("model.bin"))
         ready_model(model, run.machine, inputs.kernels)
-    scores = evaluate(model, config, run, inputs.validation, about.label)
+    scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)
     return 0
 
@@ -3270,6 +3659,8 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             stream_hash=f"{training.stream_hash():016x}",
         )
         with run.phase("quantize"):
+            if run.machine.rank == 0 and config.save_float:
+                write_float_weights(run, training.model)
             if run.machine.rank == 0:
                 # A longer script leaves fewer bytes for weights.
                 budget = config.artifact_bytes_max - len(inputs.shipped)
@@ -3368,12 +3759,27 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{parameters}",
-        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
-        f"train_batch_tokens:{config.train_batch_tokens}",
+        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps}",
+        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
+        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
+        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
+        f"seed:{config.seed}",
+        *io_lines(config, machine),
         f"preflight:ok artifact:estimate {inputs.estimate}",
         *inputs.kernels.report,
     ):
         run.log(line)
+
+
+def io_lines(config: Config, machine: Machine) -> list[str]:
+    """How training and validation get their data, in the words of PR #591."""
+    copy_stream = config.train_copy_stream and machine.on_gpu
+    return [
+        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
+        f"prefetch_queue:{config.train_prefetch_queue}",
+        f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
+        f"tokens_per_pass:{config.val_pass_tokens}",
+    ]
 
 
 def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
@@ -3389,6 +3795,8 @@ def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
         needed = config.artifact_bytes_max + 2 * 16 * parameters
+        if config.save_float:
+            needed += 4 * parameters
         free = shutil.disk_usage(directory.parent).free
         if free < needed:
             raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
@@ -3414,7 +3822,7 @@ def summarize(
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    form = f"{about.label}+rans"
+    form = f"{weights_form(config)}+rans"
     run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
     run.log(f"Serialized model {form}: {about.bytes} bytes")
     run.log(f"Total submission size {form}: {total_bytes} bytes")

@@ -140,7 +140,7 @@ def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> Non
     _, report, lines = write(tmp_path / "model.bin", Config.from_env(env))
     assert {report["bits"].pop("token_embedding_VD")} <= {4, 5}
     assert report["bits"] == dict.fromkeys(train_gpt.BANKS, 3)
-    assert report["label"] == "int3" and "passes:1" in "".join(lines)
+    assert report["widest_bits"] == 3 and "passes:1" in "".join(lines)
     with pytest.raises(ArtifactError, match="above ARTIFACT_BYTES_MAX"):
         write(tmp_path / "small.bin", Config.from_env({**env, "ARTIFACT_BYTES_MAX": "3000"}))
 

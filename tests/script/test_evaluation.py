@@ -202,7 +202,7 @@ def test_rows_cover_each_target_once_with_its_context(
 
 
 @pytest.mark.parametrize("mask", ["0", "1"])
-@pytest.mark.parametrize("batch_tokens", ["16", "128", "4096"])
+@pytest.mark.parametrize("batch_tokens", ["1", "128", "1024", "32768"])
 def test_scorers_equal_a_plain_loop_over_windows(mask: str, batch_tokens: str) -> None:
     lab = subject(DOC_MASK=mask, VAL_BATCH_SIZE=batch_tokens)
     model, tokens = lab.model(), lab.tokens()
@@ -388,7 +388,7 @@ def lines() -> Iterator[Any]:
 
 @pytest.mark.parametrize("mark", ["", " comparable:0"])
 def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
-    lab = subject(VAL_PROGRESS_LOG_EVERY="2")
+    lab = subject()
     run = probes.RecordingRun()
     scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
     assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
@@ -401,7 +401,6 @@ def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
         assert re.fullmatch(f"{label}_exact {numbers}", exact)
     score = scores["roundtrip"]
     assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
-    assert len(lines(run, "val_progress:legal_ttt ")) == 3
 
 
 # --- progress, and evaluation once more ---
@@ -443,7 +442,7 @@ def kill(path, *given, **more):
     return opening(path, *given, **more)
 builtins.open = kill
 """  # in the third chunk of a scorer
-EVERY_CHUNK = {"VAL_TOKENS_LIMIT": 2500, "VAL_BATCH_SIZE": 32, "VAL_PROGRESS_LOG_EVERY": 1}
+EVERY_CHUNK = {"VAL_TOKENS_LIMIT": 2500, "VAL_BATCH_SIZE": 256, "VAL_PROGRESS_LOG_EVERY": 1}
 
 
 def tokens_seen(ended: Ended) -> list[tuple[str, str]]:

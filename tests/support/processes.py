@@ -42,7 +42,7 @@ TINY_RUN: dict[str, object] = {
     "EMBED_WD": 0.1,
     "ADAM_WD": 0.1,
     "VAL_TOKENS_LIMIT": 1000,
-    "VAL_BATCH_SIZE": 2048,
+    "VAL_BATCH_SIZE": 16_384,
     "EVAL_STRIDE": 16,
     "TTT_ENABLED": 1,
     "TTT_CHUNK_TOKENS": 256,
