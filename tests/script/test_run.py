@@ -178,8 +178,10 @@ def test_what_must_not_change_the_result_does_not(
 def test_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
     other = lab.succeed(SEED=1338, ITERATIONS=1, EVAL_STRIDE=0, TTT_ENABLED=0)
     assert other.summary["stream_hash"] != finished.summary["stream_hash"]
-    losses = [[e["train_loss"] for e in run.events if e["event"] == "train"][0] for run in (other, finished)]
-    assert losses[0] != losses[1]
+    first_losses = []
+    for run in (other, finished):
+        first_losses.append(next(event["train_loss"] for event in run.events if event["event"] == "train"))
+    assert first_losses[0] != first_losses[1]
     assert set(other.summary["losses"]) == {"roundtrip"}
 
 

@@ -403,7 +403,7 @@ def test_counters_say_how_many_stood_ready(whole: tuple[Ended, list[Event]]) -> 
     ended, events = whole
     counts = [e["args"]["stage queue"] for e in events if e["ph"] == "C" and e["name"] == "stage queue"]
     queue = int(ended.summary["config"]["TRAIN_PREFETCH_QUEUE"])
-    assert len(counts) == 24 and 0 <= min(counts) and max(counts) <= queue
+    assert len(counts) == 24 and min(counts) >= 0 and max(counts) <= queue
 
 
 def test_the_log_ends_training_with_a_table_of_all_spans(whole: tuple[Ended, list[Event]]) -> None:
@@ -446,9 +446,7 @@ def test_a_trace_without_a_step_says_so(lab: Lab) -> None:
 
 def test_a_shard_that_is_read_in_a_step_is_on_the_lane_disk(lab: Lab) -> None:
     """Steps that are so large that each shard is read in one, and the data more than once."""
-    _, events = traced(
-        lab, TRAIN_BATCH_TOKENS=4096, MICRO_BATCH_TOKENS=4096, TRAIN_PREFETCH=0, ITERATIONS=8
-    )
+    _, events = traced(lab, TRAIN_BATCH_TOKENS=4096, MICRO_BATCH_TOKENS=4096, TRAIN_PREFETCH=0, ITERATIONS=8)
     loads = spans(events, "disk_load", "disk")
     assert len(loads) == len(spans(events, "disk_load"))
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}

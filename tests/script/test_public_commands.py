@@ -1,0 +1,139 @@
+"""What a README's commands set, read as a shell would pass it; synthetic READMEs, and the stored facts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.public_commands import (
+    COMMANDS_FILE,
+    Command,
+    load_public_commands,
+    readme_commands,
+    shell_commands,
+)
+
+
+def in_readme(shell: str) -> str:
+    return f"# A run\n\nWIDTH=1 torchrun train_gpt.py as prose.\n\n```bash\n{shell}\n```\n\nMore prose.\n"
+
+
+def settings_of(shell: str) -> list[dict[str, str]]:
+    return [command.settings for command in readme_commands(in_readme(shell))]
+
+
+def test_pairs_before_the_program_over_joined_lines() -> None:
+    shell = "WIDTH=64 DEPTH=2 \\\nRATE=1e-3 \\\n  torchrun --nproc_per_node=8 \\\n  runs/train_gpt.py"
+    expected = Command("train_gpt.py", {"WIDTH": "64", "DEPTH": "2", "RATE": "1e-3"})
+    assert readme_commands(in_readme(shell)) == [expected]
+
+
+def test_prose_outside_a_block_and_other_programs_are_no_commands() -> None:
+    assert readme_commands("Set `WIDTH=1 torchrun train_gpt.py` as you like.\n") == []
+    assert settings_of("REPO=me/data python3 data/download.py --variant a") == []
+    assert settings_of("cp train_gpt.py old.py\nwc -c train_gpt.py\npython -m py_compile train_gpt.py") == []
+
+
+@pytest.mark.parametrize("program", [
+    "python train_gpt.py", "./.venv/bin/python -u train_gpt_small.py", "python3.11 train_gpt.py --help",
+    "uv run torchrun train_gpt.py", "python -m torch.distributed.run --nproc_per_node=2 train_gpt.py",
+    "nohup /usr/bin/torchrun train_gpt.py", "torchrun --standalone my_own_script.py",
+])  # fmt: skip
+def test_every_way_to_start_a_training_script(program: str) -> None:
+    assert settings_of(f"WIDTH=64 {program}") == [{"WIDTH": "64"}]
+
+
+def test_arguments_of_the_script_are_no_settings() -> None:
+    assert settings_of("WIDTH=64 python train_gpt.py DEPTH=2 --size=3") == [{"WIDTH": "64"}]
+
+
+def test_env_prefix_and_quotes() -> None:
+    shell = "env WIDTH=64 NAME='two words' LAYERS=\"9,10\" EMPTY= torchrun train_gpt.py"
+    assert settings_of(shell) == [{"WIDTH": "64", "NAME": "two words", "LAYERS": "9,10", "EMPTY": ""}]
+
+
+def test_exports_reach_every_later_command_and_plain_shell_variables_do_not() -> None:
+    first = "export DEPTH=2 RATE=3 && WIDTH=128 python train_gpt.py"
+    shell = f"LOCAL=1\nexport WIDTH=64\n{first}\npython train_gpt.py"
+    common = {"DEPTH": "2", "RATE": "3"}
+    assert settings_of(shell) == [{"WIDTH": "128", **common}, {"WIDTH": "64", **common}]
+
+
+def test_exports_end_with_their_block() -> None:
+    readme = in_readme("export WIDTH=64") + in_readme("python train_gpt.py")
+    assert readme_commands(readme) == [Command("train_gpt.py", {})]
+
+
+def test_variables_of_the_text_are_put_in_and_open_values_left_out() -> None:
+    shell = 'WIDTH=64\nFOLDER="runs/w${WIDTH}" WIDTH=$WIDTH SEED=<SEED> OTHER=$UNKNOWN python train_gpt.py'
+    assert settings_of(shell) == [{"FOLDER": "runs/w64", "WIDTH": "64"}]
+
+
+def test_a_loop_gives_its_first_value() -> None:
+    shell = "for SEED in 42 0 1234; do\n  SEED=$SEED torchrun train_gpt.py > log_${SEED}.txt 2>&1\ndone"
+    assert settings_of(shell) == [{"SEED": "42"}]
+    shell = "for SEED in 42 0\ndo export SEED=$SEED\n  torchrun train_gpt.py\ndone"
+    assert settings_of(shell) == [{"SEED": "42"}]
+
+
+def test_comments_and_documents_in_the_text() -> None:
+    shell = (
+        "# don't set WIDTH=1 torchrun train_gpt.py\n"
+        "  # nor DEPTH=1 torchrun train_gpt.py\n"
+        "cat > a.json << 'EOF'\n{\"name\": \"it's\"}\nEOF\n"
+        "WIDTH=64 python train_gpt.py  # it's DEPTH=2 by default"
+    )
+    assert settings_of(shell) == [{"WIDTH": "64"}]
+
+
+def test_backslashes_that_markdown_needs_and_windows_line_ends() -> None:
+    readme = in_readme("MODEL\\_WIDTH=64 \\\\\nDEPTH=2 \\\\\ntorchrun train\\_gpt.py").replace("\n", "\r\n")
+    assert readme_commands(readme) == [Command("train_gpt.py", {"MODEL_WIDTH": "64", "DEPTH": "2"})]
+
+
+def test_code_within_a_line_opens_no_block() -> None:
+    readme = "```bash pip install x```\n\n```bash\nWIDTH=64 python train_gpt.py\n```\n"
+    assert readme_commands(readme) == [Command("train_gpt.py", {"WIDTH": "64"})]
+
+
+def test_a_command_is_not_lost_to_an_open_quotation() -> None:
+    with pytest.raises(ValueError, match="close the quotation"):
+        shell_commands("NAME='open torchrun train_gpt.py")
+
+
+def test_a_shell_agrees(tmp_path: Path) -> None:
+    script = tmp_path / "train_gpt.py"
+    script.write_text("import json, os\nprint(json.dumps(dict(os.environ)))\n")
+    shell = (
+        "PAIR_UNSEEN=1\nexport PAIR_A=1 PAIR_B=two\nbase=x\n"
+        f'PAIR_B="3 4" PAIR_C=${{base}}y env PAIR_D=5 {sys.executable} {script} PAIR_E=6'
+    )
+    told = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True, env={}).stdout
+    (command,) = shell_commands(shell)
+    seen = {name: value for name, value in json.loads(told).items() if name.startswith("PAIR_")}
+    assert command.settings == seen
+
+
+def test_the_stored_commands_are_facts_alone() -> None:
+    commands = load_public_commands()
+    assert commands and all(command.folder.startswith("records/track_") for command in commands)
+    for command in commands:
+        assert re.fullmatch(r"[\w.-]+\.py", command.script)
+        for name, value in command.settings.items():
+            assert re.fullmatch(r"[A-Z][A-Z0-9_]*", name)
+            assert len(value) < 130 and not re.search(r"[\s<>$]", value)
+    assert COMMANDS_FILE.stat().st_size < 60_000
+
+
+def test_the_stored_commands_hold_the_systems_this_project_descends_from() -> None:
+    of = {command.pull_request: command.settings for command in load_public_commands()}
+    assert of[591]["EMBED_LR"] == "0.6" and of[591]["TRAIN_BATCH_TOKENS"] == "65536"
+    assert of[785]["TTT_FREEZE_BLOCKS"] == "0" and of[785]["VE_LAYERS"] == "9,10"
+    assert of[549] == {name: value for name, value in of[785].items() if not name.startswith("TRAIN_")}
+    assert of[1493] == of[1532]
+    assert of[1855]["COMPRESSOR"] == "pergroup"

@@ -1,0 +1,283 @@
+"""benchmarks/upstream.py on a miniature script in the manner of the challenge's, against a plain loop."""
+
+from __future__ import annotations
+
+import base64
+import lzma
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import upstream
+from benchmarks.upstream import Upstream, UpstreamError
+from data.shards import write_shard
+
+# Written for this test: a bag of embeddings with the manners of a script for GPUs. WIDTH, VOCABULARY,
+# STEP_SIZE and ITERATIONS are its variables; its learning rate falls linearly to zero.
+MINIATURE = '''
+import os, subprocess, glob
+from pathlib import Path
+import sentencepiece as spm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+class Hyperparameters:
+    tokenizer_path = os.environ.get("TOKENIZER_PATH", "tokenizer.model")
+    vocab_size = int(os.environ.get("VOCABULARY", 50))
+    width = int(os.environ.get("WIDTH", 8))
+    iterations = int(os.environ.get("ITERATIONS", 10))
+    step_size = float(os.environ.get("STEP_SIZE", 0.5))
+    max_wallclock_seconds = float(os.environ.get("MAX_WALLCLOCK_SECONDS", 600))
+
+def zeropower_via_newtonschulz5(G):
+    X = G.bfloat16()
+    X /= X.norm()
+    return X
+
+class DistributedTokenLoader:
+    def __init__(self, pattern, rank, world_size, device):
+        raise FileNotFoundError(pattern)
+
+def load_validation_tokens(pattern):
+    raise FileNotFoundError(pattern)
+
+class Model(nn.Module):
+    def __init__(self, vocab_size, width):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+    def forward(self, inputs, targets):
+        scores = self.head(self.table(inputs)).flatten(0, 1)
+        return F.cross_entropy(scores, targets.flatten())
+
+def main():
+    args = Hyperparameters()
+    distributed = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    grad_accum_steps = 8 // world_size
+    if not torch.cuda.is_available():
+        raise RuntimeError("a GPU is required")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    from torch.backends.cuda import enable_flash_sdp, enable_math_sdp
+    enable_flash_sdp(True)
+    enable_math_sdp(False)
+    torch.set_float32_matmul_precision("medium")
+    if rank == 0:
+        os.makedirs("logs", exist_ok=True)
+    print(subprocess.run(["no-such-tool"], stdout=subprocess.PIPE).stdout, end="")
+    torch.manual_seed(1)
+    torch.cuda.manual_seed_all(1)
+    sp = spm.SentencePieceProcessor(model_file=args.tokenizer_path)
+    if int(sp.vocab_size()) != args.vocab_size:
+        raise ValueError("tokenizer")
+    val_tokens = load_validation_tokens("val_*.bin")
+    print(f"tokens:{val_tokens.numel() - 1}", end="")
+    base_model = Model(args.vocab_size, args.width).to(device).bfloat16()
+    model = torch.compile(base_model, dynamic=False, fullgraph=True)
+    optimizer = torch.optim.SGD(base_model.parameters(), lr=args.step_size, fused=True)
+    loader = DistributedTokenLoader("train_*.bin", rank, world_size, device)
+    total = torch.zeros((), dtype=torch.bfloat16)
+    for step in range(args.iterations):
+        for micro_step in range(grad_accum_steps):
+            x, y = loader.next_batch(1024, 8, grad_accum_steps)
+            with torch.autocast(device_type="cuda", dtype=torch.bfloat16, enabled=True):
+                loss = model(x, y)
+            total += loss.detach()
+            (loss / grad_accum_steps).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = args.step_size * (1 - step / args.iterations)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+'''
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train_gpt.py"
+    path.write_text(MINIATURE, encoding="utf-8")
+    return path
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    ids_BT = torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(seed))
+    return ids_BT[:, :-1], ids_BT[:, 1:]
+
+
+def weights(seed: int, width: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(50, width, generator=generator) for name in ("table.weight", "head.weight")}
+
+
+def plain_losses(start: dict[str, Tensor], steps: int, step_size: float, iterations: int) -> list[float]:
+    """The same training, written as plain tensor arithmetic."""
+    table, head = (start[name].clone().requires_grad_() for name in ("table.weight", "head.weight"))
+    losses = []
+    for step in range(steps):
+        inputs_BT, targets_BT = batch(step)
+        loss = F.cross_entropy((table[inputs_BT] @ head.T).flatten(0, 1), targets_BT.flatten())
+        for parameter, gradient in zip((table, head), torch.autograd.grad(loss, (table, head)), strict=True):
+            parameter.data -= step_size * (1 - step / iterations) * gradient
+        losses.append(loss.item())
+    return losses
+
+
+def test_steps_are_the_script_s_own(script: Path) -> None:
+    with Upstream(script, {"STEP_SIZE": "2.5", "ITERATIONS": "6"}) as miniature:
+        assert miniature.parameters_count == 2 * 50 * 8
+        miniature.set_weights(weights(0))
+        losses = [miniature.step(*batch(step)) for step in range(5)]
+    assert losses == pytest.approx(plain_losses(weights(0), 5, 2.5, 6), rel=1e-6)
+
+
+def test_all_is_single_precision_in_plain_optimizers(script: Path) -> None:
+    text = upstream.patched(MINIATURE, "miniature")
+    assert "bfloat16" not in text and "fused=True" not in text
+    with Upstream(script) as miniature:
+        assert {parameter.dtype for parameter in miniature.model.parameters()} == {torch.float32}
+
+
+def test_the_loss_updates_nothing(script: Path) -> None:
+    with Upstream(script) as miniature:
+        before = miniature.loss(*batch(0))
+        assert miniature.loss(*batch(0)) == before
+        assert miniature.step(*batch(0)) == before
+        assert miniature.loss(*batch(0)) < before
+
+
+def test_a_compressed_script_is_the_same(script: Path, tmp_path: Path) -> None:
+    packed = base64.b85encode(lzma.compress(MINIATURE.encode())).decode()
+    wrapped = tmp_path / "wrapped.py"
+    wrapped.write_text(f"import lzma as L,base64 as B\nexec(L.decompress(B.b85decode({packed!r})))\n")
+    losses = []
+    for path in (script, wrapped):
+        with Upstream(path, {"WIDTH": "4"}) as miniature:
+            losses.append([miniature.step(*batch(step)) for step in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_nothing_outside_changes(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = dict(os.environ)
+    threads = threading.active_count()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_math_sdp(True)
+    with Upstream(script) as miniature:
+        miniature.step(*batch(0))
+    miniature.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["train_gpt.py"]
+    assert dict(os.environ) == environment and threading.active_count() == threads
+    assert not [name for name in sys.modules if name.startswith("upstream_")]
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize(("name", "line"), [
+    ("accumulation", "    grad_accum_steps = 8 // world_size\n"),
+    ("device", '    device = torch.device("cuda", 0)\n'),
+    ("tokenizer", "    sp = spm.SentencePieceProcessor(model_file=args.tokenizer_path)\n"),
+    ("compiler", "    model = torch.compile(base_model, dynamic=False, fullgraph=True)\n"),
+    ("orthogonalisation", "    X = G.bfloat16()\n"),
+])  # fmt: skip
+def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path, name: str, line: str) -> None:
+    assert line in MINIATURE
+    script.write_text(MINIATURE.replace(line, ""), encoding="utf-8")
+    with pytest.raises(UpstreamError, match=f"'{name}'"):
+        Upstream(script)
+
+
+@pytest.mark.parametrize(("found", "instead", "told"), [
+    ("import torch\n", "import torch\nimport torch.cuda as gpu\nx = torch.cuda\n", r"uses torch\.cuda"),
+    ('torch.device("cuda", 0)', 'torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))', "CUDA device"),
+    ("torch.autocast(dev", "torch.autocast(cache_enabled=bool(1), dev", r"uses torch\.autocast"),
+    ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
+    ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
+])  # fmt: skip
+def test_what_no_replacement_fits_is_told_with_its_line(
+    script: Path, found: str, instead: str, told: str
+) -> None:
+    text = MINIATURE.replace(found, instead, 1)
+    if "autocast" in found or "device(" in found:  # one that fits beside one that does not
+        text += '\n\ndef unused():\n    torch.device("cuda", 0)\n    torch.autocast(device_type="cuda")\n'
+    script.write_text(text, encoding="utf-8")
+    with pytest.raises(UpstreamError, match=rf"train_gpt\.py:\d+: .*{told}"):
+        Upstream(script)
+
+
+def test_a_call_of_the_gpu_without_counterpart_is_told(script: Path) -> None:
+    text = MINIATURE.replace("torch.cuda.set_device(device)", "torch.cuda.Stream()")
+    script.write_text(text, encoding="utf-8")
+    with pytest.raises(UpstreamError, match=r"torch\.cuda\.Stream"):
+        Upstream(script)
+
+
+def test_settings_that_are_not_read_or_are_fixed_are_refused(script: Path) -> None:
+    with pytest.raises(UpstreamError, match="never reads WIDHT"):
+        Upstream(script, {"WIDHT": "4", "WIDTH": "4"})
+    with pytest.raises(UpstreamError, match="WARMUP_STEPS: fixed"):
+        Upstream(script, {"WARMUP_STEPS": "20"})
+
+
+def test_weights_of_other_names_or_shapes_are_refused(script: Path) -> None:
+    with Upstream(script) as miniature:
+        with pytest.raises(UpstreamError, match=r"lack \['head.weight'\] and have no use for \['tail'\]"):
+            miniature.set_weights({"table.weight": weights(0)["table.weight"], "tail": torch.zeros(1)})
+        with pytest.raises(UpstreamError, match=r"table.weight has shape \(50, 4\), expected \(50, 8\)"):
+            miniature.set_weights(weights(0, width=4))
+
+
+def test_the_script_s_own_failure_reaches_the_caller(script: Path) -> None:
+    with Upstream(script) as miniature:
+        ids_BT = torch.full((1, 4), 50)
+        with pytest.raises(UpstreamError, match="after 0 steps its main raised IndexError"):
+            miniature.step(ids_BT, ids_BT)
+
+
+def test_the_end_of_the_schedule_is_told(script: Path) -> None:
+    with Upstream(script, {"ITERATIONS": "2"}) as miniature:
+        miniature.step(*batch(0))
+        with pytest.raises(UpstreamError, match="raise ITERATIONS"):
+            miniature.step(*batch(1))
+
+
+def test_attention_in_place_of_a_gpu_kernel_is_causal_with_grouped_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q_BTHE = torch.randn(2, 5, 4, 6, generator=generator, dtype=torch.float64)
+    k_BTKE, v_BTKE = torch.randn(2, 2, 5, 2, 6, generator=generator, dtype=torch.float64)
+    found = upstream.OnCpu({}).attention(q_BTHE, k_BTKE, v_BTKE, causal=True)
+    for head in range(4):
+        for position in range(5):
+            seen = k_BTKE[:, : position + 1, head // 2]
+            scores = (q_BTHE[:, position, head, None] * seen).sum(-1) / 6**0.5
+            mixed = (scores.softmax(-1)[..., None] * v_BTKE[:, : position + 1, head // 2]).sum(1)
+            torch.testing.assert_close(found[:, position, head], mixed)
+
+
+def test_the_command_prints_count_losses_and_times(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = torch.randint(50, (200,), generator=torch.Generator().manual_seed(0)).numpy()
+    write_shard(tmp_path / "fineweb_train_000000.bin", tokens.astype("uint16"))
+    length = '    length = int(os.environ.get("TRAIN_SEQ_LEN", 1))\n'
+    script.write_text(MINIATURE.replace("    width =", f"{length}    width ="), encoding="utf-8")
+    options = ["--rows", "2", "--length", "8", "--steps", "3"]
+    command = ["upstream.py", str(script), "--data", str(tmp_path), *options, "WIDTH=4"]
+    monkeypatch.setattr(sys, "argv", command)
+    upstream.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tokens:1parameters:400"
+    assert [line.split(" train_loss:")[0] for line in lines[1:4]] == ["step:1", "step:2", "step:3"]
+    with Upstream(script, {"WIDTH": "4", "TRAIN_SEQ_LEN": "8"}) as miniature:
+        ids = torch.from_numpy(tokens).long()
+        first = miniature.step(ids[:16].view(2, 8), ids[1:17].view(2, 8))
+    assert float(lines[1].split("train_loss:")[1].split()[0]) == pytest.approx(first, abs=1e-6)
