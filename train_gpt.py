@@ -716,11 +716,13 @@ class Trace:
         elif self.recording and epoch != self.epoch:
             self._end_epoch(now)
             self.epoch = epoch
+        # Once a step: whoever kills the run loses one step of the trace.
         self._place_finished_work()
         self.flush()
 
     def _open(self, epoch: int) -> None:
         """The first step asked for begins. On a GPU it is waited for, this once, to compare the clocks."""
+        # An event that is over at a known time: what follows is placed by its distance from it.
         if self.run is not None and self.run.machine.on_gpu:
             self.anchor = torch.cuda.Event(enable_timing=True)
             self.anchor.record()
@@ -748,6 +750,7 @@ class Trace:
             self._close(time.perf_counter())
         self._place_finished_work()
         self.flush()
+        # What was asked for and did not happen is told as well.
         if self.opened == math.inf:
             self.run.log(f"trace:none, no step of TRACE_STEPS={self.steps.start}:{self.steps.stop} was run")
             return
@@ -797,6 +800,7 @@ class Trace:
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
         """The spans of a step: `chunk` is all of it, `train` what lies between two waits for a batch."""
+        # Waits, parts and trains follow one another without a gap, so that a chunk is their sum.
         began = laps[0].host_seconds
         train_began = began
         for before, lap in itertools.pairwise(laps):
@@ -811,6 +815,7 @@ class Trace:
                 if before.event is not None and lap.event is not None:
                     work = Work(lap.name, step, before.host_seconds, before.event, lap.event)
                     self.unfinished.append(work)
+        # The last train has the optimizer in it.
         ended = laps[-1].host_seconds
         self.add("train", "main", train_began, ended, step=step)
         self.add("chunk", "main", began, ended, step=step)
@@ -862,6 +867,7 @@ class Trace:
         text = "".join([self.events.popleft() for _ in range(len(self.events))])
         if not text:
             return
+        # One write of little more than a step: a killed process leaves all of it or nothing.
         with contextlib.suppress(OSError):
             if not self.path.exists():  # a resumed run goes on with its file
                 self.path.write_bytes(self._new_file())
@@ -1274,6 +1280,7 @@ class Loader:
 
     def _add_wait(self, wait_ms: float) -> None:
         """Count a wait for the next batch to its step."""
+        # A step has as many batches as micro-steps.
         first_of_step = self.index % self.micro_steps == 0
         if first_of_step or not self.waits_ms:
             self.waits_ms.append(0.0)
@@ -2489,6 +2496,7 @@ class WindowScorer:
         if self.machine.compiled:  # compiled code wants one shape: the same rows again, until it is full
             first = np.resize(first, self.batch_rows)
         host_ids_BT = self.host_windows[first]
+        # On the device already, if VAL_PREFETCH: then only the numbers of the rows travel.
         if self.device_windows is None:
             ids_BT = to_device(host_ids_BT, self.device).long()
         else:
@@ -2600,6 +2608,7 @@ class ProgressReport:
         """Log a line after some chunks, and after the last; a `Progress`."""
         if self.every == 0:
             return
+        # A line where a multiple of this many targets has been passed.
         targets = len(ledger.nats)
         interval = self.every * self.batch_tokens
         if self.every < 0:
