@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train_gpt
 from data import shards
@@ -173,6 +174,31 @@ def test_what_must_not_change_the_result_does_not(
             assert len(re.findall(rf"^step:{step}/6 {RESULT} train_time:\d+ms", again.out, re.M)) == 1
     if "TRAINING_TIMING_BREAKDOWN" in changes:
         assert re.search(r"timing_breakdown.*forward_ms", again.out)
+
+
+def test_the_float_weights_are_written_on_request(finished: Ended, lab: Lab) -> None:
+    """Those that are quantized: what the file gives is within a step of what the artifact gives."""
+    ended = lab.succeed(SAVE_FLOAT=1)
+    assert results(ended) == results(finished)
+    path = ended.directory / "final_model.pt"
+    assert f"Serialized model: {path.stat().st_size} bytes" in ended.out
+    weights = torch.load(path, weights_only=True)
+    model, _ = train_gpt.load_artifact(ended.directory / "model.bin")
+    model.load_state_dict(weights)  # the same names and shapes
+    quantized, _ = train_gpt.load_artifact(ended.directory / "model.bin")
+    for name, parameter in quantized.named_parameters():
+        assert weights[name].dtype == torch.float32
+        error = (parameter - weights[name]).norm() / weights[name].norm().clamp(min=1e-9)
+        assert error < 0.3, name
+
+
+def test_lines_are_named_by_the_setting(finished: Ended, lab: Lab) -> None:
+    """Also where the rate control makes the codes of two settings the same width."""
+    ended = lab.succeed(MATRIX_BITS=5, EVAL_STRIDE=0, TTT_ENABLED=0, ITERATIONS=1)
+    assert "final_int5_roundtrip_exact " in ended.out and "Serialized model int5+rans: " in ended.out
+    assert ended.summary["artifact"]["widest_bits"] == max(
+        bits for name, bits in ended.summary["artifact"]["bits"].items() if name.endswith("bank")
+    )
 
 
 def test_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
