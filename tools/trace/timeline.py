@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 
 def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> dict[str, list[Span]]:
-    """The spans of each lane that overlap the window, by their beginning."""
+    """The spans of each lane that overlap the window, by their beginning; lanes in the order of the file."""
     lanes: dict[tuple[int, int], str] = {}  # by process and thread
     complete = []
     for event in events:
@@ -93,15 +93,17 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
     complete.sort(key=lambda event: event["ts"])
     origin = complete[0]["ts"]
     several_ranks = len({event["pid"] for event in complete}) > 1
-    spans: dict[str, list[Span]] = {}
+    found: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for event in complete:
         span = Span(event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6)
-        if window is not None and not overlaps(span, window):
-            continue
-        lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
+        if window is None or overlaps(span, window):
+            found[event["pid"], event["tid"]].append(span)
+    spans = {}
+    for rank, number in sorted(found):
+        lane = lanes.get((rank, number), str(number))
         if several_ranks:
-            lane = f"rank {event['pid']} {lane}"
-        spans.setdefault(lane, []).append(span)
+            lane = f"rank {rank} {lane}"
+        spans[lane] = found[rank, number]
     return spans
 
 
@@ -150,6 +152,6 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
     if window is not None:
         axes.set_xlim(*window)
     axes.set_xlabel("seconds")
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=5, frameon=False)
     write_figure(path, figure, dpi=120)
     pyplot.close(figure)
