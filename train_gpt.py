@@ -418,8 +418,10 @@ def read_config_file(path: str) -> dict[str, str]:
     return values
 
 
-# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
-COMMON_WORDS = "CHECKPOINT CODE COMPUTE DATA DEVICE MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING".split()
+# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRACE_ID.
+COMMON_WORDS = """
+CHECKPOINT CODE COMPUTE DATA DEVICE MAX MIN MODEL NUM PARALLEL RATE RUN SAVE TRACE TRAINING
+""".split()
 
 
 def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> None:
