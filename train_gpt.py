@@ -518,9 +518,10 @@ FORMER_NAMES = [
     FormerName("TRACE TRACE_STEPS", "python -m tools trace records where the time of a run goes", "0"),
     FormerName("DETERMINISTIC", "a CPU repeats runs of fixed steps bit for bit, a GPU does not", "0"),
     FormerName("MUON_BETA2", "no effect: PRs #549 and #1493 read it and never use it; BETA2 is AdamW's", "*"),
-    FormerName("SWA_ENABLED SWA_EVERY", "no effect: PR #549 never used that average; see EMA_DECAY", "*"),
-    FormerName("LATE_QAT LATE_QAT_THRESHOLD QAT_ENABLED QAT_THRESHOLD", "no effect: in PR #549 it reached "
-               "no bank, and there is no quantization-aware training here", "*"),
+    FormerName("SWA_ENABLED SWA_EVERY",
+               "no effect, as in PR #549, which never used that average; see EMA_DECAY", "*"),
+    FormerName("LATE_QAT LATE_QAT_THRESHOLD QAT_ENABLED QAT_THRESHOLD", "no effect, as in PR #549, where "
+               "it reached no bank; training does not quantize here", "*"),
     # What is not here: its off value is taken, and so are numbers of what is off elsewhere by default.
     FormerName("ROPE_YARN", "longer inputs rescale the rotary base; see ROPE_TRAIN_SEQ_LEN", "0"),
     FormerName("GATED_ATTN_ENABLED ATTN_OUT_GATE_ENABLED GATED_ATTENTION",
@@ -611,13 +612,13 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
 
     nearest = nearest_config(values) if taken or refused else ""
     if refused:
-        sentences = [f"{' '.join(subjects)}: {reason}." for reason, subjects in refused.items()]
+        sentences = [f"{' '.join(subjects)}: {reason}" for reason, subjects in refused.items()]
         if nearest:
-            sentences.append(f"Of the files in configs, CONFIG={nearest} has most of the values given.")
-        raise ConfigError(" ".join(sentences))
+            sentences.append(f"most of the values given are those of CONFIG={nearest}")
+        raise ConfigError(" | ".join(sentences))
     notes = [f"note: {' '.join(subjects)}: {reason}" for reason, subjects in taken.items()]
     if nearest and not environ.get("CONFIG"):
-        notes.append(f"warning: what is not given has this script's defaults; others: CONFIG={nearest}")
+        notes.append(f"warning: what is not given has the defaults, of another model than CONFIG={nearest}")
     return GivenSettings(values, notes)
 
 
@@ -723,15 +724,17 @@ def nearest_config(given: Mapping[str, str]) -> str:
     Empty where the defaults share as many, and where there is no folder of configurations.
     """
     nearest = ""
+    shortest = 0
     most = shared_values(given, Config().as_env())
-    paths = find_path("configs").glob("*.env")
-    for path in sorted(paths, key=lambda path: (path.stat().st_size, path.name)):
+    for path in sorted(find_path("configs").glob("*.env")):
         if not path.name.startswith(("pr", "upstream")):
             continue
-        shared = shared_values(given, read_config_file(str(path)))
-        if shared > most:
+        values = read_config_file(str(path))
+        shared = shared_values(given, values)
+        if shared > most or (shared == most and nearest and len(values) < shortest):
             nearest = f"configs/{path.name}"
             most = shared
+            shortest = len(values)
     return nearest
 
 
