@@ -1444,7 +1444,7 @@ def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int
 def visit_order(c: ModelSettings, looping: bool) -> tuple[list[int], list[int]]:
     """Layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
     layers = list(range(c.num_layers))
-    if looping:
+    if looping and c.num_loops > 0:  # without extra passes the borders of the loop may be anywhere
         first = c.loop_start
         after = c.loop_end + 1
         # The looped layers follow one another as a group, not each by itself.
@@ -3592,7 +3592,7 @@ def main() -> int:
     except Exception:
         # An error of ours: the traceback is what helps to mend it.
         message = traceback.format_exc().strip()
-    report_failure(message, run)
+    report_failure(message, run, os.environ)
     return 1
 
 
@@ -3611,7 +3611,7 @@ def print_help() -> None:
         print_line(f"  {setting:<48} {spec.metadata['meaning']}{choices}", sys.stdout)
 
 
-def report_failure(message: str, run: Run | None) -> None:
+def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) -> None:
     """Tell what ended the run: on the console, in the log, and where torchrun looks for it."""
     if run is None:
         print_line(message, sys.stderr)
@@ -3627,7 +3627,7 @@ def report_failure(message: str, run: Run | None) -> None:
     print_line(message, sys.stderr)
     if run.directory is not None:
         append_line(message, run.path("log.txt"))
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         # A second earlier: torchrun ends with the earliest, and this is the cause of the others.
         record = {"message": message, "timestamp": int(time.time()) - 1}

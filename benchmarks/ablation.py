@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn what --clock cpu counts
@@ -38,7 +37,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import results  # noqa: E402
-from train_gpt import GPT, Config  # noqa: E402
+from train_gpt import GPT, Config, Machine  # noqa: E402
 
 Rows = dict[str, list[dict[str, Any]]]
 TITLE = "What each part brings at equal seconds"
@@ -123,9 +122,8 @@ def clock(kind: str) -> Callable[[], float]:
 def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     """Train on the schedule of a whole run until the seconds are over; leaves the average. Returns steps."""
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
-    optimizer = train_gpt.Optimizer(model, config, 0, 1)
-    run: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    loader = train_gpt.Loader(config, shards, run)
+    optimizer = train_gpt.Optimizer(model, config, Machine())
+    loader = train_gpt.Loader(config, shards, Machine())
     step = 0
     with contextlib.closing(loader):
         start = now()
@@ -133,16 +131,16 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
             progress = train_gpt.run_progress(now() - start, step, config)
             if progress >= 1.0:
                 break
-            model.looping = train_gpt.loop_is_on(progress, config)
+            looping = train_gpt.loop_is_on(progress, config)
             for _ in range(loader.micro_steps):
                 batch = loader.next_batch()
-                loss = model.loss(batch.inputs_BT, batch.targets_BT, batch.cu_seqlens)
+                loss = model.loss(batch.inputs_BT, batch.targets_BT, batch.starts, looping)
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
             momentum = train_gpt.muon_momentum(progress, step, config)
             optimizer.step(scale, momentum, step)
             step += 1
-    torch._foreach_copy_(optimizer.weights, optimizer.average)
+    optimizer.use_average()
     return step
 
 
@@ -155,9 +153,9 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
     if config.val_tokens_limit:
         tokens = tokens[: config.val_tokens_limit + 1]
-    model.looping = train_gpt.loop_is_on(1.0, config)
+    looping = train_gpt.loop_is_on(1.0, config)
     text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
-    score = train_gpt.score_roundtrip(model, tokens, config).score(text_bytes)
+    score = train_gpt.score_roundtrip(model, tokens, config, looping=looping).score(text_bytes)
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"seed": seed, "parameters": count, "steps": steps, "val_bpb": score.bits_per_byte}
 

@@ -30,19 +30,19 @@ EVERY_SECONDS = 30.0
 
 def stretch(training: train_gpt.Training, seconds: float, saving: bool) -> tuple[float, float, float]:
     """Train for some seconds. Returns seconds of a step, by clock and by CPU time, and those of the save."""
-    run = training.run
+    machine = training.run.machine
     steps = 0
-    run.sync()
+    machine.wait()
     start = time.perf_counter()
     cpu = time.process_time()
     if saving:
-        train_gpt.save_checkpoint(training)
+        training.save()
     blocked = time.perf_counter() - start
     while time.perf_counter() < start + seconds:
         train_gpt.train_step(training, 0.5)
         steps += 1
-    training.writer.join()
-    run.sync()
+    training.finish_saving()
+    machine.wait()
     return (time.perf_counter() - start) / steps, (time.process_time() - cpu) / steps, blocked
 
 
@@ -74,10 +74,10 @@ def main() -> None:
     given = parser.parse_args()
     before = results.conditions()
     config = train_gpt.Config.from_env(os.environ)
-    run = train_gpt.Run(config, os.environ)
+    run = train_gpt.Run(train_gpt.this_machine(config, os.environ))
     inputs = train_gpt.preflight(config, run)
     train_gpt.open_run(config, run, inputs)
-    training = train_gpt.Training(config, run, inputs)
+    training = train_gpt.Training(config, run, inputs.train_shards, inputs.validation, inputs.kernels)
     train_gpt.warm_up(training)
     stretch(training, 1.0, True)
     measured: dict[str, Any] = {"seconds": given.seconds, "wall_s": [], "cpu_s": [], "blocked_s": []}

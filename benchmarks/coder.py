@@ -40,16 +40,17 @@ Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | N
 def codes_of(path: Path) -> Roles:
     """Codes of an artifact's matrices by role, as the coder sees them."""
     model, about = train_gpt.load_artifact(path)
-    shapes = {name: (1, 1, *shape)[-3:] for name, shape in train_gpt.parameter_shapes(model.config).items()}
+    table = train_gpt.parameter_table(model.settings)
     both = []  # of every parameter: its codes, then the exponents of their scales
-    for count, rows, columns in shapes.values():
+    for parameter in table.values():
+        count, rows, columns = train_gpt.bank_shape(parameter.shape)
         both += [(rows, count * columns), (rows, count)]
-    section = path.read_bytes()[-about["sections"]["weights"] :]
+    section = path.read_bytes()[-about.sections["weights"] :]
     arrays = train_gpt.decode(section, both)
     roles: Roles = {}
-    for name, codes in zip(shapes, arrays[::2], strict=True):
-        if name in train_gpt.MATRIX_ROLES:
-            roles.setdefault(train_gpt.MATRIX_ROLES[name], []).append(codes)
+    for parameter, codes in zip(table.values(), arrays[::2], strict=True):
+        if parameter.clip:
+            roles.setdefault(parameter.clip, []).append(codes)
     return roles
 
 

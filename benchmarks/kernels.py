@@ -180,7 +180,8 @@ def training_step(fused_mlp: bool) -> Callable[[], None]:
     model.attend = train_gpt.attention_sdpa
     model.mlp = train_gpt.mlp_fused if fused_mlp else train_gpt.mlp_plain
     loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
-    optimizer = train_gpt.Optimizer(model, config, 0, 1, True)
+    machine = train_gpt.Machine(device=device, dtype=model.compute_dtype, compiled=True)
+    optimizer = train_gpt.Optimizer(model, config, machine)
     shape = (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
     inputs_BT, targets_BT = torch.randint(config.vocab_size, (2, *shape), device=device)
 

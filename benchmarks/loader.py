@@ -22,9 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,8 +46,7 @@ APART_SECONDS = 2.0  # so that no two designs read a shard at once
 LATENCIES_SECONDS = (0.0, 0.1, 4.0)
 MEMCPY, OURS, DRAWN = "memcpy of the same bytes", "ours: staging", "#1532: weighted draws, int64 rows"
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
-CPU = torch.device("cpu")
-PLACE: Any = SimpleNamespace(rank=0, world_size=1, device=CPU)
+ALONE = train_gpt.Machine()
 
 
 # -- the others, written from their descriptions -------------------------------------------------------------
@@ -163,14 +161,8 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     slot = np.zeros(rows * (SEQ_LEN + 1), np.uint16)
     ids_BT = slot.reshape(rows, SEQ_LEN + 1)
     data = load_shard(shards[0], 0.0)
-    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, PLACE)
-
-    def in_order() -> Iterator[np.ndarray]:
-        for sequences_NT, order in loader._read(0):
-            for index in order.tolist():
-                yield sequences_NT[index]
-
-    sequences = in_order()
+    loader = train_gpt.Loader(make_config(train_prefetch=False), shards, ALONE)
+    sequences = loader._sequences(loader._read(0))
 
     def memcpy() -> None:
         nonlocal at
@@ -197,7 +189,7 @@ def whole_ms(shards: list[Any], prefetch: bool, rounds: int) -> list[float]:
     """Wall times of `next_batch()` in ms, the consumer idle between the calls."""
     config = make_config(train_prefetch=prefetch)
     times = []
-    with contextlib.closing(train_gpt.Loader(config, shards, PLACE)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, ALONE)) as loader:
         for _ in range(rounds + 3):
             start = time.perf_counter()
             loader.next_batch()
@@ -210,7 +202,7 @@ def handover_ms(shards: list[Any], batches: int = 2000) -> list[float]:
     """Times of `next_batch()` for one sequence: queue, bookkeeping and the smallest tensors."""
     config = make_config(train_batch_tokens=SEQ_LEN, micro_batch_tokens=SEQ_LEN)
     times = []
-    with contextlib.closing(train_gpt.Loader(config, shards, PLACE)) as loader:
+    with contextlib.closing(train_gpt.Loader(config, shards, ALONE)) as loader:
         for _ in range(batches):
             time.sleep(0.0003)
             start = time.perf_counter()
@@ -232,12 +224,12 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> li
     train_gpt.read_tokens = slow
     if design.startswith("ours"):
         config = make_config(train_prefetch=design == "ours")
-        one_of_many: Any = SimpleNamespace(rank=0, world_size=RANKS, device=CPU)
+        one_of_many = train_gpt.Machine(rank=0, world_size=RANKS)
         loader = train_gpt.Loader(config, shards, one_of_many)
 
         def wait() -> float:
             loader.next_batch()
-            return loader.waits_ms.pop() / 1e3  # without the widening, which is the GPU's work
+            return loader.take_waits_ms()[-1] / 1e3  # without the widening, which is the GPU's work
 
     else:
         following = {

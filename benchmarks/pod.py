@@ -47,14 +47,14 @@ REFERENCES = {  # figure, where it is from, from where on a measurement is ok
 }
 
 
-def seconds_of(work: Callable[[], object], run: train_gpt.Run, repeats: int = REPEATS) -> float:
+def seconds_of(work: Callable[[], object], machine: train_gpt.Machine, repeats: int = REPEATS) -> float:
     """Median seconds of a call, the device's work included; the first call is not counted."""
     taken = []
     for _ in range(repeats + 1):
-        run.sync()
+        machine.wait()
         start = time.perf_counter()
         work()
-        run.sync()
+        machine.wait()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 
@@ -93,39 +93,39 @@ def write_rate(folder: Path, size_bytes: int) -> tuple[float, str]:
         path.unlink(missing_ok=True)
 
 
-def matmul_rate(run: train_gpt.Run, size: int) -> tuple[float, str]:
+def matmul_rate(machine: train_gpt.Machine, size: int) -> tuple[float, str]:
     """TFLOP/s of a square product: bf16 on a GPU, fp32 on a CPU; of noise, since zeros flatter."""
-    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
-    seconds = seconds_of(lambda: torch.mm(a, b), run, 4 * REPEATS)
+    dtype = torch.bfloat16 if machine.on_gpu else torch.float32
+    a, b = (torch.randn(size, size, device=machine.device).to(dtype) for _ in range(2))
+    seconds = seconds_of(lambda: torch.mm(a, b), machine, 4 * REPEATS)
     return 2e-12 * size**3 / seconds, f"{size}³ {str(dtype).removeprefix('torch.')}"
 
 
-def copy_rate(run: train_gpt.Run, size_bytes: int) -> tuple[float | None, str]:
+def copy_rate(machine: train_gpt.Machine, size_bytes: int) -> tuple[float | None, str]:
     """GB/s from pinned host memory to the GPU."""
-    if run.device.type != "cuda":
+    if not machine.on_gpu:
         return None, "no GPU"
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size_bytes, dtype=torch.uint8, device=run.device)
-    seconds = seconds_of(lambda: there.copy_(host, non_blocking=True), run)
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=machine.device)
+    seconds = seconds_of(lambda: there.copy_(host, non_blocking=True), machine)
     return 1e-9 * size_bytes / seconds, f"{size_bytes / 1e6:.1f} MB"
 
 
-def all_reduce_rate(run: train_gpt.Run, size_bytes: int) -> tuple[float | None, str]:
+def all_reduce_rate(machine: train_gpt.Machine, size_bytes: int) -> tuple[float | None, str]:
     """GB/s that cross each rank's link in an all-reduce: 2 (n - 1) / n of the bytes."""
-    if run.world_size == 1:
+    if machine.world_size == 1:
         return None, "one rank"
-    values = torch.ones(size_bytes // 4, device=run.device)
-    seconds = seconds_of(functools.partial(dist.all_reduce, values), run)
-    crossing = 2 * (run.world_size - 1) / run.world_size * size_bytes
+    values = torch.ones(size_bytes // 4, device=machine.device)
+    seconds = seconds_of(functools.partial(dist.all_reduce, values), machine)
+    crossing = 2 * (machine.world_size - 1) / machine.world_size * size_bytes
     return 1e-9 * crossing / seconds, f"{size_bytes / 1e6:.1f} MB, {'nccl' if values.is_cuda else 'gloo'}"
 
 
-def identity(run: train_gpt.Run) -> dict[str, str]:
+def identity(machine: train_gpt.Machine) -> dict[str, str]:
     """What must be equal on all ranks."""
     found = {"device": platform.machine() + " CPU", "memory MiB": "", "driver": "none"}
-    if run.device.type == "cuda":
-        card = torch.cuda.get_device_properties(run.device)
+    if machine.on_gpu:
+        card = torch.cuda.get_device_properties(machine.device)
         found = {"device": card.name, "memory MiB": str(card.total_memory >> 20), "driver": "unknown"}
     with contextlib.suppress(OSError, IndexError):
         found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
@@ -137,13 +137,13 @@ def identity(run: train_gpt.Run) -> dict[str, str]:
     return found | versions
 
 
-def reference_of(name: str, run: train_gpt.Run, device: str) -> tuple[float, str, float] | None:
+def reference_of(name: str, machine: train_gpt.Machine, device: str) -> tuple[float, str, float] | None:
     """The figures that a measurement is held against, if there are any for this kind of machine."""
-    if name == "all-reduce GB/s" and run.device.type == "cpu":
+    if name == "all-reduce GB/s" and not machine.on_gpu:
         return None
     if not name.startswith("matmul"):
         return REFERENCES.get(name)
-    if run.device.type == "cpu":
+    if not machine.on_gpu:
         return REFERENCES[f"{name} cpu"]
     for kind in ("H200", "H100"):
         if kind in device:
@@ -151,7 +151,9 @@ def reference_of(name: str, run: train_gpt.Run, device: str) -> tuple[float, str
     return None
 
 
-def table(rows: dict[str, list[tuple[float | None, str]]], run: train_gpt.Run, device: str) -> list[str]:
+def table(
+    rows: dict[str, list[tuple[float | None, str]]], machine: train_gpt.Machine, device: str
+) -> list[str]:
     """One line per measurement: the slowest rank, all of them, the reference and the verdict."""
     head = "| check | slowest rank | all ranks | reference | share | ok from | verdict | what |"
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
@@ -163,7 +165,7 @@ def table(rows: dict[str, list[tuple[float | None, str]]], run: train_gpt.Run, d
         slowest = min(values)
         everyone = " ".join(f"{value:.4g}" for value in values)
         held = " | | | no reference"
-        if known := reference_of(name, run, device):
+        if known := reference_of(name, machine, device):
             figure, source, enough = known
             verdict = "slow" if slowest < enough else "ok"
             held = f"{figure:.4g} ({source}) | {slowest / figure:.0%} | {enough:.4g} | {verdict}"
@@ -180,30 +182,31 @@ def main() -> int:
     parser.add_argument("--matmul", type=int, default=0, help="rows of the square product; 0: 8192, CPU 2048")
     given = parser.parse_args()
     config = train_gpt.Config.from_env(os.environ)
-    run = train_gpt.Run(config, os.environ)
-    size = given.matmul or (8192 if run.device.type == "cuda" else 2048)
+    machine = train_gpt.this_machine(config, os.environ)
+    size = given.matmul or (8192 if machine.on_gpu else 2048)
     copied_bytes = int(1e6 * given.copy_mb) // 4 * 4
     data = train_gpt.find_path(config.data_path)
     mine: dict[str, Any] = {
-        "data read MB/s": read_rate(data, int(1e6 * given.read_mb), run.rank),
-        "matmul TFLOP/s": matmul_rate(run, size),
-        "pinned copy GB/s": copy_rate(run, copied_bytes),
-        "all-reduce GB/s": all_reduce_rate(run, copied_bytes),
+        "data read MB/s": read_rate(data, int(1e6 * given.read_mb), machine.rank),
+        "matmul TFLOP/s": matmul_rate(machine, size),
+        "pinned copy GB/s": copy_rate(machine, copied_bytes),
+        "all-reduce GB/s": all_reduce_rate(machine, copied_bytes),
         "runs write MB/s": (None, "rank 0 writes"),
     }
-    if run.rank == 0:
+    if machine.rank == 0:
         mine["runs write MB/s"] = write_rate(Path(config.runs_dir), int(1e6 * given.write_mb))
-    everyone = run.gather(mine)
-    identities = run.gather(identity(run))
+    everyone = machine.gather(mine)
+    identities = machine.gather(identity(machine))
     different = [name for name in identities[0] if len({one[name] for one in identities}) > 1]
-    if run.rank == 0:
-        print(f"{run.world_size} x " + ", ".join(f"{name}: {value}" for name, value in identities[0].items()))
+    if machine.rank == 0:
+        described = ", ".join(f"{name}: {value}" for name, value in identities[0].items())
+        print(f"{machine.world_size} x {described}")
         rows = {name: [one[name] for one in everyone] for name in mine}
-        print("\n".join(table(rows, run, identities[0]["device"])))
+        print("\n".join(table(rows, machine, identities[0]["device"])))
         for name in different:
             values = [one[name] for one in identities]
             print(f"error: {name} differs between ranks: {values}; rent another machine", file=sys.stderr)
-    run.gather(None)
+    machine.gather(None)
     return int(bool(different))
 
 

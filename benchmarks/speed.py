@@ -36,6 +36,7 @@ from train_gpt import Config, Training  # noqa: E402
 
 TITLE = "Step time and scoring speed"
 TURN_STEPS = 5
+PROGRESS = 0.5  # of the steps: after the loop has been switched on
 PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
 STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | MiB | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
@@ -69,9 +70,9 @@ def timed_steps(training: Training, count: int) -> tuple[list[float], list[float
     times_ms = []
     losses = []
     for _ in range(count):
-        training.run.sync()
+        training.run.machine.wait()
         start = time.perf_counter()
-        loss, _ = train_gpt.train_step(training, progress=0.5).tolist()
+        loss, _ = train_gpt.train_step(training, PROGRESS).tolist()
         times_ms.append(1e3 * (time.perf_counter() - start))
         losses.append(loss)
         training.step += 1
@@ -117,12 +118,12 @@ def scoring(training: Training, targets: int) -> list[dict[str, Any]]:
         scorers["legal TTT"] = train_gpt.score_ttt
     for label, scorer in scorers.items():
         scorer(model, tokens[: 2 * config.ttt_chunk_tokens + 1], config)
-        training.run.sync()
+        training.run.machine.wait()
         start = time.perf_counter()
         ledger = scorer(model, tokens[: targets + 1], config)
-        training.run.sync()
+        training.run.machine.wait()
         seconds = time.perf_counter() - start
-        found.append({"scorer": label, "targets": len(ledger.nats), "seconds": seconds})
+        found.append({"scorer": label, "targets": ledger.scored, "seconds": seconds})
     return found
 
 
@@ -132,12 +133,13 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     for prefetch in ("1", "0"):
         env = settings(arguments.config, runs, arguments.set, TRAIN_PREFETCH=prefetch, RUN_ID=f"p{prefetch}")
         config = Config.from_env(env)
-        run = train_gpt.Run(config, {})
+        run = train_gpt.Run(train_gpt.this_machine(config, {}))
         run.log = lambda line: None  # type: ignore[method-assign]
         inputs = train_gpt.preflight(config, run)
         train_gpt.open_run(config, run, inputs)
-        trainings.append(Training(config, run, inputs))
-        train_gpt.warm_up(trainings[-1])
+        training = Training(config, run, inputs.train_shards, inputs.validation, inputs.kernels)
+        train_gpt.warm_up(training)
+        trainings.append(training)
     times_ms: list[list[float]] = [[], []]
     losses: list[list[float]] = [[], []]
     for _ in range(math.ceil(arguments.steps / TURN_STEPS)):
@@ -149,16 +151,18 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     if len(hashes) > 1 or losses[0] != losses[1]:
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
     steps = [
-        {"prefetch": training.config.train_prefetch, "ms": times, "wait_ms": training.loader.waits_ms}
+        {"prefetch": training.config.train_prefetch, "ms": times, "wait_ms": training.loader.take_waits_ms()}
         for training, times in zip(trainings, times_ms, strict=True)
     ]
     first = trainings[0]
+    on_gpu = first.run.machine.on_gpu
+    looping = train_gpt.loop_is_on(PROGRESS, first.config)
     measured = {
         "config": arguments.config.stem, "steps": steps, "stream_hash": f"{hashes.pop():016x}",
         "tokens_per_step": first.config.train_batch_tokens,
-        "flops_per_token": flops_per_token(first.config, first.model.looping),
-        "peak_memory_mib": peak_memory_mib(first.run.device.type == "cuda"),
-        "gpu_us": split_of_gpu_time(first) if first.run.device.type == "cuda" else None,
+        "flops_per_token": flops_per_token(first.config, looping),
+        "peak_memory_mib": peak_memory_mib(on_gpu),
+        "gpu_us": split_of_gpu_time(first) if on_gpu else None,
         "scoring": scoring(first, arguments.targets),
     }  # fmt: skip
     for training in trainings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import signal
@@ -489,7 +490,8 @@ def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
 
 @pytest.mark.slow
 def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
-    plain, compiled = subject(TTT_LR="0.05"), subject(TTT_LR="0.05", COMPILE="1")
+    plain = subject(TTT_LR="0.05")
+    compiled = dataclasses.replace(plain, machine=train_gpt.Machine(compiled=True))
     for name in probes.SCORERS:
         found = compiled.nats(name, compiled.tokens())
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import train_gpt
 from tests.support.models import tiny_config
-from train_gpt import GPT, Config, ConfigError, build_model, parameter_shapes, visit_order
+from train_gpt import GPT, Config, ConfigError, Machine, build_model, parameter_table, visit_order
 
 # Room for a feature to be on in some layers and off in others; two key heads, half of each one rotated.
 SIX_LAYERS = {
@@ -84,8 +85,8 @@ def normed(x: Tensor) -> Tensor:
 class Reference:
     """The model once more: one row, one document, one head and one position at a time, from the formulas."""
 
-    def __init__(self, model: GPT) -> None:
-        self.c, self.looping = model.config, model.looping
+    def __init__(self, model: GPT, looping: bool) -> None:
+        self.c, self.looping = model.settings, looping
         self.w = {name: p.detach() for name, p in model.named_parameters()}
 
     def nats(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -209,11 +210,12 @@ def test_equals_the_reference(changes: dict[str, Any]) -> None:
     config = tiny(**changes)
     model = random_model(config)
     for looping in {False, config.num_loops > 0}:
-        model.looping = looping
         ids, targets = random_ids(config), random_ids(config, seed=2)
-        ours = model.loss_per_token(model(ids).flatten(0, 1), targets.flatten()).view_as(targets)
+        hidden_ND = model(ids, looping=looping).flatten(0, 1)
+        ours = model.loss_per_token(hidden_ND, targets.flatten()).view_as(targets)
         # The rotary table is float32.
-        torch.testing.assert_close(ours, Reference(model).nats(ids, targets), rtol=2e-6, atol=2e-6)
+        expected = Reference(model, looping).nats(ids, targets)
+        torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
@@ -225,20 +227,11 @@ def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
     torch.testing.assert_close(model.loss(ids, ids), exact, rtol=0.01, atol=0.01)
 
 
-def cpu_run(dtype: torch.dtype = torch.float32) -> SimpleNamespace:
-    """What `choose_kernels` needs of a run on one CPU rank."""
-    lines: list[str] = []
-    return SimpleNamespace(
-        device=torch.device("cpu"), dtype=dtype, gather=lambda value: [value], log=lines.append, lines=lines
-    )
-
-
 @pytest.mark.parametrize("doc_mask", [0, 1])
 @pytest.mark.parametrize("edited", [0, 3, 11])
 def test_nothing_reaches_back_in_time(doc_mask: int, edited: int) -> None:
     config = tiny(DOC_MASK=doc_mask)
     model, ids = random_model(config), random_ids(config)
-    model.looping = True
     changed = ids.clone()
     changed[:, edited:] = (changed[:, edited:] + 7) % 40 + 2
     assert torch.equal(model(ids)[:, :edited], model(changed)[:, :edited])
@@ -286,9 +279,8 @@ def test_gradients_stay_inside_their_document() -> None:
 def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any]) -> None:
     """Smear starts closed, recurrence starts off, and the softcap acts on logits alone."""
     without, with_it = build_model(tiny(**off)), build_model(tiny(**on))
-    with_it.looping = False
-    ids = random_ids(without.config)
-    assert torch.equal(without(ids), with_it(ids))
+    ids = random_ids(tiny(**off))
+    assert torch.equal(without(ids), with_it(ids, looping=False))
 
 
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
@@ -312,8 +304,8 @@ def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -
     ],
 )
 def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str]) -> None:
-    everything = parameter_shapes(tiny())
-    assert everything.keys() - parameter_shapes(tiny(**changes)).keys() == owned
+    everything = parameter_table(tiny())
+    assert everything.keys() - parameter_table(tiny(**changes)).keys() == owned
 
 
 def test_initial_weights() -> None:
@@ -333,8 +325,9 @@ def test_visit_order() -> None:
     """PRs #1493 and #1855 with layers 3 to 5 three times, off and on; the baseline's halves."""
     assert visit_order(Config(), False) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10])
     assert visit_order(Config(), True) == ([0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10])
-    baseline = Config(num_layers=9, num_loops=0)
-    assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
+    for borders in ({}, {"loop_start": 7, "loop_end": 2}):  # without a loop they are nobody's
+        baseline = Config(num_layers=9, num_loops=0, **borders)
+        assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
 
 
 def test_rotary_base_of_pr549() -> None:
@@ -358,7 +351,7 @@ def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
 
 def parameters_of(name: str, repo: Path) -> tuple[Config, int]:
     config = Config.from_env({"CONFIG": str(repo / "configs" / name)} if name else {})
-    return config, sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    return config, sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
 
 
 @pytest.mark.parametrize(
@@ -379,7 +372,7 @@ def test_parameter_counts(name: str, reference: int, difference: int, repo: Path
     if name:
         assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
     with torch.device("meta"):
-        assert sum(p.numel() for p in GPT(config).parameters()) == count
+        assert sum(p.numel() for p in GPT(config, seed=0).parameters()) == count
 
 
 @pytest.mark.parametrize("name", ["cpu_demo.env", "gpu_demo.env", "h200_1gpu.env"])
@@ -410,9 +403,8 @@ def test_observer_sees_every_matrix_input() -> None:
     config = tiny()
     seen = {}
     model = random_model(config)
-    model.observer = lambda site, layer, x: seen.setdefault((site, layer), x)
-    hidden = model(random_ids(config))
-    assert torch.equal(seen["token_embedding_VD", 0], hidden)
+    hidden = model(random_ids(config), observe=lambda site, layer, x: seen.setdefault((site, layer), x))
+    assert torch.equal(seen["hidden", 0], hidden)
     assert {layer for site, layer in seen if site == "mlp_hidden"} == set(range(6))
     up = F.linear(seen["mlp_in", 2], model.mlp_up_bank[2])
     expected = F.leaky_relu(up, config.leaky_slope).square()
@@ -477,76 +469,90 @@ def test_every_varlen_kernel_gives_the_same_model(
 ) -> None:
     install(monkeypatch, name, kernel)
     config = tiny(ATTENTION=name, DOC_MASK=doc_mask)
-    run = cpu_run()
     model, ids = random_model(config), random_ids(config)
     expected = model(ids)
-    model.attend = train_gpt.choose_kernels(config, run)[0]
+    kernels = train_gpt.choose_kernels(config, Machine())
+    model.attend = kernels.attend
     given = torch.from_numpy(train_gpt.document_starts(ids.numpy(), config))
     torch.testing.assert_close(model(ids), expected)
     torch.testing.assert_close(model(ids, given), expected)
-    assert run.lines[0].startswith(f"attention:{name}")
+    assert kernels.report[0].startswith(f"attention:{name}")
 
 
 @pytest.mark.parametrize("kernel", [not_causal, not_finite])
 def test_a_wrong_kernel_is_refused(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "fa3", kernel)
     with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*fa3 error:"):
-        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), cpu_run())[0]
+        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), Machine())
 
 
 def test_a_missing_kernel_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*flash_attn_interface.*auto"):
-        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), cpu_run())[0]
+        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), Machine())
 
 
-def test_the_fastest_that_works_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Card(str):
-        """A CPU that calls itself a GPU."""
+class Card(Machine):
+    """A CPU that calls itself a GPU, with a peer that says what it is told to."""
 
-        type = "cuda"
+    peer: Iterator[tuple[float, str]] | None = None
 
-    def chosen(first_ms: float, second_ms: float, **changes: Any) -> Any:
-        clock = iter((first_ms, second_ms))
-        monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(clock))
-        run.lines.clear()
-        return train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), run)[0]
+    @property
+    def on_gpu(self) -> bool:
+        return True
 
-    pytest.importorskip("triton")
+    def gather(self, value: Any) -> list[Any]:
+        return [value] if self.peer is None else [value, next(self.peer)]
+
+
+def attention_of(machine: Machine, **changes: Any) -> tuple[Any, str]:
+    """The attention that is chosen, and its line for the log; the MLP is the plain one."""
+    kernels = train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), machine)
+    return kernels.attend, kernels.report[0]
+
+
+def test_the_first_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "varlen", torch_2_13)
-    run = cpu_run()
-    run.device = Card("cpu")
-    assert chosen(1.0, 2.0) is not train_gpt.attention_sdpa
-    assert run.lines[0].startswith("attention:varlen tried: fa3 ModuleNotFoundError: ")
-    assert " ms:1.000 | sdpa error:" in run.lines[0] and run.lines[0].endswith(" ms:2.000")
-    assert chosen(2.0, 1.0) is train_gpt.attention_sdpa
-    assert run.lines[0].startswith("attention:sdpa tried: fa3 ModuleNotFoundError: ")
-    assert chosen(1.0, 2.0, DOC_MASK=0) is train_gpt.attention_sdpa
-    assert "varlen" not in run.lines[0]
+    attend, line = attention_of(Card())
+    assert attend is not train_gpt.attention_sdpa
+    assert line.startswith("attention:varlen tried: fa3 ModuleNotFoundError: ")
+    assert " | varlen error:" in line and "sdpa" not in line  # what comes later is not tried
+    attend, line = attention_of(Card(), DOC_MASK=0)
+    assert attend is train_gpt.attention_sdpa and "varlen" not in line
     install(monkeypatch, "varlen", not_causal)
-    assert chosen(1.0, 2.0) is train_gpt.attention_sdpa
-    run.gather = lambda found: [found, {name: (2.0 - ms, "there") for name, (ms, _) in found.items()}]
+    attend, line = attention_of(Card())
+    assert attend is train_gpt.attention_sdpa
+    assert line.startswith("attention:sdpa tried: fa3 ModuleNotFoundError: ")
+    assert " | varlen error:" in line and " | sdpa error:" in line
+    install(monkeypatch, "fa3", flash_attn_3)
+    attend, line = attention_of(Card())
+    assert attend is not train_gpt.attention_sdpa and line.startswith("attention:fa3 tried: fa3 error:")
+
+
+def test_what_fails_on_another_rank_is_taken_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "varlen", torch_2_13)
-    assert chosen(0.1, 0.7) is train_gpt.attention_sdpa  # elsewhere it takes 1.9 ms, this one 1.3
-    assert "varlen there | sdpa there" in run.lines[0]
-    run.gather = lambda found: [found, {name: (math.inf, "fails there") for name in found}]
+    fails, agrees = (math.inf, "fails there"), (0.0, "error:0.0e+00")
+    machine = Card()
+    monkeypatch.setattr(Card, "peer", iter([agrees, fails, agrees, agrees]))
+    attend, line = attention_of(machine)
+    assert attend is train_gpt.attention_sdpa and "fa3 ModuleNotFoundError: " in line
+    assert " | varlen fails there | sdpa error:" in line
+    monkeypatch.setattr(Card, "peer", iter([fails] * 3))
     with pytest.raises(ConfigError, match=r"ATTENTION=auto: fa3 .*varlen fails there \| sdpa fails there; "):
-        chosen(1.0, 2.0)
+        attention_of(machine)
 
 
-def test_without_triton_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first that works is taken, as on Windows."""
-    run = cpu_run()
-    run.device = type("Card", (str,), {"type": "cuda"})("cpu")
+def test_without_triton_the_plain_mlp_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
     install(monkeypatch, "varlen", torch_2_13)
     monkeypatch.setattr(train_gpt, "triton", None)
-    attend, mlp = train_gpt.choose_kernels(tiny(COMPILE=0), run)
-    assert attend is not train_gpt.attention_sdpa and mlp is train_gpt.mlp_plain
-    assert not any("ms:" in line for line in run.lines)
+    kernels = train_gpt.choose_kernels(tiny(COMPILE=0), Card())
+    assert kernels.attend is not train_gpt.attention_sdpa and kernels.mlp is train_gpt.mlp_plain
+    assert kernels.report[1].startswith("fused_mlp:plain tried: kernel ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_attention_passes_its_own_check(dtype: torch.dtype) -> None:
-    assert train_gpt.choose_kernels(tiny(), cpu_run(dtype))[0] is train_gpt.attention_sdpa
+    assert train_gpt.choose_kernels(tiny(), Machine(dtype=dtype)).attend is train_gpt.attention_sdpa
 
 
 @torch.library.custom_op("test_model::packed", mutates_args=())
@@ -582,8 +588,7 @@ def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
         ids[:, ::every] = train_gpt.BOS_ID
         starts = train_gpt.starts_on_device(ids, config)
         for looping in (False, True):
-            model.looping = looping
-            loss(model, ids, ids, starts).backward()
+            loss(model, ids, ids, starts, looping).backward()
     assert len(graphs) == 2
 
 
@@ -592,12 +597,11 @@ def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
     config = tiny(MODEL_DIM=512, NUM_HEADS=8, NUM_KV_HEADS=4, TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=16384,
                   MICRO_BATCH_TOKENS=16384, DOC_MASK=doc_mask, ROPE_DIMS=16)  # fmt: skip
-    run = cpu_run(torch.bfloat16)
-    run.device = torch.device("cuda")
+    machine = Machine(device=torch.device("cuda"), dtype=torch.bfloat16)
     model = build_model(config).cuda()
     ids = torch.randint(2, 48, (16, 1024), device="cuda")
     ids[:, ::300] = train_gpt.BOS_ID
     expected = model(ids)
-    model.compute_dtype = torch.bfloat16
-    model.attend = train_gpt.choose_kernels(config, run)[0]
+    model.compute_dtype = machine.dtype
+    model.attend = train_gpt.choose_kernels(config, machine).attend
     torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)

@@ -149,7 +149,8 @@ def refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(folder)
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    monkeypatch.setattr(train_gpt, "Run", lambda *_: pytest.fail("the run began"))
+    for first in ("this_machine", "Run"):
+        monkeypatch.setattr(train_gpt, first, lambda *_: pytest.fail("the run began"))
     assert train_gpt.main() == 1
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err and err.startswith("error: ") and err.count("\n") == 1
@@ -363,7 +364,7 @@ def test_micro_steps_are_those_that_fill_the_batch() -> None:
 
 
 def test_the_model_settings_are_those_that_decide_the_weights() -> None:
-    stored = Config().as_env("LOGIT_SOFTCAP")
+    stored = Config().as_env(train_gpt.ModelSettings)
     assert {
         "TRAIN_SEQ_LEN",
         "DOC_MASK",

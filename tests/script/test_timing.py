@@ -10,9 +10,9 @@ import train_gpt
 LAPS = ("batch", "forward", "backward", "batch", "forward", "backward", "optimizer")
 
 
-def timed_step(timer: train_gpt.StepTimer, step: int) -> str:
+def timed_step(timer: train_gpt.StepTimer, step: int | None, val_ms: float = 0.0) -> str:
     """A step of two micro-batches."""
-    timer.begin(step)
+    timer.begin(step, val_ms)
     for lap in LAPS:
         timer.lap(lap)
     return timer.line()
@@ -21,10 +21,9 @@ def timed_step(timer: train_gpt.StepTimer, step: int) -> str:
 def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over the micro-steps, and the validation before the step, which no later step reports again."""
     clock = iter([ms / 1000 for ms in (100, 101, 105, 111, 114, 118, 128, 140, 150)])
-    timer = train_gpt.StepTimer(every=2, cuda=False)
-    timer.val_ms = 7.0
+    timer = train_gpt.StepTimer(every=2, on_gpu=False)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(clock))
-    assert timed_step(timer, 4) == (
+    assert timed_step(timer, 4, val_ms=7.0) == (
         "timing_breakdown step:4 batch_cpu_ms:4.00 batch_h2d_ms:0.00 forward_ms:8.00 backward_ms:16.00 "
         "optimizer_ms:12.00 val_ms:7.00"
     )
@@ -34,18 +33,19 @@ def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatc
 
 def test_a_validation_is_of_the_step_after_it_alone() -> None:
     """Also where that one is not reported: the line after it says nothing of a validation long ago."""
-    timer = train_gpt.StepTimer(every=2, cuda=False)
-    timer.val_ms = 7.0
-    assert timed_step(timer, 3) == ""
+    timer = train_gpt.StepTimer(every=2, on_gpu=False)
+    assert timed_step(timer, 3, val_ms=7.0) == ""
     assert timed_step(timer, 4).endswith(" val_ms:0.00")
 
 
-@pytest.mark.parametrize(("every", "step"), [(2, 3), (0, 2), (0, 0), (2, -1), (1, -1)])
-def test_other_steps_are_not_timed_at_all(every: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every", "step"), [(2, 3), (0, 2), (0, 0), (2, None), (1, None)])
+def test_other_steps_are_not_timed_at_all(
+    every: int, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those between, all of them without TRAINING_TIMING_BREAKDOWN, and those of the warm-up."""
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("an event was made"))
-    assert timed_step(train_gpt.StepTimer(every, cuda=True), step) == ""
+    assert timed_step(train_gpt.StepTimer(every, on_gpu=True), step) == ""
 
 
 class FakeEvent:
@@ -72,7 +72,7 @@ class FakeEvent:
 def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: FakeEvent.host_ms / 1000)
-    timer = train_gpt.StepTimer(every=4, cuda=True)
+    timer = train_gpt.StepTimer(every=4, on_gpu=True)
     lines = []
     for step in range(1, 6):
         waits = FakeEvent.waits
@@ -88,7 +88,7 @@ def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(monkeypatch
 @pytest.mark.gpu
 def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for() -> None:
     """A kernel of known length is found in `forward`."""
-    timer = train_gpt.StepTimer(every=2, cuda=True)
+    timer = train_gpt.StepTimer(every=2, on_gpu=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()

@@ -52,7 +52,7 @@ def test_every_scorer_of_a_config_is_timed() -> None:
         config=subject.config,
         model=subject.model(),
         validation=SimpleNamespace(tokens=subject.tokens()),
-        run=SimpleNamespace(sync=lambda: None),
+        run=SimpleNamespace(machine=train_gpt.Machine()),
     )
     found = speed.scoring(training, 100)
     assert [one["scorer"] for one in found] == ["round-trip", "sliding window", "legal TTT"]

@@ -99,7 +99,7 @@ def fake_run(
     timeline = trace.Timeline(*window)
     before = (script.torch.Tensor.backward, script.torch.cuda.stream)
     trace.wrap_script(script, timeline)
-    run = SimpleNamespace(rank=0, path=folder.joinpath, device=SimpleNamespace(type="cuda"))
+    run = SimpleNamespace(machine=SimpleNamespace(rank=0, on_gpu=True), path=folder.joinpath)
     optimizer = SimpleNamespace(step=lambda: gpu.run("optimizer"))
     training = SimpleNamespace(
         run=run, loader=script.Loader(), optimizer=optimizer, step=0, loss=lambda: gpu.run("forward")

@@ -30,6 +30,7 @@ HOST_LANES = ("main", "disk", "stage")
 LANES = (*HOST_LANES, "copy stream", "compute stream")
 WRAPPED = ("main", "read_tokens", "train_step", "train", "validate", "Loader.seek", "Loader._stage",
            "Loader.next_batch")  # fmt: skip
+NEEDED = (*WRAPPED, "Machine")  # which a run has, and which tells the rank and the device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,17 +61,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_traceable(path: Path) -> ModuleType:
-    """The script as a module that has all that is wrapped. Raises RecordError."""
+    """The script as a module that has all that is needed. Raises RecordError."""
     if path.suffix != ".py" or not path.is_file():
         raise RecordError(f"{path}: expected a Python file; name the training script with --script")
     script = load_script(path)
-    for name in WRAPPED:
+    for name in NEEDED:
         try:
             operator.attrgetter(name)(script)
         except AttributeError as error:
             raise RecordError(
                 f"{path}: it has no {name}, so its steps cannot be traced; expected one with"
-                f" {', '.join(WRAPPED)}, as this repository's has them"
+                f" {', '.join(NEEDED)}, as this repository's has them"
             ) from error
     return script
 
@@ -317,13 +318,14 @@ class Tracer:
     def train(self, inner: Any, training: Any) -> None:
         """The file and the parts of a step, for as long as training goes on."""
         run = training.run
-        cuda = run.device.type == "cuda"
+        rank = run.machine.rank
+        cuda = run.machine.on_gpu
         parts = (
             (training, "loss", "forward"),
             (self.torch.Tensor, "backward", "backward"),
             (training.optimizer, "step", "optimizer"),
         )
-        self.timeline.open(run.path(f"trace_rank{run.rank}.json"), run.rank, cuda)
+        self.timeline.open(run.path(f"trace_rank{rank}.json"), rank, cuda)
         with contextlib.ExitStack() as until_its_end:
             until_its_end.callback(self.timeline.flush)  # last, after what the device still tells
             for owner, attribute, name in parts:
@@ -358,7 +360,7 @@ class Tracer:
                 block.enter_context(self.device.during(name, self.step))
             return inner(*given, **more)
 
-    def validate(self, inner: Any, training: Any, *given: Any) -> None:
+    def validate(self, inner: Any, training: Any, *given: Any) -> Any:
         """One between two steps."""
         with self.timeline.during("val", "main", step=training.step):
-            inner(training, *given)
+            return inner(training, *given)
