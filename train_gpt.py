@@ -1362,36 +1362,11 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     attn_gates = layers if c.sparse_attn_gate_enabled else 0
     smear = 1 if c.smear_gate_enabled else 0
     channel_smear = 1 if c.channel_smear_enabled else 0
-    bigram = 1 if c.bigram_vocab_size else 0
-    value = 1 if c.ve_enabled else 0
-    value_rows = c.vocab_size if c.ve_enabled else 0
-    # A table as wide as what it is added to needs no projection.
-    bigram_projection = bigram if c.bigram_dim != width else 0
-    value_projection = value if c.ve_dim != kv_width else 0
     has_lanes = c.parallel_mode == "lanes" and c.parallel_start_layer >= 0
     # GPT-J layers share one lane, and need no weights to mix two.
     lane_layers = max(0, layers - c.parallel_start_layer) if has_lanes else 0
-    # Tied, the embedding is the head as well. Untied, it starts as torch's own, and multiplies nothing.
-    embedding_std = c.tied_embed_init_std
-    embedding_inputs: tuple[str, ...] = ("hidden",)
-    head_rows = 0
-    if not c.tie_embeddings:
-        embedding_std = 1.0
-        embedding_inputs = ()
-        head_rows = c.vocab_size
     table = {
-        "token_embedding_VD": Parameter(
-            (c.vocab_size, width), std=embedding_std,
-            optimizer="embedding", role="embed", inputs=embedding_inputs),
-        "output_head_VD": Parameter(
-            (head_rows, width),
-            optimizer="head", role="embed", inputs=("hidden",)),
-        "bigram_table_RC": Parameter(
-            (c.bigram_vocab_size, c.bigram_dim),
-            optimizer="embedding", role="embed"),
-        "value_table_VC": Parameter(
-            (value_rows, c.ve_dim), std=0.01,
-            optimizer="embedding", role="embed"),
+        **vocabulary_tables(c),
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
             optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
@@ -1415,15 +1390,55 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
         "smear_gate_1W": Parameter((smear, c.gate_window)),
         "smear_scale_1": Parameter((smear,)),
         "channel_smear_1D": Parameter((channel_smear, width)),
-        "bigram_projection_1DC": Parameter((bigram_projection, width, c.bigram_dim), random_matrices=1),
-        "bigram_scale_1": Parameter((bigram,), 0.05),
-        "value_projection_1KC": Parameter((value_projection, kv_width, c.ve_dim), random_matrices=1),
-        "value_scale_1": Parameter((value,), 0.1),
-        "value_layer_scale_N": Parameter((len(c.value_layers),), 1.0),
+        **projections_of_tables(c),
         # What each of the two lanes takes of itself, of the attention's output and of the MLP's.
         "lane_mix_P23": Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0]),
     }  # fmt: skip
     return {name: parameter for name, parameter in table.items() if 0 not in parameter.shape}
+
+
+def vocabulary_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """The parameters with a row for each token, or for each hash of a pair of tokens."""
+    # Tied, the embedding is the head as well. Untied, it starts as torch's own, and multiplies nothing.
+    embedding_std = c.tied_embed_init_std
+    embedding_inputs: tuple[str, ...] = ("hidden",)
+    head_rows = 0
+    if not c.tie_embeddings:
+        embedding_std = 1.0
+        embedding_inputs = ()
+        head_rows = c.vocab_size
+    value_rows = c.vocab_size if c.ve_enabled else 0
+    return {
+        "token_embedding_VD": Parameter(
+            (c.vocab_size, c.model_dim), std=embedding_std,
+            optimizer="embedding", role="embed", inputs=embedding_inputs),
+        "output_head_VD": Parameter(
+            (head_rows, c.model_dim),
+            optimizer="head", role="embed", inputs=("hidden",)),
+        "bigram_table_RC": Parameter(
+            (c.bigram_vocab_size, c.bigram_dim),
+            optimizer="embedding", role="embed"),
+        "value_table_VC": Parameter(
+            (value_rows, c.ve_dim), std=0.01,
+            optimizer="embedding", role="embed"),
+    }  # fmt: skip
+
+
+def projections_of_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """What turns rows of the bigram and value tables into embeddings and values: matrices and scales."""
+    kv_width = c.num_kv_heads * c.head_dim
+    bigram = 1 if c.bigram_vocab_size else 0
+    value = 1 if c.ve_enabled else 0
+    # A table as wide as what it is added to needs no matrix.
+    bigram_matrices = bigram if c.bigram_dim != c.model_dim else 0
+    value_matrices = value if c.ve_dim != kv_width else 0
+    return {
+        "bigram_projection_1DC": Parameter((bigram_matrices, c.model_dim, c.bigram_dim), random_matrices=1),
+        "bigram_scale_1": Parameter((bigram,), 0.05),
+        "value_projection_1KC": Parameter((value_matrices, kv_width, c.ve_dim), random_matrices=1),
+        "value_scale_1": Parameter((value,), 0.1),
+        "value_layer_scale_N": Parameter((len(c.value_layers),), 1.0),
+    }
 
 
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
