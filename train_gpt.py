@@ -843,7 +843,11 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
             timeout=timedelta(seconds=config.peer_timeout_seconds),
             device_id=device if on_gpu else None,
         )
-    return Machine(rank, world_size, device, dtype, compiled)
+    machine = Machine(rank, world_size, device, dtype, compiled)
+    # A rank that soon finds something wrong would leave while others still connect to it, and they would
+    # tell of a lost connection, or wait for it.
+    machine.gather(None)
+    return machine
 
 
 def print_line(line: str, stream: Any) -> None:

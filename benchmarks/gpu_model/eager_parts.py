@@ -133,8 +133,8 @@ def measure_test_time_step(tracer: Tracer, model: Any) -> dict[str, Any]:
 
 
 def quantize_column(work_NRC: Tensor, scales_NR: Tensor, upper_NCC: Tensor, column: int) -> None:
-    """One column of the loop of `quantizer`, written again, because the function itself asks whether values
-    are finite, which fake tensors cannot tell. A change there is a change here."""
+    """One column of the loop of `Quantizer.quantize`, written again, because the class itself asks whether
+    values are finite, which fake tensors cannot tell. A change there is a change here."""
     codes_NR = (work_NRC[:, :, column] / scales_NR).clamp(-31, 31).round()
     errors_NR = (work_NRC[:, :, column] - codes_NR * scales_NR) / upper_NCC[:, column, column, None]
     work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], upper_NCC[:, column, None, column:], alpha=-1)

@@ -5,9 +5,9 @@ Import it after `fake_gpu.install`, if that is installed at all: it imports torc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -36,10 +36,15 @@ def config(path: str = "", settings: Sequence[str] = ()) -> train_gpt.Config:
 
 def model(config: train_gpt.Config, attention: str = "varlen", mlp: str = "plain") -> nn.Module:
     """The model in bf16 on the fake GPU, with the forms of attention and MLP named; in a FakeTensorMode."""
+    for method in (train_gpt.GPT.forward, train_gpt.GPT.loss):
+        if "looping" not in inspect.signature(method).parameters:
+            raise RuntimeError(
+                f"train_gpt.{method.__qualname__} takes no `looping`: the step with recurrence and the one "
+                "without would be the same one measured twice; say in subject.py how it is switched on"
+            )
     torch.set_float32_matmul_precision("high")
-    # Orthogonal start values ask for numbers, which fake tensors have not.
-    with mock.patch.object(torch.nn.init, "orthogonal_", lambda weights, generator=None: weights):
-        gpt = train_gpt.build_model(config)
+    # No seed: fake tensors have no numbers, so none are drawn.
+    gpt = train_gpt.GPT(config, seed=None)
     for name, parameter in list(gpt.named_parameters()):
         gpt.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, device="cuda")))
     gpt.compute_dtype = torch.bfloat16
@@ -50,14 +55,12 @@ def model(config: train_gpt.Config, attention: str = "varlen", mlp: str = "plain
 
 def loss(gpt: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor, looping: bool) -> Tensor:
     """Mean loss of a batch, with recurrence if `looping`."""
-    gpt.looping = looping
-    return gpt.loss(inputs_BT, targets_BT, starts)
+    return gpt.loss(inputs_BT, targets_BT, starts, looping=looping)
 
 
 def hidden(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> Tensor:
     """Hidden states (B, T, D) as scoring asks for them: with recurrence, if the model has any."""
-    gpt.looping = gpt.config.num_loops > 0
-    return gpt(inputs_BT, starts)
+    return gpt(inputs_BT, starts, looping=gpt.settings.num_loops > 0)
 
 
 def loops(config: train_gpt.Config, phase: str) -> bool:
@@ -141,7 +144,7 @@ def mlp_tile(dtype: str) -> str:
 
 def optimizer(gpt: nn.Module, config: train_gpt.Config, world_size: int) -> Any:
     """The optimizer of rank 0."""
-    return train_gpt.Optimizer(gpt, config, 0, world_size)
+    return train_gpt.Optimizer(gpt, config, train_gpt.Machine(rank=0, world_size=world_size))
 
 
 def replace_orthogonalize(of: Any, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
@@ -156,8 +159,8 @@ def optimizer_step(of: Any) -> None:
 
 def collect_hessians(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> None:
     """The Hessians of one micro-batch on one rank."""
-    gpt.looping = gpt.config.num_loops > 0
-    train_gpt.collect_hessians(gpt, [train_gpt.Batch(inputs_BT, inputs_BT, starts)], 1)
+    batch = train_gpt.Batch(inputs_BT=inputs_BT, targets_BT=inputs_BT, starts=starts)
+    train_gpt.collect_hessians(gpt, [batch], train_gpt.Machine())
 
 
 def loss_per_token(gpt: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:

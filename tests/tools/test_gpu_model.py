@@ -205,10 +205,10 @@ class LaunchCounter(TorchDispatchMode):
 
 def launches_of_quantizer(columns: int) -> int:
     """Of one pass of the script's own GPTQ over a matrix."""
-    config = subject.config()
-    quantize = train_gpt.quantizer("mlp_up_bank", torch.randn(2, 3, columns), {}, config)
+    parameter = train_gpt.Parameter(shape=(2, 3, columns), role="mlp")
+    quantizer = train_gpt.Quantizer("bank", torch.randn(parameter.shape), parameter, {}, damping=0.01)
     with LaunchCounter() as counter:
-        quantize(1.0, 31.0)
+        quantizer.quantize(1.0, 31.0)
     return counter.count
 
 
@@ -240,6 +240,15 @@ def test_a_setting_of_the_command_line_reaches_the_configuration() -> None:
     assert subject.config(settings=["NUM_LAYERS=9", "MATRIX_LR=0.5"]).num_layers == 9
     with pytest.raises(ValueError, match="--set NUM_LAYERS: expected KEY=VALUE"):
         subject.config(settings=["NUM_LAYERS"])
+
+
+def test_a_model_without_the_argument_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(self: Any, inputs_BT: Any, targets_BT: Any, starts: Any = None) -> None:
+        """As it was when an attribute of the model switched the loop."""
+
+    monkeypatch.setattr(train_gpt.GPT, "loss", loss)
+    with pytest.raises(RuntimeError, match="takes no `looping`"):
+        subject.model(subject.config())
 
 
 def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
