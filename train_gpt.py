@@ -285,8 +285,7 @@ class TrainingSettings(ModelSettings):
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
     # What holds for all of them.
-    grad_clip_norm: float = knob(
-        0.3, "bound on the global gradient norm; 0: none", 0, negative_is_zero=True)
+    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0, negative_is_zero=True)
     ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
     # The schedule of the learning rates.
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
@@ -315,10 +314,8 @@ class Config(TrainingSettings):
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = knob(2.0, "seconds of the clock for Hessians; fewer batches if short", 0)
     # --- its evaluation ---
-    eval_seq_len: int = knob(
-        0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
-    eval_stride: int = knob(
-        64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
+    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
+    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
     ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
     ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
