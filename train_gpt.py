@@ -588,32 +588,35 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
     in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
     resolved = {**Config().as_env(), **in_file, **environ}
     values: dict[str, str] = {}
-    # What is said, and of which variables.
-    taken: dict[str, list[str]] = {}
-    refused: dict[str, list[str]] = {}
+    said: dict[tuple[str, str], list[str]] = {}  # kind and reason, and the variables that it is said of
     # The environment is second: also what a name there stands for is over what the file gives.
     for given in (in_file, environ):
         stood_for: dict[str, str] = {}
         for name in sorted(given):
             answer = answer_name(name, given, resolved, given is in_file)
             if answer is not None:
-                said = taken if answer.taken else refused
-                said.setdefault(answer.reason, []).append(answer.subject)
+                said.setdefault((answer.kind, answer.reason), []).append(answer.subject)
                 stood_for = {**answer.settings, **stood_for}
         values.update(stood_for)
         values.update(given)
     for name in ("EMBED_LR", "HEAD_LR"):
         if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
             reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
-            taken.setdefault(reason, []).append(f"{name}={environ[name]}")
+            said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
 
-    nearest = nearest_config(values) if taken or refused else ""
-    if refused:
-        sentences = [f"{' '.join(subjects)}: {reason}" for reason, subjects in refused.items()]
+    notes = []
+    errors = []
+    for (kind, reason), subjects in said.items():
+        line = f"{' '.join(subjects)}: {reason}"
+        if kind == "error":
+            errors.append(line)
+        else:
+            notes.append(f"{kind}: {line}")
+    nearest = nearest_config(values) if said else ""
+    if errors:
         if nearest:
-            sentences.append(f"most of the values given are those of CONFIG={nearest}")
-        raise ConfigError(" | ".join(sentences))
-    notes = [f"note: {' '.join(subjects)}: {reason}" for reason, subjects in taken.items()]
+            errors.append(f"most of the values given are those of CONFIG={nearest}")
+        raise ConfigError(" | ".join(errors))
     if nearest and not environ.get("CONFIG"):
         notes.append(f"warning: what is not given has the defaults, of another model than CONFIG={nearest}")
     return GivenSettings(values, notes)
@@ -624,7 +627,7 @@ class NameAnswer(NamedTuple):
 
     subject: str
     reason: str
-    taken: bool  # False: refused
+    kind: str  # note: taken; warning: ignored; error: refused
     settings: dict[str, str]  # that it stands for
 
 
@@ -635,23 +638,25 @@ def answer_name(
 
     resolved: all settings. in_file: whether CONFIG gives them. That file is ours alone: there every unknown
     name is refused. The environment holds much else: there a name is refused if it is a former one, is close
-    to a setting or begins with the same word; if it is short, it is only told.
+    to a setting or begins with the same word; if it is short, it is ignored with a warning.
     """
     value = given[name]
-    anybodys = len(name) <= SHORT_NAME and not in_file
+    refusal = "warning" if len(name) <= SHORT_NAME and not in_file else "error"
     row = former_name(name, value)
     if row is None:
         meant = similar_settings(name, in_file)
         if not meant:
             return None
-        return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", anybodys, {})
+        return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", refusal, {})
 
     subject = f"{name}={value}"
     harmless = value == "" or row.harmless == "*"
     for wanted in row.harmless.split():
         harmless = harmless or same_value(value, resolved.get(wanted, wanted))
-    if harmless or not row.stands_for:
-        return NameAnswer(subject, row.answer, harmless or anybodys, {})
+    if harmless:
+        return NameAnswer(subject, row.answer, "note", {})
+    if not row.stands_for:
+        return NameAnswer(subject, row.answer, refusal, {})
     settings = {}
     reason = row.answer
     for pair in row.stands_for.split():
@@ -662,7 +667,7 @@ def answer_name(
             settings[setting] = meaning.format(value.rstrip("/") or value, **resolved)
     if name in Config().as_env() and not settings:
         return None  # a setting, given together with what it would stand for
-    return NameAnswer(subject, reason, True, settings)
+    return NameAnswer(subject, reason, "note", settings)
 
 
 def former_name(name: str, value: str) -> FormerName | None:

@@ -134,7 +134,7 @@ def outcome(settings: dict[str, str]) -> str:
         if found:
             nearest = found[1]
         else:
-            subjects, _, reason = line.removeprefix("note: ").partition(": ")
+            subjects, _, reason = re.sub("^(note|warning): ", "", line).partition(": ")
             assert len(reason) > 8, line
             told.update(names(subjects))
     return " ".join([verdict, nearest, *sorted(told)])
@@ -213,7 +213,8 @@ def test_every_value_is_taken_with_a_line_or_refused_with_the_reason(row: train_
                 assert len(name) > 5
             else:
                 if not (only and value != only):  # another value of a setting is nothing special
-                    assert any(line.startswith("note: ") and subject in line for line in settings.notes)
+                    kinds = "note: ", "warning: "
+                    assert any(line.startswith(kinds) and subject in line for line in settings.notes)
                     assert settings.values == {name: value, **settings.values}
 
 
@@ -294,8 +295,15 @@ def test_rates_of_an_untied_head_are_told_of_where_they_do_nothing() -> None:
      ("BETA", "BETA1"), ("BETA3", "BETA2"), ("GPT", "GPTQ"), ("MINLR", "MIN_LR"), ("RUNID", "RUN_ID")],
 )  # fmt: skip
 def test_a_short_name_near_a_setting_is_told_of(name: str, meant: str) -> None:
-    assert meant in notes(**{name: "1"}).split(f"unknown variable {name}: did you mean")[1]
+    assert meant in notes(**{name: "1"}).split(f"warning: unknown variable {name}: did you mean")[1]
     assert Config.from_env({name: "1"}) == Config()
+
+
+@pytest.mark.parametrize("pair", ["MODE=full", "EMA=1", "TRACE=1"])
+def test_a_short_name_of_another_script_is_told_of(pair: str) -> None:
+    """In the environment it may be anybody's."""
+    name, _, value = pair.partition("=")
+    assert notes(**{name: value}).startswith(f"warning: {pair}: ")
 
 
 @pytest.mark.parametrize("name", "HOME PATH USER LANG TERM PWD SHELL TZ HOST PS1 SEA SEEDER".split())
