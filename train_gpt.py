@@ -2407,11 +2407,14 @@ class Ledger:
     def record(self, start: int, nats: np.ndarray) -> None:
         """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
         # In order and once; this is the only place that writes.
-        good = np.isfinite(nats)
-        if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
-            raise ValueError(f"got targets {start}..{start + len(nats)}, expected target {self.scored} next, "
-                             f"none beyond {len(self.nats)}, and finite losses")
-        self._nats[start : start + len(nats)] = nats
+        stop = start + len(nats)
+        if start != self.scored or stop > len(self.nats):
+            raise ValueError(f"got targets {start}..{stop}, expected target {self.scored} next, and none "
+                             f"beyond {len(self.nats)}")
+        finite = np.isfinite(nats)
+        if not finite.all():
+            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite")
+        self._nats[start:stop] = nats
         self.scored += len(nats)
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
@@ -3171,7 +3174,7 @@ def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSetting
     if different:
         names = " ".join(sorted(different))
         raise ValueError(f"this script has other settings than the file: {names}; use the script of its run")
-    if not isinstance(header["tokenizer_sha256"], str):
+    if not isinstance(header.get("tokenizer_sha256"), str):
         raise ValueError("the tokenizer's hash is missing")
     settings = ModelSettings.from_values(header["config"])
     # A few bytes could ask for any amount of memory. Even the likeliest symbol costs a little: no trained
@@ -3456,7 +3459,7 @@ def train(training: Training) -> None:
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
         val_ms = 0.0
-    # From here on the host may validate_now at weights.
+    # From here on the host may look at weights.
     run.machine.wait()
     if caught != 0 or config.checkpoint_every_seconds > 0:
         training.save()  # everything after training can be redone from here

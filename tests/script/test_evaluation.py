@@ -89,11 +89,11 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
 def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger = Ledger(np.arange(11))
     ledger.record(0, np.ones(4))
-    with pytest.raises(ValueError, match="target 3 "):
+    with pytest.raises(ValueError, match=r"targets 3\.\..*expected target 4 next"):
         ledger.record(3, np.ones(2))
-    with pytest.raises(ValueError, match="target 5 "):
+    with pytest.raises(ValueError, match="target 5 has a loss that is not finite"):
         ledger.record(4, np.array([1.0, np.nan]))
-    with pytest.raises(ValueError, match="target 6 "):
+    with pytest.raises(ValueError, match=r"targets 6\.\..*expected target 4 next"):
         ledger.record(6, np.ones(2))
     with pytest.raises(ValueError, match="6 targets were never scored, the first is 4"):
         ledger.score(1)
@@ -106,7 +106,7 @@ def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
 
 @pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2)])
 def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
-    with pytest.raises(ValueError, match="absent"):
+    with pytest.raises(ValueError, match="none beyond 10"):
         Ledger(np.arange(11)).record(start, np.ones(count))
 
 
