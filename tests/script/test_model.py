@@ -673,7 +673,12 @@ opaque_packed.register_fake(lambda q, starts: torch.empty_like(q))
 opaque_packed.register_autograd(lambda ctx, grad: (grad, None))
 
 
-def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0}], ids=["default", "all of PR #549"]
+)
+def test_no_recompilation_inside_the_clock(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two graphs, loop off and on, whatever number of documents the batches hold."""
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
@@ -686,7 +691,9 @@ def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
         return graph.forward
 
     install(monkeypatch, "fa3", kernel)
-    config = tiny_config(XSA_LAST_N=1, TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512)
+    config = tiny_config(
+        XSA_LAST_N=1, TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512, **changes
+    )
     model = build_model(config)
     model.attend = train_gpt.load_attention("fa3")
     torch._dynamo.reset()
