@@ -89,10 +89,31 @@ class ArtifactError(RuntimeError):
     """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
 
 
-def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
-    """One setting: its default, meaning with unit, and range (finite: inf and nan are refused) or choices."""
+def knob(
+    default: Any,
+    meaning: str,
+    low: float = -1e300,
+    high: float = 1e300,
+    among: str = "",
+    pattern: str = ".*",
+    negative_is_zero: bool = False,
+) -> Any:
+    """One setting: its default, and its meaning with unit.
+
+    low, high: the range of a number (finite: inf and nan are refused). among: the choices, if there are few.
+    pattern: what text must match. negative_is_zero: for numbers whose zero means none, as public scripts
+    take all below it.
+    """
     choices = "0 1" if isinstance(default, bool) else among
-    return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
+    metadata = {
+        "meaning": meaning,
+        "low": low,
+        "high": high,
+        "among": choices.split(),
+        "pattern": pattern,
+        "negative_is_zero": negative_is_zero,
+    }
+    return field(default=default, metadata=metadata)
 
 
 def find_path(path: str) -> Path:
@@ -139,18 +160,25 @@ class ModelSettings:
     gate_window: int = knob(12, "channels that feed the gates", 1)
     # Ways around the blocks: the token before, and the skips of the U-Net.
     smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
+    channel_smear_enabled: bool = knob(False, "mix it in once more, each channel by a fixed share (PR #549)")
     skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
     # Depth recurrence: some layers run several times, with the same weights (PR #1493).
     num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
     loop_start: int = knob(3, "first looped layer", 0)
     loop_end: int = knob(5, "last looped layer", 0)
-    enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
+    enable_looping_at: float = knob(0.35, "progress at which the loop switches on; from 1 on: never", 0)
     # Late layers whose two halves read side by side.
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
+    # Tables of what a pair of tokens, or a token, says by itself (PR #549).
+    bigram_vocab_size: int = knob(0, "rows for hashed pairs, added to embeddings; 0: none", 0, 1 << 20)
+    bigram_dim: int = knob(128, "width of these rows, projected to MODEL_DIM", 2)
+    ve_enabled: bool = knob(False, "add an embedding of the token to the values of attention")
+    ve_dim: int = knob(128, "width of that embedding, projected to all key heads", 2)
+    ve_layers: str = knob("9,10", "layers that add it", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
     # Ends and beginnings.
-    tie_embeddings: str = knob("1", "1: the output head is the input embedding", among="1")
-    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding", 0)
+    tie_embeddings: bool = knob(True, "the output head is the input embedding; 0: a matrix of its own")
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding; untied: 1", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
 
@@ -169,17 +197,29 @@ class ModelSettings:
         """Channels of a head that the rotary embedding turns."""
         return self.rope_dims or self.head_dim
 
+    @property
+    def value_layers(self) -> list[int]:
+        """The layers that add a value embedding."""
+        if not self.ve_enabled:
+            return []
+        return [int(layer) for layer in self.ve_layers.split(",")]
+
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
         loop_in_order = self.loop_start <= self.loop_end < self.num_layers
+        value_layers = self.value_layers
+        # Each of them has one scale.
+        listed_once = len(set(value_layers)) == len(value_layers)
+        value_layers_exist = all(layer < self.num_layers for layer in value_layers)
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
             (self.gate_window <= self.model_dim, "GATE_WINDOW <= MODEL_DIM"),
-            (self.parallel_start_layer < self.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
             (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
+            (listed_once and value_layers_exist, "VE_LAYERS as different numbers < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
@@ -219,17 +259,21 @@ class TrainingSettings(ModelSettings):
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
-    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
-    max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
-    # Step sizes of the three groups of parameters.
+    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set; 0: none are taken", 0)
+    max_wallclock_seconds: float = knob(
+        600.0, "seconds of training with Hessians; 0: ITERATIONS", 0, negative_is_zero=True)
+    # Step sizes of the groups of parameters.
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
-    tied_embed_lr: float = knob(0.03, "AdamW, embedding", 0)
+    tied_embed_lr: float = knob(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1", 0)
+    embed_lr: float = knob(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0", 0)
+    head_lr: float = knob(0.008, "AdamW without decay, the output head with TIE_EMBEDDINGS=0", 0)
     # Muon, for the matrices.
     muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
     muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
     muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
-    muon_momentum_warmup_steps: int = knob(0, "the same in steps; 0: use the fraction", 0)
+    muon_momentum_warmup_steps: int = knob(
+        0, "the same in steps; 0: the fraction; given as 0 without it: none", 0)
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
     muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
     muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
@@ -241,17 +285,13 @@ class TrainingSettings(ModelSettings):
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
     # What holds for all of them.
-    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
+    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0, negative_is_zero=True)
     ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
     # The schedule of the learning rates.
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
-    warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
+    warmdown_iters: int = knob(
+        0, "the same in steps, at the mean step time; 0: the fraction; given as 0 without it: none", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
-
-    def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
-        warmdown_begins = self.max_wallclock_seconds > 0 or self.warmdown_iters <= self.iterations
-        return [*super().rules(), (warmdown_begins, "WARMDOWN_ITERS <= ITERATIONS")]
 
 
 @dataclass(frozen=True)
@@ -274,8 +314,8 @@ class Config(TrainingSettings):
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = knob(2.0, "seconds of the clock for Hessians; fewer batches if short", 0)
     # --- its evaluation ---
-    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
-    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
+    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
+    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
     ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
     ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
@@ -288,7 +328,7 @@ class Config(TrainingSettings):
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
     micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
-    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
+    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 1024)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
     val_prefetch: bool = knob(True, "copy validation to the device before scoring; 0: batch by batch")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
@@ -298,8 +338,9 @@ class Config(TrainingSettings):
     runs_dir: str = knob("runs", "folder that holds the run directories")
     max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
-    train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
-    val_loss_every: int = knob(0, "steps between validations outside the clock, first and last; 0: none", 0)
+    train_log_every: int = knob(50, "steps between train lines, after the first ten; 0: no train lines", 0)
+    val_loss_every: int = knob(
+        0, "steps between validations outside the clock, first and last; 0: none", 0, negative_is_zero=True)
     val_batch_size: int = knob(524_288, "tokens scored at once by eight ranks; each takes an eighth", 1)
     val_progress_log_every: int = knob(
         -1, "batches of VAL_BATCH_SIZE between progress lines of every validation; 0: none; "
@@ -363,9 +404,7 @@ class Config(TrainingSettings):
 
         Raises ConfigError for what is wrong.
         """
-        in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
-        refuse_unknown(in_file, environ)
-        return cls.from_values({**in_file, **environ})
+        return cls.from_values(read_settings(environ).values)
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
@@ -383,17 +422,20 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     # A value that cannot be read is reported below, like one that is out of range.
     with contextlib.suppress(ValueError):
         value = bool(int(text)) if kind is bool else kind(text)
+    if spec.metadata["negative_is_zero"] and value is not None and -1e300 <= value < 0:
+        value = kind(0)
     # Text that would not print cannot be stored as KEY=VALUE either.
     if among:
         fits = value is not None and text in among
+        expected = " or ".join(among)
     elif kind is str:
-        fits = text.isprintable()
+        fits = text.isprintable() and re.fullmatch(spec.metadata["pattern"], text) is not None
+        expected = f"printable text like {spec.default!r}" if spec.default else "printable text"
     else:
         fits = value is not None and text.isprintable() and low <= value <= high
+        expected = f"{kind.__name__} from {low:g} to {high:g}"
     if fits:
         return value
-    kind_and_range = "printable text" if kind is str else f"{kind.__name__} from {low:g} to {high:g}"
-    expected = " or ".join(among) or kind_and_range
     raise ConfigError(f"{name}={text!r}: expected {expected}; {spec.metadata['meaning']}")
 
 
@@ -420,34 +462,313 @@ def read_config_file(path: str) -> dict[str, str]:
 
 # First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRACE_ID.
 COMMON_WORDS = """
-CHECKPOINT CODE COMPUTE DATA DEVICE MAX MIN MODEL NUM PARALLEL RATE RUN SAVE TRACE TRAINING
+    CHANNEL CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN SAVE TRACE TRAINING
 """.split()
+# Words of at most so many letters may be anybody's: in the environment they are never refused.
+SHORT_NAME = 5
 
 
-def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """ConfigError that lists every variable which looks like one of ours and is none.
+class FormerName(NamedTuple):
+    """How variables of public scripts, and earlier ones of ours, are answered that are no settings.
 
-    The environment holds much that is not ours, so there a name is only refused if it is close to one of
-    ours or begins with the same word. A file named by CONFIG is ours alone: all that is unknown is refused.
+    A value is taken if it is `harmless`, or else by the settings it `stands_for`; if there are none, it is
+    refused. Either way the user is told: in a line of the log, or of the error.
     """
+
+    # NAME=value is about one value of a setting of ours that other scripts mean differently.
+    names: str
+    # The reason, and what to set instead: it is true whether a value is taken or refused.
+    answer: str
+    # Values that ask for what is done anyhow. *: any; a setting's name: its value.
+    harmless: str = ""
+    # NAME=value pairs: {} is the value that was given, {OTHER} that of a setting. One that is given wins.
+    stands_for: str = ""
+
+
+FORMER_NAMES = [
+    # The same under another name. The first of them that is given decides.
+    FormerName("VAL_BATCH_TOKENS", "is VAL_BATCH_SIZE", stands_for="VAL_BATCH_SIZE={}"),
+    FormerName("PARALLEL_RESIDUAL_START", "is PARALLEL_START_LAYER with PARALLEL_MODE=gptj",
+               stands_for="PARALLEL_START_LAYER={} PARALLEL_MODE=gptj"),
+    FormerName("MATRIX_CLIP_SIGMAS", "is MLP_CLIP_SIGMAS and ATTN_CLIP_SIGMAS",
+               stands_for="MLP_CLIP_SIGMAS={} ATTN_CLIP_SIGMAS={}"),
+    FormerName("ARTIFACT_DIR", "is RUNS_DIR; a run writes to RUNS_DIR/RUN_ID", stands_for="RUNS_DIR={}"),
+    FormerName("PHASE_TIMEOUT_SECONDS", "is PEER_TIMEOUT_SECONDS", stands_for="PEER_TIMEOUT_SECONDS={}"),
+    FormerName("TTT_EVAL_SEQ_LEN", "is EVAL_SEQ_LEN, of all scores", stands_for="EVAL_SEQ_LEN={}"),
+    FormerName("DATASETS_DIR", "is DATA_PATH", stands_for="DATA_PATH={}"),
+    FormerName("DATA_DIR", "stands for DATA_PATH and TOKENIZER_PATH",
+               stands_for="DATA_PATH={}/datasets/fineweb10B_sp{VOCAB_SIZE} "
+                          "TOKENIZER_PATH={}/tokenizers/fineweb_{VOCAB_SIZE}_bpe.model"),
+    FormerName("MUON_WEIGHT_DECAY", "is MUON_WD", stands_for="MUON_WD={}"),
+    FormerName("ADAM_WEIGHT_DECAY", "is ADAM_WD", stands_for="ADAM_WD={}"),
+    FormerName("SMEAR_GATE", "is SMEAR_GATE_ENABLED", stands_for="SMEAR_GATE_ENABLED={}"),
+    FormerName("GATE_WIDTH SMEAR_GATE_WIDTH", "is GATE_WINDOW", stands_for="GATE_WINDOW={}"),
+    FormerName("USE_GPTQ", "is GPTQ", stands_for="GPTQ={}"),
+    FormerName("SLIDING_WINDOW_ENABLED=0", "is EVAL_STRIDE=0 TTT_ENABLED=0",
+               stands_for="EVAL_STRIDE=0 TTT_ENABLED=0"),
+    FormerName("SLIDING_WINDOW_ENABLED", "EVAL_STRIDE sets the sliding window; 0: none", "1"),
+    # Values of settings of ours that mean something else elsewhere.
+    FormerName("WARMDOWN_ITERS=0", "no warm-down, unless WARMDOWN_FRAC is given with it",
+               stands_for="WARMDOWN_FRAC=0"),
+    FormerName("MUON_MOMENTUM_WARMUP_STEPS=0", "final momentum from the first step, unless "
+               "MUON_MOMENTUM_WARMUP_FRAC is given with it", stands_for="MUON_MOMENTUM_WARMUP_FRAC=0"),
+    FormerName("PARALLEL_START_LAYER=0", "parallel from layer 0 on (PR #1855: none); -1: none", "*"),
+    FormerName("RESUME=auto", "name the run directory to continue"),
+    # What is done anyhow, or can be had by other settings.
+    FormerName("EMA_ENABLED", "EMA_DECAY averages the weights; EMA_DECAY=0 does not", "1"),
+    FormerName("TTT_FREEZE_BLOCKS", "test-time training updates all weights, so 0 is what is done", "0"),
+    FormerName("EMBEDDING_DIM", "embeddings are as wide as the model; leave it out", "MODEL_DIM"),
+    FormerName("CASEOPS_ENABLED", "DATA_PATH and TOKENIZER_PATH name the data, and a byte sidecar beside the "
+               "shards is used; set them, and leave it out", "0"),
+    FormerName("VAL_COPY_STREAM", "no effect on results: VAL_PREFETCH says how validation is copied", "0 1"),
+    FormerName("VAL_PREFETCH_QUEUE", "no effect on results: validation is copied whole", "*"),
+    FormerName("VAL_BYTECOUNT_DEVICE", "no effect on results: the host counts bytes, once", "cpu cuda"),
+    FormerName("COMPRESSOR", "no effect: codes go through the built-in range coder, which writes less", "*"),
+    FormerName("FUSED_CE FUSED_CE_ENABLED", "no effect on results: torch.compile fuses the loss", "0 1 auto"),
+    FormerName("VAL_DOC_FRACTION", "all documents are scored; VAL_TOKENS_LIMIT scores fewer tokens", "1"),
+    FormerName("TTT_EVAL_BATCHES", "all of validation is scored; VAL_TOKENS_LIMIT scores a part"),
+    FormerName("PARALLEL_FINAL_LANE", "the model ends with the mean of its lanes", "mean"),
+    FormerName("SPARSE_ATTN_GATE_SCALE", "the steepness of that gate is 0.5, as in PR #1855", "0.5"),
+    FormerName("SPARSE_ATTN_GATE_INIT_STD", "the weights of that gate begin at zero", "0"),
+    FormerName("GATED_ATTN_QUANT_GATE", "gates are stored with 8 bits a row, like all small weights", "1"),
+    FormerName("TTT_EVAL_ONLY EVAL_ONLY_PATH", "EVAL_ONLY=runs/x/model.bin scores a stored artifact", "0"),
+    FormerName("PREQUANT_ONLY", "every run writes and scores an artifact, and logs the loss before it", "0"),
+    FormerName("PREFLIGHT_ONLY", "every run makes these checks first, and cannot stop after them", "0"),
+    FormerName("TRACE", "TRACE_STEPS=A:B records where the time of some steps goes", "0"),
+    FormerName("DETERMINISTIC", "a CPU repeats runs of fixed steps bit for bit, a GPU does not", "0"),
+    FormerName("MUON_BETA2", "no effect: PRs #549 and #1493 read it and never use it; BETA2 is AdamW's", "*"),
+    FormerName("SWA_ENABLED SWA_EVERY",
+               "no effect, as in PR #549, which never used that average; see EMA_DECAY", "*"),
+    FormerName("LATE_QAT LATE_QAT_THRESHOLD QAT_ENABLED QAT_THRESHOLD", "no effect, as in PR #549, where "
+               "it reached no bank; training does not quantize here", "*"),
+    # What is not here: its off value is taken, and so are numbers of what is off elsewhere by default.
+    FormerName("ROPE_YARN", "longer inputs rescale the rotary base; see ROPE_TRAIN_SEQ_LEN", "0"),
+    FormerName("GATED_ATTN_ENABLED ATTN_OUT_GATE_ENABLED GATED_ATTENTION",
+               "no gate of this form; SPARSE_ATTN_GATE_ENABLED=1 is another one", "0"),
+    FormerName("GATED_ATTN_INIT_STD ATTN_OUT_GATE_SRC", "no gate of this form", "*"),
+    FormerName("VALUE_RESIDUAL", "later layers do not mix in the first layer's values; set it to 0", "0"),
+    FormerName("DTG_ENABLED", "no gate around a whole block; set it to 0", "0"),
+    FormerName("MTP_NUM_HEADS", "no extra heads (those of PR #549 were in no optimizer); set it to 0", "0"),
+    FormerName("MTP_LOSS_WEIGHT", "no extra heads", "*"),
+    FormerName("LAWA_ENABLED", "no average of snapshots; EMA_DECAY averages the weights", "0"),
+    FormerName("LAWA_K LAWA_FREQ", "no average of snapshots", "*"),
+    FormerName("ETLB_ENABLED", "evaluation trains no bias of the logits; set it to 0", "0"),
+    FormerName("ETLB_LR ETLB_STEPS ETLB_CLIP", "evaluation trains no bias of the logits", "*"),
+    FormerName("LQER_ENABLED", "no low-rank correction of rounding errors; set it to 0", "0"),
+    FormerName("LQER_RANK LQER_TOP_K LQER_FACTOR_BITS LQER_ASYM_ENABLED LQER_ASYM_GROUP",
+               "no low-rank correction of rounding errors; leave it out"),
+    FormerName("NGRAM_TILT_ENABLED", "evaluation mixes in no n-grams; set it to 0", "0"),
+    FormerName("PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS", "TTT_ENABLED=1 trains chunk by chunk, not in "
+               "phases; set it to 0", "0"),
+    FormerName("PHASED_TTT_NUM_PHASES GLOBAL_TTT_LR GLOBAL_TTT_MOMENTUM GLOBAL_TTT_EPOCHS "
+               "GLOBAL_TTT_CHUNK_TOKENS GLOBAL_TTT_BATCH_SEQS GLOBAL_TTT_WARMUP_START_LR "
+               "GLOBAL_TTT_WARMUP_CHUNKS GLOBAL_TTT_GRAD_CLIP GLOBAL_TTT_RESPECT_DOC_BOUNDARIES",
+               "TTT_ENABLED=1 trains chunk by chunk, not in phases; leave it out"),
+    FormerName("TTT_CHUNK_SIZE TTT_BATCH_SIZE TTT_GRAD_STEPS TTT_WEIGHT_DECAY TTT_BETA1 TTT_BETA2 "
+               "TTT_OPTIMIZER TTT_LORA_RANK TTT_LORA_ALPHA TTT_LORA_LR TTT_K_LORA TTT_O_LORA TTT_MLP_LORA "
+               "TTT_WARM_START_A", "TTT_ENABLED=1 trains all weights, with no adapters; leave it out"),
+    FormerName("CONTROL_TENSOR_NAME_PATTERNS INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", "parameter_table says how "
+               "a parameter is trained and stored, not its name; leave it out"),
+    FormerName("GENERATE GENERATE_TOKENS GENERATE_TEMPERATURE GENERATE_TOP_K", "python -m tools generate "
+               "writes text; leave it out"),
+    FormerName("GPTQ_RESERVE_MS", "set GPTQ_RESERVE_SECONDS, a thousandth of it"),
+    FormerName("TARGET_MB", "set ARTIFACT_BYTES_MAX, of code and artifact together, in bytes"),
+    FormerName("MLP_HIDDEN", "set MLP_MULT, that width over MODEL_DIM", "0"),
+    FormerName("STRIDE", "set EVAL_STRIDE"),
+    FormerName(
+        """
+        ACTIVATION ADAM_LR ATTN_PROJ_TYPE ATTN_VARIANT BATCH_SCHEDULE_FRACTION BATCH_TOKENS_START BIGRAM_HASH
+        BITNET_GROUP_SIZE CHURN_LOG_EVERY COMPILE_MODE CORR_WEIGHT_LR DIFF_ATTN DISABLE_LAYER0_ATTN EMA
+        EMA_START_FRACTION EMBED_DIM EVAL_BATCH_SEQS EVAL_DEPTH_RECURRENCE EVAL_OVERLAP EVAL_TEMP
+        FP16_EMBED_EXPORT FP_STORAGE GATE_ATTN_OUT GATE_ATTN_SRC GPTQ_NUM_SEQS HESSIAN_CLIP_LAMBDA
+        HNET_LR_DIFF INT4_LAYERS INT4_STEP INT6_LAYERS INT6_LAYER_END INT6_LAYER_START INT6_STEP
+        JEPA_PRETRAIN_FRAC LEGENDRE_DEGREE_ATTN LEGENDRE_DEGREE_FFN LEGENDRE_GROUPS LOGIT_HEAD_TYPE
+        LOOP_PHASE2_AT LORA_RANK LR_SCHEDULE MATRIX_OPTIMIZER MIXED_QUANT MLP_GROUPS MLP_RANK MODE MTP_HEADS
+        MUON_EQ_R NGRAM_WITHIN_BETA NGRAM_WORD_BETA NUM_ATTN_LAYERS NUM_VIRTUAL_LAYERS N_INT6_LAYERS
+        OUTER_LAYERS PARALLEL_RESIDUAL POST_GPTQ_EVAL_ONLY QAT QAT_INT6 QUANT_BITS QUANT_BITS_EMBED
+        RATIO_LOSS_WEIGHT RECUR_LAYERS RECUR_START_STEP REFINER REFINER_KERNEL REPEAT_UNTIE_MLP
+        REPEAT_UNTIE_MLP_LAYERS ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL
+        SLIDING_EVAL_STRIDE SMEAR SOFTCAP_TYPE TARGET_AVG_CHUNK_LEN TEMP_SCALING TRAINING_DEPTH_RECURRENCE
+        TVERSKY_FEATURE_POOLS TVERSKY_MEMBERSHIP TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION USE_BIGRAM_HASH
+        USE_LZMA USE_ZSTD VAL_MAX_TOKENS WARMDOWN_FRACTION WARMDOWN_SHAPE WEIGHT_DECAY YARN_MAX_LEN
+        """, "of another public script, and no setting here; leave it out"),
+]  # fmt: skip
+
+
+class GivenSettings(NamedTuple):
+    """What the user gave, once every name is answered."""
+
+    values: dict[str, str]  # all that was given, and the settings that former names stand for
+    notes: list[str]  # lines for the log
+
+
+def read_settings(environ: Mapping[str, str]) -> GivenSettings:
+    """What `environ` gives, over the file that it names as CONFIG; former and unknown names are answered.
+
+    Raises one ConfigError for all names that are refused, so that they can be mended at once.
+    """
+    in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    resolved = {**Config().as_env(), **in_file, **environ}
+    values: dict[str, str] = {}
+    said: dict[tuple[str, str], list[str]] = {}  # kind and reason, and the variables that it is said of
+    # The environment is second: also what a name there stands for is over what the file gives.
+    for given in (in_file, environ):
+        stood_for: dict[str, str] = {}
+        for name in sorted(given):
+            answer = answer_name(name, given, resolved, given is in_file)
+            if answer is not None:
+                said.setdefault((answer.kind, answer.reason), []).append(answer.subject)
+                stood_for = {**answer.settings, **stood_for}
+        values.update(stood_for)
+        values.update(given)
+    for name in ("EMBED_LR", "HEAD_LR"):
+        if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
+            reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
+            said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
+
+    notes = []
+    errors = []
+    for (kind, reason), subjects in said.items():
+        line = f"{' '.join(subjects)}: {reason}"
+        if kind == "error":
+            errors.append(line)
+        else:
+            notes.append(f"{kind}: {line}")
+    nearest = nearest_config(values) if said else ""
+    if errors:
+        if nearest:
+            errors.append(f"most of the values given are those of CONFIG={nearest}")
+        raise ConfigError(" | ".join(errors))
+    if nearest and not environ.get("CONFIG"):
+        notes.append(f"warning: what is not given has the defaults, of another model than CONFIG={nearest}")
+    return GivenSettings(values, notes)
+
+
+class NameAnswer(NamedTuple):
+    """What is said of a name that is no setting, or of a value that means something else elsewhere."""
+
+    subject: str
+    reason: str
+    kind: str  # note: taken; warning: ignored; error: refused
+    settings: dict[str, str]  # that it stands for
+
+
+def answer_name(
+    name: str, given: Mapping[str, str], resolved: Mapping[str, str], in_file: bool
+) -> NameAnswer | None:
+    """The answer to one of the `given` variables; None: a setting, or a variable of another program.
+
+    resolved: all settings. in_file: whether CONFIG gives them. That file is ours alone: there every unknown
+    name is refused. The environment holds much else: there a name is refused if it is a former one, is close
+    to a setting or begins with the same word; if it is short, it is ignored with a warning.
+    """
+    value = given[name]
+    refusal = "warning" if len(name) <= SHORT_NAME and not in_file else "error"
+    row = former_name(name, value)
+    if row is None:
+        meant = similar_settings(name, in_file)
+        if not meant:
+            return None
+        return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", refusal, {})
+
+    subject = f"{name}={value}"
+    harmless = value == "" or row.harmless == "*"
+    for wanted in row.harmless.split():
+        harmless = harmless or same_value(value, resolved.get(wanted, wanted))
+    if harmless:
+        return NameAnswer(subject, row.answer, "note", {})
+    if not row.stands_for:
+        return NameAnswer(subject, row.answer, refusal, {})
+    settings = {}
+    reason = row.answer
+    for pair in row.stands_for.split():
+        setting, _, meaning = pair.partition("=")
+        if setting in given:
+            reason += f"; {setting}={given[setting]} is given with it, and wins"
+        else:
+            settings[setting] = meaning.format(value.rstrip("/") or value, **resolved)
+    if name in Config().as_env() and not settings:
+        return None  # a setting, given together with what it would stand for
+    return NameAnswer(subject, reason, "note", settings)
+
+
+def former_name(name: str, value: str) -> FormerName | None:
+    """The row that answers a variable, if there is one."""
+    for row in FORMER_NAMES:
+        for entry in row.names.split():
+            its_name, equals, its_value = entry.partition("=")
+            if its_name == name and (not equals or same_value(value, its_value)):
+                return row
+    return None
+
+
+def same_value(given: str, wanted: str) -> bool:
+    """Whether two texts are the same value: equal numbers where both are numbers, else equal letters."""
+    try:
+        return float(given) == float(wanted)
+    except ValueError:
+        return given.strip().lower() == wanted.lower()
+
+
+def similar_settings(name: str, in_file: bool) -> list[str]:
+    """The settings that an unknown name may stand for; none: it is a setting, or of another program."""
     known = [spec.name.upper() for spec in fields(Config)]
-    # All mistakes in one message, so that they can be mended at once.
-    problems = []
-    for name in sorted(in_file.keys() | environ.keys()):
-        if name in known:
+    if name in known:
+        return []
+    meant = []
+    if len(name) <= SHORT_NAME:  # short ones are close to everything
+        meant = [other for other in known if is_one_edit(name, other)]
+    else:
+        meant = difflib.get_close_matches(name, known, cutoff=0.83)
+    word = name.split("_")[0]
+    if not meant and word not in COMMON_WORDS:
+        meant = [other for other in known if other.split("_")[0] == word]
+    if not meant and in_file:
+        meant = ["one that --help lists"]
+    return meant
+
+
+def is_one_edit(name: str, other: str) -> bool:
+    """Whether one letter added, lost or replaced, or two neighbours swapped, make one of the other."""
+    # What they have in common at both ends does not count.
+    while name and other and name[0] == other[0]:
+        name = name[1:]
+        other = other[1:]
+    while name and other and name[-1] == other[-1]:
+        name = name[:-1]
+        other = other[:-1]
+    if len(name) == 2:
+        return other == name[::-1]
+    return len(name) <= 1 and len(other) <= 1
+
+
+def nearest_config(given: Mapping[str, str]) -> str:
+    """The configuration of an ancestor that shares most values with `given`; of equal ones the shortest.
+
+    Empty where the defaults share as many, and where there is no folder of configurations.
+    """
+    nearest = ""
+    shortest = 0
+    most = shared_values(given, Config().as_env())
+    for path in sorted(find_path("configs").glob("*.env")):
+        if not path.name.startswith(("pr", "upstream")):
             continue
-        word = name.split("_")[0]
-        meant = []
-        if len(name) >= 6:  # shorter names are close to everything
-            meant = difflib.get_close_matches(name, known, cutoff=0.83)
-        if not meant and word not in COMMON_WORDS:
-            meant = [other for other in known if other.split("_")[0] == word]
-        if not meant and name in in_file:
-            meant = ["one that --help lists"]
-        if meant:
-            problems.append(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
-    if problems:
-        raise ConfigError(" ".join(problems))
+        values = read_config_file(str(path))
+        shared = shared_values(given, values)
+        if shared > most or (shared == most and nearest and len(values) < shortest):
+            nearest = f"configs/{path.name}"
+            most = shared
+            shortest = len(values)
+    return nearest
+
+
+def shared_values(given: Mapping[str, str], others: Mapping[str, str]) -> int:
+    """How many settings have the same value in both; of a path its last part counts."""
+    shared = 0
+    for name, value in others.items():
+        if name in given and same_value(Path(given[name]).name, Path(value).name):
+            shared += 1
+    return shared
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
@@ -1349,7 +1670,8 @@ class Parameter(NamedTuple):
     constant: float | list[float] = 0.0
     std: float = 0.0
     random_matrices: int = 0
-    # muon: MATRIX_LR and MUON_WD; embedding: TIED_EMBED_LR and EMBED_WD; scalar: SCALAR_LR and ADAM_WD.
+    # muon: MATRIX_LR and MUON_WD; scalar: SCALAR_LR and ADAM_WD; embedding: TIED_EMBED_LR or EMBED_LR, and
+    # EMBED_WD; head: HEAD_LR, no decay. The last two are tables of the vocabulary, which are used as a whole.
     optimizer: str = "scalar"
     # How it is quantized. attn, mlp, embed: by the *_CLIP_SIGMAS of that name, and by EMBED_BITS or
     # MATRIX_BITS. Empty: a small tensor, always 8 bits.
@@ -1376,13 +1698,12 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     skip_gates = skips if c.skip_gates_enabled else 0
     attn_gates = layers if c.sparse_attn_gate_enabled else 0
     smear = 1 if c.smear_gate_enabled else 0
+    channel_smear = 1 if c.channel_smear_enabled else 0
     has_lanes = c.parallel_mode == "lanes" and c.parallel_start_layer >= 0
     # GPT-J layers share one lane, and need no weights to mix two.
-    lane_layers = layers - c.parallel_start_layer if has_lanes else 0
+    lane_layers = max(0, layers - c.parallel_start_layer) if has_lanes else 0
     table = {
-        "token_embedding_VD": Parameter(
-            (c.vocab_size, width), std=c.tied_embed_init_std,
-            optimizer="embedding", role="embed", inputs=("hidden",)),
+        **vocabulary_tables(c),
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
             optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
@@ -1405,10 +1726,56 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
         "attn_gate_LHW": Parameter((attn_gates, c.num_heads, c.gate_window)),
         "smear_gate_1W": Parameter((smear, c.gate_window)),
         "smear_scale_1": Parameter((smear,)),
+        "channel_smear_1D": Parameter((channel_smear, width)),
+        **projections_of_tables(c),
         # What each of the two lanes takes of itself, of the attention's output and of the MLP's.
         "lane_mix_P23": Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0]),
     }  # fmt: skip
     return {name: parameter for name, parameter in table.items() if 0 not in parameter.shape}
+
+
+def vocabulary_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """The parameters with a row for each token, or for each hash of a pair of tokens."""
+    # Tied, the embedding is the head as well. Untied, it starts as torch's own, and multiplies nothing.
+    embedding_std = c.tied_embed_init_std
+    embedding_inputs: tuple[str, ...] = ("hidden",)
+    head_rows = 0
+    if not c.tie_embeddings:
+        embedding_std = 1.0
+        embedding_inputs = ()
+        head_rows = c.vocab_size
+    value_rows = c.vocab_size if c.ve_enabled else 0
+    return {
+        "token_embedding_VD": Parameter(
+            (c.vocab_size, c.model_dim), std=embedding_std,
+            optimizer="embedding", role="embed", inputs=embedding_inputs),
+        "output_head_VD": Parameter(
+            (head_rows, c.model_dim),
+            optimizer="head", role="embed", inputs=("hidden",)),
+        "bigram_table_RC": Parameter(
+            (c.bigram_vocab_size, c.bigram_dim),
+            optimizer="embedding", role="embed"),
+        "value_table_VC": Parameter(
+            (value_rows, c.ve_dim), std=0.01,
+            optimizer="embedding", role="embed"),
+    }  # fmt: skip
+
+
+def projections_of_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """What turns rows of the bigram and value tables into embeddings and values: matrices and scales."""
+    kv_width = c.num_kv_heads * c.head_dim
+    bigram = 1 if c.bigram_vocab_size else 0
+    value = 1 if c.ve_enabled else 0
+    # A table as wide as what it is added to needs no matrix.
+    bigram_matrices = bigram if c.bigram_dim != c.model_dim else 0
+    value_matrices = value if c.ve_dim != kv_width else 0
+    return {
+        "bigram_projection_1DC": Parameter((bigram_matrices, c.model_dim, c.bigram_dim), random_matrices=1),
+        "bigram_scale_1": Parameter((bigram,), 0.05),
+        "value_projection_1KC": Parameter((value_matrices, kv_width, c.ve_dim), random_matrices=1),
+        "value_scale_1": Parameter((value,), 0.1),
+        "value_layer_scale_N": Parameter((len(c.value_layers),), 1.0),
+    }
 
 
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
@@ -1507,6 +1874,20 @@ def attention_documents(
     return same_B1TT.tril()
 
 
+def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
+    """Row of the bigram table for each token and the one before it, (B, T): a hash of both (PR #549).
+
+    The last row is of tokens with none before them: the first of a row and, with DOC_MASK, of a document.
+    """
+    last_row = c.bigram_vocab_size - 1
+    ids_BT = inputs_BT.int()  # products wrap around at 32 bits
+    hashed = torch.bitwise_xor(36_313 * ids_BT[:, 1:], 27_191 * ids_BT[:, :-1]) % last_row
+    rows_BT = F.pad(hashed, (1, 0), value=last_row)
+    if c.doc_mask:
+        rows_BT = rows_BT.masked_fill(inputs_BT == BOS_ID, last_row)
+    return rows_BT
+
+
 # Parameters by name, each split along its first axis.
 WeightRows = dict[str, tuple[Tensor, ...]]
 # Called with (name of the input, layer, values) where matrices multiply them: calibration sums x xᵀ.
@@ -1529,6 +1910,7 @@ class LayerWeights(NamedTuple):
     qk_gain_H: Tensor
     attn_gate_HW: Tensor | None
     lane_mix_23: Tensor | None
+    value_scale: Tensor | None  # of the value embedding, in the layers that add it
 
 
 class Context(NamedTuple):
@@ -1538,6 +1920,7 @@ class Context(NamedTuple):
     rotary: Tensor
     documents: Tensor | None
     observe: Observer | None
+    values_BTK: Tensor | None  # value embeddings; K is all key channels, as in `LayerWeights`
 
 
 class GPT(nn.Module):
@@ -1551,14 +1934,14 @@ class GPT(nn.Module):
         self.compute_dtype = torch.float32
         self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
-        # Embeddings are looked up by id; everything else is read row by row.
+        # Tables of the vocabulary are used as a whole; everything else is read row by row.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
             weights = torch.empty(parameter.shape)
             if seed is not None:
                 weights = initial_weights(name, parameter, settings, seed)
             self.register_parameter(name, nn.Parameter(weights))
-            if parameter.optimizer != "embedding":
+            if parameter.optimizer not in ("embedding", "head"):
                 self.row_names.append(name)
 
     def forward(
@@ -1579,7 +1962,8 @@ class GPT(nn.Module):
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
         documents = attention_documents(inputs_BT, starts, self.attend, c)
         x0 = self._embed(inputs_BT, weights)
-        context = Context(x0, rotary, documents, observe)
+        values = self._embed_values(inputs_BT, weights)
+        context = Context(x0, rotary, documents, observe, values)
 
         # First half: every visit keeps what it leaves in the first lane.
         encoder, decoder = visit_order(c, looping)
@@ -1604,7 +1988,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
-        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
+        head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
+        return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
@@ -1624,7 +2009,7 @@ class GPT(nn.Module):
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def _weights_by_row(self) -> WeightRows:
-        """All parameters but embeddings, split along the first axis; cast once for all visits of a row."""
+        """All parameters but tables, split along the first axis; cast once for all visits of a row."""
         weights = {}
         for name in self.row_names:
             weights[name] = self.get_parameter(name).to(self.compute_dtype).unbind(0)
@@ -1633,7 +2018,12 @@ class GPT(nn.Module):
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
         """Normalised embeddings (B, T, D), each mixed with the one before it."""
         c = self.settings
-        x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(self.compute_dtype)
+        x = self._look_up("token_embedding_VD", inputs_BT)
+        if c.bigram_vocab_size:
+            pairs = self._look_up("bigram_table_RC", bigram_rows(inputs_BT, c))
+            if "bigram_projection_1DC" in weights:
+                pairs = F.linear(pairs, weights["bigram_projection_1DC"][0])
+            x = x + pairs * weights["bigram_scale_1"][0]
         if c.smear_gate_enabled:
             # Never across the start of a row or, with DOC_MASK, of a document (PR #1851).
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
@@ -1642,7 +2032,28 @@ class GPT(nn.Module):
             gate_BT = gate_BT * weights["smear_scale_1"][0]
             previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
             x = torch.addcmul(x, gate_BT[..., None], previous)
-        return rms_norm(x)
+        x = rms_norm(x)
+        if c.channel_smear_enabled:
+            # A token with none before it is mixed with zero, and keeps its own share (PR #549).
+            previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
+            if c.doc_mask:
+                previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
+            share_D = weights["channel_smear_1D"][0].sigmoid()
+            x = (1 - share_D) * x + share_D * previous
+        return x
+
+    def _look_up(self, name: str, rows_BT: Tensor) -> Tensor:
+        """Rows of a table (B, T, C), in the dtype of the activations."""
+        return F.embedding(rows_BT, self.get_parameter(name)).to(self.compute_dtype)
+
+    def _embed_values(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor | None:
+        """Value embeddings (B, T, K), the same for all layers that add them; None where they are off."""
+        if not self.settings.ve_enabled:
+            return None
+        values = self._look_up("value_table_VC", inputs_BT)
+        if "value_projection_1KC" in weights:
+            values = F.linear(values, weights["value_projection_1KC"][0])
+        return values * weights["value_scale_1"][0]
 
     def _split_or_join(self, layer: int, lanes: list[Tensor]) -> list[Tensor]:
         """Two lanes from PARALLEL_START_LAYER on, one before it; a loop may lead back."""
@@ -1701,6 +2112,9 @@ class GPT(nn.Module):
         """The rows of one layer. The second half of a bank of two matrices a layer holds the second ones."""
         c = self.settings
         has_lanes = "lane_mix_P23" in weights and layer >= c.parallel_start_layer
+        value_scale = None
+        if layer in c.value_layers:
+            value_scale = weights["value_layer_scale_N"][c.value_layers.index(layer)]
         return LayerWeights(
             q_DD=weights["qo_bank"][layer],
             k_KD=weights["kv_bank"][layer],
@@ -1715,6 +2129,7 @@ class GPT(nn.Module):
             qk_gain_H=weights["qk_gain_LH"][layer],
             attn_gate_HW=weights["attn_gate_LHW"][layer] if c.sparse_attn_gate_enabled else None,
             lane_mix_23=weights["lane_mix_P23"][layer - c.parallel_start_layer] if has_lanes else None,
+            value_scale=value_scale,
         )
 
     def _attention(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
@@ -1723,7 +2138,10 @@ class GPT(nn.Module):
         # Project the input to queries, keys and values, and split them into heads.
         q_BTHE = F.linear(x_BTD, w.q_DD).unflatten(-1, (c.num_heads, -1))
         k_BTKE = F.linear(x_BTD, w.k_KD).unflatten(-1, (c.num_kv_heads, -1))
-        v_BTKE = F.linear(x_BTD, w.v_KD).unflatten(-1, (c.num_kv_heads, -1))
+        v_BTK = F.linear(x_BTD, w.v_KD)
+        if w.value_scale is not None and context.values_BTK is not None:
+            v_BTK = v_BTK + w.value_scale * context.values_BTK  # what the token says by itself (PR #549)
+        v_BTKE = v_BTK.unflatten(-1, (c.num_kv_heads, -1))
 
         # Normalise queries and keys, so that their products are cosines: a learned gain makes them sharp.
         q_BTHE = rotate(rms_norm(q_BTHE), context.rotary) * w.qk_gain_H[:, None]
@@ -2093,7 +2511,7 @@ class Optimizer:
         if c.ema_decay:
             self.average = [weight.clone() for weight in self.weights]
 
-        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": []}
+        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": [], "head": []}
         table = parameter_table(model.settings)
         for name, parameter in model.named_parameters():
             groups[table[name].optimizer].append(parameter)
@@ -2105,11 +2523,15 @@ class Optimizer:
             matrices = math.ceil(len(bank) / machine.world_size)
             self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
 
-        self.small = groups["embedding"] + groups["scalar"]
+        self.small = groups["embedding"] + groups["scalar"] + groups["head"]
+        # An embedding that is no head as well bears, and needs, a much larger rate.
+        embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
         adam_groups = [
-            {"params": groups["embedding"], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
+            {"params": groups["embedding"], "base_lr": embed_lr, "weight_decay": c.embed_wd},
             {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
         ]
+        if groups["head"]:
+            adam_groups.append({"params": groups["head"], "base_lr": c.head_lr, "weight_decay": 0.0})
         self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     @torch.no_grad()
@@ -2129,7 +2551,7 @@ class Optimizer:
         norm = self._clip(gradients)
         if timer is not None:
             timer.lap("grad_clip")
-        # Phase 3: AdamW on the embedding and the small tensors.
+        # Phase 3: AdamW on the tables of the vocabulary and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
@@ -2251,7 +2673,7 @@ def require_gradient(gradient: Tensor | None) -> Tensor:
 
 def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
     """Share of the run that is over: of the steps, or of the clock less its reserve if that is more."""
-    of_steps = step / c.iterations
+    of_steps = step / c.iterations if c.iterations else 1.0
     if c.max_wallclock_seconds == 0:
         return of_steps
     reserve = c.gptq_reserve_seconds if c.gptq else 0.0
@@ -2261,7 +2683,10 @@ def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
 def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
     """1, then linear to MIN_LR over the warm-down: a part of the run, or WARMDOWN_ITERS mean steps."""
     warmdown = c.warmdown_frac
-    if c.warmdown_iters:
+    if c.warmdown_iters and progress == 0 and c.max_wallclock_seconds == 0:
+        # Before the first step a mean is not known; without a clock it is the run's own.
+        warmdown = c.warmdown_iters / max(c.iterations, 1)
+    elif c.warmdown_iters:
         warmdown = c.warmdown_iters * progress / max(step, 1)
     if warmdown == 0:
         return 1.0
@@ -3021,7 +3446,7 @@ def estimate_artifact(config: Config, budget: int) -> str:
     return estimate
 
 
-MAGIC = b"\x89PGA\r\n\0\2"  # the last byte is the version
+MAGIC = b"\x89PGA\r\n\0\3"  # the last byte is the version
 # Magic, size of the section "config", CRC-32 of it and of the section "weights", which follow.
 HEAD = struct.Struct("<8s3I")
 
@@ -3465,7 +3890,8 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
                 f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
                 "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
-        if result.step <= FIRST_STEPS or result.step % config.train_log_every == 0:
+        every = config.train_log_every
+        if every > 0 and (result.step <= FIRST_STEPS or result.step % every == 0):
             mean_loss = sum(run.machine.gather(loss)) / run.machine.world_size
             log_step(training, result, mean_loss, norm)
 
@@ -3773,6 +4199,7 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
         f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
+        *read_settings(os.environ).notes,
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",

@@ -15,6 +15,7 @@ import torch
 import train_gpt
 from data import shards
 from tests.support.processes import SCRIPT, Ended, Lab, results
+from tests.support.public_commands import load_public_commands
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens
@@ -23,6 +24,7 @@ FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
 EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
+    r"note: SWA_EVERY=50: no effect",
     r"train_loader:dataset:\S+ train_shards:2$",
     r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0$",
     r"model_params:\d+$",
@@ -286,3 +288,28 @@ def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
 def test_evaluation_may_see_more_context_than_training(lab: Lab) -> None:
     losses = lab.succeed(EVAL_SEQ_LEN=64).summary["losses"]
     assert set(losses) == {"roundtrip", "sliding_window", "legal_ttt"}
+
+
+@pytest.mark.parametrize(
+    ("pull_request", "config", "changes"),
+    [
+        (549, "pr549.env", {"VE_LAYERS": "0,1"}),
+        (591, "pr591.env", {"TIE_EMBEDDINGS": 0}),
+        (1493, "pr1493.env", {}),
+    ],
+)
+def test_a_public_command_trains_scores_and_stores_its_system(
+    pull_request: int, config: str, changes: dict[str, Any], lab: Lab, repo: Path
+) -> None:
+    """At the size of the tests: what decides the size, the data and the length of a run is theirs."""
+    (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
+    own = lab.settings()
+    settings: dict[str, Any] = {name: value for name, value in command.settings.items() if name not in own}
+    ended = lab.succeed(**{**settings, "CONFIG": repo / "configs" / config, **changes})
+    assert ended.summary["steps"] == 6
+    assert {"roundtrip", "sliding_window", "legal_ttt"} == ended.summary["losses"].keys()
+    if pull_request == 549:
+        assert "note: EMA_ENABLED=1: " in ended.out and "note: TTT_FREEZE_BLOCKS=0: " in ended.out
+        assert ended.summary["artifact"]["bits"].keys() >= {"bigram_table_RC", "value_table_VC"}
+    if pull_request == 591:
+        assert "output_head_VD" in ended.summary["artifact"]["bits"]
