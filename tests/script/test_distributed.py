@@ -65,9 +65,6 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     ]
     settings = lab.settings(
         RUN_ID=None,
-        MAX_WALLCLOCK_SECONDS=3,
-        GPTQ_RESERVE_SECONDS=1,
-        ITERATIONS=100000,
         EVAL_STRIDE=0,
         TTT_ENABLED=0,
     )
@@ -78,7 +75,8 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     (directory,) = lab.folder.joinpath("runs").iterdir()
     ended = Ended(0, process.stdout, process.stderr, lab.folder / "runs")
     assert directory.name.endswith("-seed1337") and ended.summary["hardware"]["world_size"] == 2
-    assert ended.summary["limits"]["train_seconds"]["ok"] and "stopping_early: wallclock_cap" in ended.out
+    assert ended.summary["steps"] == 6
+    assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert train_losses(ended)[0] == pytest.approx(train_losses(finished)[0], rel=1e-4)
 
 
@@ -191,7 +189,7 @@ def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
         ranks[1].send(signal.SIGKILL)
         ranks[1].wait()
     assert ended.status == 1 and time.monotonic() - begin_s > 4.0
-    assert ended.err.splitlines()[-1] == PEER_IS_GONE
+    assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
 
 
 HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(

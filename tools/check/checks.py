@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tools.check import budget, claims, code, layout, packed, score, seeds
+from tools.check import budget, claims, code, layout, mixed, packed, score, seeds
 from tools.check.findings import Finding
 from tools.runs.folder import Folder
 
@@ -15,6 +15,7 @@ CHECKS: tuple[Check, ...] = (
     *claims.CHECKS,
     *seeds.CHECKS,
     *code.CHECKS,
+    *mixed.CHECKS,
     *budget.CHECKS,
     *score.CHECKS,
     *packed.CHECKS,
