@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from decimal import Decimal
 from typing import Any
 
+from tools.check.budget import shipped_code_bytes
 from tools.check.findings import Finding, fail, info, warn
-from tools.runs.folder import Folder, SeedRun
-from tools.runs.logs import Final, RunLog, decimals
+from tools.runs.folder import Folder, SeedRun, number
+from tools.runs.logs import ByteCount, Final, RunLog, decimals
 from tools.runs.stats import deviation, mean
 
 SCORE_FIELDS = {"val_bpb": "bpb", "val_loss": "loss"}
+DECLARED_TOLERANCE = 1e-4  # the last digit that every log prints; fewer declared digits excuse nothing more
+CODE_FIELDS = ("bytes_code", "code_bytes")
 
 
 def last_digit(value: float) -> float:
     """One unit of the last decimal of `value`; 1e-8 at the finest, the logs' own precision."""
-    return float(10.0 ** -min(decimals(str(Decimal(repr(value)))), 8))
+    return float(10.0 ** -min(decimals(repr(value)), 8))
 
 
 def matches(declared: float, measured: float) -> bool:
-    """Equal to the digits declared; truncation counts as rounding."""
-    return abs(declared - measured) < last_digit(declared) * 1.0001
-
-
-def number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Equal to the digits declared, and never further apart than DECLARED_TOLERANCE; truncation counts as
+    rounding."""
+    return abs(declared - measured) < min(last_digit(declared), DECLARED_TOLERANCE) * 1.0001
 
 
 def check_scores(folder: Folder) -> Iterator[Finding]:
@@ -209,4 +208,39 @@ def check_bytes(folder: Folder) -> Iterator[Finding]:
         )
 
 
-CHECKS = (check_scores, check_spread, check_seed_results, check_bytes)
+def check_code_bytes(folder: Folder) -> Iterator[Finding]:
+    """A4: the declared bytes of code are those of the shipped script, or those that a log counts."""
+    if folder.script is None or folder.script.bytes == 0 or folder.submission_path is None:
+        return
+    counted = {
+        count.bytes for run in folder.seed_runs for count in run.log.byte_counts if _counts_code(count)
+    }
+    shipped = folder.script.bytes
+    known = counted | {
+        shipped,
+        shipped_code_bytes(folder),
+        len(folder.script.text.encode("utf-8", "replace")),
+    }
+    for key in CODE_FIELDS:
+        declared = number(folder.submission.get(key))
+        if declared is None or declared in known:
+            continue
+        logged = f", the logs count {', '.join(f'{size:,}' for size in sorted(counted))}" if counted else ""
+        text = f"`{key}` {declared:,.0f}, but {folder.script.path.name} has {shipped:,} bytes{logged}"
+        report = fail if declared < min(known) and not _is_rounded(declared, known) else warn
+        yield report("A4", text, folder.submission_path.name, "declare the bytes of the code as shipped")
+
+
+def _counts_code(count: ByteCount) -> bool:
+    return count.what == "Code size"
+
+
+def _is_rounded(declared: float, known: set[int]) -> bool:
+    """Whether a round number, such as 77,000, stands for one of `known`."""
+    unit = 1
+    while unit < 10_000 and declared % (unit * 10) == 0:
+        unit *= 10
+    return any(abs(declared - size) <= unit / 2 for size in known)
+
+
+CHECKS = (check_scores, check_spread, check_seed_results, check_bytes, check_code_bytes)

@@ -54,7 +54,7 @@ def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
 def batch_tokens(run: Run) -> int | None:
     """Tokens of one optimizer step, as the log prints it."""
     located = run.log.settings.get("train_batch_tokens")
-    return int(located.value) if located and located.value.isdecimal() else None
+    return located.integer if located else None
 
 
 def train_loss(run: Run) -> list[Sample]:
