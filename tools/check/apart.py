@@ -1,7 +1,7 @@
 """Folders audited in a process of their own, within limits of time and memory.
 
-What reads the files is bounded by itself (`tools.runs`); this is what holds where something was overlooked, so
-that no folder can harm the report on another.
+What reads the files is bounded by itself (`tools.runs`); this is what holds where something was overlooked,
+so that no folder can harm the report on another.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
-import sys
+import re
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -24,12 +24,13 @@ from tools.runs.folder import Folder
 CPU_SECONDS_MAX = 5  # for one folder; the largest public one takes 0.3 s
 WALL_SECONDS_MAX = 60.0
 MEMORY_BYTES_MAX = 400 * 2**20  # beyond what the process has before it reads its first folder
+STATUS = Path("/proc/self/status")
 MAPPED_PAGES = Path("/proc/self/statm")  # its first number: pages of memory that are mapped
 
 
 @dataclass(frozen=True)
 class Report:
-    """The findings on one folder, and what they took; `refusal` says why the path cannot be audited at all."""
+    """The findings on one folder, and what they took; `refusal` says why a path cannot be audited at all."""
 
     findings: list[Finding]
     refusal: str | None = None
@@ -125,9 +126,15 @@ def _report_within(path: Path, limits: ModuleType | None) -> Report:
     _, hard = limits.getrlimit(limits.RLIMIT_CPU)
     limits.setrlimit(limits.RLIMIT_CPU, (int(begin) + 1 + CPU_SECONDS_MAX, hard))
     report = _report(path)
-    usage = limits.getrusage(limits.RUSAGE_SELF)
-    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Report(report.findings, report.refusal, _cpu_seconds(limits) - begin, peak)
+    return Report(report.findings, report.refusal, _cpu_seconds(limits) - begin, _peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process held so far; 0 where the system does not tell."""
+    if not STATUS.is_file():
+        return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def _cpu_seconds(limits: ModuleType) -> float:

@@ -1,7 +1,7 @@
 """The audit's checks, A on folder and source, C on logs; each module lists its own in `CHECKS`.
 
-A check that ends in an error is a finding itself: the other checks and the other folders are judged all the same,
-and a folder that breaks a check does not pass.
+A check that ends in an error is a finding itself: the other checks and the other folders are judged all the
+same, and a folder that breaks a check does not pass.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tools.pack import readme
 from tools.runs.derive import Evidence, compare_with, mapping, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder, number
-from tools.runs.logs import decimals, read_log
+from tools.runs.logs import decimals
 from tools.runs.source import IGNORED_IN, read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
@@ -71,12 +71,13 @@ def _declared_seeds(folder: Folder) -> list[int]:
 
 
 def _evidence(folder: Folder) -> list[Evidence]:
+    logs = {log.path.name: log for log in folder.logs if log.path.parent == folder.path}
     found = []
     for seed in _declared_seeds(folder):
-        path = folder.file(LOG_NAME.format(seed=seed))
+        log = logs.get(LOG_NAME.format(seed=seed))
         summary = folder.summaries.get(seed)
-        if folder.has(path.name) and summary is not None:
-            found.append(Evidence(seed, read_log(path), summary))
+        if log is not None and summary is not None:
+            found.append(Evidence(seed, log, summary))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tools.check.budget import is_record
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import Folder, SeedRun
-from tools.runs.logs import Final, Point, decimals
+from tools.runs.logs import EXACT, Final, Point, decimals
 from tools.runs.rules import (
     BYTE_ERROR_TOLERANCE,
     KNOWN_BYTE_ERRORS,
@@ -154,6 +154,7 @@ def check_ratios(folder: Folder) -> Iterator[Finding]:
             _ratio(final.label, final.line, final.loss_text, final.bpb_text) for final in run.log.finals
         ]
         finals = [ratio for ratio in scored if ratio is not None]
+        yield from _check_exact_lines(run)
         yield from _disagreement(run, finals, fail)
         during = [_ratio_of_point(point) for point in run.log.validation if point.bpb is not None]
         validated = [ratio for ratio in during if ratio is not None]
@@ -161,6 +162,27 @@ def check_ratios(folder: Folder) -> Iterator[Finding]:
         yield from _disagreement(run, validated, warn)
         if finals and validated:
             yield from _disagreement(run, [validated[-1], finals[-1]], warn)
+
+
+def _check_exact_lines(run: SeedRun) -> Iterator[Finding]:
+    """A line `x_exact` repeats the line `x` before it with all digits."""
+    rounded: dict[str, Final] = {}
+    for final in run.log.finals:
+        before = rounded.get(final.label.removesuffix(EXACT)) if final.label.endswith(EXACT) else None
+        rounded[final.label] = final
+        if before is None:
+            continue
+        for name, exact, text in (
+            ("val_loss", final.loss, before.loss_text),
+            ("val_bpb", final.bpb, before.bpb_text),
+        ):
+            if abs(exact - float(text)) > 10.0 ** -decimals(text):
+                yield fail(
+                    "C1",
+                    f"`{final.label}` {name} is {exact}, the line `{before.label}` before it says {text}",
+                    run.log.where(final.line),
+                    "ship the log as the script wrote it",
+                )
 
 
 class Ratio(NamedTuple):
@@ -174,7 +196,8 @@ class Ratio(NamedTuple):
 
 def _ratio(label: str, line: int, loss_text: str, bpb_text: str) -> Ratio | None:
     loss, bpb = float(loss_text), float(bpb_text)
-    loss_unit, bpb_unit = 10.0 ** -decimals(loss_text), 10.0 ** -decimals(bpb_text)
+    loss_unit = 0.5 * 10.0 ** -decimals(loss_text)
+    bpb_unit = 0.5 * 10.0 ** -decimals(bpb_text)
     if not (math.isfinite(loss) and math.isfinite(bpb)) or loss <= loss_unit or bpb <= bpb_unit:
         return None
     low = (loss - loss_unit) / (bpb + bpb_unit) * (1 - RATIO_TOLERANCE)

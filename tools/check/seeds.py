@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
-from data.files import sha256_file
 from tools.check.findings import Finding, fail, info, warn
 from tools.runs.folder import Folder, SeedRun
-from tools.runs.logs import RunLog
+from tools.runs.logs import LOG_BYTES_MAX, RunLog
 from tools.runs.source import Script, same_program
 
 PER_SEED_SETTINGS = {"seed", "run_id", "pid", "rank", "local_rank", "logfile", "artifact_dir"}
@@ -32,12 +33,18 @@ def check_distinct(folder: Folder) -> Iterator[Finding]:
                 run.log.where(run.log.settings["seed"].line),
                 f"ship the log of seed {run.named_seed}, or make the script read SEED",
             )
-        digest = sha256_file(path)
+        digest = _digest(path)
         if digest in digests:
             other = digests[digest].log.path.name
             yield fail("A5", f"{path.name} is identical to {other}", path.name, "ship one log per run")
         digests[digest] = run
     yield from _check_declared_seeds(folder)
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of what of a log is read, and its size."""
+    with path.open("rb") as file:
+        return f"{hashlib.sha256(file.read(LOG_BYTES_MAX)).hexdigest()} {path.stat().st_size}"
 
 
 def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:

@@ -123,9 +123,7 @@ def _shown(value: Any) -> str | None:
 
 def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]]) -> str:
     first = next(iter(summaries.values()))
-    versions = ", ".join(
-        f"{name} {value}" for name, value in mapping(first, "versions").items() if value
-    )
+    versions = ", ".join(f"{name} {value}" for name, value in mapping(first, "versions").items() if value)
     digest = nested(first, "code", "sha256")
     size = nested(first, "code", "bytes")
     source = f"sha256 `{digest}`, {size:,} bytes; " if isinstance(size, int) else ""

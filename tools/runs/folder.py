@@ -359,7 +359,7 @@ def _stays_in(link: Path, root: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises ValueError on a file that holds none, is too large or nested too deeply."""
+    """The value in a JSON file. Raises ValueError on one that holds none, is too large or too deep."""
     try:
         with path.open("rb") as file:
             data = file.read(TEXT_BYTES_MAX + 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 LOG_BYTES_MAX = 16 * 2**20  # of a file; the rest is left unread
-LINES_MAX = 200_000  # of a log
+LINES_MAX = 100_000  # of a log
 LINE_CHARACTERS_MAX = 4_000  # a longer line is part of a script's source and says nothing about the run
 DECIMALS_MAX = 20  # more digits than any number here has
 
@@ -74,7 +74,7 @@ class Point:
     bpb: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Final:
     """One scoring line after training; `loss_text` and `bpb_text` keep the printed digits."""
 
@@ -107,7 +107,7 @@ class Final:
         return 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ByteCount:
     """A line of bytes: `what` is the line's beginning, such as 'Code size'; `form` what follows it."""
 

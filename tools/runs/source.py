@@ -27,7 +27,7 @@ from types import ModuleType
 
 SCRIPT_BYTES_MAX = 2**20  # of a file; a larger one is not read
 UNWRAPPED_BYTES_MAX = 2**20  # more than any script; a longer payload is refused, not expanded
-PARSED_CHARACTERS_MAX = 400_000  # a syntax tree takes up to a kilobyte per character
+PARSED_CHARACTERS_MAX = 300_000  # a syntax tree takes up to a kilobyte per character
 WRAPS_MAX = 8  # how often a program may be wrapped before it is left as it is
 LAYERS_MAX = 4  # of encodings and compressions in one wrapper
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
@@ -159,9 +159,9 @@ def unwrap(text: str) -> str | None:
     """The program inside compress-and-encode shells, however many, or None for a plain script.
 
     A shell is a short program that executes one long literal: base 85, base 64, Ascii 85, hexadecimal or
-    plain bytes (as latin-1 text) of lzma (any container, or a bare LZMA2 stream), zlib, gzip, bzip2 or brotli,
-    also one inside the other. Nothing is executed. Raises UnwrapError on too large a payload and on too many
-    shells.
+    plain bytes (as latin-1 text) of lzma (any container, or a bare LZMA2 stream), zlib, gzip, bzip2 or
+    brotli, also one inside the other. Nothing is executed. Raises UnwrapError on too large a payload and on
+    too many shells.
     """
     program = None
     for _ in range(WRAPS_MAX):
@@ -352,8 +352,8 @@ def _decompressors() -> list[Callable[[bytes], bytes]]:
 def _bounded(data: bytes, finished: bool) -> bytes:
     """`data` where it is all that the payload holds.
 
-    Raises UnwrapError where that is too much, and ValueError where the payload ends early: no program could read
-    it either.
+    Raises UnwrapError where that is too much, and ValueError where the payload ends early: no program could
+    read it either.
     """
     if len(data) >= UNWRAPPED_BYTES_MAX:
         raise UnwrapError(
@@ -397,7 +397,7 @@ def _zlib_or_gzip(packed: bytes) -> bytes:
     return _bounded(decompressor.decompress(packed, UNWRAPPED_BYTES_MAX), decompressor.eof)
 
 
-# For texts that do not parse. Every repetition that another one follows is bounded: none takes quadratic time.
+# For texts that do not parse. Every repetition that another follows is bounded: none takes quadratic time.
 IMPORT_STATEMENT = re.compile(  # at the beginning of a statement, also one after a colon or a semicolon
     r"(?:^|[:;])[ \t]*(?:"
     r"from[ \t]{1,8}(\.{0,8}[\w.]{0,200})[ \t]{1,8}import[ \t]{0,8}\(?[ \t]{0,8}([\w, \t]*)"
@@ -542,8 +542,8 @@ def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path
 def _code_names(script: Script) -> set[str]:
     """Endings of paths of files that the script may run.
 
-    These are modules it imports, code files its literals name, and any other file that they name where the script
-    executes text.
+    These are modules it imports, code files its literals name, and any other file that they name where the
+    script executes text.
     """
     names: set[str] = set()
     for statement in import_statements(script):
