@@ -33,6 +33,7 @@ SECONDS_MAX = 5.0
 BYTES_MAX = 500_000_000
 LARGE_BYTES = 200_000_000  # of a log that is far too long
 DAMAGES_MAX = 3  # of one folder
+READ_BYTES_MAX = 4 * 2**20
 PROGRAM = "".join(f"LAYER_{number} = {number * 37 % 101}\n" for number in range(200))
 
 
@@ -103,7 +104,11 @@ def _file_of(folder: Path, rng: random.Random, *suffixes: str) -> Path:
 
 
 def _data(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
+    """The beginning of a file; another damage may have made it as large as a disk."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(READ_BYTES_MAX)
 
 
 def flip_bytes(folder: Path, rng: random.Random) -> None:

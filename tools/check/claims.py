@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.check.budget import shipped_code_bytes
 from tools.check.findings import Finding, fail, info, warn
@@ -13,6 +13,7 @@ from tools.runs.stats import deviation, mean
 
 SCORE_FIELDS = {"val_bpb": "bpb", "val_loss": "loss"}
 DECLARED_TOLERANCE = 1e-4  # the last digit that every log prints; fewer declared digits excuse nothing more
+TOTAL_FIELDS = ("bytes_total", "artifact_bytes", "artifact_bytes_max", "artifact_size_bytes")
 CODE_FIELDS = ("bytes_code", "code_bytes")
 
 
@@ -57,9 +58,11 @@ def _check_score(
     single = _printed(folder, attribute, declared)
     other = _mean_of_others(folder, attribute, declared)
     if other:
-        yield warn(
+        report = warn if other.score else fail
+        why = "" if other.score else ": no score of the artifact"
+        yield report(
             "C7",
-            f"`{key}` {declared} is the mean of {other}, not of `{folder.headline_label}`",
+            f"`{key}` {declared} is the mean of {other.name}, not of `{folder.headline_label}`{why}",
             where,
             remedy,
         )
@@ -91,17 +94,26 @@ def _printed(folder: Folder, attribute: str, declared: float) -> tuple[RunLog, F
     return max(found, key=lambda pair: pair[1].rank, default=None)
 
 
-def _mean_of_others(folder: Folder, attribute: str, declared: float) -> str | None:
-    """Names the label, and the subfolder, whose mean over several logs is `declared`."""
-    groups: dict[tuple[str, str], list[float]] = {}
+class OtherScore(NamedTuple):
+    """Lines of several logs under one label; `score`: whether they score the artifact."""
+
+    name: str
+    score: bool
+
+
+def _mean_of_others(folder: Folder, attribute: str, declared: float) -> OtherScore | None:
+    """The label, and the subfolder, whose mean over several logs is `declared`; one that is a score first."""
+    groups: dict[tuple[str, str, bool], list[float]] = {}
     for log in folder.logs:
         place = log.path.parent.relative_to(folder.path).as_posix()
         for final in log.finals:
-            groups.setdefault((place, final.label), []).append(getattr(final, attribute))
-    for (place, label), values in groups.items():
+            key = (place, final.label, final.rank > 0)
+            groups.setdefault(key, []).append(getattr(final, attribute))
+    found = []
+    for (place, label, score), values in groups.items():
         if len(values) > 1 and matches(declared, mean(values)):
-            return f"`{label}`" if place == "." else f"`{label}` in {place}/"
-    return None
+            found.append(OtherScore(f"`{label}`" if place == "." else f"`{label}` in {place}/", score))
+    return max(found, key=lambda other: other.score, default=None)
 
 
 def check_spread(folder: Folder) -> Iterator[Finding]:
@@ -185,11 +197,15 @@ def _check_seed_counts(
 
 
 def check_bytes(folder: Folder) -> Iterator[Finding]:
-    """A4: `bytes_total` is a total that a log prints; the largest, where seeds differ."""
-    declared = number(folder.submission.get("bytes_total"))
+    """A4: declared totals are ones that a log prints; the largest, where seeds differ."""
     totals = {run.log.total_bytes.bytes: run for run in folder.seed_runs if run.log.total_bytes}
-    if declared is None or not totals:
-        return
+    for key in TOTAL_FIELDS:
+        declared = number(folder.submission.get(key))
+        if declared is not None and totals:
+            yield from _check_total(folder, key, declared, totals)
+
+
+def _check_total(folder: Folder, key: str, declared: float, totals: dict[int, SeedRun]) -> Iterator[Finding]:
     largest, run = max(totals.items())
     line = run.log.total_bytes.line if run.log.total_bytes else 1
     code = folder.script.bytes if folder.script else 0
@@ -198,13 +214,13 @@ def check_bytes(folder: Folder) -> Iterator[Finding]:
     if declared not in {*totals, *derived} and declared < largest:
         yield fail(
             "A4",
-            f"`bytes_total` {declared:,.0f} is in no log; the largest is {largest:,}",
+            f"`{key}` {declared:,.0f} is in no log; the largest is {largest:,}",
             run.log.where(line),
             "use the maximum over the seeds",
         )
     elif declared < largest:
         yield info(
-            "A4", f"`bytes_total` {declared:,.0f} is not the largest seed's {largest:,}", run.log.where(line)
+            "A4", f"`{key}` {declared:,.0f} is not the largest seed's {largest:,}", run.log.where(line)
         )
 
 

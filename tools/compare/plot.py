@@ -156,8 +156,10 @@ def _draw_histogram(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _draw_causes(axes: Axes, runs: Sequence[Run]) -> None:
     """How many slow intervals each cause has."""
+    from matplotlib.ticker import MaxNLocator
+
     counts = Counter(t.cause for found in runs for t in curves.step_times(found) if t.cause)
     causes = list(CAUSE_COLOURS)
     axes.bar(causes, [counts.get(cause, 0) for cause in causes], color=list(CAUSE_COLOURS.values()))
     axes.set_ylabel("slow intervals")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -170,8 +170,10 @@ class RunLog:
         return self._last_bytes("Total submission size")
 
     def _last_bytes(self, what: str) -> ByteCount | None:
+        """The last line of that kind that names a form; where the same form comes again, the larger one."""
         found = [count for count in self.byte_counts if count.what == what and count.form]
-        return found[-1] if found else None
+        same = [count for count in found if count.form == found[-1].form]
+        return max(same, key=lambda count: (count.bytes, count.line), default=None)
 
     @property
     def code_bytes(self) -> ByteCount | None:
@@ -198,11 +200,14 @@ class RunLog:
 
     @property
     def train_seconds(self) -> float | None:
-        """Seconds on the training clock when it stopped."""
+        """Seconds on the training clock when it stopped; the largest that a log of dialect A prints.
+
+        Times in dialect B follow from a rounded speed: there the line that says where it stopped counts.
+        """
+        times = [p.time_ms / 1e3 for p in (*self.train, *self.validation) if p.time_ms is not None]
         if self.stop:
-            return self.stop.train_seconds
-        times = [p.time_ms for p in (*self.train, *self.validation) if p.time_ms is not None]
-        return max(times) / 1e3 if times else None
+            times = [self.stop.train_seconds, *(times if self.dialect == "A" else [])]
+        return max(times, default=None)
 
     @property
     def step_ms(self) -> float | None:
