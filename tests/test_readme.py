@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny
+from tests.support.processes import Ended, Lab
 from tools import docs
 from tools.markdown import refresh
 from tools.runs.folder import Folder
@@ -84,8 +85,12 @@ print(model.loss(ids_BT[:, :-1], ids_BT[:, 1:]).item())
 """.replace("SETTINGS", repr(tiny.environment()))
 
 
+def train_losses(ended: Ended) -> list[float]:
+    return [event["train_loss"] for event in ended.events if event["event"] == "train"]
+
+
 def test_the_technique_of_the_readme_works_and_its_off_is_off(
-    readme: str, repo: Path, tmp_path: Path
+    readme: str, repo: Path, tmp_path: Path, lab: Lab, finished: Ended
 ) -> None:
     patch = readme.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
     with_it, without = tmp_path / "with", tmp_path / "without"
@@ -100,7 +105,12 @@ def test_the_technique_of_the_readme_works_and_its_off_is_off(
         for folder in (with_it, without)
     ]
     assert losses[0] == losses[1]
-    (test,) = (with_it / "tests").glob("test_*.py")
+    script = with_it / "train_gpt.py"
+    off = lab.elsewhere("off").succeed(script=script, EVAL_STRIDE=0, TTT_ENABLED=0)
+    assert train_losses(off) == train_losses(finished)
+    on = lab.elsewhere("on").succeed(script=script, EVAL_STRIDE=0, TTT_ENABLED=0, Z_LOSS=0.01)
+    assert all(one > other for one, other in zip(train_losses(on), train_losses(off), strict=True))
+    (test,) = (with_it / "tests").rglob("test_*.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", str(test)]
     done = subprocess.run(command, cwd=with_it, capture_output=True, text=True)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

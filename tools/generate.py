@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError("expected --tokens of at least 1, --temperature and --top-k of at least 0")
     try:
         model, about = train_gpt.load_artifact(args.artifact)
-        pieces = load_tokenizer(args.artifact, about["tokenizer_sha256"], args.tokenizer)
+        pieces = load_tokenizer(args.artifact, about.tokenizer_sha256, args.tokenizer)
     except (train_gpt.ArtifactError, train_gpt.ConfigError) as error:
         raise RecordError(str(error)) from error
     print(generate_text(model, pieces, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
@@ -68,8 +68,8 @@ def generate_text(
     seed: int,
 ) -> str:
     """The prompt and so many tokens more, sampled among the `top_k` likeliest; temperature 0: the first."""
-    softcap = model.config.logit_softcap
-    context_tokens = model.config.eval_length
+    softcap = model.settings.logit_softcap
+    context_tokens = model.settings.train_seq_len
     choices = torch.Generator().manual_seed(seed)
     ids = [train_gpt.BOS_ID, *pieces.encode(prompt)]
     for _ in range(tokens):

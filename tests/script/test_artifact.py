@@ -17,38 +17,32 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import train_gpt
 from tests.support.models import plain_settings, random_batches, trained_like
 from tools.runs.source import decoded, unwrap
-from train_gpt import ArtifactError, Config
+from train_gpt import ArtifactError, Config, ModelSettings
 
 TOKENIZER = "ab" * 32
 
 
-def place(path: Path, code_bytes: int = 0, lines: list[str] | None = None) -> tuple[Any, Any]:
-    """What the writer asks of a run and its inputs."""
-    log = print if lines is None else lines.append
-    files = {"train_gpt.shipped.py": bytes(code_bytes)}
-    hashes = {"tokenizer": TOKENIZER}
-    run = SimpleNamespace(path=lambda _: path, log=log)
-    return run, SimpleNamespace(files=files, hashes=hashes)
-
-
-def write(path: Path, config: Config, code_bytes: int = 0, seed: int = 0) -> tuple[nn.Module, Any, list[str]]:
-    """Write the artifact of a trained-looking model."""
+def write(
+    path: Path, config: Config, code_bytes: int = 0, seed: int = 0
+) -> tuple[train_gpt.GPT, train_gpt.About, str]:
+    """Write the artifact of a model that looks trained; the model, what its file says, the log line."""
     model = trained_like(config, seed)
-    lines = []
-    hessians = train_gpt.collect_hessians(model, random_batches(config), 1) if config.gptq else {}
-    train_gpt.write_artifact(model, config, hessians, *place(path, code_bytes, lines))
-    return model, train_gpt.load_artifact(path)[1], lines
+    hessians: train_gpt.Hessians = {}
+    if config.gptq:
+        hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
+    budget = config.artifact_bytes_max - code_bytes
+    line = train_gpt.write_artifact(path, model, config, hessians, TOKENIZER, budget)
+    _, about = train_gpt.load_artifact(path)
+    return model, about, line
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +69,14 @@ def test_budget_is_filled(
     layers: int, width: int, vocabulary: int, bits_per_weight: float, passes: int, tmp_path: Path
 ) -> None:
     env = plain_settings(layers, width, vocabulary)
-    weights = sum(math.prod(shape) for shape in train_gpt.parameter_shapes(Config.from_env(env)).values())
+    table = train_gpt.parameter_table(Config.from_env(env))
+    weights = sum(math.prod(parameter.shape) for parameter in table.values())
     limit = int(weights * bits_per_weight / 8) + 6000
     config = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(limit)})
-    _, report, lines = write(tmp_path / "model.bin", config, code_bytes=4000)
+    _, about, line = write(tmp_path / "model.bin", config, code_bytes=4000)
     total = (tmp_path / "model.bin").stat().st_size + 4000
-    assert int(re.findall(r"passes:(\d+)", "".join(lines))[0]) <= passes and report["bytes"] == total - 4000
+    assert int(re.findall(r"passes:(\d+)", line)[0]) <= passes and about.bytes == total - 4000
+    assert line.startswith(f"artifact_bytes:{total - 4000} budget_bytes:{limit - 4000} ")
     assert limit - max(8, 5e-4 * limit) <= total <= limit  # the smallest files move in steps of some bytes
 
 
@@ -107,40 +103,50 @@ def test_more_bytes_buy_less_error(tmp_path: Path) -> None:
 
 
 def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config, tmp_path: Path) -> None:
-    model, report, lines = write(tmp_path / "model.bin", tiny)
-    assert any("8 bits cannot fill it" in line for line in lines)
-    assert max(report["bits"].values()) >= 7 and report["bytes"] < 50_000
+    model, about, line = write(tmp_path / "model.bin", tiny)
+    assert "8 bits cannot fill it" in line
+    assert max(about.bits.values()) >= 7 and about.bytes < 50_000
     loaded, _ = train_gpt.load_artifact(tmp_path / "model.bin")
     assert (model.qo_bank - loaded.qo_bank).norm() < 0.06 * model.qo_bank.norm()
 
 
 def test_a_model_too_large_is_refused_before_and_after_training(tmp_path: Path) -> None:
     config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
-    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX;"):
-        train_gpt.fill_budget(config, 8_000, lambda m: bytes(round(train_gpt.expected_bytes(config, m))))
-    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX;"):
+    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM"):
+        train_gpt.estimate_artifact(config, 8_000)
+    with pytest.raises(ArtifactError, match=r"\d+ bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM"):
         write(tmp_path / "model.bin", config)
     assert not list(tmp_path.iterdir())
+
+
+def test_without_rate_control_the_estimate_leaves_room_for_what_it_cannot_know() -> None:
+    """Trained weights take a little less than Gaussian ones: 5 % above the budget may still fit."""
+    config = Config.from_env(plain_settings(2, 64, 256, RATE_CONTROL=0))
+    size = round(float(train_gpt.expected_bytes(config, 1.0)))
+    assert train_gpt.estimate_artifact(config, size).startswith("step_multiplier:1.0000 passes:1")
+    train_gpt.estimate_artifact(config, math.ceil(size / 1.04))
+    with pytest.raises(ArtifactError, match="above ARTIFACT_BYTES_MAX; set RATE_CONTROL=1 or fewer bits"):
+        train_gpt.estimate_artifact(config, int(size / 1.06))
 
 
 def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
     env = plain_settings(2, 64, 256)
     high, *_, low = train_gpt.expected_bytes(Config.from_env(env), train_gpt.MULTIPLIERS)
-    _, report, _ = write(tmp_path / "model.bin", Config.from_env(env))
-    assert low < report["bytes"] and abs(report["bytes"] / high - 1) < 0.05
+    _, about, _ = write(tmp_path / "model.bin", Config.from_env(env))
+    assert low < about.bytes and abs(about.bytes / high - 1) < 0.05
     tight = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(int(1.3 * low))})
-    _, report, _ = write(tmp_path / "tight.bin", tight)
-    assert max(report["bits"].values()) <= 4
+    _, about, _ = write(tmp_path / "tight.bin", tight)
+    assert max(about.bits.values()) <= 4
 
 
 def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> None:
     env = plain_settings(
         2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3
     )
-    _, report, lines = write(tmp_path / "model.bin", Config.from_env(env))
-    assert {report["bits"].pop("token_embedding_VD")} <= {4, 5}
-    assert report["bits"] == dict.fromkeys(train_gpt.BANKS, 3)
-    assert report["label"] == "int3" and "passes:1" in "".join(lines)
+    _, about, line = write(tmp_path / "model.bin", Config.from_env(env))
+    assert {about.bits.pop("token_embedding_VD")} <= {4, 5}
+    assert about.bits == dict.fromkeys(["qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank"], 3)
+    assert about.widest_bits == 3 and "passes:1" in line
     with pytest.raises(ArtifactError, match="above ARTIFACT_BYTES_MAX"):
         write(tmp_path / "small.bin", Config.from_env({**env, "ARTIFACT_BYTES_MAX": "3000"}))
 
@@ -148,13 +154,13 @@ def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> Non
 def fill(size_of: Callable[[float], float], budget: int = 30_000) -> tuple[int, str, int]:
     """Size and note of the file found where files have these sizes, and how many were made."""
     config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=40_000))
-    made = []
+    made: list[float] = []
 
-    def quantized(multiplier: float) -> bytes:
+    def make_file(multiplier: float) -> bytes:
         made.append(multiplier)
         return b"x" * int(size_of(multiplier))
 
-    data, how = train_gpt.fill_budget(config, budget, quantized)
+    data, how = train_gpt.fill_budget(config, budget, make_file)
     assert len(set(made)) == len(made), "no file is made twice"
     return len(data), how, len(made)
 
@@ -196,22 +202,103 @@ def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
     assert size < 25_000 and passes <= 4 and how.endswith(" unused: 8 bits cannot fill it")
 
 
+def bell_shaped(rows: int, columns: int) -> np.ndarray:
+    """Values from whole-number arithmetic alone, of a standard deviation of about 38,000."""
+    words = np.random.Philox(key=7).random_raw(rows * columns)
+    parts = [(words >> np.uint64(shift)) % np.uint64(1 << 16) for shift in (0, 16, 32, 48)]
+    return (np.sum(parts, axis=0).astype(np.int64) - (1 << 17)).reshape(rows, columns)
+
+
+# Budget: notches of the multipliers that were tried, size and hash of the file.
+GOLDEN_FILES = {
+    14_000: (
+        [24575, 4015, 3863, 3885],
+        13_983,
+        "2f527f73ace1c30137cc0a65c8180ab60860a61b99f0d3ac3140f2d3ad25909a",
+    ),
+    24_000: (
+        [4014, 1027, 1212, 1206],
+        23_981,
+        "474183cebe610130d63428c8e2563ca729290025033830ed60ae6e1d50f1d4e6",
+    ),
+    40_000: (
+        [1419, -3248, -2744, -2805],
+        39_991,
+        "247cd3572b30fae1b05daab2e6ae54408f202d13fda5cbbf92c67b7de5fafbe3",
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", GOLDEN_FILES)
+def test_the_same_budget_gives_the_same_bytes(budget: int) -> None:
+    """In every version: the search asks for the same files, and ends with the same one."""
+    config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=60_000))
+    values = bell_shaped(128, 512)
+    notches = []
+
+    def make_file(multiplier: float) -> bytes:
+        notches.append(round(2048 * math.log2(multiplier)))
+        step = round(14_000 * 2 ** (notches[-1] / 2048))
+        step = min(max(step, 3_400), 75_700)  # from 8 bits to two standard deviations
+        codes = np.clip((2 * values + step) // (2 * step), -127, 127)
+        return train_gpt.encode([codes.astype(np.int8)])
+
+    data, _ = train_gpt.fill_budget(config, budget, make_file)
+    assert (notches, len(data), hashlib.sha256(data).hexdigest()) == GOLDEN_FILES[budget]
+
+
 # --- file -------------------------------------------------------------------------------------------------
 
 
 def test_round_trip(tmp_path: Path) -> None:
     config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=40_000))
-    model, report, _ = write(tmp_path / "model.bin", config)
+    model, about, _ = write(tmp_path / "model.bin", config)
     loaded, _ = train_gpt.load_artifact(tmp_path / "model.bin")
-    assert loaded.config.as_env("LOGIT_SOFTCAP") == config.as_env("LOGIT_SOFTCAP") == report["config"]
-    assert report["tokenizer_sha256"] == TOKENIZER
+    assert loaded.settings.as_env() == config.as_env(ModelSettings) == about.config
+    assert about.tokenizer_sha256 == TOKENIZER
+    table = train_gpt.parameter_table(config)
     for (name, a), b in zip(model.named_parameters(), loaded.parameters(), strict=True):
-        if name in train_gpt.MATRIX_ROLES:
+        if table[name].inputs:
             assert (a - b).norm() < 0.2 * a.norm(), name
         else:
             assert ((a - b).abs() <= a.abs().amax(-1, keepdim=True) / 225 + 1e-4).all(), name
-    assert report["bytes"] - sum(report["sections"].values()) == train_gpt.HEAD.size
-    assert report["sha256"] == hashlib.sha256((tmp_path / "model.bin").read_bytes()).hexdigest()
+    assert about.bytes - sum(about.sections.values()) == train_gpt.HEAD.size
+    assert about.sha256 == hashlib.sha256((tmp_path / "model.bin").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("tied", [0, 1])
+def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter(tied: int, tmp_path: Path) -> None:
+    """BigramHash, value embedding, smear by channel, and a head of its own."""
+    config = Config.from_env(plain_settings(
+        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TIE_EMBEDDINGS=tied, CHANNEL_SMEAR_ENABLED=1,
+        BIGRAM_VOCAB_SIZE=48, BIGRAM_DIM=8, VE_ENABLED=1, VE_DIM=8, VE_LAYERS="0,1",
+    ))  # fmt: skip
+    model = trained_like(config)
+    with torch.no_grad():
+        model.bigram_table_RC[7] = 0.0  # a pair that never came
+    hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
+    path = tmp_path / "model.bin"
+    train_gpt.write_artifact(path, model, config, hessians, TOKENIZER, 60_000)
+    read, about = train_gpt.load_artifact(path)
+    assert read.settings == train_gpt.ModelSettings.from_values(config.as_env())
+    assert {"token_embedding_VD", "bigram_table_RC", "value_table_VC"} <= about.bits.keys()
+    assert ("output_head_VD" in about.bits) == (not tied)
+    for name, weights in model.named_parameters():
+        error = (read.get_parameter(name) - weights).norm() / weights.norm()
+        assert error < 0.05, name
+    assert read.bigram_table_RC[7].abs().max() == 0
+    batch = random_batches(config)[0]
+    torch.testing.assert_close(
+        read.loss(batch.inputs_BT, batch.targets_BT), model.loss(batch.inputs_BT, batch.targets_BT),
+        rtol=0, atol=2e-3)  # fmt: skip
+
+
+def test_a_head_of_its_own_is_rounded_for_what_it_multiplies() -> None:
+    """The head has the Hessian of the hidden states, an embedding that multiplies nothing has none."""
+    tied = train_gpt.parameter_table(Config())
+    untied = train_gpt.parameter_table(Config(tie_embeddings=False))
+    assert tied["token_embedding_VD"].inputs == untied["output_head_VD"].inputs == ("hidden",)
+    assert untied["token_embedding_VD"].inputs == ()
 
 
 def test_weights_that_are_not_numbers_are_not_written(tiny: Config, tmp_path: Path) -> None:
@@ -219,14 +306,15 @@ def test_weights_that_are_not_numbers_are_not_written(tiny: Config, tmp_path: Pa
     with torch.no_grad():
         model.mlp_up_bank[0, 3, 1] = math.inf
     with pytest.raises(ArtifactError, match="mlp_up_bank"):
-        train_gpt.write_artifact(model, tiny, {}, *place(tmp_path / "model.bin"))
+        train_gpt.write_artifact(tmp_path / "model.bin", model, tiny, {}, TOKENIZER, 100_000)
     assert not list(tmp_path.iterdir())
 
 
 def sections_of(path: Path) -> dict[str, bytes]:
     """The sections of an artifact, as they stand in the file."""
+    _, about = train_gpt.load_artifact(path)
     rest = path.read_bytes()[train_gpt.HEAD.size :]
-    sizes = train_gpt.load_artifact(path)[1]["sections"]
+    sizes = about.sections
     return {"config": rest[: sizes["config"]], "weights": rest[sizes["config"] :]}
 
 
@@ -268,7 +356,7 @@ def test_a_flipped_bit_is_refused_by_section(section: str, tiny_file: Path, tmp_
 
 def test_foreign_newer_and_cut_files_are_refused(tiny_file: Path, tmp_path: Path) -> None:
     data = tiny_file.read_bytes()
-    assert "section head" in refused(b"", tmp_path)
+    assert "section head: expected an artifact: the file is empty" in refused(b"", tmp_path)
     assert "not an artifact" in refused(b"PK\x03\x04" + data[4:], tmp_path)
     newer = bytearray(data)
     newer[7] += 1
@@ -291,8 +379,9 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
     for name, value in [("MODEL_DIM", "nan"), ("NUM_HEADS", "0"), ("NUM_HEADS", "3"), ("VOCAB_SIZE", "31")]:
         assert "section" in refused(with_config(tiny_file, **{name: value}), tmp_path), name
     assert "section" in refused(with_config(tiny_file, SMEAR_GATE="off"), tmp_path)
-    assert "missing or unknown" in refused(with_config(tiny_file, VOCAB_SIZE=None), tmp_path)
-    assert "missing or unknown" in refused(with_config(tiny_file, CONFIG="/etc/passwd"), tmp_path)
+    for name, value in [("VOCAB_SIZE", None), ("CONFIG", "/etc/passwd")]:  # missing, unknown
+        message = refused(with_config(tiny_file, **{name: value}), tmp_path)
+        assert f"other settings than the file: {name}; use the script of its run" in message
     assert "section config" in refused(with_config(tiny_file, VOCAB_SIZE=32), tmp_path)
     sections = sections_of(tiny_file)
     bomb = zlib.compress(b" " * (1 << 28))
@@ -307,7 +396,8 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": ["VOCAB_SIZE"]}, {"config": list(Config().as_env("LOGIT_SOFTCAP"))}, {"config": None},
+        {"config": ["VOCAB_SIZE"]}, {"config": list(ModelSettings().as_env())}, {"config": None},
+        {"tokenizer_sha256": None}, {"tokenizer_sha256": 7},
         {"DOC_MASK": 1}, {"VOCAB_SIZE": ["32"]}, {"TRAIN_SEQ_LEN": {}}, {"MATRIX_INIT": None},
     ],
 )  # fmt: skip

@@ -89,6 +89,13 @@ def test_coder_beats_lzma_by_four_percent() -> None:
     )
 
 
+def test_codes_that_no_int8_holds_are_refused() -> None:
+    packed = bytearray(train_gpt.encode([lcg_codes(5, 7)]))
+    packed[0] = 128
+    with pytest.raises(ValueError, match="a code of 128, expected 127 at most"):
+        train_gpt.decode(bytes(packed), [(5, 7)])
+
+
 @QUIET
 @given(st.data())
 def test_damaged_codes_end_in_an_error_or_in_codes(data: st.DataObject) -> None:

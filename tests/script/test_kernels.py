@@ -7,9 +7,10 @@ Triton is first imported; with a GPU the same tests run the compiled kernel, in 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch import Tensor
 
 import train_gpt
 from tests.support.models import tiny_config
+from tests.support.ranks import on_ranks
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: only the plain twin exists here")
 
@@ -210,140 +212,221 @@ def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
     assert len(products) == 4
 
 
+# -- which form runs: the first of a fixed order that agrees on all ranks ------------------------------------
+
+
 SMALL = tiny_config(MODEL_DIM=16, MLP_MULT=2, ROPE_DIMS=8, TRAIN_SEQ_LEN=16, ATTENTION="sdpa", COMPILE=0)
-LOSES = {"plain": (2.0, "slow"), "kernel": (math.inf, "PTXAS")}  # what another rank finds
 
 
-class Card(str):
+class CallsItselfGpu(train_gpt.Machine):
     """A CPU that calls itself a GPU."""
 
-    type = "cuda"
+    @property
+    def on_gpu(self) -> bool:
+        return True
 
 
-class StubRun:
-    """What `choose_kernels` needs of a run: a device, what the other ranks find, and the log."""
+@dataclasses.dataclass(frozen=True)
+class OneOfMany(CallsItselfGpu):
+    """One that is told what its peers found: for each form their errors, each with a message."""
 
-    def __init__(self, device: Any = DEVICE, *found: dict[str, tuple[float, str]]) -> None:
-        self.device = device
-        self.dtype = torch.float32
-        self.found = found
-        self.lines: list[str] = []
+    peers: Iterator[list[tuple[float, str]]] = dataclasses.field(kw_only=True)
 
-    def gather(self, found: dict[str, tuple[float, str]]) -> list[dict[str, tuple[float, str]]]:
-        return [found, *(other for other in self.found if other.keys() == found.keys())]
-
-    def log(self, line: str) -> None:
-        self.lines += [line] if line.startswith("fused_mlp:") else []
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *next(self.peers)]
 
 
-def chosen(run: Any, **settings: Any) -> str:
-    """The form that would run."""
-    _, function = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), run)
-    return {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}[function]
+def chosen(machine: train_gpt.Machine, **settings: Any) -> tuple[str, str]:
+    """The form of the MLP that would run, and its line for the log."""
+    kernels = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), machine)
+    names = {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}
+    _, line = kernels.report
+    return names[kernels.mlp], line
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, plain_ms: float = 2.0, kernel_ms: float = 1.0) -> None:
-    """How long each form will be found to take."""
-    times_ms = iter((plain_ms, kernel_ms))
-    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(times_ms))
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def also_twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+def three_times(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+def not_a_number(x: Tensor) -> Tensor:
+    return x * math.nan
+
+
+def with_another_gradient(x: Tensor) -> Tensor:
+    return x + x.detach()
+
+
+def broken(x: Tensor) -> Tensor:
+    raise RuntimeError("PTXAS error\nno kernel image")
+
+
+FORMS = (twice, also_twice, three_times, not_a_number, with_another_gradient, broken)
+
+
+def first_of(
+    *names: str, machine: train_gpt.Machine | None = None
+) -> tuple[Callable[..., Tensor], str, list[str]]:
+    """What is taken of these forms of `twice`, its line, and which of them were looked at."""
+    forms = {form.__name__: form for form in FORMS}
+    tried = []
+
+    def load(name: str) -> train_gpt.Form:
+        tried.append(name)
+        return train_gpt.Form(forms[name], ())
+
+    inputs = [torch.tensor([[1.0, -4.0], [2.0, 3.0]])]
+    exact = train_gpt.both_passes(twice, inputs, ())
+    function, line = train_gpt.first_that_agrees(
+        "FORM=auto", list(names), load, inputs, exact, machine or train_gpt.Machine()
+    )
+    return function, line, tried
+
+
+def test_the_order_decides_and_what_comes_after_is_not_tried() -> None:
+    function, line, tried = first_of("twice", "also_twice", "broken")
+    assert function is twice and tried == ["twice"]
+    assert line == "form:twice tried: twice error:0.0e+00"
+    function, line, tried = first_of("also_twice", "twice")
+    assert function is also_twice and tried == ["also_twice"]
+
+
+def test_what_fails_or_is_wrong_is_passed_over_and_named() -> None:
+    names = "broken", "three_times", "not_a_number", "with_another_gradient", "twice", "also_twice"
+    function, line, tried = first_of(*names)
+    assert function is twice and tried == [*names[:5]]
+    assert line == (
+        "form:twice tried: broken RuntimeError: PTXAS error | three_times error:5.0e-01 | "
+        "not_a_number error:inf | with_another_gradient error:5.0e-01 | twice error:0.0e+00"
+    )
+
+
+def test_where_nothing_agrees_the_setting_is_refused_with_all_reasons() -> None:
+    reasons = r"FORM=auto: broken RuntimeError: PTXAS error \| three_times error:5.0e-01; set auto"
+    with pytest.raises(train_gpt.ConfigError, match=reasons):
+        first_of("broken", "three_times")
+
+
+def test_the_worst_rank_decides() -> None:
+    """A form that is right here is not taken where a peer found it wrong, or could not run it."""
+    found_by_peers = iter([[(0.0, ""), (0.5, "error:5.0e-01")], [(0.0, "error:0.0e+00"), (0.01, "fair")]])
+    function, line, _ = first_of("twice", "also_twice", machine=OneOfMany(peers=found_by_peers))
+    assert function is also_twice
+    assert line == "form:also_twice tried: twice error:5.0e-01 | also_twice fair"
+    found_by_peers = iter([[(math.inf, "OSError: no kernel here")]])
+    with pytest.raises(train_gpt.ConfigError, match="twice OSError: no kernel here"):
+        first_of("twice", machine=OneOfMany(peers=found_by_peers))
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
 def test_the_plain_form_runs_on_the_cpu(asked: str) -> None:
-    run = StubRun(torch.device("cpu"))
-    assert chosen(run, fused_mlp=asked) == "plain"
-    assert run.lines == ["fused_mlp:plain tried: plain error:0.0e+00"]
+    line = "fused_mlp:plain tried: plain error:0.0e+00"
+    assert chosen(train_gpt.Machine(), fused_mlp=asked) == ("plain", line)
 
 
 def test_without_triton_the_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_gpt, "triton", None)
     with pytest.raises(train_gpt.ConfigError, match=r"FUSED_MLP=1: kernel .*; set auto"):
-        chosen(StubRun(), fused_mlp="1")
+        chosen(train_gpt.Machine(), fused_mlp="1")
 
 
 @needs_runnable_kernels
-def test_auto_takes_what_is_faster_and_logs_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch)
-    run = StubRun(Card("cpu"))
-    assert chosen(run) == "kernel"
-    (line,) = run.lines
-    assert line.startswith("fused_mlp:kernel tried: plain error:0.0e+00 ms:2.000 | kernel error:")
-    assert line.endswith(" ms:1.000")
+@pytest.mark.parametrize(("asked", "form"), [("auto", "kernel"), ("0", "plain"), ("1", "kernel")])
+def test_on_a_gpu_auto_takes_the_kernel_and_0_and_1_are_obeyed(asked: str, form: str) -> None:
+    """One form is looked at where the first one passes; the line says how far it is from the plain one."""
+    name, line = chosen(CallsItselfGpu(), fused_mlp=asked)
+    assert name == form
+    assert line.startswith(f"fused_mlp:{form} tried: {form} error:") and "|" not in line
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(("asked", "form"), [("0", "plain"), ("1", "kernel")])
-def test_0_and_1_are_obeyed_once_they_pass(monkeypatch: pytest.MonkeyPatch, asked: str, form: str) -> None:
-    monkeypatch.setattr("triton.testing.do_bench", lambda *_, **__: pytest.fail("nothing is to be timed"))
-    run = StubRun(Card("cpu"))
-    assert chosen(run, fused_mlp=asked) == form
-    assert len(run.lines) == 1 and run.lines[0].startswith(f"fused_mlp:{form} tried: {form} error:")
-
-
-@needs_runnable_kernels
-def test_a_kernel_that_fails_is_left_off_by_auto_and_refused_where_asked_for(
+def test_a_kernel_that_fails_is_passed_over_by_auto_and_refused_where_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object, **__: object) -> Tensor:
         raise RuntimeError("PTXAS error\nno kernel image")
 
-    clock(monkeypatch)
     monkeypatch.setattr(train_gpt, "linear_leaky_square", fails)
-    run = StubRun(Card("cpu"))
-    assert chosen(run) == chosen(run, fused_mlp="0") == "plain"
-    assert run.lines[0].endswith(" ms:2.000 | kernel RuntimeError: PTXAS error")
+    name, line = chosen(CallsItselfGpu())
+    assert name == "plain"
+    assert line == "fused_mlp:plain tried: kernel RuntimeError: PTXAS error | plain error:0.0e+00"
+    assert chosen(CallsItselfGpu(), fused_mlp="0")[0] == "plain"
     with pytest.raises(train_gpt.ConfigError, match="FUSED_MLP=1: kernel RuntimeError: PTXAS error;"):
-        chosen(run, fused_mlp="1")
+        chosen(CallsItselfGpu(), fused_mlp="1")
 
 
 @needs_runnable_kernels
-def test_a_width_that_tma_cannot_read_is_left_off_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch)
-    run = StubRun(Card("cpu"))
-    assert chosen(run, model_dim=18) == "plain" and "16 bytes; got 18 and 36 columns" in run.lines[0]
+def test_a_width_that_tma_cannot_read_is_passed_over_or_refused() -> None:
+    name, line = chosen(CallsItselfGpu(), model_dim=18)
+    assert name == "plain" and "16 bytes; got 18 and 36 columns" in line
     with pytest.raises(train_gpt.ConfigError, match=r"FUSED_MLP=1: kernel ValueError: .*18 and 36 columns"):
-        chosen(run, model_dim=18, fused_mlp="1")
+        chosen(CallsItselfGpu(), model_dim=18, fused_mlp="1")
 
 
 @needs_runnable_kernels
-def test_a_kernel_that_one_rank_refuses_runs_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch)
-    run = StubRun(Card("cpu"), {"plain": (1.5, ""), "kernel": (0.5, "")}, LOSES)
-    assert chosen(run) == "plain" and run.lines[0].endswith(" | kernel PTXAS")
+def test_a_kernel_that_one_rank_refuses_runs_on_none() -> None:
+    """Three ranks: all can do the attention and the plain MLP, the last one has no kernel."""
+    good = (0.0, "error:0.0e+00")
+    refused = (math.inf, "PTXAS")
+    found_by_peers = iter([[good, good], [good, refused], [good, good]])
+    name, line = chosen(OneOfMany(peers=found_by_peers))
+    assert name == "plain"
+    assert line == "fused_mlp:plain tried: kernel PTXAS | plain error:0.0e+00"
     with pytest.raises(train_gpt.ConfigError, match="FUSED_MLP=1: kernel PTXAS"):
-        chosen(StubRun(Card("cpu"), {"kernel": LOSES["kernel"]}), fused_mlp="1")
+        chosen(OneOfMany(peers=iter([[good, good], [good, refused]])), fused_mlp="1")
 
 
-def _choose_on_rank(rank: int, store: str) -> None:
-    """One of two ranks; the kernel, here its twin, fails on the second alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    monkeypatch = pytest.MonkeyPatch()
-    times_ms = iter((2.0, 1.0))
-    monkeypatch.setattr("triton.testing.do_bench", lambda run, return_mode: next(times_ms))
+def _choose_on_rank(machine: train_gpt.Machine, fault: str, folder: str) -> None:
+    """One of two ranks; the kernel, here its twin, fails or is wrong on the second one alone."""
     twin = train_gpt.mlp_plain
-    monkeypatch.setattr(train_gpt, "mlp_fused", lambda *t: twin(*t) if rank == 0 else 1 / 0)
-    run = StubRun(Card("cpu"))
-    monkeypatch.setattr(run, "gather", functools.partial(train_gpt.Run.gather, SimpleNamespace(world_size=2)))
-    assert chosen(run) == "plain" and "kernel ZeroDivisionError" in run.lines[0]
-    assert rank == 1 or next(times_ms, None) is None, "rank 0 alone would have taken it"
-    torch.distributed.destroy_process_group()
+
+    def kernel(*tensors: Any) -> Tensor:
+        if machine.rank == 1 and fault == "fails":
+            raise ZeroDivisionError
+        exact = twin(*tensors)
+        return 1.5 * exact if machine.rank == 1 and fault == "wrong" else exact
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "mlp_fused", kernel)
+        told = [chosen(CallsItselfGpu(machine.rank, machine.world_size))]
+        if machine.rank == 0:
+            assert chosen(CallsItselfGpu())[0] == "kernel", "alone, rank 0 takes it"
+        try:
+            told.append(chosen(CallsItselfGpu(machine.rank, machine.world_size), fused_mlp="1"))
+        except train_gpt.ConfigError as error:
+            told.append(("refused", str(error)))
+    Path(folder, f"{machine.rank}.json").write_text(json.dumps(told))
 
 
-def test_two_ranks_decide_the_same_when_the_kernel_fails_on_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_choose_on_rank, (str(tmp_path / "store"),), nprocs=2)
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("fails", "kernel ZeroDivisionError: "), ("wrong", "kernel error:5.0e-01")]
+)
+def test_two_ranks_decide_the_same_when_the_kernel_fails_on_one(
+    fault: str, reason: str, tmp_path: Path
+) -> None:
+    on_ranks(2, tmp_path, _choose_on_rank, fault, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    (name, line), (asked_for, error) = first
+    assert (name, asked_for) == ("plain", "refused")
+    assert line == f"fused_mlp:plain tried: {reason} | plain error:0.0e+00"
+    assert error.startswith(f"FUSED_MLP=1: {reason};")
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(
-    ("scale", "kernel_ms", "wanted"),
-    [(1.0, 1.0, "kernel"), (1.0, 3.0, "plain"), (1.04, 1.0, "plain"), (float("nan"), 1.0, "plain")],
-)
+@pytest.mark.parametrize(("scale", "wanted"), [(1.0, "kernel"), (1.04, "plain"), (math.nan, "plain")])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_auto_keeps_only_what_is_right_and_faster(
-    monkeypatch: pytest.MonkeyPatch, scale: float, kernel_ms: float, wanted: str, where: str
+def test_auto_keeps_only_what_is_right(
+    monkeypatch: pytest.MonkeyPatch, scale: float, wanted: str, where: str
 ) -> None:
-    """Faults injected into one result of the kernel and into the clock each turn the kernel off."""
-    clock(monkeypatch, kernel_ms=kernel_ms)
+    """A fault injected into one result of the kernel turns the kernel off."""
     exact = train_gpt.linear_leaky_square
 
     def faulty(a: Tensor, b: Tensor, pre: Tensor | None, slope: float) -> Tensor:
@@ -351,10 +434,76 @@ def test_auto_keeps_only_what_is_right_and_faster(
         return exact(a, b, pre, slope) * (scale if here else 1.0)
 
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
-    run = StubRun(Card("cpu"))
-    assert chosen(run) == wanted
-    assert run.lines[0].startswith(f"fused_mlp:{wanted} tried: plain error:0.0e+00 ms:2.000 | kernel error:")
-    assert run.lines[0].endswith(f" ms:{kernel_ms:.3f}")
+    name, line = chosen(CallsItselfGpu())
+    assert name == wanted
+    assert line.startswith(f"fused_mlp:{wanted} tried: kernel error:")
+    assert line.endswith(" | plain error:0.0e+00") == (wanted == "plain")
+
+
+def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
+    """Attention by where rows and documents begin, as the kernels for GPUs take it."""
+    positions_BT = torch.arange(q_BTHE.size(0) * q_BTHE.size(1)).view(q_BTHE.shape[:2])
+    document_BT = torch.searchsorted(starts.long(), positions_BT, right=True)
+    same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
+    return train_gpt.attention_sdpa(q_BTHE, k_BTKE, v_BTKE, same_B1TT.tril())
+
+
+@pytest.mark.parametrize(
+    ("doc_mask", "tried"),
+    [
+        (True, ["fa3"]),
+        (True, ["fa3", "varlen"]),
+        (True, ["fa3", "varlen", "sdpa"]),
+        (False, ["fa3"]),
+        (False, ["fa3", "sdpa"]),
+    ],
+)
+def test_attention_is_tried_in_a_fixed_order(
+    monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: list[str]
+) -> None:
+    """The last one of these is installed and taken, those before it are not, those after it are not tried."""
+    *absent, installed = tried
+    attention = train_gpt.attention_sdpa if installed == "sdpa" else packed_attention
+    seen = []
+
+    def load(name: str) -> Callable[..., Tensor]:
+        seen.append(name)
+        if name != installed:
+            raise ImportError(f"no {name}")
+        return attention
+
+    monkeypatch.setattr(train_gpt, "load_attention", load)
+    config = dataclasses.replace(SMALL, attention="auto", doc_mask=doc_mask)
+    kernels = train_gpt.choose_kernels(config, CallsItselfGpu())
+    assert seen == tried and kernels.attend is attention
+    reasons = "".join(f"{name} ImportError: no {name} | " for name in absent)
+    assert kernels.report[0].startswith(f"attention:{installed} tried: {reasons}{installed} error:")
+
+
+def test_an_attention_that_was_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other takes its place."""
+    attentions = {"varlen": packed_attention}
+    monkeypatch.setattr(train_gpt, "load_attention", attentions.__getitem__)
+    config = dataclasses.replace(SMALL, attention="varlen")
+    assert train_gpt.choose_kernels(config, CallsItselfGpu()).attend is packed_attention
+    config = dataclasses.replace(SMALL, attention="fa3")
+    with pytest.raises(train_gpt.ConfigError, match="ATTENTION=fa3: fa3 KeyError: 'fa3'; set auto"):
+        train_gpt.choose_kernels(config, CallsItselfGpu())
+
+
+def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agreement is asked for with document borders in the rows, so that they are part of it."""
+
+    def across(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        rows_alone = torch.arange(0, q.size(0) * q.size(1) + 1, q.size(1))
+        return packed_attention(q, k, v, rows_alone)
+
+    attentions = {"fa3": across, "varlen": packed_attention}
+    monkeypatch.setattr(train_gpt, "load_attention", attentions.__getitem__)
+    torch.manual_seed(0)
+    config = dataclasses.replace(SMALL, attention="auto", train_seq_len=512, micro_batch_tokens=2048)
+    kernels = train_gpt.choose_kernels(config, CallsItselfGpu())
+    assert kernels.attend is packed_attention and "attention:varlen tried: fa3 error:" in kernels.report[0]
 
 
 @needs_runnable_kernels
@@ -437,7 +586,9 @@ def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None
 
 @pytest.mark.gpu
 def test_auto_decides_and_logs_on_a_gpu() -> None:
-    run = StubRun(torch.device("cuda"))
-    run.dtype = torch.bfloat16
-    train_gpt.choose_kernels(train_gpt.Config(micro_batch_tokens=16_384), run)
-    assert len(run.lines) == 1 and run.lines[0].count(" ms:") == 2
+    machine = train_gpt.Machine(device=torch.device("cuda"), dtype=torch.bfloat16)
+    kernels = train_gpt.choose_kernels(train_gpt.Config(micro_batch_tokens=16_384), machine)
+    attention_line, mlp_line = kernels.report
+    assert re.match(r"attention:(fa3|varlen|sdpa) tried: fa3 ", attention_line)
+    assert re.match(r"fused_mlp:(kernel|plain) tried: kernel ", mlp_line)
+    assert " error:" in attention_line.split("|")[-1] and " error:" in mlp_line.split("|")[-1]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import write_shard
 from tests.support.loaders import (
-    CPU,
     SIZES,
     drain,
     loader_threads,
@@ -352,9 +350,7 @@ def test_seek_reads_nothing_but_the_shard_it_needs(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 20), seq_len=st.integers(1, 20))
-def test_cu_seqlens_are_the_starts_of_documents_and_rows(
-    data: st.DataObject, rows: int, seq_len: int
-) -> None:
+def test_starts_are_those_of_documents_and_rows(data: st.DataObject, rows: int, seq_len: int) -> None:
     flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
     ids_BT = np.array(flat, np.uint16).reshape(rows, seq_len)
     of_rows = [*range(0, rows * seq_len, seq_len)]
@@ -372,11 +368,11 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
     with open_loader(files, train_prefetch=prefetch) as loader:
         for _ in range(60):
             batch = loader.next_batch()
-            assert batch.cu_seqlens.dtype == torch.int32
+            assert batch.starts.dtype == torch.int32
             expected = train_gpt.document_starts(batch.inputs_BT.numpy(), loader.config)
-            assert batch.cu_seqlens.tolist() == expected.tolist()
+            assert batch.starts.tolist() == expected.tolist()
     with open_loader(files, train_prefetch=prefetch, doc_mask=False) as loader:
-        assert loader.next_batch().cu_seqlens.tolist() == [0, 16, 32, 48, 64]
+        assert loader.next_batch().starts.tolist() == [0, 16, 32, 48, 64]
 
 
 # -- timing of the stages ------------------------------------------------------------------------------------
@@ -416,7 +412,7 @@ def test_the_next_shard_is_read_ahead_and_no_more_than_that(
         time.sleep(0.05)
         assert len(reads) == 2
         visits = train_gpt.shard_visits(loader.config, shards, 0)
-        assert reads == [next(visits)[1].path for _ in range(2)]
+        assert reads == [next(visits).shard.path for _ in range(2)]
 
 
 def test_a_shard_that_takes_long_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,17 +438,27 @@ def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
     """Kept for as long as one likes, a batch is never written again."""
     with open_loader(shards) as loader:
         kept = [loader.next_batch() for _ in range(40)]
-        copies = [(b.inputs_BT.clone(), b.targets_BT.clone(), b.cu_seqlens.clone()) for b in kept]
+        copies = [(b.inputs_BT.clone(), b.targets_BT.clone(), b.starts.clone()) for b in kept]
         take(loader, 40)
-        for batch, (inputs_BT, targets_BT, cu_seqlens) in zip(kept, copies, strict=True):
+        for batch, (inputs_BT, targets_BT, starts) in zip(kept, copies, strict=True):
             assert torch.equal(batch.inputs_BT, inputs_BT) and torch.equal(batch.targets_BT, targets_BT)
-            assert torch.equal(batch.cu_seqlens, cu_seqlens)
+            assert torch.equal(batch.starts, starts)
 
 
-def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
-    with open_loader(shards) as loader:
-        take(loader, 5)
-        assert len(loader.waits_ms) == 5 and min(loader.waits_ms) >= 0
+def test_data_wait_is_what_a_step_waited_for_all_its_batches(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(shards, train_prefetch=False) as loader:
+        # Of a clock that goes on by a millisecond whenever it is read, as every wait does twice.
+        ticks = itertools.count()
+        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(ticks) / 1e3)
+        steps = 3
+        take(loader, steps * loader.micro_steps)
+        assert loader.micro_steps > 1
+        assert loader.take_waits_ms() == pytest.approx(steps * [loader.micro_steps])
+        take(loader, 1)
+        assert loader.take_waits_ms() == pytest.approx([1]), "each wait is reported once"
+        assert loader.take_waits_ms() == []
 
 
 # -- faults --------------------------------------------------------------------------------------------------
@@ -631,12 +637,10 @@ def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from types import SimpleNamespace
-import torch, train_gpt
+import train_gpt
 from tests.support.loaders import make_config, write_shards
 shards = write_shards(Path({folder!r}))
-place = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-loader = train_gpt.Loader(make_config(), shards, place)
+loader = train_gpt.Loader(make_config(loader_timeout_seconds=1000), shards, train_gpt.Machine())
 loader.next_batch()
 print("ready", flush=True)
 {end}
@@ -655,7 +659,7 @@ print("ready", flush=True)
     ],
 )
 def test_a_process_that_never_closes_ends(tmp_path: Path, end: str, sent: Any, code: int) -> None:
-    """Normal end, error, exit, Ctrl-C and SIGTERM, without close(): the process is gone within 5 s."""
+    """Normal end, error, exit, Ctrl-C and SIGTERM, without close(): it ends long before its timeout."""
     script = SCRIPT.format(folder=str(tmp_path / "data"), end=end)
     path = os.pathsep.join([str(Path(train_gpt.__file__).parent), *sys.path])
     process = subprocess.Popen(
@@ -669,7 +673,7 @@ def test_a_process_that_never_closes_ends(tmp_path: Path, end: str, sent: Any, c
         assert process.stdout.readline() == b"ready\n", process.stderr.read().decode()
         if sent is not None:
             process.send_signal(sent)
-        process.communicate(timeout=5)
+        process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         process.kill()
     assert process.returncode == code
@@ -689,7 +693,8 @@ def run_long(shards: list[Any], batches: int) -> None:
             assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
                 got.targets_BT, expected.targets_BT
             )
-            loader.waits_ms.clear(), oracle.waits_ms.clear()
+            loader.take_waits_ms()
+            oracle.take_waits_ms()
         assert loader.stream_hash == oracle.stream_hash
         assert threading.active_count() == threads
         assert rss_bytes() - memory < 4 << 20
@@ -724,9 +729,8 @@ def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None
     ids = tokens_of(path)
     write_shard(path, ids[:500])
     write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
-    run = SimpleNamespace(rank=0, world_size=1, device=CPU, gather=lambda value: [value])
     config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
-    got = train_gpt.preflight(config, run).validation
+    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine())).validation
     assert got.tokens.dtype == np.uint16
     assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
     assert bool(got.mark) == bool(targets)
@@ -808,7 +812,7 @@ def test_the_gpu_gets_the_oracles_bytes(shards: list[Any], copy_stream: bool) ->
             torch.cuda._sleep(1_000_000)
             got, expected = loader.next_batch(), oracle.next_batch()
             assert np.array_equal(sequences_of(got), sequences_of(expected))
-            assert torch.equal(got.cu_seqlens.cpu(), expected.cu_seqlens)
+            assert torch.equal(got.starts.cpu(), expected.starts)
 
 
 @pytest.mark.gpu

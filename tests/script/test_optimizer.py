@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
 import train_gpt
 from tests.support.models import tiny_config
-from train_gpt import Config, Optimizer, build_model, orthogonalize
+from tests.support.ranks import on_ranks
+from train_gpt import Config, Machine, Optimizer, build_model, orthogonalize
+
+PR549 = {
+    "BIGRAM_VOCAB_SIZE": 24,
+    "BIGRAM_DIM": 6,
+    "VE_ENABLED": 1,
+    "VE_DIM": 6,
+    "VE_LAYERS": "0,2",
+    "CHANNEL_SMEAR_ENABLED": 1,
+}
 
 
 def three_layers(**changes: object) -> Config:
@@ -33,67 +38,64 @@ def batch(step: int, rows: int = 8) -> Tensor:
     return (starts + 3 * torch.arange(17)) % 62 + 2
 
 
-def train(
-    model: train_gpt.GPT, optimizer: Optimizer, steps: range, rank: int = 0, size: int = 1
-) -> list[Tensor]:
+def bank_names(config: Config) -> list[str]:
+    """The parameters that Muon updates."""
+    table = train_gpt.parameter_table(config)
+    return [name for name, parameter in table.items() if parameter.optimizer == "muon"]
+
+
+def alone(model: train_gpt.GPT, config: Config) -> Optimizer:
+    """The optimizer of a single rank."""
+    return Optimizer(model, config, Machine())
+
+
+def train(model: train_gpt.GPT, optimizer: Optimizer, steps: range) -> list[Tensor]:
     """Losses of all ranks' tokens, one per step; each rank sees its rows in micro-batches of two."""
+    machine = optimizer.machine
     losses = []
     for step in steps:
-        model.looping = step >= 10
-        mine = batch(step).chunk(size)[rank].split(2)
+        mine = batch(step).chunk(machine.world_size)[machine.rank].split(2)
         total = torch.zeros(())
         for ids in mine:
-            loss = model.loss(ids[:, :-1], ids[:, 1:]) / len(mine)
+            loss = model.loss(ids[:, :-1], ids[:, 1:], looping=step >= 10) / len(mine)
             loss.backward()
             total += loss.detach()
-        if size > 1:
-            dist.all_reduce(total)
-        losses.append(total / size)
-        optimizer.step(scale=1.0 - step / 40, momentum=0.9)
+        machine.add_up(total)
+        losses.append(total / machine.world_size)
+        optimizer.step(lr_scale=1.0 - step / 40, momentum=0.9)
     return losses
 
 
-def one_rank(rank: int, size: int, port: int, folder: str, changes: dict[str, Any]) -> None:
-    """A rank of a gloo group: 12 steps, the state saved and loaded into a new optimizer, 8 more."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo")
+def one_rank(machine: Machine, folder: str, changes: dict[str, Any]) -> None:
+    """A rank of a group: 12 steps, the state saved and loaded into a new optimizer, 8 more."""
     config = three_layers(**changes)
     model = build_model(config)
-    optimizer = Optimizer(model, config, rank, size)
-    losses = train(model, optimizer, range(12), rank, size)
+    optimizer = Optimizer(model, config, machine)
+    losses = train(model, optimizer, range(12))
     state = optimizer.state()
-    optimizer = Optimizer(model, config, rank, size)
+    optimizer = Optimizer(model, config, machine)
     optimizer.load_state(state)
-    losses += train(model, optimizer, range(12, 20), rank, size)
+    losses += train(model, optimizer, range(12, 20))
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    torch.save({"losses": losses, "weights": weights, "state": state}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    torch.save({"losses": losses, "weights": weights, "state": state}, f"{folder}/{machine.rank}.pt")
 
 
-def on_ranks(size: int, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = size, port, str(folder), changes
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["train_gpt"])
-    torch.multiprocessing.start_processes(one_rank, arguments, nprocs=size, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_number_of_ranks_takes_the_same_steps(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "features"), [(2, {**PR549, "TIE_EMBEDDINGS": 0}), (4, {})])
+def test_any_number_of_ranks_takes_the_same_steps(
+    size: int, features: dict[str, Any], tmp_path: Path
+) -> None:
     """Every bank is filled up to a number of matrices that the ranks divide."""
-    changes = {"GRAD_CLIP_NORM": 0.05}
+    changes = {"GRAD_CLIP_NORM": 0.05, **features}
     config = three_layers(**changes)
-    alone = build_model(config)
-    expected = train(alone, Optimizer(alone, config, 0, 1), range(20))
-    ranks = on_ranks(size, tmp_path, changes)
+    model = build_model(config)
+    expected = train(model, alone(model, config), range(20))
+    on_ranks(size, tmp_path, one_rank, str(tmp_path), changes)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(size)]
     for rank in ranks:
         torch.testing.assert_close(rank["losses"], expected, rtol=2e-5, atol=2e-5)
         for name, weights in rank["weights"].items():
             assert torch.equal(weights, ranks[0]["weights"][name]), name
-    resumed = Optimizer(alone, config, 0, 1)
+    resumed = alone(model, config)
     resumed.load_state(ranks[-1]["state"])
     assert [m.shape for m in resumed.momenta] == [bank.shape for bank in resumed.banks]
     assert all(m.abs().max() > 0 for m in resumed.momenta)
@@ -125,9 +127,10 @@ def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum
 def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
     config = three_layers(GRAD_CLIP_NORM=0, **changes)
     model = build_model(config)
-    optimizer = Optimizer(model, config, 0, 1)
-    before = {name: getattr(model, name).detach().clone() for name in train_gpt.BANKS}
-    gradients: dict[str, list[Tensor]] = {name: [] for name in train_gpt.BANKS}
+    optimizer = alone(model, config)
+    before = {name: model.get_parameter(name).detach().clone() for name in bank_names(config)}
+    assert len(before) == 4
+    gradients: dict[str, list[Tensor]] = {name: [] for name in before}
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         for name, parameter in model.named_parameters():
@@ -142,19 +145,23 @@ def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
             torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_small_tensors_follow_adamw() -> None:
-    config = three_layers(GRAD_CLIP_NORM=0)
+@pytest.mark.parametrize("changes", [{}, PR549, {**PR549, "TIE_EMBEDDINGS": 0}])
+def test_small_tensors_follow_adamw(changes: dict[str, Any]) -> None:
+    config = three_layers(**{"GRAD_CLIP_NORM": 0, "EMBED_WD": 0.3, "ADAM_WD": 0.2, **changes})
     model = build_model(config)
-    rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
+    embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
+    rates = {"output_head_VD": (config.head_lr, 0.0)}
+    for table in ("token_embedding_VD", "bigram_table_RC", "value_table_VC"):
+        rates[table] = (embed_lr, config.embed_wd)
     twins = {}
     steps = []
     for name, parameter in model.named_parameters():
-        if name not in train_gpt.BANKS:
+        if name not in bank_names(config):
             twins[name] = parameter.detach().clone().requires_grad_()
             lr, decay = rates.get(name, (config.scalar_lr, config.adam_wd))
             betas = config.beta1, config.beta2
             steps.append(torch.optim.AdamW([twins[name]], lr / 2, betas, config.adam_eps, decay))
-    optimizer = Optimizer(model, config, 0, 1)
+    optimizer = alone(model, config)
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         for name, parameter in model.named_parameters():
@@ -177,7 +184,7 @@ def test_clipping_is_by_the_global_norm(norm: float, factor: float) -> None:
     count = sum(p.numel() for p in parameters)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 10.0 / math.sqrt(count))
-    optimizer = Optimizer(model, config, 0, 1)
+    optimizer = alone(model, config)
     assert float(optimizer.step(1.0, 0.0)) == pytest.approx(10.0, rel=1e-4)
     for buffer in optimizer.momenta:
         expected = torch.full_like(buffer, factor * 10.0 / math.sqrt(count))
@@ -207,19 +214,21 @@ def test_orthogonalised_singular_values_are_near_one(
     ids=str,
 )  # fmt: skip
 def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
-    model = build_model(three_layers(**changes))
-    optimizer = Optimizer(model, model.config, 0, 1)
+    config = three_layers(**changes)
+    model = build_model(config)
+    optimizer = alone(model, config)
     groups = [group["params"] for group in optimizer.adam.param_groups]
     owned = [id(parameter) for parameter in itertools.chain(optimizer.banks, *groups)]
     assert sorted(owned) == sorted(map(id, model.parameters()))
-    assert {id(bank) for bank in optimizer.banks} == {id(getattr(model, name)) for name in train_gpt.BANKS}
+    banks = {id(model.get_parameter(name)) for name in bank_names(config)}
+    assert {id(bank) for bank in optimizer.banks} == banks
     assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
 
 
 def test_state_is_a_copy_that_repeats_the_run() -> None:
     config = three_layers()
     model = build_model(config)
-    optimizer = Optimizer(model, config, 0, 1)
+    optimizer = alone(model, config)
     fresh = optimizer.state()
     weights = [p.detach().clone() for p in model.parameters()]
     first = train(model, optimizer, range(4))
@@ -234,7 +243,7 @@ def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[lis
     """An optimizer after steps of these numbers, and the weights at first and after each."""
     config = three_layers(**changes)
     model = build_model(config)
-    optimizer = Optimizer(model, config, 0, 1)
+    optimizer = alone(model, config)
     generator = torch.Generator().manual_seed(3)
     seen = [[p.detach().clone() for p in model.parameters()]]
     for number in numbers:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import train_gpt
-from tests.support.models import plain_settings, random_batches, trained_like
-from train_gpt import ArtifactError, Config
+from tests.support.models import plain_settings, random_batches, tiny_config, trained_like
+from tests.support.ranks import on_ranks
+from train_gpt import ArtifactError, Config, Machine
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,10 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a bank of MLP matrices; without Hessians, each weight's nearest code."""
     seen = {} if hessians is None else {("mlp_in", layer): h for layer, h in enumerate(hessians)}
-    gptq = train_gpt.quantizer("mlp_up_bank", weights, seen, Config(gptq_damping=damping))
+    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
+    gptq = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, damping)
     levels = 2 ** (bits - 1) - 1
-    codes, exponents = gptq(clip / levels, levels)
+    codes, exponents = gptq.quantize(clip / levels, levels)
     matrices, rows, columns = weights.shape
     codes_NRC = torch.from_numpy(codes).view(rows, matrices, columns).transpose(0, 1)
     return codes_NRC, torch.exp2(torch.from_numpy(exponents).T / 8).half()
@@ -120,7 +121,7 @@ def test_singular_hessians_are_damped_and_broken_ones_refused() -> None:
     weights, _ = correlated_bank(1, 8, 16)
     vector = torch.randn(16, generator=torch.Generator().manual_seed(1))
     singular = torch.outer(vector, vector)[None]
-    codes, _ = quantize(weights, singular, 6, 10.0, damping=0.0)
+    codes, _ = quantize(weights, singular, 6, 10.0, damping=1e-6)
     assert codes.abs().max() > 1
     with pytest.raises(ArtifactError, match="not finite"):
         quantize(weights, torch.full((1, 16, 16), math.nan), 6, 10.0)
@@ -129,56 +130,154 @@ def test_singular_hessians_are_damped_and_broken_ones_refused() -> None:
 def test_gptq_knows_the_inputs_of_every_matrix() -> None:
     config = Config.from_env(plain_settings(2, 16, 32))
     model = trained_like(config)
-    hessians = train_gpt.collect_hessians(model, random_batches(config), 1)
-    for name, parameter in model.named_parameters():
-        informed, rounded = (train_gpt.quantizer(name, parameter, h, config) for h in (hessians, {}))
-        moved = informed(0.3, 30.0)[0] != rounded(0.3, 30.0)[0]
-        of_each_matrix = moved.reshape(len(moved), -1, parameter.shape[-1]).any((0, 2))
-        assert (of_each_matrix == (name in train_gpt.MATRIX_ROLES)).all(), name
+    hessians = train_gpt.collect_hessians(model, random_batches(config), Machine())
+    table = train_gpt.parameter_table(config)
+    for name, weights in model.named_parameters():
+        codes = []
+        for known in (hessians, {}):
+            quantizer = train_gpt.Quantizer(name, weights, table[name], known, config.gptq_damping)
+            codes.append(quantizer.quantize(0.3, 30.0).codes)
+        informed, rounded = codes
+        moved = informed != rounded
+        of_each_matrix = moved.reshape(len(moved), -1, weights.shape[-1]).any((0, 2))
+        assert (of_each_matrix == bool(table[name].inputs)).all(), name
+
+
+def test_what_is_restored_is_codes_times_scales() -> None:
+    """Matrix by matrix, for a bank, one matrix, a row and a single number."""
+    random_bits = torch.Generator().manual_seed(0)
+    for shape in ((3, 4, 5), (4, 5), (5,), (1,)):
+        matrices, rows, columns = train_gpt.bank_shape(shape)
+        codes = torch.randint(-127, 128, (rows, matrices * columns), generator=random_bits).char()
+        exponents = torch.randint(-40, 8, (rows, matrices), generator=random_bits).char()
+        quantized = train_gpt.QuantizedWeights(codes.numpy(), exponents.numpy())
+        restored = train_gpt.restore_weights(quantized, shape)
+        assert restored.shape == shape and restored.dtype == torch.float32
+        restored_NRC = restored.view(matrices, rows, columns)
+        for matrix in range(matrices):
+            mine = codes[:, matrix * columns : (matrix + 1) * columns].float()
+            scales = torch.exp2(exponents[:, matrix] / 8).half().float()
+            assert torch.equal(restored_NRC[matrix], mine * scales[:, None])
 
 
 # --- Hessians -----------------------------------------------------------------------------------------------
 
 
+Seen = dict[tuple[str, int], Tensor]
+
+
+@torch.no_grad()
+def inputs_of_matrices(model: train_gpt.GPT, batches: list[train_gpt.Batch]) -> Seen:
+    """All that forward passes show to an observer: (visits and tokens, width) by name and layer."""
+    parts: dict[tuple[str, int], list[Tensor]] = {}
+
+    def observe(name: str, layer: int, x: Tensor) -> None:
+        parts.setdefault((name, layer), []).append(x.reshape(-1, x.size(-1)))
+
+    for batch in batches:
+        model(batch.inputs_BT, batch.starts, observe=observe)
+    return {key: torch.cat(found) for key, found in parts.items()}
+
+
 def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
     model = trained_like(tiny)
-    seen = {}
     data = random_batches(tiny)
-    model.observer = lambda site, layer, x: seen.setdefault((site, layer), []).append(
-        x.reshape(-1, x.size(-1))
-    )
-    with torch.no_grad():
-        for batch in data:
-            model(batch.inputs_BT, batch.cu_seqlens)
-    hessians = train_gpt.collect_hessians(model, iter(data), 1)
+    seen = inputs_of_matrices(model, data)
+    hessians = train_gpt.collect_hessians(model, iter(data), Machine())
     assert set(hessians) == {
         ("attn_in", 0),
         ("attn_out", 0),
         ("mlp_in", 0),
         ("mlp_hidden", 0),
-        ("token_embedding_VD", 0),
+        ("hidden", 0),
     }
-    for key, parts in seen.items():
-        x = torch.cat(parts).double()
+    assert set(seen) == set(hessians)
+    for key, inputs in seen.items():
+        x = inputs.double()
         torch.testing.assert_close(hessians[key].double(), x.T @ x, rtol=1e-4, atol=1e-4)
 
 
 def test_looped_layers_count_every_visit() -> None:
     config = Config.from_env(plain_settings(2, 16, 32, NUM_LOOPS=2, LOOP_START=0, LOOP_END=0))
     model = trained_like(config)
-    counted = []
-    model.observer = lambda site, layer, x: counted.append((site, layer))
-    model(random_batches(config)[0].inputs_BT, None)
-    assert counted.count(("attn_in", 0)) == 3
-    visits: list[Tensor] = []
-    model.observer = lambda site, layer, x: (
-        visits.append(x.reshape(-1, 16)) if (site, layer) == ("attn_in", 0) else None
-    )
-    with torch.no_grad():
-        model(random_batches(config)[0].inputs_BT, None)
-    x = torch.cat(visits)
-    hessians = train_gpt.collect_hessians(model, random_batches(config, 1), 1)
+    batches = random_batches(config, 1)
+    seen = inputs_of_matrices(model, batches)
+    tokens = batches[0].inputs_BT.numel()
+    assert len(seen["attn_in", 0]) == 3 * tokens and len(seen["attn_in", 1]) == tokens
+    x = seen["attn_in", 0]
+    hessians = train_gpt.collect_hessians(model, batches, Machine())
     torch.testing.assert_close(hessians["attn_in", 0], x.T @ x, rtol=1e-4, atol=1e-4)
+
+
+def inputs_by_table(name: str, parameter: train_gpt.Parameter) -> list[tuple[str, int]]:
+    """The input of each matrix of a parameter, by the table: a half of the bank for each of two names."""
+    matrices, _, _ = train_gpt.bank_shape(parameter.shape)
+    keys = []
+    for input_name in parameter.inputs:
+        for layer in range(matrices // len(parameter.inputs)):
+            keys.append((input_name, layer))
+    assert len(keys) == matrices, name
+    return keys
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1}, {"PARALLEL_MODE": "gptj"}, {"NUM_LOOPS": 0}],
+    ids=str,
+)
+def test_the_table_names_what_each_matrix_multiplies(changes: dict[str, object]) -> None:
+    """Every input that the table names is observed, nothing else is, and it is that matrix's own input.
+
+    The gradient of W in W x is a sum of outer products with the inputs x: its rows lie in the span of these,
+    which the few tokens of one short row do not fill.
+    """
+    config = tiny_config(TRAIN_SEQ_LEN=6, **changes)
+    model = trained_like(config)
+    (rows,) = random_batches(config, 1)
+    batch = train_gpt.Batch(rows.inputs_BT[:1], rows.targets_BT[:1], starts=torch.tensor([0, 6]))
+    seen = inputs_of_matrices(model, [batch])
+    model.loss(batch.inputs_BT, batch.targets_BT, batch.starts).backward()
+    named = set()
+    for name, parameter in train_gpt.parameter_table(config).items():
+        is_matrix = parameter.optimizer in ("muon", "embedding")
+        assert bool(parameter.inputs) == is_matrix, name
+        if not is_matrix:
+            continue
+        keys = inputs_by_table(name, parameter)
+        gradient = model.get_parameter(name).grad
+        assert gradient is not None
+        gradients_NRC = gradient.view(train_gpt.bank_shape(parameter.shape)).double()
+        if parameter.optimizer == "embedding":  # the rows that are looked up have another gradient besides
+            gradients_NRC[:, batch.inputs_BT[0]] = 0
+        for key, gradient_RC in zip(keys, gradients_NRC, strict=True):
+            basis = torch.linalg.qr(seen[key].double().T).Q
+            assert basis.size(1) < gradient_RC.size(1), "the inputs would span everything"
+            outside_RC = gradient_RC - gradient_RC @ basis @ basis.T
+            assert gradient_RC.norm() > 0, (name, key)
+            assert outside_RC.norm() < 1e-4 * gradient_RC.norm(), (name, key)
+        named.update(keys)
+    assert named == set(seen)
+
+
+@pytest.mark.parametrize("changes", [{}, {"PARALLEL_MODE": "gptj"}], ids=str)
+def test_every_matrix_finds_its_hessian(changes: dict[str, object]) -> None:
+    """A matrix whose Hessian is missing is rounded to nearest: then codes of that matrix would change."""
+    config = tiny_config(**changes)
+    model = trained_like(config)
+    hessians = train_gpt.collect_hessians(model, random_batches(config), Machine())
+    for name, parameter in train_gpt.parameter_table(config).items():
+        if not parameter.inputs:
+            continue
+        columns = parameter.shape[-1]
+        for matrix, key in enumerate(inputs_by_table(name, parameter)):
+            weights = model.get_parameter(name)
+            without = {known: hessian for known, hessian in hessians.items() if known != key}
+            codes = []
+            for known in (hessians, without):
+                quantizer = train_gpt.Quantizer(name, weights, parameter, known, config.gptq_damping)
+                bank = quantizer.quantize(0.3, 30.0).codes
+                codes.append(bank[:, matrix * columns : (matrix + 1) * columns])
+            assert (codes[0] != codes[1]).any(), (name, matrix, key)
 
 
 def test_calibration_reads_nothing_but_its_batches(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,22 +289,63 @@ def test_calibration_reads_nothing_but_its_batches(tiny: Config, monkeypatch: py
 
     for name in ("builtins.open", "numpy.fromfile", "numpy.memmap", "os.open"):
         monkeypatch.setattr(name, refuse)
-    train_gpt.collect_hessians(model, iter(data), 1)
+    train_gpt.collect_hessians(model, iter(data), Machine())
 
 
-def _rank_hessians(rank: int, folder: str, env: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _rank_hessians(machine: Machine, folder: str, env: dict[str, str]) -> None:
     config = Config.from_env(env)
-    hessians = train_gpt.collect_hessians(trained_like(config), [random_batches(config, 2)[rank]], 2)
-    torch.save(hessians, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    mine = random_batches(config, 2)[machine.rank]
+    hessians = train_gpt.collect_hessians(trained_like(config), [mine], machine)
+    torch.save(hessians, f"{folder}/{machine.rank}.pt")
 
 
 def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank_hessians, (str(tmp_path), tiny.as_env()), nprocs=2)
-    alone = train_gpt.collect_hessians(trained_like(tiny), random_batches(tiny, 2), 1)
+    on_ranks(2, tmp_path, _rank_hessians, str(tmp_path), tiny.as_env())
+    alone = train_gpt.collect_hessians(trained_like(tiny), random_batches(tiny, 2), Machine())
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for key, expected in alone.items():
         assert torch.equal(ranks[0][key], ranks[1][key])
         torch.testing.assert_close(ranks[0][key], expected, rtol=1e-4, atol=1e-4)
+
+
+# --- a Hessian that rounding has left without an inverse ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])
+def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: float) -> None:
+    """Its smallest eigenvalue lies below zero, by this share of the mean diagonal: it is tried four times."""
+    weights, hessians = correlated_bank(2, 6, 16)
+    values, vectors = torch.linalg.eigh(hessians[1].double())
+    values[0] = 0.0
+    if shortfall:
+        values[0] = -shortfall * values[1:].sum() / (16 + shortfall)  # as a share of the diagonal with it
+    hessians[1] = (vectors * values) @ vectors.T
+    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
+    seen = {("mlp_in", layer): h.double() for layer, h in enumerate(hessians)}
+    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+    assert quantizer.damping == pytest.approx(used)
+    # The result is that of the damping that was needed, had it been asked for.
+    asked = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, quantizer.damping)
+    found, expected = quantizer.quantize(0.1, 31.0), asked.quantize(0.1, 31.0)
+    assert (found.codes == expected.codes).all() and (found.exponents == expected.exponents).all()
+
+
+def test_a_hessian_that_no_damping_mends_is_told_with_what_helps() -> None:
+    weights, hessians = correlated_bank(1, 6, 16)
+    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
+    seen = {("mlp_in", 0): -hessians[0].double()}
+    with pytest.raises(ArtifactError, match=r"mlp_up_bank: no inverse .* larger GPTQ_DAMPING than 0.01"):
+        train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+
+
+def test_more_damping_is_told_in_the_log(tiny: Config, tmp_path: Path) -> None:
+    model = trained_like(tiny)
+    hessians = train_gpt.collect_hessians(model, random_batches(tiny), Machine())
+    values, vectors = torch.linalg.eigh(hessians["mlp_in", 0].double())
+    values[0] = -0.05 * values[1:].sum() / len(values)
+    bad = {**hessians, ("mlp_in", 0): ((vectors * values) @ vectors.T).float()}
+    path = tmp_path / "model.bin"
+    usual = train_gpt.write_artifact(path, model, tiny, hessians, "", 100_000)
+    assert "damping:" not in usual
+    damped = train_gpt.write_artifact(path, model, tiny, bad, "", 100_000)
+    assert damped.endswith(f" damping:mlp_up_bank={10 * tiny.gptq_damping:g}")

@@ -8,7 +8,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from data import shards as shard_files
 from tests.support.models import tiny_config
 from tests.support.waiting import DEADLINE_SECONDS
 
-CPU = torch.device("cpu")
 SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
 
 
@@ -77,12 +75,12 @@ def open_loader(
     shards: list[Any],
     rank: int = 0,
     world_size: int = 1,
-    device: torch.device = CPU,
+    device: torch.device = train_gpt.CPU,
     **changes: Any,
 ) -> WatchedLoader:
     """A loader of one rank, with settings changed."""
-    place: Any = SimpleNamespace(rank=rank, world_size=world_size, device=device)
-    return WatchedLoader(make_config(**changes), shards, place)
+    machine = train_gpt.Machine(rank, world_size, device)
+    return WatchedLoader(make_config(**changes), shards, machine)
 
 
 def sequences_of(batch: Any) -> np.ndarray:

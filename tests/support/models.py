@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
-from torch import nn
 
 import train_gpt
 from tests.support import tiny
-from train_gpt import Config
+from train_gpt import GPT, Batch, Config
 
 
 def tiny_config(**changes: object) -> Config:
@@ -26,7 +22,7 @@ def plain_settings(layers: int, width: int, vocabulary: int, **changes: object) 
     return tiny.environment(**{**size, **heads, **off, **changes})
 
 
-def trained_like(config: Config, seed: int = 0) -> nn.Module:
+def trained_like(config: Config, seed: int = 0) -> GPT:
     """A model whose weights look trained: rows and columns of different spread, a few outliers."""
     model = train_gpt.build_model(config)
     random_bits = torch.Generator().manual_seed(seed)
@@ -41,13 +37,13 @@ def trained_like(config: Config, seed: int = 0) -> nn.Module:
     return model
 
 
-def random_batches(config: Config, count: int = 2, seed: int = 0) -> list[Any]:
-    """Random training batches of four rows."""
+def random_batches(config: Config, count: int = 2, seed: int = 0) -> list[Batch]:
+    """Random training batches of four rows, each one document."""
     random_bits = torch.Generator().manual_seed(seed)
     shape = (4, config.train_seq_len)
-    return [
-        SimpleNamespace(
-            inputs_BT=torch.randint(2, config.vocab_size, shape, generator=random_bits), cu_seqlens=None
-        )
-        for _ in range(count)
-    ]
+    batches = []
+    for _ in range(count):
+        inputs_BT = torch.randint(2, config.vocab_size, shape, generator=random_bits)
+        targets_BT = inputs_BT.roll(-1, dims=1)
+        batches.append(Batch(inputs_BT, targets_BT, train_gpt.starts_on_device(inputs_BT, config)))
+    return batches

@@ -112,6 +112,13 @@ def _missing_log(folder: Path) -> None:
     (folder / "train_seed42.log").unlink()
 
 
+def _mixed_code(folder: Path) -> None:
+    path = folder / "summary_seed42.json"
+    summary = json.loads(path.read_text("utf-8"))
+    summary["code"]["former"] = [{"file": "train_gpt.until_step120.py", "sha256": "0" * 64}]
+    path.write_text(json.dumps(summary), "utf-8")
+
+
 def _setting(folder: Path) -> None:
     _edit(folder, "config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.03")
 
@@ -128,6 +135,7 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "log of another run": (_log_of_another_run, "A2", "`train_seed42.log` is not the file"),
     "wrong seed": (_wrong_seed, "A5", "seed 43 is declared, its log or summary is missing"),
     "missing log": (_missing_log, "A2", "`train_seed42.log` was packed and is missing"),
+    "mixed code": (_mixed_code, "A6", "seed 42 is of mixed code: it began with train_gpt.until_step120.py"),
     "changed setting": (_setting, "A2", "`config.env` is not the file that was packed"),
 }
 

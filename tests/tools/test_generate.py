@@ -47,8 +47,8 @@ def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dat
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
     ids = [train_gpt.BOS_ID, *pieces.encode("Bale ba")]
     with torch.no_grad():
-        hidden_ND = model(torch.tensor([ids]))[0, -1:].expand(model.config.vocab_size, -1)
-        nats = model.loss_per_token(hidden_ND, torch.arange(model.config.vocab_size))
+        hidden_ND = model(torch.tensor([ids]))[0, -1:].expand(model.settings.vocab_size, -1)
+        nats = model.loss_per_token(hidden_ND, torch.arange(model.settings.vocab_size))
     expected = pieces.decode([*ids, int(nats.argmin())])
     assert generate_text(model, pieces, "Bale ba", 1, 0.0, 0, 1) == expected
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -246,8 +248,8 @@ def smear_across_documents(subject: Subject) -> Iterator[Subject]:
     model_class = type(subject.model())
     forward = model_class.forward
 
-    def smeared(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
-        hidden_BTD = forward(model, inputs_BT, *rest)
+    def smeared(model: Any, inputs_BT: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        hidden_BTD = forward(model, inputs_BT, *rest, **named)
         return hidden_BTD + 0.1 * torch.nn.functional.pad(hidden_BTD, (0, 0, 1, 0))[:, :-1]
 
     with mock.patch.object(model_class, "forward", smeared):
@@ -270,7 +272,7 @@ def calibration_on_validation(subject: Subject) -> Any:
     collect = subject.script.collect_hessians
 
     def collect_from_validation(model: Any, batches: Any, *rest: Any) -> Any:
-        folder = subject.script.find_path(model.config.data_path)
+        folder = Path(os.environ["DATA_PATH"])  # of the run under way
         shards = subject.script.open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
         stolen = torch.from_numpy(subject.script.read_tokens(shards[0]).astype(np.int64))
 

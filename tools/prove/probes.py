@@ -36,12 +36,17 @@ Scorer = Callable[[Any, np.ndarray, Any], Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A script under audit, its settings, and the scorers to probe."""
+    """A script under audit, its settings, and the scorers to probe.
+
+    machine: the rank that models compute on, a `Machine` of the script. None: the only rank, or, of a script
+    that has no `Machine` yet, that of the process group.
+    """
 
     script: ModuleType
     config: Any
     scorers: Mapping[str, Scorer]
     seed: int = 0
+    machine: Any = None
 
     def model(self) -> Any:
         """The tiny model: every parameter away from its initial value, so that every path counts."""
@@ -50,6 +55,8 @@ class Subject:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        if self.machine is not None:
+            model.machine = self.machine
         return model
 
     def tokens(self) -> np.ndarray:
@@ -397,16 +404,18 @@ class RecordingRun:
 def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
     """B7: what `evaluate` does before its timers reads no validation token and leaves the weights alone."""
     run = RecordingRun()
-    config = replace(subject.config, compile="1")
     model = subject.model()
+    config = replace(subject.config, compile="1")
+    if hasattr(model, "machine"):  # in older scripts the setting alone decides
+        model.machine = replace(model.machine, compiled=True)
     tokens = subject.tokens()
     validation = subject.script.Validation(tokens, 1000, "")
     seen: list[tuple[str, list[list[int]]]] = []
     original = type(model).forward
 
-    def forward(model: Any, inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def forward(model: Any, inputs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         seen.append((run.phase_name, inputs.tolist()))
-        return original(model, inputs, *rest)
+        return original(model, inputs, *rest, **named)
 
     with mock.patch.object(torch, "compile", lambda function, **_: function), \
             mock.patch.object(type(model), "forward", forward):  # fmt: skip

@@ -300,7 +300,10 @@ def _ledgers_of_a_rank(path: Path, folder: Path, seed: int, rank: int, ranks: in
 
     store = f"file://{folder}/store_{ranks}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    subject = probes.make_subject(load_script(path), seed)
+    script = load_script(path)
+    subject = probes.make_subject(script, seed)
+    if hasattr(script, "Machine"):  # older scripts ask the process group
+        subject = dataclasses.replace(subject, machine=script.Machine(rank, ranks))
     ledgers: dict[str, Any] = {name: subject.nats(name, subject.tokens()) for name in subject.scorers}
     np.savez(folder / f"ledger_{ranks}_{rank}.npz", **ledgers)
     dist.destroy_process_group()

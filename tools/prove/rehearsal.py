@@ -20,6 +20,7 @@ import torch
 from data import shards
 from tools.check.findings import Finding, fail, info
 from tools.prove import tiny
+from tools.runs.folder import CONFIG
 
 GRAM = 8  # tokens that tell validation text from training text
 ARTIFACT_TOLERANCE = 1e-4  # of a score, between the run that reports it and the artifact read back
@@ -119,11 +120,12 @@ def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
     forward = script.GPT.forward
     start = script.Run.__init__
 
-    def watched_forward(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def watched_forward(model: Any, inputs_BT: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         phase = watch.run.phase_name if watch.run else ""
-        calibrates = getattr(model, "observer", None) is not None
-        watch.passes.append(Pass(phase, torch.is_grad_enabled() or calibrates, some_grams(inputs_BT)))
-        return forward(model, inputs_BT, *rest)
+        observe = named.get("observe", getattr(model, "observer", None))  # older scripts: an attribute
+        learns = torch.is_grad_enabled() or observe is not None
+        watch.passes.append(Pass(phase, learns, some_grams(inputs_BT)))
+        return forward(model, inputs_BT, *rest, **named)
 
     def watched_start(run: Any, *args: Any) -> None:
         start(run, *args)
@@ -218,9 +220,10 @@ def artifact_returns(script: ModuleType, laboratory: Laboratory, directory: Path
     path = directory / "model.bin"
     size_bytes = path.stat().st_size
     counted_bytes = summary["artifact"]["bytes"]
+    config = script.Config.from_env({"CONFIG": str(directory / CONFIG)})
     with contextlib.redirect_stdout(sys.stderr):
         model, _ = script.load_artifact(path)
-        ledger = script.score_roundtrip(model, laboratory.tokens("val"), model.config)
+        ledger = script.score_roundtrip(model, laboratory.tokens("val"), config)
     nats = float(np.sum(ledger.nats))
     loss = summary["losses"]["roundtrip"]
     reported = loss["nats"] * loss["scored_tokens"]

@@ -1,0 +1,183 @@
+"""All that this package asks of train_gpt.py: what is renamed there is renamed here, and nowhere else.
+
+Import it after `fake_gpu.install`, if that is installed at all: it imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import train_gpt
+
+# ======================================================================================================
+# THE MODEL
+# ======================================================================================================
+
+
+def config(path: str = "", settings: Sequence[str] = ()) -> train_gpt.Config:
+    """The configuration in the file `path` (empty: the defaults), with settings KEY=VALUE over it.
+
+    Raises train_gpt.ConfigError.
+    """
+    environ = {"CONFIG": path} if path else {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise train_gpt.ConfigError(f"--set {setting}: expected KEY=VALUE")
+        environ[key] = value
+    return train_gpt.Config.from_env(environ)
+
+
+def model(config: train_gpt.Config, attention: str = "varlen", mlp: str = "plain") -> nn.Module:
+    """The model in bf16 on the fake GPU, with the forms of attention and MLP named; in a FakeTensorMode."""
+    for method in (train_gpt.GPT.forward, train_gpt.GPT.loss):
+        if "looping" not in inspect.signature(method).parameters:
+            raise RuntimeError(
+                f"train_gpt.{method.__qualname__} takes no `looping`: the step with recurrence and the one "
+                "without would be the same one measured twice; say in subject.py how it is switched on"
+            )
+    torch.set_float32_matmul_precision("high")
+    # No seed: fake tensors have no numbers, so none are drawn.
+    gpt = train_gpt.GPT(config, seed=None)
+    for name, parameter in list(gpt.named_parameters()):
+        gpt.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, device="cuda")))
+    gpt.compute_dtype = torch.bfloat16
+    gpt.attend = train_gpt.load_attention(attention)
+    gpt.mlp = {"plain": train_gpt.mlp_plain, "kernel": train_gpt.mlp_fused}[mlp]
+    return gpt
+
+
+def loss(gpt: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor, looping: bool) -> Tensor:
+    """Mean loss of a batch, with recurrence if `looping`."""
+    return gpt.loss(inputs_BT, targets_BT, starts, looping=looping)
+
+
+def hidden(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> Tensor:
+    """Hidden states (B, T, D) as scoring asks for them: with recurrence, if the model has any."""
+    return gpt(inputs_BT, starts, looping=gpt.settings.num_loops > 0)
+
+
+def loops(config: train_gpt.Config, phase: str) -> bool:
+    """Whether the model runs its loop in a phase."""
+    return phase != "train" and config.num_loops > 0
+
+
+def visits(config: train_gpt.Config, looping: bool) -> int:
+    """How many blocks one forward pass runs, and so how often it attends."""
+    encoder, decoder = train_gpt.visit_order(config, looping)
+    return len(encoder) + len(decoder)
+
+
+def sizes(config: train_gpt.Config) -> dict[str, int]:
+    """Widths by which the products of a step can be told apart; 0: there is none of that kind."""
+    return {
+        "vocabulary": config.vocab_size,
+        "mlp": config.mlp_dim,
+        "gate": config.gate_window if config.sparse_attn_gate_enabled else 0,
+    }
+
+
+def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int, int]:
+    """Rows and their length in tokens that one of `world_size` ranks passes through the model at once."""
+    if phase == "score":
+        length = config.eval_length
+        count = max(1, config.val_batch_size // length)
+    elif phase == "ttt":
+        length = config.eval_length
+        count = max(1, min(config.ttt_batch_seqs, config.ttt_chunk_tokens // length) // world_size)
+    else:
+        length = config.train_seq_len
+        count = min(config.micro_batch_tokens, config.train_batch_tokens // world_size) // length
+        if count == 0:
+            raise train_gpt.ConfigError(
+                f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}, TRAIN_BATCH_TOKENS="
+                f"{config.train_batch_tokens} of {world_size} ranks: expected a whole row of {length} tokens"
+            )
+    return count, length
+
+
+# ======================================================================================================
+# ITS OWN KERNELS
+# ======================================================================================================
+
+
+def _linear_leaky_square_flop(arguments: Sequence[Any]) -> float:
+    """Of A (M, K) times B (N, K) transposed; the activation is free beside it."""
+    a_MK, b_NK = arguments[:2]
+    return 2 * a_MK.size(0) * a_MK.size(1) * b_NK.size(0)
+
+
+# Every custom operation of train_gpt.py, with its FLOP; accounting.py refuses one that is missing here.
+CUSTOM_OPERATIONS: dict[str, Callable[[Sequence[Any]], float]] = {
+    "train_gpt.linear_leaky_square": _linear_leaky_square_flop
+}
+
+
+def mlp_kernel() -> tuple[Any, dict[str, dict[str, int]]]:
+    """The Triton kernel of the MLP, and its tiles by name: block sizes, `num_warps`, `num_stages`."""
+    tiles = {"LARGE": train_gpt.LARGE_TILE, "SMALL": train_gpt.SMALL_TILE}
+    return train_gpt.linear_leaky_square_kernel, {name: dict(tile) for name, tile in tiles.items()}
+
+
+def mlp_kernel_types(dtype: str) -> dict[str, str]:
+    """Triton's type of each argument of that kernel that is not a constant; `dtype`: bf16, fp16 or fp32."""
+    pointers = dict.fromkeys(("a", "b", "pre", "out"), f"*{dtype}")
+    sizes = dict.fromkeys(("M", "N", "K"), "i32")
+    return {**pointers, **sizes, "slope": "fp32"}
+
+
+def mlp_tile(dtype: str) -> str:
+    """The tile that the script takes for a dtype on a GPU."""
+    return "SMALL" if dtype == "fp32" else "LARGE"
+
+
+# ======================================================================================================
+# WHAT RUNS BESIDE THE MODEL
+# ======================================================================================================
+
+
+def optimizer(gpt: nn.Module, config: train_gpt.Config, world_size: int) -> Any:
+    """The optimizer of rank 0."""
+    return train_gpt.Optimizer(gpt, config, train_gpt.Machine(rank=0, world_size=world_size))
+
+
+def replace_orthogonalize(of: Any, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Let the optimizer call `wrap(orthogonalize)` in the place of its orthogonalize."""
+    of.orthogonalize = wrap(of.orthogonalize)
+
+
+def optimizer_step(of: Any) -> None:
+    """One step at full learning rate, in the middle of a run."""
+    of.step(1.0, 0.95, 100)
+
+
+def collect_hessians(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> None:
+    """The Hessians of one micro-batch on one rank."""
+    batch = train_gpt.Batch(inputs_BT=inputs_BT, targets_BT=inputs_BT, starts=starts)
+    train_gpt.collect_hessians(gpt, [batch], train_gpt.Machine())
+
+
+def loss_per_token(gpt: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+    """Nats (N,) of each target: the head, as scoring calls it."""
+    return gpt.loss_per_token(hidden_ND, targets_N)
+
+
+def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chunk: int) -> list[np.ndarray]:
+    """Rows of sliding windows (first token, first target, end) of each chunk of targets."""
+    return train_gpt.window_rows(targets, context, stride, begins, chunk)
+
+
+def encode(arrays: list[np.ndarray]) -> bytes:
+    """Integers to the bytes of an artifact."""
+    return train_gpt.encode(arrays)
+
+
+def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
+    """The inverse of `encode`."""
+    return train_gpt.decode(data, shapes)

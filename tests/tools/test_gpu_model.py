@@ -1,0 +1,407 @@
+"""The model of a GPU that is not there: its arithmetic, what it refuses, and a small step traced whole.
+
+Fake tensors on "cuda" need no GPU and no build; the slow tests need what README.md of the package names, and
+are skipped with its own sentence elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_gpt
+from benchmarks.gpu_model import accounting, census, eager_parts, fake_gpu, roofline, subject, summary
+from benchmarks.gpu_model.accounting import Recorder, UnknownOperation, Watch
+from benchmarks.gpu_model.inductor import GeneratedKernel
+from benchmarks.gpu_model.tracer import Graph
+
+H100 = roofline.CARDS["h100"]
+
+
+# ======================================================================================================
+# ROOFLINE
+# ======================================================================================================
+
+
+def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itself() -> None:
+    second_of_bytes = 0.85 * 3.35e12
+    second_of_flop = 0.65 * 989e12
+    rate = roofline.matrix_product_rate(H100, "bfloat16")
+    assert roofline.launch_seconds(H100, 0.0) == pytest.approx(3e-6)
+    assert roofline.launch_seconds(H100, second_of_bytes) == pytest.approx(1 + 3e-6)
+    assert roofline.launch_seconds(H100, second_of_bytes, 2 * second_of_flop, rate) == pytest.approx(2 + 3e-6)
+    assert roofline.launch_seconds(H100, 3 * second_of_bytes, 2 * second_of_flop, rate) == pytest.approx(
+        3 + 3e-6
+    )
+
+
+def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> None:
+    assert roofline.matrix_product_rate(H100, "float16") == pytest.approx(0.65 * 989e12)
+    assert roofline.matrix_product_rate(H100, "float32") == pytest.approx(0.65 * 494e12)
+    assert roofline.matrix_product_rate(H100, "float64") == pytest.approx(0.65 * 34e12)
+    assert roofline.attention_rate(H100) == pytest.approx(0.50 * 989e12)
+
+
+# ======================================================================================================
+# ACCOUNTING
+# ======================================================================================================
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[FakeTensorMode]:
+    """Tensors made within the test are on a GPU, and hold nothing."""
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def test_only_work_on_the_device_is_a_launch(on_gpu: FakeTensorMode) -> None:
+    recorder = Recorder(H100)
+    on_host = torch.ones(64)
+    x = gpu(64, 32)
+    with Watch(recorder):
+        view = x.t().unsqueeze(0).flatten(0, 1)
+        torch.empty_like(x)
+        on_host + 1
+        assert recorder.launches == []
+        view + 1
+        x.mul_(2)
+    assert [launch.name for launch in recorder.launches] == ["add.Tensor", "mul_.Tensor"]
+
+
+def test_bytes_and_flop_of_a_product(on_gpu: FakeTensorMode) -> None:
+    recorder = Recorder(H100)
+    with Watch(recorder):
+        gpu(96, 512) @ gpu(512, 2048)
+        torch.baddbmm(gpu(3, 8, 16), gpu(3, 8, 4), gpu(3, 4, 16))
+    single, batched = recorder.launches
+    assert single.kind == batched.kind == "product"
+    assert single.flop == 2 * 96 * 512 * 2048 and batched.flop == 2 * 3 * 8 * 4 * 16
+    assert single.moved_bytes == 2 * (96 * 512 + 512 * 2048 + 96 * 2048)
+    assert batched.moved_bytes == 2 * 3 * (8 * 16 + 8 * 4 + 4 * 16 + 8 * 16)
+
+
+def test_a_tensor_counts_as_long_as_it_lives_and_a_view_not_at_all(on_gpu: FakeTensorMode) -> None:
+    recorder = Recorder(H100)
+    x = gpu(1000)
+    with Watch(recorder):
+        y = x + 1  # 2 x 2,000 bytes alive
+        z = y.view(10, 100) * 2  # three
+        del y
+        w = z + 1  # three: one is gone, one is new
+    assert [launch.live_bytes for launch in recorder.launches] == [4000, 6000, 6000]
+    assert recorder.peak_bytes == 6000 and recorder.peak_at == "mul.Tensor"
+    assert w.shape == z.shape
+
+
+def test_every_custom_operation_of_the_script_has_a_cost() -> None:
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("train_gpt::")}
+    assert {name.replace("::", ".") for name in registered} == set(subject.CUSTOM_OPERATIONS)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, backward: bool) -> None:
+    recorder = Recorder(H100, subject.CUSTOM_OPERATIONS)
+    rows, inner, columns = 96, 512, 2048
+    pre = gpu(rows, columns) if backward else None
+    with Watch(recorder):
+        torch.ops.train_gpt.linear_leaky_square(gpu(rows, inner), gpu(columns, inner), pre, 0.5)
+    (launch,) = recorder.launches
+    assert launch.kind == "custom" and launch.flop == 2 * rows * inner * columns
+    # Forward writes the product and its activation; backward reads the product and writes one.
+    assert launch.moved_bytes == 2 * (rows * inner + columns * inner + 2 * rows * columns)
+
+
+@pytest.fixture(scope="module")
+def unknown_operation() -> Iterator[Any]:
+    """A custom operation that nobody entered."""
+
+    @torch.library.custom_op("test_gpu_model::mystery", mutates_args=())
+    def mystery(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    mystery.register_fake(torch.empty_like)
+    yield mystery
+
+
+def test_a_custom_operation_that_nobody_entered_is_refused(
+    on_gpu: FakeTensorMode, unknown_operation: Any
+) -> None:
+    recorder = Recorder(H100, subject.CUSTOM_OPERATIONS)
+    with (
+        pytest.raises(UnknownOperation, match=r"test_gpu_model\.mystery.*CUSTOM_OPERATIONS"),
+        Watch(recorder),
+    ):
+        unknown_operation(gpu(4, 4))
+    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: 7.0})
+    with Watch(entered):
+        unknown_operation(gpu(4, 4))
+    assert [launch.flop for launch in entered.launches] == [7.0]
+
+
+def test_an_operation_of_torch_with_flop_is_not_counted_as_bytes_alone(on_gpu: FakeTensorMode) -> None:
+    with pytest.raises(UnknownOperation, match="convolution"), Watch(Recorder(H100)):
+        torch.nn.functional.conv1d(gpu(1, 4, 16), gpu(4, 4, 3))
+
+
+@pytest.mark.parametrize(("keys", "seen"), [(0.0, 1024.0), (517.0, 517.0)])
+def test_attention_costs_by_the_keys_seen_and_backward_more(keys: float, seen: float) -> None:
+    packed = torch.empty(4096, 8, 64, device="meta")
+    apart = torch.empty(2, 8, 2048, 64, device="meta")  # rows, heads, positions, channels
+    forward = accounting.ATTENTION["torch_attn._varlen_attn"]
+    backward = accounting.ATTENTION["torch_attn._varlen_attn_backward"]
+    sdpa = accounting.ATTENTION["_scaled_dot_product_flash_attention"]
+    flop = 4 * 4096 * seen * 8 * 64  # two products of 2 FLOP, for each token, key and channel
+    starts_and_longest = [None, None, None, 2048]  # of queries, not read, and of keys
+    assert accounting.attention_flop(forward, [packed, packed, packed, *starts_and_longest], keys) == flop
+    gradient = [packed] * 6 + starts_and_longest
+    assert accounting.attention_flop(backward, gradient, keys) == 2.5 * flop
+    assert accounting.attention_flop(sdpa, [apart, apart, apart], keys) == flop
+
+
+@pytest.mark.parametrize(
+    "source", ["'kernel_num_gb': 0.1, ... acc = tl.dot(a, b)", "def kernel_of_a_user(a, b): ..."]
+)
+def test_a_triton_kernel_of_unknown_cost_is_refused(source: str) -> None:
+    with pytest.raises(UnknownOperation, match="CUSTOM_OPERATIONS"):
+        GeneratedKernel("triton_mystery", source, Recorder(H100))
+
+
+def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> None:
+    recorder = Recorder(H100)
+    GeneratedKernel("triton_poi", "{'kernel_num_gb': 0.25}", recorder).run(gpu(4), 4, stream=0)
+    GeneratedKernel("triton_tiny", "{'kernel_num_gb': 0.0}", recorder).run(gpu(4), gpu(4), 4, stream=0)
+    assert [launch.moved_bytes for launch in recorder.launches] == [0.25e9, 2 * 4 * 2]
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts the operations that would each be a launch, wherever their tensors are."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if not operation.is_view and accounting.short_name(operation) not in accounting.ALLOCATIONS:
+            self.count += 1
+        return operation(*arguments, **(keywords or {}))
+
+
+def launches_of_quantizer(columns: int) -> int:
+    """Of one pass of the script's own GPTQ over a matrix."""
+    parameter = train_gpt.Parameter(shape=(2, 3, columns), role="mlp")
+    quantizer = train_gpt.Quantizer("bank", torch.randn(parameter.shape), parameter, {}, damping=0.01)
+    with LaunchCounter() as counter:
+        quantizer.quantize(1.0, 31.0)
+    return counter.count
+
+
+def test_the_column_of_gptq_that_is_measured_launches_as_much_as_the_real_one() -> None:
+    upper_NCC = torch.eye(8).repeat(2, 1, 1)
+    work_NRC = torch.randn(2, 3, 8)
+    scales_NR = torch.ones(2, 3)
+    with LaunchCounter() as counter:
+        eager_parts.quantize_column(work_NRC, scales_NR, upper_NCC, 4)
+    assert 16 * counter.count == launches_of_quantizer(24) - launches_of_quantizer(8)
+
+
+# ======================================================================================================
+# THE SUBJECT AND THE CENSUS
+# ======================================================================================================
+
+
+def test_a_pass_has_the_rows_that_the_script_gives_one_rank() -> None:
+    config = subject.config()
+    assert subject.rows(config, "train") == subject.rows(config, "train_loop") == (48, 2048)
+    assert subject.rows(config, "train", world_size=16) == (24, 2048)
+    assert subject.rows(config, "score") == (32, 2048)
+    assert subject.rows(config, "ttt") == (2, 2048)
+    with pytest.raises(ValueError, match="MICRO_BATCH_TOKENS=1024"):
+        subject.rows(subject.config(settings=["MICRO_BATCH_TOKENS=1024"]), "train")
+
+
+def test_a_setting_of_the_command_line_reaches_the_configuration() -> None:
+    assert subject.config(settings=["NUM_LAYERS=9", "MATRIX_LR=0.5"]).num_layers == 9
+    with pytest.raises(ValueError, match="--set NUM_LAYERS: expected KEY=VALUE"):
+        subject.config(settings=["NUM_LAYERS"])
+
+
+def test_a_model_without_the_argument_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(self: Any, inputs_BT: Any, targets_BT: Any, starts: Any = None) -> None:
+        """As it was when an attribute of the model switched the loop."""
+
+    monkeypatch.setattr(train_gpt.GPT, "loss", loss)
+    with pytest.raises(RuntimeError, match="takes no `looping`"):
+        subject.model(subject.config())
+
+
+def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
+    config = subject.config()
+    assert subject.visits(config, looping=False) == 11 and subject.visits(config, looping=True) == 17
+    calls = Counter({"torch_attn._varlen_attn.default": 11, "aten.mm.default": 78})
+    tracer: Any = types.SimpleNamespace(graphs=[Graph("fwd", False, 0, calls, [], None)])
+    census.check_visits(tracer, 11, "train")
+    with pytest.raises(RuntimeError, match="attends 11 times, expected 17"):
+        census.check_visits(tracer, 17, "train_loop")
+
+
+def launch(kind: str, name: str, shapes: str = "", moved_bytes: float = 1e9) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "name": name,
+        "moved_bytes": moved_bytes,
+        "flop": 2e12,
+        "microseconds": 1000.0,
+        "shapes": shapes,
+        "live_bytes": 0,
+    }
+
+
+SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
+
+
+@pytest.mark.parametrize(
+    ("found", "part"),
+    [
+        (launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16"), "products of the head"),
+        (launch("product", "mm.out", "(98304, 2048)@(2048, 512) bfloat16"), "products of the MLP"),
+        (launch("product", "mm.out", "(98304, 12)@(12, 8) bfloat16"), "products of the gates"),
+        (launch("product", "mm.out", "(512, 98304)@(98304, 256) bfloat16"), "products of q, k, v and o"),
+        (launch("attention", "torch_attn._varlen_attn.default"), "attention"),
+        (launch("generated", "triton_red_fused__log_softmax_nll_loss_forward_3"), "loss"),
+        (launch("generated", "triton_poi_fused__to_copy_1", moved_bytes=1e6), "small"),
+        (launch("generated", "triton_poi_fused_add_mul_1"), "residual, norms, scales"),
+    ],
+)
+def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell(
+    found: dict[str, Any], part: str
+) -> None:
+    assert summary.part_of(found, SIZES).startswith(part)
+
+
+def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
+    head = launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16")
+    attention = launch("attention", "torch_attn._varlen_attn.default")
+    outputs = [{"name": "a", "shape": [2], "dtype": "bfloat16", "size_bytes": 2**30}]
+    forward = {"tag": "x_fwd0", "backward": False, "launches": [attention], "outputs": outputs}
+    backward = {"tag": "x_bwd0", "backward": True, "launches": [head, head, attention], "outputs": []}
+    step = {"label": "x", "tokens": 98304, "milliseconds": 4.0, "sizes": SIZES, "graphs": [forward, backward]}
+    lines = summary.table(step).splitlines()
+    assert lines[3:6] == [
+        "| attention | 1 | 1.00 | 2.00 | 1.00 | 1 | 1.00 | 2.00 | 1.00 |",
+        "| products of the head | 0 | 0.00 | 0.00 | 0.00 | 2 | 2.00 | 4.00 | 2.00 |",
+        "| total | 1 | 1.00 | 2.00 | 1.00 | 3 | 3.00 | 6.00 | 3.00 |",
+    ]
+    assert "x_fwd0: new outputs 1.00 GiB" in lines[6]
+
+
+# ======================================================================================================
+# THE PROGRAM
+# ======================================================================================================
+
+
+def test_without_a_fitting_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("2.9.1+cpu", "2.13.0+cu130"):
+        monkeypatch.setattr(fake_gpu.importlib.metadata, "version", lambda _, found=version: found)
+        with pytest.raises(fake_gpu.Unavailable, match=re.escape(version)):
+            fake_gpu._check_environment()
+
+
+def run_census(repo: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    if path is not None:
+        environ["PATH"] = path
+    command = [sys.executable, "-m", "benchmarks.gpu_model", *arguments]
+    return subprocess.run(command, cwd=repo, capture_output=True, text=True, env=environ)
+
+
+def test_without_a_compiler_it_says_so_in_one_sentence_and_exits_with_2(repo: Path, tmp_path: Path) -> None:
+    result = run_census(repo, "--out", str(tmp_path), path=str(tmp_path))
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("the GPU model")
+
+
+TINY = (
+    "NUM_LAYERS=2 MODEL_DIM=128 NUM_HEADS=4 NUM_KV_HEADS=2 VOCAB_SIZE=1024 MLP_MULT=2 "
+    "PARALLEL_START_LAYER=-1 NUM_LOOPS=1 LOOP_START=0 LOOP_END=0 "
+    "TRAIN_SEQ_LEN=256 TTT_CHUNK_TOKENS=1024 MICRO_BATCH_TOKENS=1024 TRAIN_BATCH_TOKENS=8192"
+).split()
+TINY_TOKENS = 1024
+
+
+def tiny_product_flop(layers: int) -> int:
+    """FLOP of all products of one forward pass over the tokens of `TINY`."""
+    projections = 128 * 128 + 2 * 128 * 64 + 128 * 128  # q, k and v, o
+    mlp = 2 * 128 * 256
+    gate = 12 * 4
+    return 2 * TINY_TOKENS * (layers * (projections + mlp + gate) + 128 * 1024)
+
+
+@pytest.fixture(scope="session")
+def gpu_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the libraries are built, once for all tests."""
+    return tmp_path_factory.mktemp("gpu_model")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mlp", ["plain", "kernel"])
+def test_a_tiny_step_is_traced_whole(repo: Path, gpu_model_folder: Path, mlp: str) -> None:
+    settings = ["--what", "train", "train_loop", "--set", *TINY, "--mlp", mlp, "--out", str(gpu_model_folder)]
+    result = run_census(repo, *settings)
+    if result.returncode == 2:
+        pytest.skip(result.stderr)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("compiled anew for another number of documents: no") == 2
+    suffix = "" if mlp == "plain" else f"_{mlp}"
+    for phase, layers in (("train", 2), ("train_loop", 3)):
+        path = gpu_model_folder / f"default_{phase}{suffix}.json"
+        forward, backward = json.loads(path.read_text(encoding="utf-8"))["graphs"]
+        assert (forward["backward"], backward["backward"]) == (False, True)
+        for graph, passes in ((forward, 1), (backward, 2)):
+            kinds = Counter(one["kind"] for one in graph["launches"])
+            in_products = ("product", "custom")
+            flop = sum(one["flop"] for one in graph["launches"] if one["kind"] in in_products)
+            # Each product has two in its gradient, whichever way the MLP is computed.
+            assert flop == passes * tiny_product_flop(layers)
+            assert kinds["attention"] == layers
+            assert kinds["custom"] == (layers if mlp == "kernel" else 0)
+            assert kinds["generated"] > 0 and graph["peak_bytes"] >= graph["input_bytes"] > 0
+        # What the forward pass saves is what the backward pass starts with.
+        assert backward["input_bytes"] > sum(output["size_bytes"] for output in forward["outputs"])
+        table = summary.table(json.loads(path.read_text(encoding="utf-8")))
+        assert f"| total | {len(forward['launches'])} |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_reloaded_model_and_a_copy_compile_nothing_anew(repo: Path, gpu_model_folder: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_model.recompiles", "--out", str(gpu_model_folder)]
+    result = subprocess.run(command, cwd=repo, capture_output=True, text=True)
+    if result.returncode == 2:
+        pytest.skip(result.stderr)
+    assert result.returncode == 0, result.stderr
+    counts = dict(re.findall(r"^(.+): (\d+) new graphs$", result.stdout, re.MULTILINE))
+    compiling = {name: int(count) for name, count in counts.items() if count != "0"}
+    assert compiling == {"train": 2, "score": 1, "learn at test time, reloaded model": 2}
+    assert {
+        "score a reloaded model",
+        "score a copy of the model",
+        "learn from the next chunk",
+    } <= counts.keys()
