@@ -4266,8 +4266,10 @@ def main() -> int:
     run = None
     try:
         refuse_arguments(sys.argv[1:])
-        known = known_settings(read_settings(os.environ).values)
-        config = Config.from_env({**known.found, **os.environ, **known.fixed})
+        given = read_settings(os.environ).values
+        known = known_settings(given)
+        # What was found is ours: nothing in it is a former name, or stands for anything else.
+        config = Config.from_values({**known.found, **given, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
         signal.signal(signal.SIGINT, run.on_signal)
