@@ -4071,41 +4071,47 @@ def train(training: Training) -> None:
         ends_at = seconds + (2 + behind) * step_seconds
         finished = caught != 0 or run_progress(ends_at, training.step, config) >= 1
         save_now = is_due(config.checkpoint_every_seconds, before, seconds)
-        validate_now = config.val_loss_every > 0 and caught == 0
-        if not finished:
-            validate_now = validate_now and training.step % config.val_loss_every == 0
+        validate_now = config.val_loss_every > 0 and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
         read_results(training, leave=0 if finished or save_now or validate_now else behind)
-        if save_now and not finished:
-            training.save()
-        val_ms = 0.0
-        if validate_now:
-            looping = loop_is_on(progress, config)  # as in the step before
-            val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
+        looping = loop_is_on(progress, config)  # as in the step before
         if finished:
             break
+        if save_now:
+            training.save()
+        # The first step's validation shows where training begins.
+        val_ms = 0.0
+        if validate_now:
+            val_ms = validate_step(training, looping)
 
         progress = run_progress(seconds, training.step, config)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
-    end_training(training)
+    end_training(training, looping)
 
 
-def end_training(training: Training) -> None:
+def end_training(training: Training, looping: bool) -> None:
     """After the last step: save it where that is wanted, and end the process if a signal has come."""
     config = training.config
     run = training.run
     run.machine.wait()  # from here on the host may look at weights
-    training.trace.finish()
-    # Asked once more: a signal may have come in the last validation.
     seconds, caught = agree_on_clock_and_signal(training)
     # Everything after training can be redone from here: whatever fails there, no paid training is lost.
     worth_saving = run.machine.on_gpu or seconds > SAVED_FROM_SECONDS
-    if caught != 0 or config.checkpoint_every_seconds > 0 or worth_saving:
+    save_now = caught != 0 or config.checkpoint_every_seconds > 0 or worth_saving
+    if save_now:
         training.save()
+    # Upstream validates the last step too.
+    if caught == 0 and config.val_loss_every > 0:
+        validate_step(training, looping)
+        # A signal may have come meanwhile: then it asked for a checkpoint.
+        _, caught = agree_on_clock_and_signal(training)
+        if caught != 0 and not save_now:
+            training.save()
+    training.trace.finish()
     if caught != 0:
         leave_training(training, caught)
     if training.step < config.iterations:
@@ -4166,6 +4172,11 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens,
         grad_norm=norm, progress=result.progress, data_wait_max_ms=most,
     )  # fmt: skip
+
+
+def validate_step(training: Training, looping: bool) -> float:
+    """`validate`, with the label of the step that has just been done, or of step 0."""
+    return validate(training, f"step:{training.step}/{training.config.iterations}", looping)
 
 
 def validate(training: Training, label: str, looping: bool = True) -> float:
@@ -4257,6 +4268,7 @@ def main() -> int:
         refuse_arguments(sys.argv[1:])
         given = read_settings(os.environ).values
         known = known_settings(given)
+        # What was found is ours: nothing in it is a former name, or stands for anything else.
         config = Config.from_values({**known.found, **given, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
