@@ -875,6 +875,7 @@ class Place(NamedTuple):
 def place_among_ranks(environ: Mapping[str, str]) -> Place:
     """What the launcher says; nothing said: alone. ConfigError where it says only a part of it."""
     numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    # An empty variable is one that was not set.
     for name in numbers:
         text = environ.get(name, "")
         if text and not text.isdecimal():
@@ -1043,6 +1044,7 @@ class Run:
     def exit_by_signal(self, number: int) -> None:
         """Say what there is to go on with, and end this process."""
         rank = f"rank {self.machine.rank}"
+            # A checkpoint that is nearly on disk is worth the moment it takes.
         writer = self.writer
         if writer is not None and writer.is_alive():
             # The second signal comes here too, while the first one waits: it takes no notice of the disk.
@@ -4259,7 +4261,7 @@ def main() -> int:
     run = None
     try:
         refuse_arguments(sys.argv[1:])
-        known = known_settings(given_settings(os.environ))
+        known = known_settings(read_settings(os.environ).values)
         config = Config.from_env({**known.found, **os.environ, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
@@ -4295,12 +4297,6 @@ SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")
 SETTINGS_FILE = "config.env"
 
 
-def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the user gives: the environment, over the file it names as CONFIG."""
-    in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
-    return {**in_file, **environ}
-
-
 class Known(NamedTuple):
     """What the files of an earlier run say about this one."""
 
@@ -4322,6 +4318,7 @@ def known_settings(given: Mapping[str, str]) -> Known:
     if given.get("RESUME"):
         directory = find_path(given["RESUME"])
         check_resumable(directory)
+        # What training makes of the weights stands where the weights stand; the file beside it has the rest.
         of_training = TrainingSettings().as_env().keys()
         names = [name for name in Config().as_env() if name not in (*of_training, *SETTINGS_OF_A_START)]
         in_checkpoint = read_checkpoint(directory / CHECKPOINT, lazily=True)["config"]
@@ -4332,6 +4329,7 @@ def known_settings(given: Mapping[str, str]) -> Known:
         names = list(EVALUATION_SETTINGS)
         settings = parse_header(read_artifact(path), str(path)).settings
         fixed = settings.as_env()
+        # What somebody gave and does not get must not go unsaid.
         for spec in fields(ModelSettings):
             name = spec.name.upper()
             if name in given and parse_value(name, given[name], spec) != getattr(settings, spec.name):
@@ -4340,6 +4338,7 @@ def known_settings(given: Mapping[str, str]) -> Known:
     else:
         return Known({}, {}, [])
 
+    # A run of older days, or an artifact that was copied alone, has no such file: then defaults hold.
     if (directory / SETTINGS_FILE).is_file():
         in_file = read_config_file(str(directory / SETTINGS_FILE))
         stored.update({name: in_file[name] for name in names if name in in_file})
@@ -4507,6 +4506,7 @@ def check_tokenizer(config: Config, sha256: str, tokens: np.ndarray) -> None:
     By the hash in the shards' manifest. Where there is none, some validation text is decoded and encoded
     again: by its own tokenizer nearly all ids come back, by another one hardly any.
     """
+    # Two tokenizers may well have as many pieces: then nothing else would show that scores mean nothing.
     path = find_path(config.tokenizer_path)
     manifest = find_path(config.data_path) / "manifest.json"
     made_by = None
@@ -4619,6 +4619,7 @@ def check_resumable(directory: Path) -> None:
 
 def check_same_code(directory: Path, config: Config) -> None:
     """ConfigError where a run to resume began with another script, and that was not allowed."""
+    # Bytes, not meaning: whether another text does the same is not for a program to say.
     began_with = directory / "train_gpt.py"
     if config.resume_other_code or not began_with.is_file():
         return
@@ -4629,6 +4630,7 @@ def check_same_code(directory: Path, config: Config) -> None:
 
 def check_is_new(directory: Path) -> None:
     """ConfigError where there is something at the place of a new run: nothing is overwritten."""
+    # Also a link that leads nowhere is something.
     if not os.path.lexists(directory):
         return
     if not directory.is_dir():
@@ -4737,6 +4739,7 @@ def io_lines(config: Config, machine: Machine) -> list[str]:
 
 def about_dtype(config: Config, machine: Machine) -> str:
     """The dtype of activations, why it is this one, and what to expect of it."""
+    # A choice that a machine makes must be seen: two machines may choose differently.
     name = str(machine.dtype).removeprefix("torch.")
     device = "GPU" if machine.on_gpu else "CPU"
     if config.compute_dtype != "auto":
@@ -4762,6 +4765,7 @@ def idle_phases(config: Config, inputs: Inputs) -> list[str]:
     """Warnings of parts of the run that are asked for and will do nothing."""
     c = config
     found = []
+    # Nothing is learnt from the last chunk: there must be another one before it.
     targets = len(inputs.validation.tokens) - 1
     if c.ttt_enabled and targets <= c.ttt_chunk_tokens:
         found.append(f"TTT_ENABLED=1 learns nothing: the {targets} targets are one chunk of TTT_CHUNK_TOKENS="
@@ -4802,6 +4806,7 @@ def keep_former_code(directory: Path, inputs: Inputs) -> list[str]:
 
 def former_code(run: Run) -> list[dict[str, str]]:
     """The scripts that a resumed run went on from, for summary.json."""
+    # The directory itself remembers: a run may have been resumed many times, and its summary comes last.
     found = []
     for path in sorted(run.path("").glob(FORMER_CODE)):
         found.append({"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})

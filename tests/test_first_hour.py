@@ -58,8 +58,8 @@ class Newcomer:
         process = self.start(command, **settings)
         out, err = process.communicate(timeout=HANGS_SECONDS)
         assert process.returncode == 0, f"{command}\n{out}\n{err}"
-        for surprise in ("Traceback", "warning", "Warning", "error:"):
-            assert surprise not in out + err, f"{command}\n{out}\n{err}"
+        surprises = re.findall(r"Traceback|[Ww]arning|^error:.*", out + err, re.M)
+        assert not surprises, f"{command}\n{out}\n{err}"
         return out
 
     def summary(self, run: str) -> dict[str, Any]:

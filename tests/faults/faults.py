@@ -230,7 +230,7 @@ def data_read_only(lab: Lab, reference: Ended, source: random.Random) -> None:
 def locale_not_utf_8(lab: Lab, reference: Ended, source: random.Random) -> None:
     settings = lab.settings(LC_ALL=source.choice(["C", "POSIX"]), PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
     process = subprocess.run([sys.executable, str(SCRIPT)], env=settings, cwd=lab.folder, capture_output=True,
-                             timeout=120)  # fmt: skip
+                             timeout=600)  # fmt: skip
     assert process.returncode == 0 and process.stderr == b"", process.stderr
     assert_whole(Ended(0, "", "", lab.folder / "runs"), reference)
 
