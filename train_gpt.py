@@ -4272,14 +4272,14 @@ def main() -> int:
     run = None
     try:
         refuse_arguments(sys.argv[1:])
-        given = read_settings(os.environ).values
+        given, notes = read_settings(os.environ)
         known = known_settings(given)
         # What was found is ours: nothing in it is a former name, or stands for anything else.
         config = Config.from_values({**known.found, **given, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
         signal.signal(signal.SIGINT, run.on_signal)
-        return whole_run(config, run, known.notes)
+        return whole_run(config, run, [*notes, *known.notes])
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -4409,7 +4409,7 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
 def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
 
-    notes: lines for the log, about settings that come from the files of an earlier run.
+    notes: lines for the log about settings.
     """
     directory = choose_directory(config, run.machine)
     loaded = None
@@ -4720,7 +4720,7 @@ def open_run(
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
         f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
-        *read_settings(os.environ).notes,
+        *notes,
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
@@ -4734,7 +4734,6 @@ def open_run(
         f"preflight:ok artifact:estimate {inputs.estimate}",
         *inputs.kernels.report,
         about_dtype(config, machine),
-        *notes,
     ):
         run.log(line)
 
