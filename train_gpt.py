@@ -645,6 +645,7 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
                 stood_for = {**answer.settings, **stood_for}
         values.update(stood_for)
         values.update(given)
+    # Settings, and idle with another one: commands of public scripts give them all the same.
     for name in ("EMBED_LR", "HEAD_LR"):
         if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
             reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
@@ -695,6 +696,7 @@ def answer_name(
             return None
         return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", refusal, {})
 
+    # Taken: what asks for nothing, and what asks for what is done anyhow.
     subject = f"{name}={value}"
     harmless = value == "" or row.harmless == "*"
     for wanted in row.harmless.split():
@@ -703,6 +705,7 @@ def answer_name(
         return NameAnswer(subject, row.answer, "note", {})
     if not row.stands_for:
         return NameAnswer(subject, row.answer, refusal, {})
+    # Taken as settings of ours. One that is given as well is what the user meant by our own names.
     settings = {}
     reason = row.answer
     for pair in row.stands_for.split():
@@ -775,6 +778,7 @@ def nearest_config(given: Mapping[str, str]) -> str:
     shortest = 0
     most = shared_values(given, Config().as_env())
     for path in sorted(find_path("configs").glob("*.env")):
+        # Files for demonstrations and for machines are no system that a command could be of.
         if not path.name.startswith(("pr", "upstream")):
             continue
         values = read_config_file(str(path))
@@ -2145,6 +2149,7 @@ class GPT(nn.Module):
         """Normalised embeddings (B, T, D), each mixed with the one before it."""
         c = self.settings
         x = self._look_up("token_embedding_VD", inputs_BT)
+        # The table starts at zero: at first pairs say nothing, and the projection shapes what they learn.
         if c.bigram_vocab_size:
             pairs = self._look_up("bigram_table_RC", bigram_rows(inputs_BT, c))
             if "bigram_projection_1DC" in weights:
@@ -2656,6 +2661,7 @@ class Optimizer:
             {"params": groups["embedding"], "base_lr": embed_lr, "weight_decay": c.embed_wd},
             {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
         ]
+        # Only where there is one: checkpoints of other runs keep their two groups.
         if groups["head"]:
             adam_groups.append({"params": groups["head"], "base_lr": c.head_lr, "weight_decay": 0.0})
         self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)

@@ -125,6 +125,8 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     (record,) = (me.clone / "records/track_mine").iterdir()
     checked = me.do(f"python -m tools check records/track_mine/{record.name}")
     assert re.search(r"\b0 FAIL", checked)
+    me.do("python -m tools board")
+    me.do("python -m tools check records/track_cpu_demo/2026-11-21_ShorterScript")
     me.do("python -m tools diff runs/mine-seed1 runs/mine-seed2 --html diff.html")
     assert (me.clone / "diff.html").stat().st_size > 0
     me.do("python -m tools plot runs/mine-seed1 runs/mine-seed2 --out curves.png")
@@ -132,7 +134,7 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
 
     # A trace, and its drawing beside it.
     traced = {**STEPS, "ITERATIONS": "12", "RUN_ID": "traced", "CONFIG": "runs/first/config.env"}
-    me.do("python -m tools trace --steps 5:8", **traced)
+    me.do("python train_gpt.py", TRACE_STEPS="5:8", **traced)
     assert json.loads((me.clone / "runs/traced/trace_rank0.json").read_text("utf-8"))
     me.do("python -m tools timeline runs/traced")
     assert (me.clone / "runs/traced/timeline.png").exists()

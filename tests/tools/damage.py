@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from tests.support.dialects import DIALECT_A, DIALECT_B
 from tools.check.apart import Auditor, Report
 from tools.check.check import printable, render
@@ -476,12 +478,12 @@ def run_case(auditor: Auditor, bases: list[Path], seed: int, case: int, outcome:
     return report
 
 
-def run_cases(cases: int, seed: int) -> Outcome:
-    """Audit `cases` damaged folders."""
+def run_cases(cases: int, seed: int, first: int = 0) -> Outcome:
+    """Audit `cases` damaged folders, from number `first` on."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as place, Auditor() as auditor:
         bases = sound_folders(Path(place))
-        for case in range(cases):
+        for case in tqdm(range(first, first + cases), desc="damaged folders", disable=None):
             run_case(auditor, bases, seed, case, outcome)
     return outcome
 
@@ -490,6 +492,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Audit damaged records folders.")
     parser.add_argument("--cases", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="only this one, with its report")
     args = parser.parse_args()
     if args.case is not None:
@@ -499,7 +502,7 @@ def main() -> int:
         if report is not None:
             print(printable(render(f"case {args.case}", report.findings, Mode.AGREED, quiet=False)))
     else:
-        outcome = run_cases(args.cases, args.seed)
+        outcome = run_cases(args.cases, args.seed, args.first)
     for line in (*outcome.errors, *outcome.stopped):
         print(printable(line))
     print(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.dialects import DIALECT_A, DIALECT_B
 from tests.support.runs import SOURCE, make_runs, pack, wrap
+from tests.support.waiting import wait_until
 from tests.tools import damage
 from tools.__main__ import main
 from tools.check import checks
@@ -345,6 +346,32 @@ def test_code_that_is_run_has_no_network(tmp_path: Path) -> None:
     from tools.check.execute import check_starts
 
     assert any("unreachable" in finding.text for finding in check_starts(Folder(folder)))
+
+
+def test_code_that_is_run_cannot_fill_the_disk_or_stay(tmp_path: Path) -> None:
+    if not network_can_be_cut():
+        pytest.skip("this machine cannot start a process without network")
+    from tools.check.execute import check_starts
+
+    script = "import sys\nwhile True: sys.stderr.write('x' * 2**20 + '\\n')\n"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    assert all("does not start" in finding.text for finding in check_starts(Folder(folder)))
+    number = tmp_path / "number"
+    stays = (
+        f"import subprocess\nopen({str(number)!r}, 'w').write(str(subprocess.Popen(['sleep', '987']).pid))\n"
+    )
+    (folder / "train_gpt.py").write_text(stays)
+    assert all("starts from" in finding.text for finding in check_starts(Folder(folder)))
+    wait_until(lambda: not _runs(int(number.read_text())))
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 # ---- what somebody may try
