@@ -89,10 +89,31 @@ class ArtifactError(RuntimeError):
     """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
 
 
-def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
-    """One setting: its default, meaning with unit, and range (finite: inf and nan are refused) or choices."""
+def knob(
+    default: Any,
+    meaning: str,
+    low: float = -1e300,
+    high: float = 1e300,
+    among: str = "",
+    pattern: str = ".*",
+    negative_is_zero: bool = False,
+) -> Any:
+    """One setting: its default, and its meaning with unit.
+
+    low, high: the range of a number (finite: inf and nan are refused). among: the choices, if there are few.
+    pattern: what text must match. negative_is_zero: for numbers whose zero means none, as public scripts
+    take all below it.
+    """
     choices = "0 1" if isinstance(default, bool) else among
-    return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
+    metadata = {
+        "meaning": meaning,
+        "low": low,
+        "high": high,
+        "among": choices.split(),
+        "pattern": pattern,
+        "negative_is_zero": negative_is_zero,
+    }
+    return field(default=default, metadata=metadata)
 
 
 def find_path(path: str) -> Path:
@@ -139,18 +160,25 @@ class ModelSettings:
     gate_window: int = knob(12, "channels that feed the gates", 1)
     # Ways around the blocks: the token before, and the skips of the U-Net.
     smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
+    channel_smear_enabled: bool = knob(False, "mix it in once more, each channel by a fixed share (PR #549)")
     skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
     # Depth recurrence: some layers run several times, with the same weights (PR #1493).
     num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
     loop_start: int = knob(3, "first looped layer", 0)
     loop_end: int = knob(5, "last looped layer", 0)
-    enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
+    enable_looping_at: float = knob(0.35, "progress at which the loop switches on; from 1 on: never", 0)
     # Late layers whose two halves read side by side.
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
+    # Tables of what a pair of tokens, or a token, says by itself (PR #549).
+    bigram_vocab_size: int = knob(0, "rows for hashed pairs, added to embeddings; 0: none", 0, 1 << 20)
+    bigram_dim: int = knob(128, "width of these rows, projected to MODEL_DIM", 2)
+    ve_enabled: bool = knob(False, "add an embedding of the token to the values of attention")
+    ve_dim: int = knob(128, "width of that embedding, projected to all key heads", 2)
+    ve_layers: str = knob("9,10", "layers that add it", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
     # Ends and beginnings.
-    tie_embeddings: str = knob("1", "1: the output head is the input embedding", among="1")
-    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding", 0)
+    tie_embeddings: bool = knob(True, "the output head is the input embedding; 0: a matrix of its own")
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding; untied: 1", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
 
@@ -169,17 +197,29 @@ class ModelSettings:
         """Channels of a head that the rotary embedding turns."""
         return self.rope_dims or self.head_dim
 
+    @property
+    def value_layers(self) -> list[int]:
+        """The layers that add a value embedding."""
+        if not self.ve_enabled:
+            return []
+        return [int(layer) for layer in self.ve_layers.split(",")]
+
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
         loop_in_order = self.loop_start <= self.loop_end < self.num_layers
+        value_layers = self.value_layers
+        # Each of them has one scale.
+        listed_once = len(set(value_layers)) == len(value_layers)
+        value_layers_exist = all(layer < self.num_layers for layer in value_layers)
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
             (self.gate_window <= self.model_dim, "GATE_WINDOW <= MODEL_DIM"),
-            (self.parallel_start_layer < self.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
             (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
+            (listed_once and value_layers_exist, "VE_LAYERS as different numbers < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
@@ -219,17 +259,21 @@ class TrainingSettings(ModelSettings):
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
-    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
-    max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
-    # Step sizes of the three groups of parameters.
+    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set; 0: none are taken", 0)
+    max_wallclock_seconds: float = knob(
+        600.0, "seconds of training with Hessians; 0: ITERATIONS", 0, negative_is_zero=True)
+    # Step sizes of the groups of parameters.
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
-    tied_embed_lr: float = knob(0.03, "AdamW, embedding", 0)
+    tied_embed_lr: float = knob(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1", 0)
+    embed_lr: float = knob(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0", 0)
+    head_lr: float = knob(0.008, "AdamW without decay, the output head with TIE_EMBEDDINGS=0", 0)
     # Muon, for the matrices.
     muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
     muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
     muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
-    muon_momentum_warmup_steps: int = knob(0, "the same in steps; 0: use the fraction", 0)
+    muon_momentum_warmup_steps: int = knob(
+        0, "the same in steps; 0: the fraction; given as 0 without it: none", 0)
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
     muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
     muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
@@ -241,17 +285,13 @@ class TrainingSettings(ModelSettings):
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
     # What holds for all of them.
-    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
+    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0, negative_is_zero=True)
     ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
     # The schedule of the learning rates.
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
-    warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
+    warmdown_iters: int = knob(
+        0, "the same in steps, at the mean step time; 0: the fraction; given as 0 without it: none", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
-
-    def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
-        warmdown_begins = self.max_wallclock_seconds > 0 or self.warmdown_iters <= self.iterations
-        return [*super().rules(), (warmdown_begins, "WARMDOWN_ITERS <= ITERATIONS")]
 
 
 @dataclass(frozen=True)
@@ -274,8 +314,8 @@ class Config(TrainingSettings):
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = knob(2.0, "seconds of the clock for Hessians; fewer batches if short", 0)
     # --- its evaluation ---
-    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
-    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
+    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
+    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
     ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
     ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
@@ -288,7 +328,7 @@ class Config(TrainingSettings):
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
     micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
-    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
+    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 1024)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
     val_prefetch: bool = knob(True, "copy validation to the device before scoring; 0: batch by batch")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
@@ -298,12 +338,16 @@ class Config(TrainingSettings):
     runs_dir: str = knob("runs", "folder that holds the run directories")
     max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
-    train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
-    val_loss_every: int = knob(0, "steps between validations outside the clock; 0: only after training", 0)
-    val_batch_size: int = knob(65_536, "tokens; one scoring pass of one rank", 1)
-    val_progress_log_every: int = knob(0, "chunks between scoring progress lines; 0: twenty lines", 0)
+    train_log_every: int = knob(50, "steps between train lines, after the first ten; 0: no train lines", 0)
+    val_loss_every: int = knob(
+        0, "steps between validations outside the clock, first and last; 0: none", 0, negative_is_zero=True)
+    val_batch_size: int = knob(524_288, "tokens scored at once by eight ranks; each takes an eighth", 1)
+    val_progress_log_every: int = knob(
+        -1, "batches of VAL_BATCH_SIZE between progress lines of every validation; 0: none; "
+        "-1: twenty lines of each final score", -1)  # fmt: skip
     training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
-    training_timing_every: int = knob(200, "steps between those lines", 1)
+    training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
+    trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob(
@@ -314,6 +358,7 @@ class Config(TrainingSettings):
     fused_heads: str = knob("auto", "Triton norm, rotary and XSA; auto: as FUSED_MLP", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
+    save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
     peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
@@ -321,6 +366,23 @@ class Config(TrainingSettings):
     def eval_length(self) -> int:
         """Tokens of context in evaluation."""
         return self.eval_seq_len or self.train_seq_len
+
+    @property
+    def val_pass_tokens(self) -> int:
+        """Tokens of one scoring pass of one rank.
+
+        Upstream splits VAL_BATCH_SIZE over ranks and micro-steps, which together are always eight: so here,
+        on any number of ranks.
+        """
+        return max(1, self.val_batch_size // 8)
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps of TRACE_STEPS, the first of a run is 1; empty where it is empty, or no A:B."""
+        if not re.fullmatch(r"[0-9]+:[0-9]+", self.trace_steps):
+            return range(0)
+        first, after = self.trace_steps.split(":")
+        return range(int(first), int(after))
 
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
@@ -336,6 +398,7 @@ class Config(TrainingSettings):
              "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED"),
             (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
             (plain_name, "RUN_ID as a plain name"),
+            (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B, numbers with A < B"),
         ]  # fmt: skip
 
     @classmethod
@@ -344,9 +407,7 @@ class Config(TrainingSettings):
 
         Raises ConfigError for what is wrong.
         """
-        in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
-        refuse_unknown(in_file, environ)
-        return cls.from_values({**in_file, **environ})
+        return cls.from_values(read_settings(environ).values)
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
@@ -364,17 +425,20 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     # A value that cannot be read is reported below, like one that is out of range.
     with contextlib.suppress(ValueError):
         value = bool(int(text)) if kind is bool else kind(text)
+    if spec.metadata["negative_is_zero"] and value is not None and -1e300 <= value < 0:
+        value = kind(0)
     # Text that would not print cannot be stored as KEY=VALUE either.
     if among:
         fits = value is not None and text in among
+        expected = " or ".join(among)
     elif kind is str:
-        fits = text.isprintable()
+        fits = text.isprintable() and re.fullmatch(spec.metadata["pattern"], text) is not None
+        expected = f"printable text like {spec.default!r}" if spec.default else "printable text"
     else:
         fits = value is not None and text.isprintable() and low <= value <= high
+        expected = f"{kind.__name__} from {low:g} to {high:g}"
     if fits:
         return value
-    kind_and_range = "printable text" if kind is str else f"{kind.__name__} from {low:g} to {high:g}"
-    expected = " or ".join(among) or kind_and_range
     raise ConfigError(f"{name}={text!r}: expected {expected}; {spec.metadata['meaning']}")
 
 
@@ -399,34 +463,315 @@ def read_config_file(path: str) -> dict[str, str]:
     return values
 
 
-# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
-COMMON_WORDS = "CHECKPOINT CODE COMPUTE DATA DEVICE MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING".split()
+# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRACE_ID.
+COMMON_WORDS = """
+    CHANNEL CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN SAVE TRACE TRAINING
+""".split()
+# Words of at most so many letters may be anybody's: in the environment they are never refused.
+SHORT_NAME = 5
 
 
-def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """ConfigError that lists every variable which looks like one of ours and is none.
+class FormerName(NamedTuple):
+    """How variables of public scripts, and earlier ones of ours, are answered that are no settings.
 
-    The environment holds much that is not ours, so there a name is only refused if it is close to one of
-    ours or begins with the same word. A file named by CONFIG is ours alone: all that is unknown is refused.
+    A value is taken if it is `harmless`, or else by the settings it `stands_for`; if there are none, it is
+    refused. Either way the user is told: in a line of the log, or of the error.
     """
+
+    # NAME=value is about one value of a setting of ours that other scripts mean differently.
+    names: str
+    # The reason, and what to set instead: it is true whether a value is taken or refused.
+    answer: str
+    # Values that ask for what is done anyhow. *: any; a setting's name: its value.
+    harmless: str = ""
+    # NAME=value pairs: {} is the value that was given, {OTHER} that of a setting. One that is given wins.
+    stands_for: str = ""
+
+
+FORMER_NAMES = [
+    # The same under another name. The first of them that is given decides.
+    FormerName("VAL_BATCH_TOKENS", "is VAL_BATCH_SIZE", stands_for="VAL_BATCH_SIZE={}"),
+    FormerName("PARALLEL_RESIDUAL_START", "is PARALLEL_START_LAYER with PARALLEL_MODE=gptj",
+               stands_for="PARALLEL_START_LAYER={} PARALLEL_MODE=gptj"),
+    FormerName("MATRIX_CLIP_SIGMAS", "is MLP_CLIP_SIGMAS and ATTN_CLIP_SIGMAS",
+               stands_for="MLP_CLIP_SIGMAS={} ATTN_CLIP_SIGMAS={}"),
+    FormerName("ARTIFACT_DIR", "is RUNS_DIR; a run writes to RUNS_DIR/RUN_ID", stands_for="RUNS_DIR={}"),
+    FormerName("PHASE_TIMEOUT_SECONDS", "is PEER_TIMEOUT_SECONDS", stands_for="PEER_TIMEOUT_SECONDS={}"),
+    FormerName("TTT_EVAL_SEQ_LEN", "is EVAL_SEQ_LEN, of all scores", stands_for="EVAL_SEQ_LEN={}"),
+    FormerName("DATASETS_DIR", "is DATA_PATH", stands_for="DATA_PATH={}"),
+    FormerName("DATA_DIR", "stands for DATA_PATH and TOKENIZER_PATH",
+               stands_for="DATA_PATH={}/datasets/fineweb10B_sp{VOCAB_SIZE} "
+                          "TOKENIZER_PATH={}/tokenizers/fineweb_{VOCAB_SIZE}_bpe.model"),
+    FormerName("MUON_WEIGHT_DECAY", "is MUON_WD", stands_for="MUON_WD={}"),
+    FormerName("ADAM_WEIGHT_DECAY", "is ADAM_WD", stands_for="ADAM_WD={}"),
+    FormerName("SMEAR_GATE", "is SMEAR_GATE_ENABLED", stands_for="SMEAR_GATE_ENABLED={}"),
+    FormerName("GATE_WIDTH SMEAR_GATE_WIDTH", "is GATE_WINDOW", stands_for="GATE_WINDOW={}"),
+    FormerName("USE_GPTQ", "is GPTQ", stands_for="GPTQ={}"),
+    FormerName("SLIDING_WINDOW_ENABLED=0", "is EVAL_STRIDE=0 TTT_ENABLED=0",
+               stands_for="EVAL_STRIDE=0 TTT_ENABLED=0"),
+    FormerName("SLIDING_WINDOW_ENABLED", "EVAL_STRIDE sets the sliding window; 0: none", "1"),
+    # Values of settings of ours that mean something else elsewhere.
+    FormerName("WARMDOWN_ITERS=0", "no warm-down, unless WARMDOWN_FRAC is given with it",
+               stands_for="WARMDOWN_FRAC=0"),
+    FormerName("MUON_MOMENTUM_WARMUP_STEPS=0", "final momentum from the first step, unless "
+               "MUON_MOMENTUM_WARMUP_FRAC is given with it", stands_for="MUON_MOMENTUM_WARMUP_FRAC=0"),
+    FormerName("PARALLEL_START_LAYER=0", "parallel from layer 0 on (PR #1855: none); -1: none", "*"),
+    FormerName("RESUME=auto", "name the run directory to continue"),
+    # What is done anyhow, or can be had by other settings.
+    FormerName("EMA_ENABLED", "EMA_DECAY averages the weights; EMA_DECAY=0 does not", "1"),
+    FormerName("TTT_FREEZE_BLOCKS", "test-time training updates all weights, so 0 is what is done", "0"),
+    FormerName("EMBEDDING_DIM", "embeddings are as wide as the model; leave it out", "MODEL_DIM"),
+    FormerName("CASEOPS_ENABLED", "DATA_PATH and TOKENIZER_PATH name the data, and a byte sidecar beside the "
+               "shards is used; set them, and leave it out", "0"),
+    FormerName("VAL_COPY_STREAM", "no effect on results: VAL_PREFETCH says how validation is copied", "0 1"),
+    FormerName("VAL_PREFETCH_QUEUE", "no effect on results: validation is copied whole", "*"),
+    FormerName("VAL_BYTECOUNT_DEVICE", "no effect on results: the host counts bytes, once", "cpu cuda"),
+    FormerName("COMPRESSOR", "no effect: codes go through the built-in range coder, which writes less", "*"),
+    FormerName("FUSED_CE FUSED_CE_ENABLED", "no effect on results: torch.compile fuses the loss", "0 1 auto"),
+    FormerName("VAL_DOC_FRACTION", "all documents are scored; VAL_TOKENS_LIMIT scores fewer tokens", "1"),
+    FormerName("TTT_EVAL_BATCHES", "all of validation is scored; VAL_TOKENS_LIMIT scores a part"),
+    FormerName("PARALLEL_FINAL_LANE", "the model ends with the mean of its lanes", "mean"),
+    FormerName("SPARSE_ATTN_GATE_SCALE", "the steepness of that gate is 0.5, as in PR #1855", "0.5"),
+    FormerName("SPARSE_ATTN_GATE_INIT_STD", "the weights of that gate begin at zero", "0"),
+    FormerName("GATED_ATTN_QUANT_GATE", "gates are stored with 8 bits a row, like all small weights", "1"),
+    FormerName("TTT_EVAL_ONLY EVAL_ONLY_PATH", "EVAL_ONLY=runs/x/model.bin scores a stored artifact", "0"),
+    FormerName("PREQUANT_ONLY", "every run writes and scores an artifact, and logs the loss before it", "0"),
+    FormerName("PREFLIGHT_ONLY", "every run makes these checks first, and cannot stop after them", "0"),
+    FormerName("TRACE", "TRACE_STEPS=A:B records where the time of some steps goes", "0"),
+    FormerName("DETERMINISTIC", "a CPU repeats runs of fixed steps bit for bit, a GPU does not", "0"),
+    FormerName("MUON_BETA2", "no effect: PRs #549 and #1493 read it and never use it; BETA2 is AdamW's", "*"),
+    FormerName("SWA_ENABLED SWA_EVERY",
+               "no effect, as in PR #549, which never used that average; see EMA_DECAY", "*"),
+    FormerName("LATE_QAT LATE_QAT_THRESHOLD QAT_ENABLED QAT_THRESHOLD", "no effect, as in PR #549, where "
+               "it reached no bank; training does not quantize here", "*"),
+    # What is not here: its off value is taken, and so are numbers of what is off elsewhere by default.
+    FormerName("ROPE_YARN", "longer inputs rescale the rotary base; see ROPE_TRAIN_SEQ_LEN", "0"),
+    FormerName("GATED_ATTN_ENABLED ATTN_OUT_GATE_ENABLED GATED_ATTENTION",
+               "no gate of this form; SPARSE_ATTN_GATE_ENABLED=1 is another one", "0"),
+    FormerName("GATED_ATTN_INIT_STD ATTN_OUT_GATE_SRC", "no gate of this form", "*"),
+    FormerName("VALUE_RESIDUAL", "later layers do not mix in the first layer's values; set it to 0", "0"),
+    FormerName("DTG_ENABLED", "no gate around a whole block; set it to 0", "0"),
+    FormerName("MTP_NUM_HEADS", "no extra heads (those of PR #549 were in no optimizer); set it to 0", "0"),
+    FormerName("MTP_LOSS_WEIGHT", "no extra heads", "*"),
+    FormerName("LAWA_ENABLED", "no average of snapshots; EMA_DECAY averages the weights", "0"),
+    FormerName("LAWA_K LAWA_FREQ", "no average of snapshots", "*"),
+    FormerName("ETLB_ENABLED", "evaluation trains no bias of the logits; set it to 0", "0"),
+    FormerName("ETLB_LR ETLB_STEPS ETLB_CLIP", "evaluation trains no bias of the logits", "*"),
+    FormerName("LQER_ENABLED", "no low-rank correction of rounding errors; set it to 0", "0"),
+    FormerName("LQER_RANK LQER_TOP_K LQER_FACTOR_BITS LQER_ASYM_ENABLED LQER_ASYM_GROUP",
+               "no low-rank correction of rounding errors; leave it out"),
+    FormerName("NGRAM_TILT_ENABLED", "evaluation mixes in no n-grams; set it to 0", "0"),
+    FormerName("PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS", "TTT_ENABLED=1 trains chunk by chunk, not in "
+               "phases; set it to 0", "0"),
+    FormerName("PHASED_TTT_NUM_PHASES GLOBAL_TTT_LR GLOBAL_TTT_MOMENTUM GLOBAL_TTT_EPOCHS "
+               "GLOBAL_TTT_CHUNK_TOKENS GLOBAL_TTT_BATCH_SEQS GLOBAL_TTT_WARMUP_START_LR "
+               "GLOBAL_TTT_WARMUP_CHUNKS GLOBAL_TTT_GRAD_CLIP GLOBAL_TTT_RESPECT_DOC_BOUNDARIES",
+               "TTT_ENABLED=1 trains chunk by chunk, not in phases; leave it out"),
+    FormerName("TTT_CHUNK_SIZE TTT_BATCH_SIZE TTT_GRAD_STEPS TTT_WEIGHT_DECAY TTT_BETA1 TTT_BETA2 "
+               "TTT_OPTIMIZER TTT_LORA_RANK TTT_LORA_ALPHA TTT_LORA_LR TTT_K_LORA TTT_O_LORA TTT_MLP_LORA "
+               "TTT_WARM_START_A", "TTT_ENABLED=1 trains all weights, with no adapters; leave it out"),
+    FormerName("CONTROL_TENSOR_NAME_PATTERNS INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", "parameter_table says how "
+               "a parameter is trained and stored, not its name; leave it out"),
+    FormerName("GENERATE GENERATE_TOKENS GENERATE_TEMPERATURE GENERATE_TOP_K", "python -m tools generate "
+               "writes text; leave it out"),
+    FormerName("GPTQ_RESERVE_MS", "set GPTQ_RESERVE_SECONDS, a thousandth of it"),
+    FormerName("TARGET_MB", "set ARTIFACT_BYTES_MAX, of code and artifact together, in bytes"),
+    FormerName("MLP_HIDDEN", "set MLP_MULT, that width over MODEL_DIM", "0"),
+    FormerName("STRIDE", "set EVAL_STRIDE"),
+    FormerName(
+        """
+        ACTIVATION ADAM_LR ATTN_PROJ_TYPE ATTN_VARIANT BATCH_SCHEDULE_FRACTION BATCH_TOKENS_START BIGRAM_HASH
+        BITNET_GROUP_SIZE CHURN_LOG_EVERY COMPILE_MODE CORR_WEIGHT_LR DIFF_ATTN DISABLE_LAYER0_ATTN EMA
+        EMA_START_FRACTION EMBED_DIM EVAL_BATCH_SEQS EVAL_DEPTH_RECURRENCE EVAL_OVERLAP EVAL_TEMP
+        FP16_EMBED_EXPORT FP_STORAGE GATE_ATTN_OUT GATE_ATTN_SRC GPTQ_NUM_SEQS HESSIAN_CLIP_LAMBDA
+        HNET_LR_DIFF INT4_LAYERS INT4_STEP INT6_LAYERS INT6_LAYER_END INT6_LAYER_START INT6_STEP
+        JEPA_PRETRAIN_FRAC LEGENDRE_DEGREE_ATTN LEGENDRE_DEGREE_FFN LEGENDRE_GROUPS LOGIT_HEAD_TYPE
+        LOOP_PHASE2_AT LORA_RANK LR_SCHEDULE MATRIX_OPTIMIZER MIXED_QUANT MLP_GROUPS MLP_RANK MODE MTP_HEADS
+        MUON_EQ_R NGRAM_WITHIN_BETA NGRAM_WORD_BETA NUM_ATTN_LAYERS NUM_VIRTUAL_LAYERS N_INT6_LAYERS
+        OUTER_LAYERS PARALLEL_RESIDUAL POST_GPTQ_EVAL_ONLY QAT QAT_INT6 QUANT_BITS QUANT_BITS_EMBED
+        RATIO_LOSS_WEIGHT RECUR_LAYERS RECUR_START_STEP REFINER REFINER_KERNEL REPEAT_UNTIE_MLP
+        REPEAT_UNTIE_MLP_LAYERS ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL
+        SLIDING_EVAL_STRIDE SMEAR SOFTCAP_TYPE TARGET_AVG_CHUNK_LEN TEMP_SCALING TRAINING_DEPTH_RECURRENCE
+        TVERSKY_FEATURE_POOLS TVERSKY_MEMBERSHIP TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION USE_BIGRAM_HASH
+        USE_LZMA USE_ZSTD VAL_MAX_TOKENS WARMDOWN_FRACTION WARMDOWN_SHAPE WEIGHT_DECAY YARN_MAX_LEN
+        """, "of another public script, and no setting here; leave it out"),
+]  # fmt: skip
+
+
+class GivenSettings(NamedTuple):
+    """What the user gave, once every name is answered."""
+
+    values: dict[str, str]  # all that was given, and the settings that former names stand for
+    notes: list[str]  # lines for the log
+
+
+def read_settings(environ: Mapping[str, str]) -> GivenSettings:
+    """What `environ` gives, over the file that it names as CONFIG; former and unknown names are answered.
+
+    Raises one ConfigError for all names that are refused, so that they can be mended at once.
+    """
+    in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    resolved = {**Config().as_env(), **in_file, **environ}
+    values: dict[str, str] = {}
+    said: dict[tuple[str, str], list[str]] = {}  # kind and reason, and the variables that it is said of
+    # The environment is second: also what a name there stands for is over what the file gives.
+    for given in (in_file, environ):
+        stood_for: dict[str, str] = {}
+        for name in sorted(given):
+            answer = answer_name(name, given, resolved, given is in_file)
+            if answer is not None:
+                said.setdefault((answer.kind, answer.reason), []).append(answer.subject)
+                stood_for = {**answer.settings, **stood_for}
+        values.update(stood_for)
+        values.update(given)
+    for name in ("EMBED_LR", "HEAD_LR"):
+        if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
+            reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
+            said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
+
+    notes = []
+    errors = []
+    for (kind, reason), subjects in said.items():
+        line = f"{' '.join(subjects)}: {reason}"
+        if kind == "error":
+            errors.append(line)
+        else:
+            notes.append(f"{kind}: {line}")
+    nearest = nearest_config(values) if said else ""
+    if errors:
+        if nearest:
+            errors.append(f"most of the values given are those of CONFIG={nearest}")
+        raise ConfigError(" | ".join(errors))
+    if nearest and not environ.get("CONFIG"):
+        notes.append(f"warning: what is not given has the defaults, of another model than CONFIG={nearest}")
+    return GivenSettings(values, notes)
+
+
+class NameAnswer(NamedTuple):
+    """What is said of a name that is no setting, or of a value that means something else elsewhere."""
+
+    subject: str
+    reason: str
+    kind: str  # note: taken; warning: ignored; error: refused
+    settings: dict[str, str]  # that it stands for
+
+
+def answer_name(
+    name: str, given: Mapping[str, str], resolved: Mapping[str, str], in_file: bool
+) -> NameAnswer | None:
+    """The answer to one of the `given` variables; None: a setting, or a variable of another program.
+
+    resolved: all settings. in_file: whether CONFIG gives them. That file is ours alone: there every unknown
+    name is refused. The environment holds much else: there a name is refused if it is a former one, is close
+    to a setting or begins with the same word; if it is short, it is ignored with a warning.
+    """
+    value = given[name]
+    refusal = "warning" if len(name) <= SHORT_NAME and not in_file else "error"
+    row = former_name(name, value)
+    if row is None:
+        meant = similar_settings(name, in_file)
+        if not meant:
+            return None
+        return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", refusal, {})
+
+    subject = f"{name}={value}"
+    harmless = value == "" or row.harmless == "*"
+    for wanted in row.harmless.split():
+        harmless = harmless or same_value(value, resolved.get(wanted, wanted))
+    if harmless:
+        return NameAnswer(subject, row.answer, "note", {})
+    if not row.stands_for:
+        return NameAnswer(subject, row.answer, refusal, {})
+    settings = {}
+    reason = row.answer
+    for pair in row.stands_for.split():
+        setting, _, meaning = pair.partition("=")
+        if setting in given:
+            reason += f"; {setting}={given[setting]} is given with it, and wins"
+        else:
+            settings[setting] = meaning.format(value.rstrip("/") or value, **resolved)
+    if name in Config().as_env() and not settings:
+        return None  # a setting, given together with what it would stand for
+    return NameAnswer(subject, reason, "note", settings)
+
+
+def former_name(name: str, value: str) -> FormerName | None:
+    """The row that answers a variable, if there is one."""
+    for row in FORMER_NAMES:
+        for entry in row.names.split():
+            its_name, equals, its_value = entry.partition("=")
+            if its_name == name and (not equals or same_value(value, its_value)):
+                return row
+    return None
+
+
+def same_value(given: str, wanted: str) -> bool:
+    """Whether two texts are the same value: equal numbers where both are numbers, else equal letters."""
+    try:
+        return float(given) == float(wanted)
+    except ValueError:
+        return given.strip().lower() == wanted.lower()
+
+
+def similar_settings(name: str, in_file: bool) -> list[str]:
+    """The settings that an unknown name may stand for; none: it is a setting, or of another program."""
     known = [spec.name.upper() for spec in fields(Config)]
-    # All mistakes in one message, so that they can be mended at once.
-    problems = []
-    for name in sorted(in_file.keys() | environ.keys()):
-        if name in known:
+    if name in known:
+        return []
+    meant = []
+    if len(name) <= SHORT_NAME:  # short ones are close to everything
+        meant = [other for other in known if is_one_edit(name, other)]
+    else:
+        meant = difflib.get_close_matches(name, known, cutoff=0.83)
+    word = name.split("_")[0]
+    if not meant and word not in COMMON_WORDS:
+        meant = [other for other in known if other.split("_")[0] == word]
+    if not meant and in_file:
+        meant = ["one that --help lists"]
+    return meant
+
+
+def is_one_edit(name: str, other: str) -> bool:
+    """Whether one letter added, lost or replaced, or two neighbours swapped, make one of the other."""
+    # What they have in common at both ends does not count.
+    while name and other and name[0] == other[0]:
+        name = name[1:]
+        other = other[1:]
+    while name and other and name[-1] == other[-1]:
+        name = name[:-1]
+        other = other[:-1]
+    if len(name) == 2:
+        return other == name[::-1]
+    return len(name) <= 1 and len(other) <= 1
+
+
+def nearest_config(given: Mapping[str, str]) -> str:
+    """The configuration of an ancestor that shares most values with `given`; of equal ones the shortest.
+
+    Empty where the defaults share as many, and where there is no folder of configurations.
+    """
+    nearest = ""
+    shortest = 0
+    most = shared_values(given, Config().as_env())
+    for path in sorted(find_path("configs").glob("*.env")):
+        if not path.name.startswith(("pr", "upstream")):
             continue
-        word = name.split("_")[0]
-        meant = []
-        if len(name) >= 6:  # shorter names are close to everything
-            meant = difflib.get_close_matches(name, known, cutoff=0.83)
-        if not meant and word not in COMMON_WORDS:
-            meant = [other for other in known if other.split("_")[0] == word]
-        if not meant and name in in_file:
-            meant = ["one that --help lists"]
-        if meant:
-            problems.append(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
-    if problems:
-        raise ConfigError(" ".join(problems))
+        values = read_config_file(str(path))
+        shared = shared_values(given, values)
+        if shared > most or (shared == most and nearest and len(values) < shortest):
+            nearest = f"configs/{path.name}"
+            most = shared
+            shortest = len(values)
+    return nearest
+
+
+def shared_values(given: Mapping[str, str], others: Mapping[str, str]) -> int:
+    """How many settings have the same value in both; of a path its last part counts."""
+    shared = 0
+    for name, value in others.items():
+        if name in given and same_value(Path(given[name]).name, Path(value).name):
+            shared += 1
+    return shared
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
@@ -625,59 +970,297 @@ class Run:
 
 
 # ============================================================================================================
-# TIMING — where the milliseconds of a step go, also with prefetch on; no step waits but one that is reported.
+# TIMING — where the milliseconds of a step go, as lines and as a trace; steps that are not shown pay nothing.
 # ============================================================================================================
+
+FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
+
+# The rows of a trace: what the host does, by thread; what the GPU does, by stream; passes over the data.
+LANES = ("main", "disk", "stage", "copy_stream", "compute_stream", "epochs")
+TRACE_END = b"\n]}\n"
+
+
+class CopyMarks(NamedTuple):
+    """The beginning and the end of the copy of a batch, in the stream that copies it."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 class Lap(NamedTuple):
     """The end of a part of a step."""
 
-    name: str  # batch, forward, backward or optimizer
+    name: str  # batch, forward, backward, grad_clip or optimizer
     host_seconds: float
     event: torch.cuda.Event | None  # the same moment on the GPU
+    copy: CopyMarks | None  # of a batch: its way to the GPU
+
+
+class Work(NamedTuple):
+    """A part of a step that was given to the GPU."""
+
+    name: str
+    step: int
+    asked_seconds: float  # when the host began to ask for it
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class Trace:
+    """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
+
+    With TRACE_STEPS empty, nothing is measured, kept or written. It holds what overlaps the steps asked for;
+    a step lasts until the next one begins, the last one until training ends. Times are seconds of
+    `time.perf_counter`, one clock for all ranks of a machine. The file is valid JSON after each flush, also
+    if the run is killed then; a full disk costs no run.
+    """
+
+    def __init__(self, steps: range = range(0), run: Run | None = None) -> None:
+        self.steps = steps
+        self.run = run
+        self.wanted = len(steps) > 0
+        self.opened = math.inf  # when the first of these steps began
+        self.closed = math.inf  # when the first step after them began
+        self.restarted = 0.0  # when the loader last went elsewhere: what began before belongs to no step
+        self.epoch = 0  # pass over the data of the step under way
+        self.epoch_began = 0.0
+        self.events: deque[str] = deque()  # that the file has not yet
+        self.lengths_ms: dict[str, list[float]] = {}  # of all spans, by lane and name
+        self.unfinished: deque[Work] = deque()  # by the GPU, as far as known
+        # A moment that both clocks know: an event that is over, and when.
+        self.anchor: torch.cuda.Event | None = None
+        self.anchor_seconds = 0.0
+
+    @property
+    def recording(self) -> bool:
+        """Whether the step under way is one of those asked for."""
+        return self.opened < math.inf and self.closed == math.inf
+
+    def now(self) -> float:
+        """Seconds of the trace's clock; 0 where it is not wanted."""
+        return time.perf_counter() if self.wanted else 0.0
+
+    def begin(self, step: int, epoch: int) -> None:
+        """Start of a step, in a pass over the data; both are counted from 1. Not called in the warm-up."""
+        now = time.perf_counter()
+        if step in self.steps and self.opened == math.inf:
+            self._open(epoch)
+        elif self.recording and step not in self.steps:
+            self._close(now)
+        elif self.recording and epoch != self.epoch:
+            self._end_epoch(now)
+            self.epoch = epoch
+        # Once a step: whoever kills the run loses one step of the trace.
+        self._place_finished_work()
+        self.flush()
+
+    def _open(self, epoch: int) -> None:
+        """The first step asked for begins. On a GPU it is waited for, this once, to compare the clocks."""
+        # An event that is over at a known time: what follows is placed by its distance from it.
+        if self.run is not None and self.run.machine.on_gpu:
+            self.anchor = torch.cuda.Event(enable_timing=True)
+            self.anchor.record()
+            self.anchor.synchronize()
+        self.opened = time.perf_counter()
+        self.anchor_seconds = self.opened
+        self.epoch_began = self.opened
+        self.epoch = epoch
+
+    def _close(self, now: float) -> None:
+        """The last step asked for is over; what began before now is still shown when it ends."""
+        self._end_epoch(now)
+        self.closed = now
+
+    def _end_epoch(self, now: float) -> None:
+        """The pass over the data as far as it lies in the trace."""
+        self.add("epoch", "epochs", self.epoch_began, now, epoch=self.epoch)
+        self.epoch_began = now
+
+    def finish(self) -> None:
+        """End of training, the GPU is done: log how often and how long each span was, in milliseconds."""
+        if not self.wanted or self.run is None:
+            return
+        if self.recording:
+            self._close(time.perf_counter())
+        self._place_finished_work()
+        self.flush()
+        # What was asked for and did not happen is told as well.
+        if self.opened == math.inf:
+            self.run.log(f"trace:none, no step of TRACE_STEPS={self.steps.start}:{self.steps.stop} was run")
+            return
+        self.run.log(f"trace:{self.path} for ui.perfetto.dev")
+        for name, lengths_ms in sorted(self.lengths_ms.items()):
+            mean_ms = sum(lengths_ms) / len(lengths_ms)
+            self.run.log(f"trace_span:{name} count:{len(lengths_ms)} mean_ms:{mean_ms:.3f} "
+                         f"min_ms:{min(lengths_ms):.3f} max_ms:{max(lengths_ms):.3f}")
+
+    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        """A span of what this thread does in a `with` block, also where that raises."""
+        return self._measure(name, lane, args) if self.wanted else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measure(self, name: str, lane: str, args: dict[str, Any]) -> Iterator[None]:
+        """`span`, where one is wanted."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, lane, begin, time.perf_counter(), **args)
+
+    def add(self, name: str, lane: str, begin: float, end: float, **args: Any) -> None:
+        """A span from begin to end, in seconds, if it overlaps the steps asked for."""
+        if begin >= self.restarted and begin < self.closed and end >= self.opened:
+            self._span(name, lane, begin, end, args)
+
+    def _span(self, name: str, lane: str, begin: float, end: float, args: dict[str, Any]) -> None:
+        """A span, and its length for the table."""
+        length = end - begin
+        self.lengths_ms.setdefault(f"{lane}/{name}", []).append(1e3 * length)
+        self._event("X", name, lane, begin, dur=1e6 * length, args=args)
+
+    def count(self, name: str, value: int) -> None:
+        """A counter that from now on has this value."""
+        self._event("C", name, "main", time.perf_counter(), args={name: value})
+
+    def arrow(self, number: int, begin: float) -> None:
+        """An arrow from a moment of the lane `stage` to now, in `main`; its number is unique in a rank."""
+        if not self.recording or begin < self.opened:
+            return
+        assert self.run is not None, "a trace with steps belongs to a run"
+        # Numbers are unique among ranks too: their files can be merged.
+        link = {"id": self.run.machine.rank << 40 | number, "cat": "batch", "bp": "e"}
+        self._event("s", "batch", "stage", begin, **link)
+        self._event("f", "batch", "main", time.perf_counter(), **link)
+
+    def add_step(self, step: int, laps: list[Lap]) -> None:
+        """The spans of a step: `chunk` is all of it, `train` what lies between two waits for a batch."""
+        # Waits, parts and trains follow one another without a gap, so that a chunk is their sum.
+        began = laps[0].host_seconds
+        train_began = began
+        for before, lap in itertools.pairwise(laps):
+            if lap.name == "batch":
+                # What came before is over: nothing at all, if this is the first batch.
+                if before.name != "begin":
+                    self.add("train", "main", train_began, before.host_seconds, step=step)
+                self.add("gpu_queue_wait", "main", before.host_seconds, lap.host_seconds, step=step)
+                train_began = lap.host_seconds
+            else:
+                self.add(lap.name, "main", before.host_seconds, lap.host_seconds, step=step)
+                if before.event is not None and lap.event is not None:
+                    work = Work(lap.name, step, before.host_seconds, before.event, lap.event)
+                    self.unfinished.append(work)
+        # The last train has the optimizer in it.
+        ended = laps[-1].host_seconds
+        self.add("train", "main", train_began, ended, step=step)
+        self.add("chunk", "main", began, ended, step=step)
+
+    def _place_finished_work(self) -> None:
+        """Add what the GPU has finished, without waiting for the rest.
+
+        Its clock and the host's drift apart. So each piece is placed by its distance from the one before, and
+        then moved to where it neither begins before the host asked for it nor ends later than now.
+        """
+        while self.unfinished and self.unfinished[0].end.query():
+            work = self.unfinished.popleft()
+            assert self.anchor is not None, "work of a GPU follows the comparison of the clocks"
+            length = work.begin.elapsed_time(work.end) / 1e3
+            started = self.anchor_seconds + self.anchor.elapsed_time(work.begin) / 1e3
+            ended = max(started, work.asked_seconds) + length
+            ended = min(ended, time.perf_counter())
+            self.anchor = work.end
+            self.anchor_seconds = ended
+            # Of the steps asked for, even where the host is already further.
+            self._span(work.name, "compute_stream", ended - length, ended, {"step": work.step})
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank, in the run directory."""
+        assert self.run is not None, "a trace with steps belongs to a run"
+        return self.run.path(f"trace_rank{self.run.machine.rank}.json")
+
+    def _event(self, kind: str, name: str, lane: str, seconds: float, **more: Any) -> None:
+        """One event, as text: a span is of kind X, a counter C, the ends of an arrow s and f, a name M."""
+        rank = 0 if self.run is None else self.run.machine.rank
+        place = {"ph": kind, "name": name, "pid": rank, "tid": 1 + LANES.index(lane), "ts": 1e6 * seconds}
+        self.events.append(f",\n{json.dumps({**place, **more})}")
+
+    def _new_file(self) -> bytes:
+        """A file with the names of its rows, and no event."""
+        assert self.run is not None, "a trace with steps belongs to a run"
+        rank = self.run.machine.rank
+        names = [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}]
+        for number, lane in enumerate(LANES, 1):
+            row = {"ph": "M", "pid": rank, "name": "thread_name", "tid": number, "args": {"name": lane}}
+            names.append(row)
+        lines = ",\n".join([json.dumps(name) for name in names])
+        return b'{"traceEvents": [\n' + lines.encode() + TRACE_END
+
+    def flush(self) -> None:
+        """Write what was added, in one call: over the closing brackets, and them again."""
+        # Threads may add meanwhile: those events that are there now are taken, one by one.
+        text = "".join([self.events.popleft() for _ in range(len(self.events))])
+        if not text:
+            return
+        # In one call: nobody kills a process between the events and the bracket behind them.
+        with contextlib.suppress(OSError):
+            if not self.path.exists():  # a resumed run goes on with its file
+                self.path.write_bytes(self._new_file())
+            with open(self.path, "r+b", buffering=0) as file:
+                file.seek(-len(TRACE_END), os.SEEK_END)
+                file.write(text.encode() + TRACE_END)
 
 
 class StepTimer:
-    """`timing_breakdown` lines of each `every`-th step; 0: of none.
+    """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
-    All in milliseconds. `batch_cpu` and `val` are host time; `val` is the validation just before the step;
-    `batch_h2d` is how long the compute stream waited for a batch; the rest is device time. A reported step
-    is waited for, as its events must have happened before they can be read.
+    All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
+    (as in PR #591). `batch_cpu` and `val` are host time, `val` of the validation just before the step;
+    `batch_h2d` is the copy to the GPU, which is no part of the step if it was made ahead; the rest is device
+    time. A reported step is waited for, as its events must have happened before they can be read.
     """
 
-    def __init__(self, every: int, on_gpu: bool) -> None:
+    def __init__(self, every: int, on_gpu: bool, trace: Trace | None = None) -> None:
         self.every = every
         self.on_gpu = on_gpu
+        self.trace = trace or Trace()
         self.reported = False
+        self.timed = False
         self.step = 0
         self.val_ms = 0.0
         self.laps: list[Lap] = []
 
     def begin(self, step: int | None, val_ms: float = 0.0) -> None:
-        """Start of a step; None: one of the warm-up, which is never reported."""
-        self.reported = self.every > 0 and step is not None and step % self.every == 0
+        """Start of a step, the first is 1; None: one of the warm-up, which is never reported."""
+        self.reported = False
+        if self.every > 0 and step is not None:
+            self.reported = step <= FIRST_STEPS or step % self.every == 0
+        self.timed = self.reported or self.trace.recording
         self.step = step or 0
         self.val_ms = val_ms
         self.laps = []
         self.lap("begin")  # where the first part starts
 
-    def lap(self, name: str) -> None:
-        """Mark the end of a part of the step: batch, forward, backward or optimizer."""
-        if not self.reported:
+    def lap(self, name: str, copy: CopyMarks | None = None) -> None:
+        """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
+        if not self.timed:
             return
         # An event is a mark in the stream of the GPU: it costs no waiting.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
-        self.laps.append(Lap(name, time.perf_counter(), event))
+        self.laps.append(Lap(name, time.perf_counter(), event, copy))
         if event is not None:
             event.record()
 
-    def line(self) -> str:
-        """End of a step: its line, empty if it is not reported."""
+    def end(self) -> str:
+        """End of a step, for the trace too: its line, empty if it is not reported."""
+        if self.trace.recording:
+            self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
-        names = ("batch", "forward", "backward", "optimizer")
+        names = ("batch", "forward", "backward", "grad_clip", "optimizer")
         host_ms = dict.fromkeys(names, 0.0)
         device_ms = dict.fromkeys(names, 0.0)
+        copy_ms = 0.0
+        micro_steps = 0
         # Only here a step is waited for.
         last_event = self.laps[-1].event
         if last_event is not None:
@@ -687,11 +1270,17 @@ class StepTimer:
             host_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
             if before.event is not None and lap.event is not None:
                 device_ms[lap.name] += before.event.elapsed_time(lap.event)
+            if lap.copy is not None:
+                copy_ms += lap.copy.begin.elapsed_time(lap.copy.end)
+            if lap.name == "batch":
+                micro_steps += 1
         work_ms = device_ms if self.on_gpu else host_ms
-        return (f"timing_breakdown step:{self.step} "
-                f"batch_cpu_ms:{host_ms['batch']:.2f} batch_h2d_ms:{device_ms['batch']:.2f} "
-                f"forward_ms:{work_ms['forward']:.2f} backward_ms:{work_ms['backward']:.2f} "
-                f"optimizer_ms:{work_ms['optimizer']:.2f} val_ms:{self.val_ms:.2f}")
+        parts = max(micro_steps, 1)
+        return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
+                f"batch_cpu_ms:{host_ms['batch'] / parts:.2f} batch_h2d_ms:{copy_ms / parts:.2f} "
+                f"forward_ms:{work_ms['forward'] / parts:.2f} backward_ms:{work_ms['backward'] / parts:.2f} "
+                f"grad_clip_ms:{work_ms['grad_clip']:.2f} optimizer_ms:{work_ms['optimizer']:.2f} "
+                f"val_ms:{self.val_ms:.2f}")
 
 
 # ============================================================================================================
@@ -726,6 +1315,8 @@ class StagedBatch(NamedTuple):
     ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
     starts: Tensor  # as in `Batch`
     sequence_hash: int
+    copy: CopyMarks | None
+    staged_seconds: float  # when it was ready, by the trace's clock
 
 
 class Batch(NamedTuple):
@@ -734,6 +1325,7 @@ class Batch(NamedTuple):
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64
     starts: Tensor  # where rows and documents begin in the flattened inputs, then B T; int32
+    copy: CopyMarks | None = None  # of its way to the GPU, where that is measured
 
 
 def open_shards(pattern: str) -> list[Shard]:
@@ -784,6 +1376,11 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def sequences_per_epoch(config: TrainingSettings, shards: list[Shard]) -> int:
+    """Whole sequences in all shards: those of one pass over the data."""
+    return sum(max(shard.tokens - 1, 0) // config.train_seq_len for shard in shards)
+
+
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
     """The stream of training sequences, without end, from the shard that holds `position` on.
 
@@ -797,7 +1394,7 @@ def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -
     if not usable:
         raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
     sizes = [(shard.tokens - 1) // length for shard in usable]
-    epoch_size = sum(sizes)
+    epoch_size = sequences_per_epoch(config, shards)
     for epoch in itertools.count(position // epoch_size):
         begin = epoch * epoch_size
         for number in permutation(config, len(usable), epoch).tolist():
@@ -843,14 +1440,19 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Config, shards: list[Shard], machine: Machine) -> None:
+    def __init__(
+        self, config: Config, shards: list[Shard], machine: Machine, trace: Trace | None = None
+    ) -> None:
         self.config = config
         self.shards = shards
         self.machine = machine
+        self.trace = trace or Trace()
         self.pools: list[futures.ThreadPoolExecutor] = []
         self.stream: torch.cuda.Stream | None = None
         if config.train_copy_stream and machine.on_gpu:
             self.stream = torch.cuda.Stream(machine.device)
+        # Events before and after each copy, for who wants to know how long it takes.
+        self.marks_copies = machine.on_gpu and (config.training_timing_breakdown or self.trace.wanted)
 
         # Rows are sequences: so many of each step for a rank, so many for one of its micro-batches.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
@@ -864,7 +1466,7 @@ class Loader:
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
 
-        self.waits_ms: list[float] = []  # how long each `next_batch` waited, since they were last taken
+        self.waits_ms: list[float] = []  # how long each step waited for batches, since they were last taken
         self.index = 0  # micro-batches delivered, from the first step of the run on
         self.stream_hash = 0  # of what was delivered
         self.seek(0)
@@ -875,6 +1477,7 @@ class Loader:
         self.index = step * self.micro_steps
         self.stream_hash = 0
         self.waits_ms = []
+        self.trace.restarted = self.trace.now()
         visits = self._ahead("disk", self._read(self.index), 1)
         staged = self._stage(visits, self.index)
         self.batches = self._ahead("stage", staged, self.config.train_prefetch_queue)
@@ -896,6 +1499,8 @@ class Loader:
 
         def in_order() -> Iterator[Any]:
             while True:
+                if self.trace.recording:
+                    self.trace.count(f"{stage} queue", sum(item.done() for item in pending))
                 pending.append(pool.submit(next, items))
                 yield pending.popleft().result(self.config.loader_timeout_seconds)
 
@@ -912,7 +1517,8 @@ class Loader:
         length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
-            tokens = read_tokens(visit.shard, self.config.vocab_size)
+            with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
+                tokens = read_tokens(visit.shard, self.config.vocab_size)
             sequences_NT = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
             # Each step is cut into one run of sequences for each rank.
@@ -927,49 +1533,92 @@ class Loader:
                 yield sequences_NT[number]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
-        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device.
+        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
+        sequences = self._sequences(visits)
+        for index in itertools.count(first):
+            with self.trace.span("stage", "stage", batch=index):
+                batch = self._stage_batch(sequences, index)
+            yield batch
+
+    def _stage_batch(self, sequences: Iterator[np.ndarray], index: int) -> StagedBatch:
+        """The micro-batch of this number, made of the next sequences.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
         """
-        sequences = self._sequences(visits)
         shape = (self.micro_rows, self.config.train_seq_len + 1)
-        for index in itertools.count(first):
-            ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
-            ids_BT = ids.numpy()  # the same memory
-            rows = list(itertools.islice(sequences, self.micro_rows))
-            np.concatenate(rows, out=ids_BT.reshape(-1))
-            # What is hashed is what is sent: the very memory that is copied.
-            sequence_hash = hash_sequences(self._position(index), ids_BT)
-            starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
-            if self.stream is not None:
-                with torch.cuda.stream(self.stream):
-                    ids = ids.to(self.machine.device, non_blocking=True)
-                    starts = starts.pin_memory().to(self.machine.device, non_blocking=True)
-                    self.stream.synchronize()
-            yield StagedBatch(ids, starts, sequence_hash)
+        ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
+        ids_BT = ids.numpy()  # the same memory
+        rows = list(itertools.islice(sequences, self.micro_rows))
+        np.concatenate(rows, out=ids_BT.reshape(-1))
+        # What is hashed is what is sent: the very memory that is copied.
+        sequence_hash = hash_sequences(self._position(index), ids_BT)
+        starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
+        if self.machine.on_gpu:
+            starts = starts.pin_memory()
+        copy = None
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                ids, starts, copy = self._copy(ids, starts)
+                self.stream.synchronize()
+            self._trace_copy(copy)
+        return StagedBatch(ids, starts, sequence_hash, copy, self.trace.now())
+
+    def _copy(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, CopyMarks | None]:
+        """Both on the device, copied in the current stream; marked where somebody asks how long it takes."""
+        if not self.marks_copies:
+            ids = ids.to(self.machine.device, non_blocking=True)
+            starts = starts.to(self.machine.device, non_blocking=True)
+            return ids, starts, None
+        marks = CopyMarks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        marks.begin.record()
+        ids = ids.to(self.machine.device, non_blocking=True)
+        starts = starts.to(self.machine.device, non_blocking=True)
+        marks.end.record()
+        return ids, starts, marks
+
+    def _trace_copy(self, marks: CopyMarks | None) -> None:
+        """Show a copy that has just been waited for: it ended now."""
+        if marks is not None and self.trace.wanted:
+            ended = self.trace.now()
+            began = ended - marks.begin.elapsed_time(marks.end) / 1e3
+            self.trace.add("gpu_transfer", "copy_stream", began, ended)
 
     def next_batch(self) -> Batch:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
         try:
-            ids, starts, sequence_hash = next(self.batches)
+            staged = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
             raise self._failure(error) from error
-        self.waits_ms.append(1e3 * (time.perf_counter() - start))
+        self._add_wait(1e3 * (time.perf_counter() - start))
+        self.trace.arrow(self.index, staged.staged_seconds)
 
-        ids = ids.to(self.machine.device, non_blocking=True)
-        starts = starts.to(self.machine.device, non_blocking=True)
+        ids = staged.ids_BT
+        starts = staged.starts
+        copy = staged.copy
         if self.stream is not None:
             # They were made on the copy stream: their memory is not reused before this stream is done too.
             ids.record_stream(torch.cuda.current_stream(self.machine.device))
             starts.record_stream(torch.cuda.current_stream(self.machine.device))
+        elif self.machine.on_gpu:
+            # The copy goes before the step in its own stream: what is shown is how long it takes to ask.
+            with self.trace.span("gpu_transfer", "main"):
+                ids, starts, copy = self._copy(ids, starts)
         torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
         self.index += 1
-        self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
+        self.stream_hash = (self.stream_hash + staged.sequence_hash) % 2**64
         # Widened on the device: two bytes a token cross the bus, not sixteen.
-        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts)
+        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts, copy)
+
+    def _add_wait(self, wait_ms: float) -> None:
+        """Count a wait for the next batch to its step."""
+        # A step has as many batches as micro-steps.
+        first_of_step = self.index % self.micro_steps == 0
+        if first_of_step or not self.waits_ms:
+            self.waits_ms.append(0.0)
+        self.waits_ms[-1] += wait_ms
 
     def _failure(self, error: BaseException) -> LoaderError:
         """What went wrong with the next batch, and where in the stream."""
@@ -983,8 +1632,13 @@ class Loader:
             where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
         return LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}")
 
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the next batch belongs to; the first is 1."""
+        return 1 + self._position(self.index) // sequences_per_epoch(self.config, self.shards)
+
     def take_waits_ms(self) -> list[float]:
-        """How long each batch since the last call was waited for, in milliseconds."""
+        """How long each step since the last call waited for its batches, in milliseconds."""
         waits_ms = self.waits_ms
         self.waits_ms = []
         return waits_ms
@@ -1027,7 +1681,8 @@ class Parameter(NamedTuple):
     constant: float | list[float] = 0.0
     std: float = 0.0
     random_matrices: int = 0
-    # muon: MATRIX_LR and MUON_WD; embedding: TIED_EMBED_LR and EMBED_WD; scalar: SCALAR_LR and ADAM_WD.
+    # muon: MATRIX_LR and MUON_WD; scalar: SCALAR_LR and ADAM_WD; embedding: TIED_EMBED_LR or EMBED_LR, and
+    # EMBED_WD; head: HEAD_LR, no decay. The last two are tables of the vocabulary, which are used as a whole.
     optimizer: str = "scalar"
     # How it is quantized. attn, mlp, embed: by the *_CLIP_SIGMAS of that name, and by EMBED_BITS or
     # MATRIX_BITS. Empty: a small tensor, always 8 bits.
@@ -1054,13 +1709,12 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     skip_gates = skips if c.skip_gates_enabled else 0
     attn_gates = layers if c.sparse_attn_gate_enabled else 0
     smear = 1 if c.smear_gate_enabled else 0
+    channel_smear = 1 if c.channel_smear_enabled else 0
     has_lanes = c.parallel_mode == "lanes" and c.parallel_start_layer >= 0
     # GPT-J layers share one lane, and need no weights to mix two.
-    lane_layers = layers - c.parallel_start_layer if has_lanes else 0
+    lane_layers = max(0, layers - c.parallel_start_layer) if has_lanes else 0
     table = {
-        "token_embedding_VD": Parameter(
-            (c.vocab_size, width), std=c.tied_embed_init_std,
-            optimizer="embedding", role="embed", inputs=("hidden",)),
+        **vocabulary_tables(c),
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
             optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
@@ -1083,10 +1737,56 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
         "attn_gate_LHW": Parameter((attn_gates, c.num_heads, c.gate_window)),
         "smear_gate_1W": Parameter((smear, c.gate_window)),
         "smear_scale_1": Parameter((smear,)),
+        "channel_smear_1D": Parameter((channel_smear, width)),
+        **projections_of_tables(c),
         # What each of the two lanes takes of itself, of the attention's output and of the MLP's.
         "lane_mix_P23": Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0]),
     }  # fmt: skip
     return {name: parameter for name, parameter in table.items() if 0 not in parameter.shape}
+
+
+def vocabulary_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """The parameters with a row for each token, or for each hash of a pair of tokens."""
+    # Tied, the embedding is the head as well. Untied, it starts as torch's own, and multiplies nothing.
+    embedding_std = c.tied_embed_init_std
+    embedding_inputs: tuple[str, ...] = ("hidden",)
+    head_rows = 0
+    if not c.tie_embeddings:
+        embedding_std = 1.0
+        embedding_inputs = ()
+        head_rows = c.vocab_size
+    value_rows = c.vocab_size if c.ve_enabled else 0
+    return {
+        "token_embedding_VD": Parameter(
+            (c.vocab_size, c.model_dim), std=embedding_std,
+            optimizer="embedding", role="embed", inputs=embedding_inputs),
+        "output_head_VD": Parameter(
+            (head_rows, c.model_dim),
+            optimizer="head", role="embed", inputs=("hidden",)),
+        "bigram_table_RC": Parameter(
+            (c.bigram_vocab_size, c.bigram_dim),
+            optimizer="embedding", role="embed"),
+        "value_table_VC": Parameter(
+            (value_rows, c.ve_dim), std=0.01,
+            optimizer="embedding", role="embed"),
+    }  # fmt: skip
+
+
+def projections_of_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """What turns rows of the bigram and value tables into embeddings and values: matrices and scales."""
+    kv_width = c.num_kv_heads * c.head_dim
+    bigram = 1 if c.bigram_vocab_size else 0
+    value = 1 if c.ve_enabled else 0
+    # A table as wide as what it is added to needs no matrix.
+    bigram_matrices = bigram if c.bigram_dim != c.model_dim else 0
+    value_matrices = value if c.ve_dim != kv_width else 0
+    return {
+        "bigram_projection_1DC": Parameter((bigram_matrices, c.model_dim, c.bigram_dim), random_matrices=1),
+        "bigram_scale_1": Parameter((bigram,), 0.05),
+        "value_projection_1KC": Parameter((value_matrices, kv_width, c.ve_dim), random_matrices=1),
+        "value_scale_1": Parameter((value,), 0.1),
+        "value_layer_scale_N": Parameter((len(c.value_layers),), 1.0),
+    }
 
 
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
@@ -1227,6 +1927,20 @@ def attention_documents(
     return same_B1TT.tril()
 
 
+def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
+    """Row of the bigram table for each token and the one before it, (B, T): a hash of both (PR #549).
+
+    The last row is of tokens with none before them: the first of a row and, with DOC_MASK, of a document.
+    """
+    last_row = c.bigram_vocab_size - 1
+    ids_BT = inputs_BT.int()  # products wrap around at 32 bits
+    hashed = torch.bitwise_xor(36_313 * ids_BT[:, 1:], 27_191 * ids_BT[:, :-1]) % last_row
+    rows_BT = F.pad(hashed, (1, 0), value=last_row)
+    if c.doc_mask:
+        rows_BT = rows_BT.masked_fill(inputs_BT == BOS_ID, last_row)
+    return rows_BT
+
+
 # Parameters by name, each split along its first axis.
 WeightRows = dict[str, tuple[Tensor, ...]]
 # Called with (name of the input, layer, values) where matrices multiply them: calibration sums x xᵀ.
@@ -1245,6 +1959,7 @@ class LayerWeights(NamedTuple):
     qk_gain_H: Tensor
     attn_gate_HW: Tensor | None
     lane_mix_23: Tensor | None
+    value_scale: Tensor | None  # of the value embedding, in the layers that add it
 
 
 class Context(NamedTuple):
@@ -1254,6 +1969,7 @@ class Context(NamedTuple):
     rotary: Tensor
     documents: Tensor | None
     observe: Observer | None
+    values_BTK: Tensor | None  # value embeddings; K is all key channels, as in `LayerWeights`
 
 
 class GPT(nn.Module):
@@ -1269,14 +1985,14 @@ class GPT(nn.Module):
         self.mlp: Callable[..., Tensor] = mlp_plain
         self.heads: Callable[..., Heads] = heads_plain
         self.xsa: Callable[..., Tensor] = xsa_plain
-        # Embeddings are looked up by id; everything else is read row by row.
+        # Tables of the vocabulary are used as a whole; everything else is read row by row.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
             weights = torch.empty(parameter.shape)
             if seed is not None:
                 weights = initial_weights(name, parameter, settings, seed)
             self.register_parameter(name, nn.Parameter(weights))
-            if parameter.optimizer != "embedding":
+            if parameter.optimizer not in ("embedding", "head"):
                 self.row_names.append(name)
 
     def forward(
@@ -1298,7 +2014,8 @@ class GPT(nn.Module):
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
         documents = attention_documents(inputs_BT, starts, self.attend, c)
         x0 = self._embed(inputs_BT, weights)
-        context = Context(x0, rotary, documents, observe)
+        values = self._embed_values(inputs_BT, weights)
+        context = Context(x0, rotary, documents, observe, values)
 
         # First half: every visit keeps what it leaves in the first lane.
         encoder, decoder = visit_order(c, looping)
@@ -1323,7 +2040,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
-        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
+        head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
+        return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
@@ -1343,7 +2061,7 @@ class GPT(nn.Module):
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def _weights_by_row(self) -> WeightRows:
-        """All parameters but embeddings, split along the first axis; made once for all visits of a row."""
+        """All parameters but tables, split along the first axis; made once for all visits of a row."""
         whole = {name: self.get_parameter(name) for name in self.row_names}
         queries, outputs = whole.pop("qo_bank").chunk(2)
         keys, values = whole.pop("kv_bank").chunk(2)
@@ -1358,7 +2076,12 @@ class GPT(nn.Module):
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
         """Normalised embeddings (B, T, D), each mixed with the one before it."""
         c = self.settings
-        x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(self.compute_dtype)
+        x = self._look_up("token_embedding_VD", inputs_BT)
+        if c.bigram_vocab_size:
+            pairs = self._look_up("bigram_table_RC", bigram_rows(inputs_BT, c))
+            if "bigram_projection_1DC" in weights:
+                pairs = F.linear(pairs, weights["bigram_projection_1DC"][0])
+            x = x + pairs * weights["bigram_scale_1"][0]
         if c.smear_gate_enabled:
             # Never across the start of a row or, with DOC_MASK, of a document (PR #1851).
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
@@ -1367,7 +2090,28 @@ class GPT(nn.Module):
             gate_BT = gate_BT * weights["smear_scale_1"][0]
             previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
             x = torch.addcmul(x, gate_BT[..., None], previous)
-        return rms_norm(x)
+        x = rms_norm(x)
+        if c.channel_smear_enabled:
+            # A token with none before it is mixed with zero, and keeps its own share (PR #549).
+            previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
+            if c.doc_mask:
+                previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
+            share_D = weights["channel_smear_1D"][0].sigmoid()
+            x = (1 - share_D) * x + share_D * previous
+        return x
+
+    def _look_up(self, name: str, rows_BT: Tensor) -> Tensor:
+        """Rows of a table (B, T, C), in the dtype of the activations."""
+        return F.embedding(rows_BT, self.get_parameter(name)).to(self.compute_dtype)
+
+    def _embed_values(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor | None:
+        """Value embeddings (B, T, K), the same for all layers that add them; None where they are off."""
+        if not self.settings.ve_enabled:
+            return None
+        values = self._look_up("value_table_VC", inputs_BT)
+        if "value_projection_1KC" in weights:
+            values = F.linear(values, weights["value_projection_1KC"][0])
+        return values * weights["value_scale_1"][0]
 
     def _split_or_join(self, layer: int, lanes: list[Tensor]) -> list[Tensor]:
         """Two lanes from PARALLEL_START_LAYER on, one before it; a loop may lead back."""
@@ -1425,6 +2169,9 @@ class GPT(nn.Module):
         """The rows of one layer."""
         c = self.settings
         has_lanes = "lane_mix_P23" in weights and layer >= c.parallel_start_layer
+        value_scale = None
+        if layer in c.value_layers:
+            value_scale = weights["value_layer_scale_N"][c.value_layers.index(layer)]
         return LayerWeights(
             qkv_RD=weights["qkv"][layer],
             o_DD=weights["o"][layer],
@@ -1435,6 +2182,7 @@ class GPT(nn.Module):
             qk_gain_H=weights["qk_gain_LH"][layer],
             attn_gate_HW=weights["attn_gate_LHW"][layer] if c.sparse_attn_gate_enabled else None,
             lane_mix_23=weights["lane_mix_P23"][layer - c.parallel_start_layer] if has_lanes else None,
+            value_scale=value_scale,
         )
 
     def _attention(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
@@ -1443,7 +2191,13 @@ class GPT(nn.Module):
         # Project the input to queries, keys and values, and split them into heads.
         qkv_BTNE = F.linear(x_BTD, w.qkv_RD).unflatten(-1, (-1, c.head_dim))
         heads = self.heads(qkv_BTNE, w.qk_gain_H, context.rotary)
-        y_BTHE = self.attend(heads.q_BTHE, heads.k_BTKE, heads.v_BTKE, context.documents)
+        v_BTKE = heads.v_BTKE
+        own_BTKE = heads.own_BTKE
+        if w.value_scale is not None and context.values_BTK is not None:
+            # What the token says by itself (PR #549).
+            v_BTKE = v_BTKE + (w.value_scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
+            own_BTKE = v_BTKE
+        y_BTHE = self.attend(heads.q_BTHE, heads.k_BTKE, v_BTKE, context.documents)
 
         # Gate each head by a few channels of the input; 0.5 makes the sigmoid less steep (PR #1855).
         gate_BTH = None
@@ -1451,7 +2205,7 @@ class GPT(nn.Module):
             gate_BTH = torch.sigmoid(0.5 * F.linear(x_BTD[..., : c.gate_window], w.attn_gate_HW))
         if layer >= c.num_layers - c.xsa_last_n:
             open_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1]) if gate_BTH is None else gate_BTH
-            y_BTHE = self.xsa(y_BTHE, heads.own_BTKE, open_BTH)
+            y_BTHE = self.xsa(y_BTHE, own_BTKE, open_BTH)
         elif gate_BTH is not None:
             y_BTHE = y_BTHE * gate_BTH[..., None]
 
@@ -2127,7 +2881,7 @@ class Optimizer:
         if c.ema_decay:
             self.average = [weight.clone() for weight in self.weights]
 
-        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": []}
+        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": [], "head": []}
         table = parameter_table(model.settings)
         for name, parameter in model.named_parameters():
             groups[table[name].optimizer].append(parameter)
@@ -2139,25 +2893,35 @@ class Optimizer:
             matrices = math.ceil(len(bank) / machine.world_size)
             self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
 
-        self.small = groups["embedding"] + groups["scalar"]
+        self.small = groups["embedding"] + groups["scalar"] + groups["head"]
+        # An embedding that is no head as well bears, and needs, a much larger rate.
+        embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
         adam_groups = [
-            {"params": groups["embedding"], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
+            {"params": groups["embedding"], "base_lr": embed_lr, "weight_decay": c.embed_wd},
             {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
         ]
+        if groups["head"]:
+            adam_groups.append({"params": groups["head"], "base_lr": c.head_lr, "weight_decay": 0.0})
         self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, step: int = 0) -> Tensor:
+    def step(
+        self, lr_scale: float, momentum: float, step: int = 0, timer: StepTimer | None = None
+    ) -> Tensor:
         """Update all weights from their gradients (means of this rank, used up), and the average of weights.
 
-        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before.
-        Returns the global gradient norm before clipping, on the device.
+        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before. timer: is told
+        where the clipping begins and ends. Returns the global gradient norm before it, on the device.
         """
         # Phase 1: gradients of all ranks become one.
         gradients = self._reduce()
+        if timer is not None:
+            timer.lap("optimizer")
         # Phase 2: bound their global norm.
         norm = self._clip(gradients)
-        # Phase 3: AdamW on the embedding and the small tensors.
+        if timer is not None:
+            timer.lap("grad_clip")
+        # Phase 3: AdamW on the tables of the vocabulary and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
@@ -2279,7 +3043,7 @@ def require_gradient(gradient: Tensor | None) -> Tensor:
 
 def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
     """Share of the run that is over: of the steps, or of the clock less its reserve if that is more."""
-    of_steps = step / c.iterations
+    of_steps = step / c.iterations if c.iterations else 1.0
     if c.max_wallclock_seconds == 0:
         return of_steps
     reserve = c.gptq_reserve_seconds if c.gptq else 0.0
@@ -2289,7 +3053,10 @@ def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
 def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
     """1, then linear to MIN_LR over the warm-down: a part of the run, or WARMDOWN_ITERS mean steps."""
     warmdown = c.warmdown_frac
-    if c.warmdown_iters:
+    if c.warmdown_iters and progress == 0 and c.max_wallclock_seconds == 0:
+        # Before the first step a mean is not known; without a clock it is the run's own.
+        warmdown = c.warmdown_iters / max(c.iterations, 1)
+    elif c.warmdown_iters:
         warmdown = c.warmdown_iters * progress / max(step, 1)
     if warmdown == 0:
         return 1.0
@@ -2347,11 +3114,14 @@ class Ledger:
     def record(self, start: int, nats: np.ndarray) -> None:
         """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
         # In order and once; this is the only place that writes.
-        good = np.isfinite(nats)
-        if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
-            raise ValueError(f"got targets {start}..{start + len(nats)}, expected target {self.scored} next, "
-                             f"none beyond {len(self.nats)}, and finite losses")
-        self._nats[start : start + len(nats)] = nats
+        stop = start + len(nats)
+        if start != self.scored or stop > len(self.nats):
+            raise ValueError(f"got targets {start}..{stop}, expected target {self.scored} next, and none "
+                             f"beyond {len(self.nats)}")
+        finite = np.isfinite(nats)
+        if not finite.all():
+            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite")
+        self._nats[start:stop] = nats
         self.scored += len(nats)
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
@@ -2466,6 +3236,14 @@ def window_rows(
     return [np.array(rows) for rows in chunks if rows]
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor there; the host does not wait until a GPU that is behind has taken it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
@@ -2477,7 +3255,7 @@ class WindowScorer:
         self.looping = looping
         self.config = config
         self.context = config.eval_length
-        self.batch_rows = max(1, config.val_batch_size // self.context)
+        self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = next(model.parameters()).device
         # The same compiled code serves every scorer and every reloaded model.
         self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
@@ -2485,10 +3263,12 @@ class WindowScorer:
         tokens = np.asarray(tokens).astype(np.int32)
         begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
-        stream = torch.from_numpy(np.pad(tokens, (0, self.context)))  # the last windows reach beyond the text
+        tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
+        # Row i: the tokens from i on, one more than T.
+        self.host_windows = np.lib.stride_tricks.sliding_window_view(tokens, self.context + 1)
+        self.device_windows: Tensor | None = None
         if config.val_prefetch:
-            stream = stream.to(self.device)
-        self.windows = stream.unfold(0, self.context + 1, 1)  # row i: the tokens from i on, one more than T
+            self.device_windows = torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
 
     def score(self, chunk: np.ndarray) -> np.ndarray:
         """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
@@ -2506,20 +3286,25 @@ class WindowScorer:
 
     @torch.no_grad()
     def _score_batch(self, rows: np.ndarray) -> Tensor:
-        """Nats of the targets of some windows, in order."""
+        """Nats of the targets of some windows, in order. The host waits for nothing: it runs ahead."""
         first, start, stop = rows.T
         # Target i, in window r of the batch, which begins at token f, is row r T + (i - f) of the hidden
         # states.
         shift = np.arange(len(rows)) * self.context - first
         scored = np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start)
-        scored_N = torch.from_numpy(scored).to(self.device)
+        scored_N = to_device(scored, self.device)
         if self.machine.compiled:  # compiled code wants one shape: the same rows again, until it is full
             first = np.resize(first, self.batch_rows)
-        ids_BT = self.windows[torch.from_numpy(first)].to(self.device).long()
-        inputs_BT = ids_BT[:, :-1]
+        host_ids_BT = self.host_windows[first]
+        # On the device already, if VAL_PREFETCH: then only the numbers of the rows travel.
+        if self.device_windows is None:
+            ids_BT = to_device(host_ids_BT, self.device).long()
+        else:
+            ids_BT = self.device_windows[to_device(first, self.device)].long()
         targets_N = ids_BT[:, 1:].flatten()
-        starts = starts_on_device(inputs_BT, self.config)
-        hidden_BTD = self.forward(self.model, inputs_BT, starts, self.looping)
+        starts = to_device(document_starts(host_ids_BT[:, :-1], self.config), self.device)
+        torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+        hidden_BTD = self.forward(self.model, ids_BT[:, :-1], starts, self.looping)
         # The head, which costs most, for scored rows alone.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
@@ -2537,7 +3322,7 @@ def score_sliding(
     """
     ledger = Ledger(tokens)
     # Chunks bound nothing here but how often there is something to report.
-    chunk_tokens = 32 * config.val_batch_size
+    chunk_tokens = 32 * config.val_pass_tokens
     scorer = WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, looping)
     for number, chunk in enumerate(scorer.chunks):
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
@@ -2583,6 +3368,7 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
     machine = model.machine
     weights = list(model.parameters())
+    device = weights[0].device
     loss_of = machine.compile(GPT.loss, dynamic=False)
     # Sequences overlap by one token: the last target of one is the first input of the next.
     length = config.eval_length
@@ -2591,12 +3377,14 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
         for batch_BT in sequences_NT.split(config.ttt_batch_seqs):
             # Each rank takes its part of the batch, weighted by its size. A rank without a part computes any
             # row with weight zero, so that all of them take the same steps.
-            mine_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].to(weights[0].device)
+            host_ids_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].numpy()
             weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
-            inputs_BT = mine_BT[:, :-1]
+            ids_BT = to_device(host_ids_BT, device)
+            starts = to_device(document_starts(host_ids_BT[:, :-1], config), device)
+            torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
             sgd.zero_grad()
             with torch.enable_grad():
-                loss = loss_of(model, inputs_BT, mine_BT[:, 1:], starts_on_device(inputs_BT, config))
+                loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
             for parameter in weights:
                 machine.add_up(require_gradient(parameter.grad))
@@ -2605,20 +3393,31 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
 
 
 class ProgressReport:
-    """Lines about a score under way, with the time it still takes."""
+    """Lines about a score under way, with the time it still takes: see VAL_PROGRESS_LOG_EVERY."""
 
-    def __init__(self, run: Run, name: str, every: int) -> None:
+    def __init__(self, run: Run, name: str, every: int, batch_tokens: int) -> None:
+        """every: batches of so many tokens between two lines; 0: no lines; -1: twenty in all."""
         self.run = run
         self.name = name
         self.every = every
+        self.batch_tokens = batch_tokens
+        self.told = 0  # how many times `every` had been scored when the last line was printed
         self.start = time.perf_counter()
 
     def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
-        """Log a line after some chunks; a `Progress`."""
-        every = self.every or math.ceil(chunks / 20)
-        if number % every != 0:
+        """Log a line after some chunks, and after the last; a `Progress`."""
+        if self.every == 0:
             return
-        done = ledger.scored / len(ledger.nats)
+        # A line where a multiple of this many targets has been passed.
+        targets = len(ledger.nats)
+        interval = self.every * self.batch_tokens
+        if self.every < 0:
+            interval = math.ceil(targets / 20)
+        reached = ledger.scored // interval
+        if reached == self.told and ledger.scored < targets:
+            return
+        self.told = reached
+        done = ledger.scored / targets
         mean = ledger.nats[: ledger.scored].mean()
         eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
         self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
@@ -2626,7 +3425,7 @@ class ProgressReport:
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
-    """All scores of reloaded weights, each with its final line. form: how they were stored, like int6."""
+    """All scores of reloaded weights, each with its final line. form: what it calls them, like int6."""
     scorers: dict[str, Callable[..., Ledger]] = {"roundtrip": score_roundtrip}
     if config.eval_stride:
         scorers["sliding_window"] = score_sliding
@@ -2638,7 +3437,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     for name, scorer in scorers.items():
         phase = f"eval_{name}"
         with run.phase(phase):
-            report = ProgressReport(run, name, config.val_progress_log_every)
+            report = ProgressReport(run, name, config.val_progress_log_every, config.val_batch_size)
             ledger = scorer(model, validation.tokens, config, report)
         score = ledger.score(validation.bytes_total)
         seconds = run.phases[phase]
@@ -3017,7 +3816,7 @@ def estimate_artifact(config: Config, budget: int) -> str:
     return estimate
 
 
-MAGIC = b"\x89PGA\r\n\0\2"  # the last byte is the version
+MAGIC = b"\x89PGA\r\n\0\3"  # the last byte is the version
 # Magic, size of the section "config", CRC-32 of it and of the section "weights", which follow.
 HEAD = struct.Struct("<8s3I")
 
@@ -3050,13 +3849,18 @@ def write_artifact(
     return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}"
 
 
+def weights_form(config: Config) -> str:
+    """What log lines call quantized weights, like int6: by the setting, whatever codes occur in the file."""
+    return f"int{config.matrix_bits}"
+
+
 class About(NamedTuple):
     """What an artifact says of itself."""
 
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
     bits: dict[str, int]  # that the widest code of each matrix parameter needs
-    label: str  # int6: that the widest code of all block matrices needs
+    widest_bits: int  # of all block matrices
     sections: dict[str, int]  # bytes
     bytes: int
     sha256: str
@@ -3101,8 +3905,8 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
             block_bits.append(peak.bit_length() + 1)
     sizes = {name: len(part) for name, part in parts.items()}
     sha256 = hashlib.sha256(data).hexdigest()
-    label = f"int{max(block_bits)}"
-    return model, About(header["config"], header["tokenizer_sha256"], bits, label, sizes, len(data), sha256)
+    return model, About(
+        header["config"], header["tokenizer_sha256"], bits, max(block_bits), sizes, len(data), sha256)
 
 
 def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
@@ -3111,7 +3915,7 @@ def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSetting
     if different:
         names = " ".join(sorted(different))
         raise ValueError(f"this script has other settings than the file: {names}; use the script of its run")
-    if not isinstance(header["tokenizer_sha256"], str):
+    if not isinstance(header.get("tokenizer_sha256"), str):
         raise ValueError("the tokenizer's hash is missing")
     settings = ModelSettings.from_values(header["config"])
     # A few bytes could ask for any amount of memory. Even the likeliest symbol costs a little: no trained
@@ -3137,6 +3941,16 @@ def read_model(settings: ModelSettings, coded: bytes) -> GPT:
         quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
         weights.data.copy_(restore_weights(quantized, table[name].shape))
     return model
+
+
+def write_float_weights(run: Run, model: GPT) -> None:
+    """The weights as they are quantized, fp32, by name, for torch.load; where upstream has them."""
+    path = run.path("final_model.pt")
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    write_atomically(path, buffer.getvalue())
+    run.log(f"Serialized model: {len(buffer.getvalue())} bytes")
 
 
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
@@ -3205,9 +4019,10 @@ class Training:
         # One graph from tokens to loss: a break in it would cost more than any kernel gains.
         self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
         self.optimizer = Optimizer(self.model, config, machine)
+        self.trace = Trace(config.traced_steps, run)
         every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.timer = StepTimer(every, machine.on_gpu)
-        self.loader = Loader(config, shards, machine)
+        self.timer = StepTimer(every, machine.on_gpu, self.trace)
+        self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
         self.writer: threading.Thread | None = None  # of the last checkpoint
@@ -3302,10 +4117,13 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # Both are the same on all ranks, as progress is.
     looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.machine.device)
-    timer.begin(training.step if training.run.training else None, val_ms)
+    number = training.step + 1 if training.run.training else None
+    if training.trace.wanted and number is not None:
+        training.trace.begin(number, loader.epoch)
+    timer.begin(number, val_ms)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        timer.lap("batch")
+        timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
         # Gradients add up: each micro-batch gives its part of a mean.
         loss = loss / loader.micro_steps
@@ -3315,9 +4133,9 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
         total += loss.detach()
     lr_scale = learning_rate_scale(progress, training.step, config)
     momentum = muon_momentum(progress, training.step, config)
-    norm = training.optimizer.step(lr_scale, momentum, training.step)
+    norm = training.optimizer.step(lr_scale, momentum, training.step, timer)
     timer.lap("optimizer")
-    line = timer.line()
+    line = timer.end()
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -3367,7 +4185,6 @@ def train(training: Training) -> None:
     seconds = run.machine.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
-    val_ms = 0.0
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
@@ -3377,27 +4194,37 @@ def train(training: Training) -> None:
         ends_at = seconds + (2 + behind) * step_seconds
         finished = caught != 0 or run_progress(ends_at, training.step, config) >= 1
         save_now = is_due(config.checkpoint_every_seconds, before, seconds)
-        validate_now = config.val_loss_every > 0 and training.step > 0
-        validate_now = validate_now and training.step % config.val_loss_every == 0
+        validate_now = config.val_loss_every > 0 and caught == 0
+        if not finished:
+            validate_now = validate_now and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
         read_results(training, leave=0 if finished or save_now or validate_now else behind)
-        if finished:
-            break
-        if save_now:
+        if save_now and not finished:
             training.save()
+        val_ms = 0.0
         if validate_now:
             looping = loop_is_on(progress, config)  # as in the step before
             val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
+        if finished:
+            break
 
         progress = run_progress(seconds, training.step, config)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
-        val_ms = 0.0
-    # From here on the host may validate_now at weights.
-    run.machine.wait()
+    end_training(training)
+
+
+def end_training(training: Training) -> None:
+    """After the last step: save it where that is wanted, and end the process if a signal has come."""
+    config = training.config
+    run = training.run
+    run.machine.wait()  # from here on the host may look at weights
+    training.trace.finish()
+    # Asked once more: a signal may have come in the last validation.
+    _, caught = agree_on_clock_and_signal(training)
     if caught != 0 or config.checkpoint_every_seconds > 0:
         training.save()  # everything after training can be redone from here
     if caught != 0:
@@ -3433,7 +4260,8 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
                 f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
                 "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
-        if result.step <= 10 or result.step % config.train_log_every == 0:
+        every = config.train_log_every
+        if every > 0 and (result.step <= FIRST_STEPS or result.step % every == 0):
             mean_loss = sum(run.machine.gather(loss)) / run.machine.world_size
             log_step(training, result, mean_loss, norm)
 
@@ -3444,7 +4272,7 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
     step = result.step
     seconds = training.seconds
     tokens = config.train_batch_tokens * step
-    # Half of the batches waited for less than the first, 1 % for more than the second.
+    # Half of the steps waited for less than the first, 1 % for more than the second.
     p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
     lr_scale = learning_rate_scale(result.progress, step - 1, config)
     eta_seconds = seconds / run_progress(seconds, step, config) - seconds
@@ -3463,11 +4291,15 @@ def validate(training: Training, label: str, looping: bool = True) -> float:
 
     looping: as in `GPT.forward`. Returns how long it took, in milliseconds.
     """
+    config = training.config
     run = training.run
     data = training.validation
     run.machine.wait()
     start = time.perf_counter()
-    ledger = score_roundtrip(training.model, data.tokens, training.config, looping=looping)
+    every = max(0, config.val_progress_log_every)
+    progress = ProgressReport(run, "training", every, config.val_batch_size)
+    with training.trace.span("val", "main", step=training.step):
+        ledger = score_roundtrip(training.model, data.tokens, config, progress, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
@@ -3614,7 +4446,7 @@ def whole_run(config: Config, run: Run) -> int:
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path("model.bin"))
         ready_model(model, run.machine, inputs.kernels)
-    scores = evaluate(model, config, run, inputs.validation, about.label)
+    scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)
     return 0
 
@@ -3641,6 +4473,8 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             stream_hash=f"{training.stream_hash():016x}",
         )
         with run.phase("quantize"):
+            if run.machine.rank == 0 and config.save_float:
+                write_float_weights(run, training.model)
             if run.machine.rank == 0:
                 # A longer script leaves fewer bytes for weights.
                 budget = config.artifact_bytes_max - len(inputs.shipped)
@@ -3735,16 +4569,32 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
         f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
+        *read_settings(os.environ).notes,
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{parameters}",
-        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
-        f"train_batch_tokens:{config.train_batch_tokens}",
+        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps}",
+        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
+        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
+        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
+        f"seed:{config.seed}",
+        *io_lines(config, machine),
         f"preflight:ok artifact:estimate {inputs.estimate}",
         *inputs.kernels.report,
     ):
         run.log(line)
+
+
+def io_lines(config: Config, machine: Machine) -> list[str]:
+    """How training and validation get their data, in the words of PR #591."""
+    copy_stream = config.train_copy_stream and machine.on_gpu
+    return [
+        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
+        f"prefetch_queue:{config.train_prefetch_queue}",
+        f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
+        f"tokens_per_pass:{config.val_pass_tokens}",
+    ]
 
 
 def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
@@ -3760,6 +4610,8 @@ def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
         needed = config.artifact_bytes_max + 2 * 16 * parameters
+        if config.save_float:
+            needed += 4 * parameters
         free = shutil.disk_usage(directory.parent).free
         if free < needed:
             raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
@@ -3785,7 +4637,7 @@ def summarize(
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    form = f"{about.label}+rans"
+    form = f"{weights_form(config)}+rans"
     run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
     run.log(f"Serialized model {form}: {about.bytes} bytes")
     run.log(f"Total submission size {form}: {total_bytes} bytes")

@@ -445,13 +445,19 @@ def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
             assert torch.equal(batch.starts, starts)
 
 
-def test_data_wait_has_one_entry_per_batch(shards: list[Any]) -> None:
-    with open_loader(shards) as loader:
-        take(loader, 5)
-        waits_ms = loader.take_waits_ms()
-        assert len(waits_ms) == 5 and min(waits_ms) >= 0
-        take(loader, 2)
-        assert len(loader.take_waits_ms()) == 2, "each wait is reported once"
+def test_data_wait_is_what_a_step_waited_for_all_its_batches(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(shards, train_prefetch=False) as loader:
+        # Of a clock that goes on by a millisecond whenever it is read, as every wait does twice.
+        ticks = itertools.count()
+        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(ticks) / 1e3)
+        steps = 3
+        take(loader, steps * loader.micro_steps)
+        assert loader.micro_steps > 1
+        assert loader.take_waits_ms() == pytest.approx(steps * [loader.micro_steps])
+        take(loader, 1)
+        assert loader.take_waits_ms() == pytest.approx([1]), "each wait is reported once"
         assert loader.take_waits_ms() == []
 
 

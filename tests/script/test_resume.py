@@ -117,8 +117,8 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
 
 
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab, finished: Ended) -> None:
-    started = lab.start(CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=1, VAL_BATCH_SIZE=32, TTT_ENABLED=0)
-    started.wait_for("final_int7_roundtrip_exact")
+    started = lab.start(CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=1, VAL_BATCH_SIZE=256, TTT_ENABLED=0)
+    started.wait_for("final_int6_roundtrip_exact")
     started.send(signal.SIGTERM)
     ended = started.wait(LEAVE_SECONDS)
     assert ended.status == 128 + signal.SIGTERM and "Traceback" not in ended.err

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train_gpt
 from data import shards
 from tests.support.processes import SCRIPT, Ended, Lab, results
+from tests.support.public_commands import load_public_commands
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens
@@ -22,23 +24,28 @@ FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
 EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
+    r"note: SWA_EVERY=50: no effect",
     r"train_loader:dataset:\S+ train_shards:2$",
     r"val_loader:shards pattern=\S+fineweb_val_\*.bin tokens:1000 bytes:\d+ comparable:0$",
     r"model_params:\d+$",
-    r"world_size:1 grad_accum_steps:4 seed:1337 train_batch_tokens:256$",
+    r"world_size:1 grad_accum_steps:4$",
+    r"train_batch_tokens:256 train_seq_len:32 iterations:6 warmup_steps:1 max_wallclock_seconds:0\.000$",
+    r"seed:1337$",
+    r"train_io:prefetch:True copy_stream:False prefetch_queue:2$",
+    r"val_io:overlap:False prefetch:True bytecount_device:cpu tokens_per_pass:2048$",
     r"warmup_step:1/1 ",
     *(rf"step:{step}/6 train_loss:{FLOAT} train_time:\d+ms step_avg:\d+\.\d\dms " for step in range(1, 7)),
     rf"DIAGNOSTIC post_ema {RESULT} train_time:\d+ms step_avg:\d+\.\d\dms",
     r"peak memory allocated: \d+ MiB reserved: \d+ MiB$",
-    rf"final_int\d_roundtrip {RESULT} eval_time:\d+ms",
-    rf"final_int\d_roundtrip_exact {EXACT_RESULT}",
-    rf"final_int\d_sliding_window {RESULT} eval_time:\d+ms",
-    rf"final_int\d_sliding_window_exact {EXACT_RESULT}",
+    rf"final_int6_roundtrip {RESULT} eval_time:\d+ms",
+    rf"final_int6_roundtrip_exact {EXACT_RESULT}",
+    rf"final_int6_sliding_window {RESULT} eval_time:\d+ms",
+    rf"final_int6_sliding_window_exact {EXACT_RESULT}",
     rf"legal_ttt {RESULT} eval_time:\d+ms",
     rf"legal_ttt_exact {EXACT_RESULT}",
     r"Code size: \d+ bytes",
-    r"Serialized model int\d\+rans: \d+ bytes$",
-    r"Total submission size int\d\+rans: \d+ bytes$",
+    r"Serialized model int6\+rans: \d+ bytes$",
+    r"Total submission size int6\+rans: \d+ bytes$",
 ]
 
 
@@ -109,7 +116,8 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     assert all(limit["ok"] for limit in summary["limits"].values())
     assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
     total = summary["artifact"]["bytes"] + summary["code"]["bytes"]
-    assert f"Total submission size int{summary['artifact']['label'][3:]}+rans: {total} bytes" in finished.out
+    assert f"Total submission size int6+rans: {total} bytes" in finished.out
+    assert summary["artifact"]["widest_bits"] != 6  # of the codes that occurred: the label is the setting's
 
 
 def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path) -> None:
@@ -164,16 +172,44 @@ def test_what_must_not_change_the_result_does_not(
     again = lab.succeed(**changes)
     assert results(again) == results(finished)
     if "VAL_LOSS_EVERY" in changes:
-        for step in (2, 4):
+        for step in (0, 2, 4, 6):
             assert len(re.findall(rf"^step:{step}/6 {RESULT} train_time:\d+ms", again.out, re.M)) == 1
     if "TRAINING_TIMING_BREAKDOWN" in changes:
         assert re.search(r"timing_breakdown.*forward_ms", again.out)
 
 
+def test_the_float_weights_are_written_on_request(finished: Ended, lab: Lab) -> None:
+    """Those that are quantized: what the file gives is within a step of what the artifact gives."""
+    ended = lab.succeed(SAVE_FLOAT=1)
+    assert results(ended) == results(finished)
+    path = ended.directory / "final_model.pt"
+    assert f"Serialized model: {path.stat().st_size} bytes" in ended.out
+    weights = torch.load(path, weights_only=True)
+    model, _ = train_gpt.load_artifact(ended.directory / "model.bin")
+    model.load_state_dict(weights)  # the same names and shapes
+    quantized, _ = train_gpt.load_artifact(ended.directory / "model.bin")
+    for name, parameter in quantized.named_parameters():
+        assert weights[name].dtype == torch.float32
+        error = (parameter - weights[name]).norm() / weights[name].norm().clamp(min=1e-9)
+        assert error < 0.3, name
+
+
+def test_lines_are_named_by_the_setting(finished: Ended, lab: Lab) -> None:
+    """Also where the rate control makes the codes of two settings the same width."""
+    ended = lab.succeed(MATRIX_BITS=5, EVAL_STRIDE=0, TTT_ENABLED=0, ITERATIONS=1)
+    assert "final_int5_roundtrip_exact " in ended.out and "Serialized model int5+rans: " in ended.out
+    assert ended.summary["artifact"]["widest_bits"] == max(
+        bits for name, bits in ended.summary["artifact"]["bits"].items() if name.endswith("bank")
+    )
+
+
 def test_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
     other = lab.succeed(SEED=1338, ITERATIONS=1, EVAL_STRIDE=0, TTT_ENABLED=0)
     assert other.summary["stream_hash"] != finished.summary["stream_hash"]
-    assert other.events[0]["train_loss"] != finished.events[0]["train_loss"]
+    first_losses = []
+    for run in (other, finished):
+        first_losses.append(next(event["train_loss"] for event in run.events if event["event"] == "train"))
+    assert first_losses[0] != first_losses[1]
     assert set(other.summary["losses"]) == {"roundtrip"}
 
 
@@ -212,7 +248,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"VAL_BATCH_SIZE": 1024, "VAL_PROGRESS_LOG_EVERY": 1, "WARMUP_STEPS": 3}, {"damage": "model.bin"}],
+    [{}, {"VAL_BATCH_SIZE": 8192, "VAL_PROGRESS_LOG_EVERY": 1, "WARMUP_STEPS": 3}, {"damage": "model.bin"}],
     ids=str,
 )
 def test_a_run_killed_in_its_evaluation_is_finished_with_the_same_result(
@@ -252,3 +288,28 @@ def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
 def test_evaluation_may_see_more_context_than_training(lab: Lab) -> None:
     losses = lab.succeed(EVAL_SEQ_LEN=64).summary["losses"]
     assert set(losses) == {"roundtrip", "sliding_window", "legal_ttt"}
+
+
+@pytest.mark.parametrize(
+    ("pull_request", "config", "changes"),
+    [
+        (549, "pr549.env", {"VE_LAYERS": "0,1"}),
+        (591, "pr591.env", {"TIE_EMBEDDINGS": 0}),
+        (1493, "pr1493.env", {}),
+    ],
+)
+def test_a_public_command_trains_scores_and_stores_its_system(
+    pull_request: int, config: str, changes: dict[str, Any], lab: Lab, repo: Path
+) -> None:
+    """At the size of the tests: what decides the size, the data and the length of a run is theirs."""
+    (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
+    own = lab.settings()
+    settings: dict[str, Any] = {name: value for name, value in command.settings.items() if name not in own}
+    ended = lab.succeed(**{**settings, "CONFIG": repo / "configs" / config, **changes})
+    assert ended.summary["steps"] == 6
+    assert {"roundtrip", "sliding_window", "legal_ttt"} == ended.summary["losses"].keys()
+    if pull_request == 549:
+        assert "note: EMA_ENABLED=1: " in ended.out and "note: TTT_FREEZE_BLOCKS=0: " in ended.out
+        assert ended.summary["artifact"]["bits"].keys() >= {"bigram_table_RC", "value_table_VC"}
+    if pull_request == 591:
+        assert "output_head_VD" in ended.summary["artifact"]["bits"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.dialects import DIALECT_A, DIALECT_B
+from tests.support.dialects import DIALECT_A, DIALECT_B, OURS
 from tools.runs.logs import decimals, parse_log
 
 
@@ -21,6 +22,35 @@ def test_dialect_a() -> None:
     assert (log.code_bytes.bytes, log.model_bytes.bytes, log.total_bytes.bytes) == (47642, 15815847, 15863489)
     assert log.gpus == ["NVIDIA H100 80GB HBM3"] and log.versions["python"].value == "3.12.3"
     assert log.validation_tokens is not None and log.validation_tokens.value == "62021632"
+
+
+# What our logs called it before: one line for these settings, sums of a 0-based step, labels by the codes.
+BEFORE = {
+    "grad_accum_steps:8\n": "grad_accum_steps:8 seed:1337 train_batch_tokens:524288\n",
+    "seed:1337\n": "",
+    "timing_breakdown step:1 micro_steps:8": "timing_breakdown step:0",
+    "final_int6": "final_int7",
+    "val_progress:training": "val_progress:roundtrip",
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ours(before: bool) -> None:
+    text = OURS
+    if before:
+        for now, then in BEFORE.items():
+            text = text.replace(now, then)
+    log = parse_log(text, Path("log.txt"))
+    assert (log.dialect, log.seed, log.steps, log.train_seconds) == ("A", 1337, 30, 32.058)
+    assert [(point.step, point.bpb) for point in log.validation] == [(0, 4.1927), (30, 2.8189)]
+    assert [point.step for point in log.train] == [1, 30]
+    assert log.headline is not None
+    assert (log.headline.bpb_text, log.headline.scored_tokens) == ("2.83752470", 62021632)
+    assert [final.rank for final in log.finals] == [0, 1, 1]
+    assert log.model_bytes is not None and log.model_bytes.bytes == 5000000
+    assert log.settings["train_batch_tokens"].value == "524288"
+    told_twice = {"prefetch", "copy_stream", "train_io", "val_io", "tokens_per_pass", "step", "count"}
+    assert not told_twice & set(log.settings), "lines that hold no settings"
 
 
 def test_source_at_the_head_is_kept_apart_and_lines_stay_numbered() -> None:

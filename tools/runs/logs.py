@@ -25,6 +25,8 @@ BYTES_LINE = re.compile(
 STOP_LINE = re.compile(rf"^stopping_early:\s*(\w+)\s+train_time:\s*({NUMBER})(ms|s)\s+step:\s*(\d+)/(\d+)")
 HESSIAN_LINE = re.compile(r"collected \d+ [Hh]essians in ([\d.]+)s")
 SETTINGS_LINE = re.compile(r"^\w{3,}:\S+(?: \w{3,}[:=]\S+)*$")
+# How data get to the device: words like `prefetch:`, which are no names of settings.
+INPUT_LINE = re.compile(r"^(train|val)_io:")
 HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
 LABELLED_LINE = re.compile(r"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*(\d+)$")
 TRAIN_LOADER_LINE = re.compile(r"^train_loader:dataset:(\S+) train_shards:(\d+)")
@@ -298,7 +300,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.hessian_seconds = Located(match[1], number)
     elif match := TOTAL_EVAL_LINE.match(line):
         log.total_eval_seconds = Located(match[1], number)
-    elif not log.train and SETTINGS_LINE.match(line):
+    elif not log.train and SETTINGS_LINE.match(line) and not INPUT_LINE.match(line):
         for name, value in PAIR.findall(line):
             log.settings.setdefault(name, Located(value, number))
 
