@@ -1620,6 +1620,14 @@ class Loader:
             self.waits_ms.append(0.0)
         self.waits_ms[-1] += wait_ms
 
+    def stage_first(self) -> None:
+        """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        try:
+            first = next(self.batches)
+        except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
+            raise self._failure(error) from error
+        self.batches = itertools.chain([first], self.batches)
+
     def _failure(self, error: BaseException) -> LoaderError:
         """What went wrong with the next batch, and where in the stream."""
         # The shard that holds the batch's last sequence is the one it was read from last.
@@ -3244,6 +3252,25 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def even_batch_rows(rows: list[int], most: int) -> int:
+    """Rows of a batch, at most `most`, with which eight ranks finish chunks of so many rows soonest.
+
+    Each rank takes every eighth batch of a chunk, and a batch that is not full takes as long as a full one.
+    The number of ranks is the one of VAL_BATCH_SIZE, so that a batch is the same for any number of them.
+    """
+    rows_of_chunk = np.array(rows)
+    overhead_rows = 2  # what a batch takes besides its rows, in rows: a few milliseconds
+    best = most
+    least = math.inf
+    for size in range(most, 0, -1):
+        rounds = np.ceil(rows_of_chunk / (8 * size)).sum()
+        cost = float(rounds) * (size + overhead_rows)
+        if cost < least:
+            best = size
+            least = cost
+    return best
+
+
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
@@ -3263,6 +3290,8 @@ class WindowScorer:
         tokens = np.asarray(tokens).astype(np.int32)
         begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
+        if self.machine.compiled:  # elsewhere a batch is never filled up, and only its overhead counts
+            self.batch_rows = even_batch_rows([len(chunk) for chunk in self.chunks], self.batch_rows)
         tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
         # Row i: the tokens from i on, one more than T.
         self.host_windows = np.lib.stride_tricks.sliding_window_view(tokens, self.context + 1)
@@ -3386,10 +3415,19 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
-            for parameter in weights:
-                machine.add_up(require_gradient(parameter.grad))
+            add_up_gradients(weights, machine)
             nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
             sgd.step()
+
+
+def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
+    """Replace all gradients by their sums over the ranks, which travel as one; all ranks call it together."""
+    if machine.world_size == 1:
+        return
+    gradients = [require_gradient(weight.grad) for weight in weights]
+    flat = nn.utils.parameters_to_vector(gradients)
+    machine.add_up(flat)
+    nn.utils.vector_to_parameters(flat, gradients)
 
 
 class ProgressReport:
@@ -3422,6 +3460,28 @@ class ProgressReport:
         eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
         self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
                      f"tokens_seen:{ledger.scored} eta:{eta_seconds:.0f}s")
+
+
+def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
+    """Compile all that `evaluate` will run, before its clock; all ranks call it together.
+
+    A scored batch is thrown away, and what is learnt from is made up: no score knows of it.
+    """
+    if not model.machine.compiled:
+        return
+    scorers = [WindowScorer(model, tokens, config, config.eval_length, 32 * config.val_pass_tokens, True)]
+    if config.eval_stride:
+        chunk_tokens = 32 * config.val_pass_tokens
+        scorers.append(WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, True))
+    if config.ttt_enabled:
+        learner = copy.deepcopy(model)
+        made_up = np.full(config.ttt_chunk_tokens + 1, BOS_ID + 1, np.uint16)
+        sgd = torch.optim.SGD(learner.parameters(), lr=0.0, momentum=config.ttt_momentum)
+        learn(learner, sgd, made_up, replace(config, ttt_epochs=1))
+        scorers.append(
+            WindowScorer(learner, tokens, config, config.eval_stride, config.ttt_chunk_tokens, True))
+    for scorer in scorers:
+        scorer.score(scorer.chunks[0][:1])
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
@@ -3535,8 +3595,8 @@ class Quantizer:
     2. Factor the inverse of the damped Hessian.
     3. `quantize`: round column by column; spread each rounding error over the columns still to come.
 
-    Steps 1 and 2 are done once, step 3 for each step size that is tried. Without a Hessian the result is that
-    of rounding to nearest. Raises ArtifactError where weights or Hessians are not finite.
+    Steps 1 and 2 are done once, step 3 for each step size that is tried. A parameter without any Hessian is
+    rounded to nearest at once. Raises ArtifactError where weights or Hessians are not finite.
     """
 
     def __init__(
@@ -3548,6 +3608,11 @@ class Quantizer:
             self.spreads_NR = self.weights_NRC.std(dim=2)
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
+        self.rounded = not self._has_hessian(parameter.inputs, hessians)
+        if self.rounded:
+            if not self.weights_NRC.isfinite().all():
+                raise ArtifactError(f"{name} is not finite: nothing written; resume from a checkpoint")
+            return
         h_NCC = self._hessians(parameter.inputs, hessians)
         if not (self.weights_NRC.isfinite().all() and h_NCC.isfinite().all()):
             raise ArtifactError(
@@ -3569,6 +3634,10 @@ class Quantizer:
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
 
+    def _has_hessian(self, inputs: tuple[str, ...], hessians: Hessians) -> bool:
+        """Whether a Hessian was collected for any of the matrices."""
+        return any(site in inputs for site, _ in hessians)
+
     def _hessians(self, inputs: tuple[str, ...], hessians: Hessians) -> Tensor:
         """The Hessian of each matrix (N, C, C), float64; the identity where none was collected."""
         matrices = self.weights_NRC.size(0)
@@ -3588,6 +3657,17 @@ class Quantizer:
         # A scale is an eighth of an octave: one byte a row, and no table of scales.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = row_scales(exponents_NR)
+        if self.rounded:
+            codes_NRC = (self.weights_NRC / scales_NR[:, :, None]).clamp(-levels, levels).round().char()
+        else:
+            codes_NRC = self._compensate(scales_NR, levels)
+        return QuantizedWeights(
+            codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(),
+            exponents_NR.T.cpu().numpy(),
+        )
+
+    def _compensate(self, scales_NR: Tensor, levels: float) -> Tensor:
+        """Codes (N, R, C), column by column: those to come make up for the errors of those before."""
         work_NRC = self.used_NRC.clone()
         for column in range(work_NRC.size(2)):
             values_NR = work_NRC[:, :, column]
@@ -3599,11 +3679,7 @@ class Quantizer:
             work_NRC[:, :, column] = codes_NR
         # Back to the order in which the model has its columns.
         back_NC = self.order_NC.argsort(dim=1)
-        codes_NRC = work_NRC.take_along_dim(back_NC[:, None], 2).char()
-        return QuantizedWeights(
-            codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(),
-            exponents_NR.T.cpu().numpy(),
-        )
+        return work_NRC.take_along_dim(back_NC[:, None], 2).char()
 
 
 def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
@@ -3684,23 +3760,29 @@ def encode(arrays: list[np.ndarray]) -> bytes:
         for symbols in array.astype(np.int64) + peak:
             tables, frequencies, starts = model.tables()
             entries = tables + symbols
-            for left in range(0, len(entries), lanes):
-                part = entries[left : left + lanes]
-                slots = starts[part] % SLOTS
-                coded.append((frequencies[part].astype(np.uint16), slots.astype(np.uint16)))
+            # 16 bits each: all of them wait until the last symbol is known.
+            in_table = (starts % SLOTS).astype(np.uint16)
+            coded.append((frequencies.astype(np.uint16)[entries], in_table[entries]))
             model.learn(tables, symbols)
 
     # Backward: rANS gives back last what it took in first.
     states = np.full(lanes, 1 << 16, np.int64)
     words = []
-    for frequencies, starts in reversed(coded):
-        state = states[: len(starts)]
-        # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its low
-        # word away.
-        full = state >> 17 >= frequencies
-        words.append(state[full].astype("<u2").tobytes())
-        quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
-        state[:] = quotients * SLOTS + rests + starts
+    for row_frequencies, row_starts in reversed(coded):
+        wide_frequencies = row_frequencies.astype(np.int64)
+        for left in reversed(range(0, len(row_starts), lanes)):
+            frequencies = wide_frequencies[left : left + lanes]
+            starts = row_starts[left : left + lanes]
+            state = states[: len(starts)]
+            # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its
+            # low word away.
+            full = state >> 17 >= frequencies
+            words.append(state[full].astype("<u2").tobytes())
+            state >>= full * np.int64(16)
+            # Floats divide several times as fast, and here exactly: a quotient of 32 bits that is no whole
+            # number is at least 2**-15 away from one.
+            quotients = (state / frequencies).astype(np.int64)
+            state += quotients * (SLOTS - frequencies) + starts
     head = peaks + lanes.to_bytes(2, "little") + states.astype("<u4").tobytes()
     return b"".join([head, *reversed(words)])
 
@@ -4052,6 +4134,8 @@ class Training:
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
         self.step = state["step"]
+        # The clock does not wait for the first shard to be read.
+        self.loader.stage_first()
         self.started = time.perf_counter() - state["seconds"]
 
     def save(self) -> None:
@@ -4446,6 +4530,7 @@ def whole_run(config: Config, run: Run) -> int:
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path("model.bin"))
         ready_model(model, run.machine, inputs.kernels)
+        compile_evaluation(model, config, inputs.validation.tokens)
     scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)
     return 0

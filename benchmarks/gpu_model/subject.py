@@ -91,7 +91,7 @@ def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int
     """Rows and their length in tokens that one of `world_size` ranks passes through the model at once."""
     if phase == "score":
         length = config.eval_length
-        count = max(1, config.val_batch_size // length)
+        count = max(1, config.val_pass_tokens // length)
     elif phase == "ttt":
         length = config.eval_length
         count = max(1, min(config.ttt_batch_seqs, config.ttt_chunk_tokens // length) // world_size)
