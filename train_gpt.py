@@ -25,6 +25,7 @@ import ast
 import contextlib
 import copy
 import difflib
+import errno
 import faulthandler
 import functools
 import glob
@@ -55,6 +56,11 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
+
+# Before torch loads its OpenMP library, which reads it: threads that wait for work must not spin, for they
+# would take cores from the loader's threads and other ranks. Importing this file changes no environment.
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 import torch
@@ -118,9 +124,10 @@ def knob(
 
 def find_path(path: str) -> Path:
     """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
-    given = Path(path).expanduser()
+    # os.path rather than Path: a name that cannot exist is one that is not found, no exception.
+    given = Path(os.path.expanduser(path))
     for folder in (Path(), *Path(__file__).resolve().parents):
-        if (folder / given).exists():
+        if os.path.exists(folder / given):
             return folder / given
     return given
 
@@ -359,6 +366,7 @@ class Config(TrainingSettings):
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
     save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
+    resume_other_code: bool = knob(False, "let RESUME go on with another script than the run's; recorded")
     peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
@@ -391,6 +399,7 @@ class Config(TrainingSettings):
         reserve = self.gptq_reserve_seconds if self.gptq else 0.0
         clock = self.max_wallclock_seconds
         plain_name = os.sep not in self.run_id and not self.run_id.startswith(".")
+        short_name = len(self.run_id.encode()) <= 200  # file systems allow 255 bytes
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
@@ -399,6 +408,8 @@ class Config(TrainingSettings):
             (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
             (plain_name, "RUN_ID as a plain name"),
             (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B, numbers with A < B"),
+            (short_name, "RUN_ID of at most 200 bytes"),
+            (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
         ]  # fmt: skip
 
     @classmethod
@@ -442,13 +453,18 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     raise ConfigError(f"{name}={text!r}: expected {expected}; {spec.metadata['meaning']}")
 
 
+QUOTES = "\"'"
+
+
 def read_config_file(path: str) -> dict[str, str]:
     """The KEY=VALUE lines of a file; a line's end from ` #` on is a comment. Raises ConfigError."""
     try:
         text = find_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    values = {}
+    if text.startswith("\ufeff"):
+        raise ConfigError(f"CONFIG={path}: begins with a byte order mark; save it as UTF-8 without one")
+    values: dict[str, str] = {}
     for line in text.split("\n"):
         if line.startswith("#"):
             continue
@@ -456,10 +472,18 @@ def read_config_file(path: str) -> dict[str, str]:
         setting = line.split(" #")[0].strip()
         if not setting:
             continue
-        name, equals, value = setting.partition("=")
-        if not name.strip() or not equals:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not name or not equals:
             raise ConfigError(f"CONFIG={path}: got {setting!r}, not KEY=VALUE")
-        values[name.strip()] = value.strip()
+        # No shell reads this file: its words and quotes would become part of names and values.
+        plain = f"{name.removeprefix('export ').strip()}={value.strip(QUOTES)}"
+        quoted = len(value) > 1 and value[0] in QUOTES and value[-1] == value[0]
+        if name.startswith("export ") or quoted:
+            raise ConfigError(f"CONFIG={path}: got {setting!r}, which is for a shell; write {plain!r}")
+        if name in values:
+            raise ConfigError(f"CONFIG={path}: {name} stands there twice, {values[name]!r} and {value!r}; "
+                              "remove one of them")
+        values[name] = value
     return values
 
 
@@ -624,6 +648,7 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
                 stood_for = {**answer.settings, **stood_for}
         values.update(stood_for)
         values.update(given)
+    # Settings, and idle with another one: commands of public scripts give them all the same.
     for name in ("EMBED_LR", "HEAD_LR"):
         if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
             reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
@@ -674,6 +699,7 @@ def answer_name(
             return None
         return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", refusal, {})
 
+    # Taken: what asks for nothing, and what asks for what is done anyhow.
     subject = f"{name}={value}"
     harmless = value == "" or row.harmless == "*"
     for wanted in row.harmless.split():
@@ -682,6 +708,7 @@ def answer_name(
         return NameAnswer(subject, row.answer, "note", {})
     if not row.stands_for:
         return NameAnswer(subject, row.answer, refusal, {})
+    # Taken as settings of ours. One that is given as well is what the user meant by our own names.
     settings = {}
     reason = row.answer
     for pair in row.stands_for.split():
@@ -754,6 +781,7 @@ def nearest_config(given: Mapping[str, str]) -> str:
     shortest = 0
     most = shared_values(given, Config().as_env())
     for path in sorted(find_path("configs").glob("*.env")):
+        # Files for demonstrations and for machines are no system that a command could be of.
         if not path.name.startswith(("pr", "upstream")):
             continue
         values = read_config_file(str(path))
@@ -839,14 +867,43 @@ class Machine:
             dist.all_reduce(tensor)
 
 
+class Place(NamedTuple):
+    """Where a process stands among those of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # on its machine
+
+
+def place_among_ranks(environ: Mapping[str, str]) -> Place:
+    """What the launcher says; nothing said: alone. ConfigError where it says only a part of it."""
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    # An empty variable is one that was not set.
+    for name in numbers:
+        text = environ.get(name, "")
+        if text and not text.isdecimal():
+            raise ConfigError(f"{name}={text!r}: expected a whole number; start several ranks with torchrun")
+        if text:
+            numbers[name] = int(text)
+    place = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+    # Ranks meet at an address; without one they would wait for each other, or end in a stack trace.
+    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environ.get(name)]
+    if place.world_size > 1 and missing:
+        raise ConfigError(f"WORLD_SIZE={place.world_size} without {', '.join(missing)}: "
+                          "start with torchrun, or unset WORLD_SIZE for one process alone")
+    if place.rank >= place.world_size:
+        raise ConfigError(f"RANK={place.rank}: expected below WORLD_SIZE={place.world_size}; "
+                          "start with torchrun, or unset both for one process alone")
+    return place
+
+
 NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 
 
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     """The machine that the settings and the launcher's variables describe; joins the other ranks."""
-    rank = int(environ.get("RANK", 0))
-    world_size = int(environ.get("WORLD_SIZE", 1))
-    local_rank = int(environ.get("LOCAL_RANK", 0))
+    rank, world_size, local_rank = place_among_ranks(environ)
 
     # A device that was asked for and is not there is an error, never a slower run.
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -873,11 +930,17 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
 
     # Tensors on the host go over gloo also on GPUs: the clock is agreed on without asking a device.
     if world_size > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=config.peer_timeout_seconds),
-            device_id=device if on_gpu else None,
-        )
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=config.peer_timeout_seconds),
+                device_id=device if on_gpu else None,
+            )
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"rank {rank}: MASTER_ADDR={environ['MASTER_ADDR']} "
+                              f"MASTER_PORT={environ['MASTER_PORT']}: {world_size} ranks have not met there "
+                              f"({reason}); start all of them, with torchrun") from error
     machine = Machine(rank, world_size, device, dtype, compiled)
     # A rank that soon finds something wrong would leave while others still connect to it, and they would
     # tell of a lost connection, or wait for it.
@@ -898,17 +961,44 @@ def append_line(line: str, path: Path) -> None:
         print(line, file=file, flush=True)
 
 
+# What helps where a file or folder cannot be written.
+REMEDIES = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room in your quota of that disk",
+    errno.EACCES: "give yourself the right to write there, or set another RUNS_DIR",
+    errno.EPERM: "give yourself the right to write there, or set another RUNS_DIR",
+    errno.EROFS: "that disk is read-only: set another RUNS_DIR",
+    errno.ENAMETOOLONG: "set a shorter RUN_ID or RUNS_DIR",
+    errno.ENOTDIR: "a part of that path is a file: set another RUNS_DIR",
+}
+
+
+def remedy_of(error: OSError) -> str:
+    """What helps against an error of the file system."""
+    return REMEDIES.get(error.errno or 0, "set another RUNS_DIR")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Put `data` at `path` as a whole or not at all if killed or out of disk. Raises ConfigError."""
     temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left there is overwritten
     try:
+        # Somebody tidied up: what was trained is worth more than the order of folders.
+        if not path.parent.exists():
+            print_line(f"warning: {path.parent} was removed while the run was under way: it is made again, "
+                       "and its log begins here", sys.stderr)
+            path.parent.mkdir(parents=True)
         # A name changes hands in one moment: nobody ever reads half a file.
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room on that disk") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); {remedy_of(error)}") from error
+
+
+CHECKPOINT = "checkpoint.pt"
+ARTIFACT = "model.bin"
 
 
 class Run:
@@ -921,6 +1011,7 @@ class Run:
         self.phase_name = "setup"
         self.training = False  # while it is true, a signal asks for a checkpoint first
         self.stop_signal = 0  # the signal that asked
+        self.writer: threading.Thread | None = None  # of the last checkpoint
 
     def path(self, name: str) -> Path:
         """A file of the run directory, which must have been opened."""
@@ -956,17 +1047,36 @@ class Run:
         """While training is under way the first signal asks for a checkpoint; otherwise the process ends."""
         if self.training and not self.stop_signal:
             self.stop_signal = number  # `train` sees it, saves, and ends
+            print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
+                       "checkpoint; a second signal ends at once, without one", sys.stderr)
         else:
             self.exit_by_signal(number)
 
     def exit_by_signal(self, number: int) -> None:
         """Say what there is to go on with, and end this process."""
-        line = f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}"
-        if self.directory is not None:
-            line += (f"; continue, where the file exists, with RESUME={self.directory} or "
-                     f"EVAL_ONLY={self.path('model.bin')}")
+        rank = f"rank {self.machine.rank}"
+            # A checkpoint that is nearly on disk is worth the moment it takes.
+        writer = self.writer
+        if writer is not None and writer.is_alive():
+            # The second signal comes here too, while the first one waits: it takes no notice of the disk.
+            self.writer = None
+            print_line(f"{rank}: signal {number}: ends once the checkpoint under way is on disk; "
+                       "a second signal ends at once", sys.stderr)
+            writer.join(60)
+        line = f"{rank}: stopped by signal {number} in phase {self.phase_name}; {self.ways_on()}"
         print_line(line, sys.stderr)
         os._exit(128 + number)
+
+    def ways_on(self) -> str:
+        """How to go on after the run has ended early: only what exists is named."""
+        ways = []
+        if self.directory is not None and self.path(CHECKPOINT).exists():
+            ways.append(f"RESUME={self.directory}")
+        if self.directory is not None and self.path(ARTIFACT).exists():
+            ways.append(f"EVAL_ONLY={self.path(ARTIFACT)}")
+        if not ways:
+            return "nothing is saved to continue with"
+        return f"continue with {' or '.join(ways)}"
 
 
 # ============================================================================================================
@@ -1328,19 +1438,39 @@ class Batch(NamedTuple):
     copy: CopyMarks | None = None  # of its way to the GPU, where that is measured
 
 
+def why_no_file(head: bytes) -> str:
+    """Why a file that begins so cannot be what it should be, and what helps; empty: no reason to be seen."""
+    if not head:
+        return "the file is empty; fetch it again"
+    if head.startswith(b"version https://git-lfs"):
+        return "the file is a Git LFS pointer, not what it points to; run `git lfs pull`"
+    if head.lstrip()[:1] == b"<":
+        return "the file is a web page, perhaps of a failed download; fetch it again"
+    return ""
+
+
 def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
     shards = []
     for name in sorted(glob.glob(pattern)):
         path = Path(name)
         try:
-            magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
+            with open(path, "rb") as file:
+                head = file.read(SHARD_HEADER_BYTES)
             size_bytes = path.stat().st_size
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
+        why = why_no_file(head)
+        if not why and len(head) < SHARD_HEADER_BYTES:
+            why = f"{len(head)} bytes are less than the header of a shard; fetch it again"
+        if why:
+            raise DataError(f"{path}: expected a token shard: {why}")
+        magic, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
         # The size tells of a download that broke off.
         got = (magic, version, size_bytes)
-        expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))
+        expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * tokens)
+        if tokens == 0 and got == expected:
+            raise DataError(f"{path}: a shard of no tokens; export it again, or remove it")
         if got != expected:
             raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
         shards.append(Shard(path, tokens))
@@ -2085,6 +2215,7 @@ class GPT(nn.Module):
         """Normalised embeddings (B, T, D), each mixed with the one before it."""
         c = self.settings
         x = self._look_up("token_embedding_VD", inputs_BT)
+        # The table starts at zero: at first pairs say nothing, and the projection shapes what they learn.
         if c.bigram_vocab_size:
             pairs = self._look_up("bigram_table_RC", bigram_rows(inputs_BT, c))
             if "bigram_projection_1DC" in weights:
@@ -2908,6 +3039,7 @@ class Optimizer:
             {"params": groups["embedding"], "base_lr": embed_lr, "weight_decay": c.embed_wd},
             {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
         ]
+        # Only where there is one: checkpoints of other runs keep their two groups.
         if groups["head"]:
             adam_groups.append({"params": groups["head"], "base_lr": c.head_lr, "weight_decay": 0.0})
         self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
@@ -3152,6 +3284,11 @@ def load_tokenizer(config: Config) -> Any:
     import sentencepiece
 
     path = find_path(config.tokenizer_path)
+    if path.is_file():
+        with open(path, "rb") as file:
+            why = why_no_file(file.read(64))
+        if why:
+            raise DataError(f"TOKENIZER_PATH={path}: expected a SentencePiece model: {why}")
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
@@ -3194,7 +3331,7 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897).
     """
     pieces = load_tokenizer(config)
-    sidecar = f"{find_path(config.data_path)}/fineweb_val_bytes_*.bin"
+    sidecar = f"{glob.escape(str(find_path(config.data_path)))}/fineweb_val_bytes_*.bin"
     if glob.glob(sidecar):
         counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
         if len(counts) < len(tokens) - 1:
@@ -3588,6 +3725,18 @@ def row_scales(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents / 8).half().float()
 
 
+# How often a Hessian without an inverse is tried: as asked for, then each time with ten times the damping.
+DAMPING_TRIES = 4
+
+
+def inverse_factor(h_NCC: Tensor, ridge_N11: Tensor) -> Tensor:
+    """Upper Cholesky factors, fp32, of the inverses of Hessians plus a ridge. Raises LinAlgError."""
+    identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
+    lower_NCC = torch.linalg.cholesky(h_NCC + ridge_N11 * identity_CC)
+    inverse_NCC = torch.cholesky_inverse(lower_NCC)
+    return torch.linalg.cholesky(inverse_NCC, upper=True).float()
+
+
 class Quantizer:
     """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
 
@@ -3596,7 +3745,8 @@ class Quantizer:
     3. `quantize`: round column by column; spread each rounding error over the columns still to come.
 
     Steps 1 and 2 are done once, step 3 for each step size that is tried. A parameter without any Hessian is
-    rounded to nearest at once. Raises ArtifactError where weights or Hessians are not finite.
+    rounded to nearest at once. Raises ArtifactError where weights or Hessians are not finite, or a Hessian
+    has no inverse with any of DAMPING_TRIES.
     """
 
     def __init__(
@@ -3608,6 +3758,7 @@ class Quantizer:
             self.spreads_NR = self.weights_NRC.std(dim=2)
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
+        self.damping = damping  # more, where a Hessian needs it
         self.rounded = not self._has_hessian(parameter.inputs, hessians)
         if self.rounded:
             if not self.weights_NRC.isfinite().all():
@@ -3623,12 +3774,18 @@ class Quantizer:
         self.order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
         h_NCC = h_NCC.take_along_dim(self.order_NC[:, :, None], 1).take_along_dim(self.order_NC[:, None], 2)
 
-        # A share of the mean diagonal is added, so that every Hessian has an inverse.
+        # A share of the mean diagonal is added, so that every Hessian has an inverse. Where rounding has left
+        # one without, a larger share costs a little precision, and giving up would cost the training.
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
-        identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
-        lower_NCC = torch.linalg.cholesky(h_NCC + damping * mean_N11 * identity_CC)
-        inverse_NCC = torch.cholesky_inverse(lower_NCC)
-        self.upper_NCC = torch.linalg.cholesky(inverse_NCC, upper=True).float()
+        for tries_left in reversed(range(DAMPING_TRIES)):
+            try:
+                self.upper_NCC = inverse_factor(h_NCC, self.damping * mean_N11)
+                break
+            except torch.linalg.LinAlgError as error:
+                if tries_left == 0:
+                    raise ArtifactError(f"{name}: no inverse of its Hessian with damping {self.damping:g}; "
+                                        f"set a larger GPTQ_DAMPING than {damping:g}") from error
+                self.damping *= 10
 
         # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
@@ -3913,22 +4070,31 @@ def write_artifact(
     """
     table = parameter_table(config)
     quantizers = {}
+    damped = ""
     for name, weights in model.named_parameters():
-        quantizers[name] = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
-    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
-    packed_header = zlib.compress(json.dumps(header).encode(), 9)
+        quantizer = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
+        quantizers[name] = quantizer
+        if quantizer.damping != config.gptq_damping:
+            damped += f" damping:{name}={quantizer.damping:g}"
 
     def make_file(multiplier: float) -> bytes:
         arrays: list[np.ndarray] = []
         for name, quantizer in quantizers.items():
             arrays.extend(quantizer.quantize(*step_and_levels(table[name], config, multiplier)))
-        coded = encode(arrays)
-        head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
-        return head + packed_header + coded
+        return artifact_bytes(config, arrays, tokenizer_sha256)
 
     data, how = fill_budget(config, budget, make_file)
     write_atomically(path, data)
-    return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}"
+    return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}{damped}"
+
+
+def artifact_bytes(config: Config, arrays: list[np.ndarray], tokenizer_sha256: str) -> bytes:
+    """The whole file: settings of the model, and codes and exponents of each parameter in turns."""
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
+    packed_header = zlib.compress(json.dumps(header).encode(), 9)
+    coded = encode(arrays)
+    head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
+    return head + packed_header + coded
 
 
 def weights_form(config: Config) -> str:
@@ -3948,15 +4114,38 @@ class About(NamedTuple):
     sha256: str
 
 
+def read_artifact(path: Path) -> bytes:
+    """The bytes of a file that should be an artifact. Raises ArtifactError."""
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: {error}; name the model.bin of a run") from error
+
+
 def load_artifact(path: Path) -> tuple[GPT, About]:
     """The model on the CPU, and what its file says.
 
     Nothing of the file is executed, and memory stays in proportion to its size. Raises ArtifactError with
     section and reason, and nothing else, whatever the bytes.
     """
+    return parse_artifact(read_artifact(path), str(path))
+
+
+class Header(NamedTuple):
+    """What stands before the weights of an artifact."""
+
+    settings: ModelSettings
+    tokenizer_sha256: str
+    parts: dict[str, bytes]  # sections by name: config, weights
+
+
+def parse_header(data: bytes, name: str) -> Header:
+    """The header of an artifact of these bytes, all of which are whole; name: in messages. ArtifactError."""
     section = "head"
     try:
-        data = path.read_bytes()
+        why = why_no_file(data[:1024])
+        if why:
+            raise ValueError(f"expected an artifact: {why}")
         if len(data) < HEAD.size:
             raise ValueError(f"{len(data)} bytes, expected at least {HEAD.size}; copy the file again")
         magic, size, *checksums = HEAD.unpack_from(data)
@@ -3970,25 +4159,33 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
         section = "config"
         header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
         settings = read_model_settings(header, len(data))
-        section = "weights"
+    except Exception as error:  # whatever the bytes are
+        raise ArtifactError(f"{name}: section {section}: {error}") from error
+    return Header(settings, header["tokenizer_sha256"], parts)
+
+
+def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
+    """`load_artifact` of a file's bytes; name: what messages call it."""
+    settings, tokenizer_sha256, parts = parse_header(data, name)
+    try:
         model = read_model(settings, parts["weights"])
     except Exception as error:  # whatever the bytes are
-        raise ArtifactError(f"{path}: section {section}: {error}") from error
+        raise ArtifactError(f"{name}: section weights: {error}") from error
 
     # The coded weights begin with the largest code of each array: codes and exponents in turns.
     table = parameter_table(settings)
     peaks = parts["weights"][: 2 * len(table) : 2]
     bits = {}
     block_bits = []
-    for (name, parameter), peak in zip(table.items(), peaks, strict=True):
+    for (parameter_name, parameter), peak in zip(table.items(), peaks, strict=True):
         if parameter.role:
-            bits[name] = peak.bit_length() + 1
+            bits[parameter_name] = peak.bit_length() + 1
         if parameter.optimizer == "muon":
             block_bits.append(peak.bit_length() + 1)
-    sizes = {name: len(part) for name, part in parts.items()}
+    sizes = {part_name: len(part) for part_name, part in parts.items()}
     sha256 = hashlib.sha256(data).hexdigest()
     return model, About(
-        header["config"], header["tokenizer_sha256"], bits, max(block_bits), sizes, len(data), sha256)
+        settings.as_env(), tokenizer_sha256, bits, max(block_bits), sizes, len(data), sha256)
 
 
 def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
@@ -4035,6 +4232,55 @@ def write_float_weights(run: Run, model: GPT) -> None:
     run.log(f"Serialized model: {len(buffer.getvalue())} bytes")
 
 
+def check_artifact(config: Config) -> None:
+    """Write an artifact of this model and read it back, in memory, before anything is trained.
+
+    A parameter or a setting that the file does not carry would otherwise be missed when training is over. The
+    weights are made up, none of them zero, so that each part of the model shows in its loss; there are fewer
+    of them where only time depends on their number. Raises ArtifactError.
+    """
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": ""}
+    try:
+        read_model_settings(header, config.artifact_bytes_max)
+    except ValueError as error:
+        raise ArtifactError(f"an artifact of this model could not be read back: {error}") from error
+    # The model as training has it, with every setting of the run: a few words, narrow hidden layers.
+    config = replace(config, vocab_size=min(config.vocab_size, 256), mlp_mult=min(config.mlp_mult, 1.0))
+    trained = GPT(config, seed=None)
+    table = parameter_table(config)
+    random_codes = np.random.default_rng(0)
+    arrays: list[np.ndarray] = []
+    for name, weights in trained.named_parameters():
+        if name not in table:
+            raise ArtifactError(f"{name} is a parameter of the model, and no artifact would hold it; "
+                                "add it to parameter_table")
+        codes_shape, exponents_shape = array_shapes(table[name])
+        codes = random_codes.integers(1, 3, codes_shape, np.int8)
+        quantized = QuantizedWeights(codes, np.full(exponents_shape, -32, np.int8))
+        weights.data.copy_(restore_weights(quantized, table[name].shape))
+        arrays.extend(quantized)
+
+    # What comes back must be what went in, parameter by parameter.
+    reloaded, _ = parse_artifact(artifact_bytes(config, arrays, ""), "an artifact of this model")
+    for name, weights in trained.named_parameters():
+        if not torch.equal(weights, dict(reloaded.named_parameters())[name]):
+            raise ArtifactError(f"{name}: an artifact gives other weights back than it was given; "
+                                "see parameter_table")
+    # A setting that only the whole configuration has is not there any more, or has its default.
+    length = min(config.train_seq_len, 64)
+    ids_BT = torch.from_numpy(random_codes.integers(0, config.vocab_size, (1, length + 1)))
+    with torch.no_grad():
+        expected = trained.loss(ids_BT[:, :-1], ids_BT[:, 1:])
+        try:
+            found = reloaded.loss(ids_BT[:, :-1], ids_BT[:, 1:])
+        except AttributeError as error:
+            raise ArtifactError(f"the model reads a setting that no artifact would hold ({error}); "
+                                "make it a field of ModelSettings") from error
+    if not torch.equal(expected, found):
+        raise ArtifactError(f"a model read back from its artifact has loss {found.item()}, before it had "
+                            f"{expected.item()}: a setting of the model is no field of ModelSettings")
+
+
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
 WRAPPER = """# -*- coding: latin-1 -*-
 import linecache,lzma
@@ -4066,7 +4312,8 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
 # ============================================================================================================
 
-CHECKPOINT = "checkpoint.pt"
+# A training of so many seconds is worth a checkpoint at its end, whatever was asked for; on a GPU each is.
+SAVED_FROM_SECONDS = 60.0
 
 
 class StepResult(NamedTuple):
@@ -4107,7 +4354,6 @@ class Training:
         self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
-        self.writer: threading.Thread | None = None  # of the last checkpoint
         self.started = time.perf_counter()  # shifted forward by time that does not count
 
     @property
@@ -4144,21 +4390,19 @@ class Training:
         state = self.state()
         self.finish_saving()
         if self.run.machine.rank == 0:
-            self.writer = threading.Thread(target=write_checkpoint, args=(self.run, state), name="checkpoint")
-            self.writer.start()
+            writer = threading.Thread(target=write_checkpoint, args=(self.run, state), name="checkpoint")
+            writer.start()
+            self.run.writer = writer
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is being written."""
-        if self.writer is not None:
-            self.writer.join()
+        if self.run.writer is not None:
+            self.run.writer.join()
 
     def resume(self) -> None:
         """Take up the checkpoint of the run that RESUME names, on any world size. Raises ConfigError."""
         path = self.run.path(CHECKPOINT)
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
-        except Exception as error:  # whatever the bytes are
-            raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
+        state = read_checkpoint(path)
         for name, ours in self.config.as_env(TrainingSettings).items():
             theirs = state["config"].get(name)
             if theirs is None:
@@ -4174,6 +4418,15 @@ class Training:
         """End all threads, from any state."""
         self.loader.close()
         self.finish_saving()
+
+
+def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
+    """The state that `write_checkpoint` put there, on the CPU; lazily: tensors stay on disk. ConfigError."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)  # executes nothing
+    except Exception as error:  # whatever the bytes are
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise ConfigError(f"RESUME: {path} cannot be read ({reason}); start a new run") from error
 
 
 def write_checkpoint(run: Run, state: dict[str, Any]) -> None:
@@ -4278,51 +4531,62 @@ def train(training: Training) -> None:
         ends_at = seconds + (2 + behind) * step_seconds
         finished = caught != 0 or run_progress(ends_at, training.step, config) >= 1
         save_now = is_due(config.checkpoint_every_seconds, before, seconds)
-        validate_now = config.val_loss_every > 0 and caught == 0
-        if not finished:
-            validate_now = validate_now and training.step % config.val_loss_every == 0
+        validate_now = config.val_loss_every > 0 and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
         read_results(training, leave=0 if finished or save_now or validate_now else behind)
-        if save_now and not finished:
-            training.save()
-        val_ms = 0.0
-        if validate_now:
-            looping = loop_is_on(progress, config)  # as in the step before
-            val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
+        looping = loop_is_on(progress, config)  # as in the step before
         if finished:
             break
+        if save_now:
+            training.save()
+        # The first step's validation shows where training begins.
+        val_ms = 0.0
+        if validate_now:
+            val_ms = validate_step(training, looping)
 
         progress = run_progress(seconds, training.step, config)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
-    end_training(training)
+    end_training(training, looping)
 
 
-def end_training(training: Training) -> None:
+def end_training(training: Training, looping: bool) -> None:
     """After the last step: save it where that is wanted, and end the process if a signal has come."""
     config = training.config
     run = training.run
     run.machine.wait()  # from here on the host may look at weights
+    seconds, caught = agree_on_clock_and_signal(training)
+    # Everything after training can be redone from here: whatever fails there, no paid training is lost.
+    worth_saving = run.machine.on_gpu or seconds > SAVED_FROM_SECONDS
+    save_now = caught != 0 or config.checkpoint_every_seconds > 0 or worth_saving
+    if save_now:
+        training.save()
+    # Upstream validates the last step too.
+    if caught == 0 and config.val_loss_every > 0:
+        validate_step(training, looping)
+        # A signal may have come meanwhile: then it asked for a checkpoint.
+        _, caught = agree_on_clock_and_signal(training)
+        if caught != 0 and not save_now:
+            training.save()
     training.trace.finish()
-    # Asked once more: a signal may have come in the last validation.
-    _, caught = agree_on_clock_and_signal(training)
-    if caught != 0 or config.checkpoint_every_seconds > 0:
-        training.save()  # everything after training can be redone from here
     if caught != 0:
         leave_training(training, caught)
     if training.step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds:.0f}ms "
                 f"step:{training.step}/{config.iterations}")
+        if training.step <= 1:
+            run.log(f"warning: training was {training.step} step: MAX_WALLCLOCK_SECONDS="
+                    f"{config.max_wallclock_seconds:g} less GPTQ_RESERVE_SECONDS leaves no time for another")
 
 
 def leave_training(training: Training, number: int) -> None:
     """End the process after a signal, once the checkpoint is written. All ranks call it together."""
     training.finish_saving()
     training.run.machine.gather(None)  # torchrun kills the others when a rank has left
-    training.run.log(f"stopped by signal {number}; continue with RESUME={training.run.directory}")
+    training.run.log(f"stopped by signal {number}; {training.run.ways_on()}")
     os._exit(128 + number)
 
 
@@ -4368,6 +4632,11 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens,
         grad_norm=norm, progress=result.progress, data_wait_max_ms=most,
     )  # fmt: skip
+
+
+def validate_step(training: Training, looping: bool) -> float:
+    """`validate`, with the label of the step that has just been done, or of step 0."""
+    return validate(training, f"step:{training.step}/{training.config.iterations}", looping)
 
 
 def validate(training: Training, label: str, looping: bool = True) -> float:
@@ -4456,11 +4725,15 @@ def main() -> int:
         return 0
     run = None
     try:
-        config = Config.from_env(os.environ)
+        refuse_arguments(sys.argv[1:])
+        given = read_settings(os.environ).values
+        known = known_settings(given)
+        # What was found is ours: nothing in it is a former name, or stands for anything else.
+        config = Config.from_values({**known.found, **given, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
         signal.signal(signal.SIGINT, run.on_signal)
-        return whole_run(config, run)
+        return whole_run(config, run, known.notes)
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -4470,6 +4743,76 @@ def main() -> int:
         message = traceback.format_exc().strip()
     report_failure(message, run, os.environ)
     return 1
+
+
+def refuse_arguments(arguments: list[str]) -> None:
+    """ConfigError for words on the command line: they would be ignored."""
+    if arguments:
+        raise ConfigError(f"got {' '.join(arguments)!r} on the command line, where only --help is read; "
+                          "settings are variables of the environment: SEED=42 python train_gpt.py")
+
+
+# What EVAL_ONLY takes from the config.env beside its artifact where nobody gives it: where the text is, and
+# how it is scored. Of the model it takes nothing: that is the artifact's to say.
+EVALUATION_SETTINGS = (
+    "DATA_PATH", "TOKENIZER_PATH", "VAL_TOKENS_LIMIT", "VAL_BATCH_SIZE", "EVAL_SEQ_LEN", "EVAL_STRIDE",
+    "TTT_ENABLED", "TTT_LR", "TTT_EPOCHS", "TTT_MOMENTUM", "TTT_CHUNK_TOKENS", "TTT_BATCH_SEQS",
+    "TTT_GRAD_CLIP", "MAX_EVAL_SECONDS", "ARTIFACT_BYTES_MAX", "CODE_BYTES", "COMPUTE_DTYPE",
+)  # fmt: skip
+# What belongs to one start of the script: neither taken from a run's config.env nor put there.
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")
+SETTINGS_FILE = "config.env"
+
+
+class Known(NamedTuple):
+    """What the files of an earlier run say about this one."""
+
+    found: dict[str, str]  # settings that nobody gives
+    fixed: dict[str, str]  # of the artifact's model: whatever is given
+    notes: list[str]  # lines for the log
+
+
+def known_settings(given: Mapping[str, str]) -> Known:
+    """What RESUME or EVAL_ONLY finds in its run. ConfigError, ArtifactError.
+
+    RESUME takes the settings of training from the checkpoint, all others from the run's config.env. EVAL_ONLY
+    takes those of the model from the artifact, and EVALUATION_SETTINGS from the config.env beside it, where
+    there is one.
+    """
+    stored: dict[str, str] = {}
+    fixed: dict[str, str] = {}
+    notes: list[str] = []
+    if given.get("RESUME"):
+        directory = find_path(given["RESUME"])
+        check_resumable(directory)
+        # What training makes of the weights stands where the weights stand; the file beside it has the rest.
+        of_training = TrainingSettings().as_env().keys()
+        names = [name for name in Config().as_env() if name not in (*of_training, *SETTINGS_OF_A_START)]
+        in_checkpoint = read_checkpoint(directory / CHECKPOINT, lazily=True)["config"]
+        stored = {name: in_checkpoint[name] for name in of_training if name in in_checkpoint}
+    elif given.get("EVAL_ONLY"):
+        path = find_path(given["EVAL_ONLY"])
+        directory = path.parent
+        names = list(EVALUATION_SETTINGS)
+        settings = parse_header(read_artifact(path), str(path)).settings
+        fixed = settings.as_env()
+        # What somebody gave and does not get must not go unsaid.
+        for spec in fields(ModelSettings):
+            name = spec.name.upper()
+            if name in given and parse_value(name, given[name], spec) != getattr(settings, spec.name):
+                notes.append(f"warning: {name}={given[name]} has no effect: "
+                             f"EVAL_ONLY's artifact has {fixed[name]}")
+    else:
+        return Known({}, {}, [])
+
+    # A run of older days, or an artifact that was copied alone, has no such file: then defaults hold.
+    if (directory / SETTINGS_FILE).is_file():
+        in_file = read_config_file(str(directory / SETTINGS_FILE))
+        stored.update({name: in_file[name] for name in names if name in in_file})
+    found = {name: value for name, value in stored.items() if name not in given}
+    default = Config().as_env()
+    notes = [*(f"found:{name}={value}" for name, value in found.items() if value != default[name]), *notes]
+    return Known(found, fixed, notes)
 
 
 def print_help() -> None:
@@ -4493,13 +4836,20 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         print_line(message, sys.stderr)
         return
     machine = run.machine
+    # A training that is over is on disk, or its artifact is: the last line says how to go on from there.
+    training_is_over = run.phase_name not in ("setup", "warmup", "train")
     # What the libraries say when a peer is gone: the peer itself tells the reason.
     peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
     if peer_is_gone and message.startswith("Traceback"):
-        print_line(f"rank {machine.rank}: ends: another rank has ended or does not answer", sys.stderr)
+        line = f"rank {machine.rank}: ends: another rank has ended or does not answer"
+        if training_is_over:
+            line += f"; {run.ways_on()}"
+        print_line(line, sys.stderr)
         return
     if machine.world_size > 1:
         message = f"rank {machine.rank}: {message}"
+    if training_is_over:
+        message += f"\n{run.ways_on()}"
     print_line(message, sys.stderr)
     if run.directory is not None:
         append_line(message, run.path("log.txt"))
@@ -4510,29 +4860,34 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         append_line(json.dumps(record), Path(error_file))
 
 
-def whole_run(config: Config, run: Run) -> int:
-    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds."""
+def whole_run(config: Config, run: Run, notes: list[str]) -> int:
+    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
+
+    notes: lines for the log, about settings that come from the files of an earlier run.
+    """
+    directory = choose_directory(config, run.machine)
     loaded = None
     tokenizer_sha256 = ""
-    if config.eval_only:  # the artifact knows its model, and the tokenizer
+    if config.eval_only:  # the artifact knows the tokenizer
         loaded = load_artifact(find_path(config.eval_only))
         _, about = loaded
         tokenizer_sha256 = about.tokenizer_sha256
-        config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
-        open_run(config, run, inputs)
+        open_run(config, run, inputs, directory, notes)
     if loaded is None:
         trained = train_and_ship(config, run, inputs)
     else:
         trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16)
     with run.phase("reload"):
-        model, about = loaded or load_artifact(run.path("model.bin"))
+        model, about = loaded or load_artifact(run.path(ARTIFACT))
         ready_model(model, run.machine, inputs.kernels)
         compile_evaluation(model, config, inputs.validation.tokens)
     scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)
+    if run.machine.rank == 0 and config.checkpoint_every_seconds == 0:
+        run.path(CHECKPOINT).unlink(missing_ok=True)  # nobody asked for it, and nothing can go on from it now
     return 0
 
 
@@ -4549,13 +4904,15 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             run.training = True
             train(training)
             run.training = False
+        # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
+        stream_hash = training.stream_hash()
         with run.phase("hessians"):
             hessians = finish_training(training)
         trained = Trained(
             steps=training.step,
             tokens=training.step * config.train_batch_tokens,
             train_seconds=training.seconds,
-            stream_hash=f"{training.stream_hash():016x}",
+            stream_hash=f"{stream_hash:016x}",
         )
         with run.phase("quantize"):
             if run.machine.rank == 0 and config.save_float:
@@ -4563,7 +4920,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             if run.machine.rank == 0:
                 # A longer script leaves fewer bytes for weights.
                 budget = config.artifact_bytes_max - len(inputs.shipped)
-                path = run.path("model.bin")
+                path = run.path(ARTIFACT)
                 tokenizer = inputs.hashes["tokenizer"]
                 run.log(write_artifact(path, training.model, config, hessians, tokenizer, budget))
             run.machine.gather(None)  # nobody reads the file before it is there
@@ -4579,9 +4936,10 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     train_shards: list[Shard] = []
     micro_steps = 0
     folder = find_path(config.data_path)
+    pattern = glob.escape(str(folder))
     if not config.eval_only:
-        train_shards = open_shards(str(folder / "fineweb_train_*.bin"))
-    val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
+        train_shards = open_shards(f"{pattern}/fineweb_train_*.bin")
+    val_shards = open_shards(f"{pattern}/fineweb_val_[0-9]*.bin")
     check_first_tokens([val_shards[0], *train_shards[:1]], config)
     validation = read_validation(val_shards, config)
     if not config.eval_only:
@@ -4599,9 +4957,70 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
 
-    estimate = estimate_artifact(config, config.artifact_bytes_max - len(shipped))
+    check_tokenizer(config, hashes["tokenizer"], validation.tokens)
+
+    estimate = ""
+    if not config.eval_only:
+        estimate = estimate_artifact(config, config.artifact_bytes_max - len(shipped))
+        if machine.rank == 0:
+            check_artifact(config)
     kernels = choose_kernels(config, machine)
     return Inputs(train_shards, validation, source, shipped, hashes, micro_steps, estimate, kernels)
+
+
+def check_tokenizer(config: Config, sha256: str, tokens: np.ndarray) -> None:
+    """DataError where TOKENIZER_PATH is not the tokenizer that made the shards.
+
+    By the hash in the shards' manifest. Where there is none, some validation text is decoded and encoded
+    again: by its own tokenizer nearly all ids come back, by another one hardly any.
+    """
+    # Two tokenizers may well have as many pieces: then nothing else would show that scores mean nothing.
+    path = find_path(config.tokenizer_path)
+    manifest = find_path(config.data_path) / "manifest.json"
+    made_by = None
+    if manifest.is_file():
+        try:
+            made_by = json.loads(manifest.read_bytes())["tokenizer"]["sha256"]
+        except (OSError, ValueError) as error:
+            raise DataError(f"{manifest}: {error}, expected JSON; fetch or export the data again") from error
+        except (LookupError, TypeError):
+            made_by = None  # a manifest that says nothing about it
+    if made_by is not None:
+        if made_by != sha256:
+            raise DataError(f"TOKENIZER_PATH={path}: sha256 {sha256}, by {manifest} the shards were made "
+                            f"by {made_by}; name that tokenizer")
+        return
+    share = share_that_comes_back(load_tokenizer(config), tokens[:SAMPLE_TOKENS])
+    if share < 0.5:
+        raise DataError(f"TOKENIZER_PATH={path}: only {share:.0%} of validation tokens come back when they "
+                        f"are decoded and encoded; name the one that made the shards of {manifest.parent}")
+
+
+SAMPLE_TOKENS = 20_000  # tens of documents, a few milliseconds
+
+
+def share_that_comes_back(pieces: Any, tokens: np.ndarray) -> float:
+    """Share of ids that are the same, from either end of their document, when decoded and encoded again."""
+    begins = np.flatnonzero(tokens == BOS_ID)
+    documents = np.split(tokens, begins)[1:]
+    if len(documents) > 1:
+        documents = documents[:-1]  # the last one may be cut anywhere
+    same = 0
+    total = 0
+    for document in documents:
+        ids = document[1:].tolist()
+        again = pieces.encode(pieces.decode(ids))
+        # One odd place in a long text must not count as a whole text that differs: both ends are compared.
+        shorter = min(len(ids), len(again))
+        equal_ahead = 0
+        while equal_ahead < shorter and ids[equal_ahead] == again[equal_ahead]:
+            equal_ahead += 1
+        equal_behind = 0
+        while equal_behind < shorter - equal_ahead and ids[-1 - equal_behind] == again[-1 - equal_behind]:
+            equal_behind += 1
+        same += equal_ahead + equal_behind
+        total += len(ids)
+    return same / total if total else 1.0
 
 
 def check_first_tokens(shards: list[Shard], config: Config) -> None:
@@ -4635,11 +5054,113 @@ def compare_ranks(mine: dict[str, str], machine: Machine) -> None:
                     f"{name} is {theirs[name]} on rank {rank} and {value} on rank {machine.rank}")
 
 
-def open_run(config: Config, run: Run, inputs: Inputs) -> None:
-    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words. ConfigError."""
-    parameters = sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
-    run.directory = run_directory(config, run.machine, parameters)
+def choose_directory(config: Config, machine: Machine) -> Path:
+    """Where this run will write; all ranks call it. ConfigError where it cannot; nothing is made yet."""
+    if config.resume:
+        directory = find_path(config.resume)
+        check_resumable(directory)
+        if config.run_id not in ("", directory.name):
+            raise ConfigError(f"RUN_ID={config.run_id}: RESUME goes on with {directory}; unset one of them")
+        check_same_code(directory, config)
+        return directory
+    # Clocks of machines differ: rank 0 decides on a name made of the time.
+    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+    directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
+    if machine.rank == 0:
+        check_is_new(directory)
+        check_room(directory, config)
+    return directory
+
+
+def check_resumable(directory: Path) -> None:
+    """ConfigError where a directory does not hold an unfinished run with a checkpoint."""
+    if not directory.is_dir():
+        why = "there is no such directory"
+    elif (directory / "summary.json").exists():
+        why = f"that run is finished; EVAL_ONLY={directory / ARTIFACT} scores it again"
+    elif not (directory / CHECKPOINT).exists():
+        why = f"it holds no {CHECKPOINT}; start a new run"
+    else:
+        return
+    raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}: {why}")
+
+
+def check_same_code(directory: Path, config: Config) -> None:
+    """ConfigError where a run to resume began with another script, and that was not allowed."""
+    # Bytes, not meaning: whether another text does the same is not for a program to say.
+    began_with = directory / "train_gpt.py"
+    if config.resume_other_code or not began_with.is_file():
+        return
+    if began_with.read_bytes() != Path(__file__).read_bytes():
+        raise ConfigError(f"RESUME={directory}: this script is not the one that the run began with; start "
+                          f"{began_with} instead, or set RESUME_OTHER_CODE=1: the run's records will tell")
+
+
+def check_is_new(directory: Path) -> None:
+    """ConfigError where there is something at the place of a new run: nothing is overwritten."""
+    # Also a link that leads nowhere is something.
+    if not os.path.lexists(directory):
+        return
+    if not directory.is_dir():
+        what = "is a file"
+    elif (directory / "summary.json").exists():
+        what = "holds a finished run"
+    elif (directory / CHECKPOINT).exists():
+        what = f"holds an unfinished run, which RESUME={directory} goes on with"
+    elif (directory / "log.txt").exists():
+        what = "holds a run that is under way, or that ended without a checkpoint"
+    else:
+        what = "is there already, and holds no run"
+    advice = "nothing is overwritten: set another RUN_ID"
+    raise ConfigError(f"RUN_ID={directory.name}: {directory} {what}; {advice}")
+
+
+def check_room(directory: Path, config: Config) -> None:
+    """ConfigError where a new run directory cannot be made, or its disk has no room for what it will hold."""
+    # The nearest folder that exists is the one that will have to take the new ones.
+    parent = directory.parent
+    try:
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise ConfigError(f"RUNS_DIR={config.runs_dir}: {parent} is a file; set another RUNS_DIR")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not allowed to write there", str(parent))
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {error}; {remedy_of(error)}") from error
+    if config.eval_only:  # a log and a summary
+        return
+    # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
+    needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
+    if config.save_float:
+        needed += 4 * count_parameters(config)
+    if free < needed:
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {free >> 20} MiB free, artifact and two checkpoints "
+                          f"need {needed >> 20} MiB; {REMEDIES[errno.ENOSPC]}, or set another RUNS_DIR")
+
+
+def count_parameters(config: ModelSettings) -> int:
+    """Weights of the model."""
+    return sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
+
+
+def open_run(
+    config: Config, run: Run, inputs: Inputs, directory: Path | None = None, notes: Iterable[str] = ()
+) -> None:
+    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words. ConfigError.
+
+    directory: as `choose_directory` gives it, which is asked if it is not given. notes: further lines.
+    """
+    directory = directory or choose_directory(config, run.machine)
+    notes = [*notes, *idle_phases(config, inputs)]
     overrides = config.overrides()
+    if run.machine.rank == 0:
+        if config.resume:
+            notes += keep_former_code(directory, inputs)
+        else:
+            make_directory(directory)
+    run.directory = directory
     if run.machine.rank == 0:
         if not config.resume:
             write_inputs(config, run, inputs)
@@ -4658,7 +5179,7 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
-        f"model_params:{parameters}",
+        f"model_params:{count_parameters(config)}",
         f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
@@ -4667,6 +5188,8 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         *io_lines(config, machine),
         f"preflight:ok artifact:estimate {inputs.estimate}",
         *inputs.kernels.report,
+        about_dtype(config, machine),
+        *notes,
     ):
         run.log(line)
 
@@ -4682,38 +5205,92 @@ def io_lines(config: Config, machine: Machine) -> list[str]:
     ]
 
 
-def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
-    """The directory of this run, made by rank 0, or the one to resume. ConfigError where it cannot be had."""
-    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
-    directory = Path(machine.gather(config.resume or f"{config.runs_dir}/{name}")[0])
-    if config.resume:
-        unfinished = (directory / CHECKPOINT).exists() and not (directory / "summary.json").exists()
-        if not unfinished:
-            raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
-        return directory
+def about_dtype(config: Config, machine: Machine) -> str:
+    """The dtype of activations, why it is this one, and what to expect of it."""
+    # A choice that a machine makes must be seen: two machines may choose differently.
+    name = str(machine.dtype).removeprefix("torch.")
+    device = "GPU" if machine.on_gpu else "CPU"
+    if config.compute_dtype != "auto":
+        why = f"as COMPUTE_DTYPE={config.compute_dtype} asks"
+    elif machine.dtype == torch.bfloat16:
+        why = f"this {device} has matrix units for it"
+    else:
+        why = f"this {device} has no matrix units for bfloat16"
+    return f"compute_dtype:{name}, {why}; steps and scores compare only with runs of the same dtype"
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a new run. ConfigError where it cannot be made."""
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
-        needed = config.artifact_bytes_max + 2 * 16 * parameters
-        if config.save_float:
-            needed += 4 * parameters
-        free = shutil.disk_usage(directory.parent).free
-        if free < needed:
-            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
-        if machine.rank == 0:
-            directory.mkdir()
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        check_is_new(directory)  # another run was faster
     except OSError as error:
-        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
-    return directory
+        raise ConfigError(f"RUNS_DIR: no {directory} ({error}); {remedy_of(error)}") from error
+
+
+def idle_phases(config: Config, inputs: Inputs) -> list[str]:
+    """Warnings of parts of the run that are asked for and will do nothing."""
+    c = config
+    found = []
+    # Nothing is learnt from the last chunk: there must be another one before it.
+    targets = len(inputs.validation.tokens) - 1
+    if c.ttt_enabled and targets <= c.ttt_chunk_tokens:
+        found.append(f"TTT_ENABLED=1 learns nothing: the {targets} targets are one chunk of TTT_CHUNK_TOKENS="
+                     f"{c.ttt_chunk_tokens}, and nothing is scored after it")
+    if c.ttt_enabled and (c.ttt_epochs == 0 or c.ttt_lr == 0):
+        found.append(f"TTT_ENABLED=1 learns nothing with TTT_EPOCHS={c.ttt_epochs} TTT_LR={c.ttt_lr:g}")
+    if not c.eval_only:
+        tokens = sum(shard.tokens for shard in inputs.train_shards)
+        if c.train_batch_tokens > tokens:
+            found.append(f"TRAIN_BATCH_TOKENS={c.train_batch_tokens} is more than the {tokens} tokens of the "
+                         "training shards: each step repeats text")
+        if c.num_loops > 0 and c.enable_looping_at >= 1:
+            found.append(f"NUM_LOOPS={c.num_loops} is never trained with ENABLE_LOOPING_AT=1, and is scored "
+                         "all the same")
+    return [f"warning: {line}" for line in found]
+
+
+FORMER_CODE = "train_gpt.until_step*.py"
+
+
+def keep_former_code(directory: Path, inputs: Inputs) -> list[str]:
+    """Put another script in the place of that of a resumed run, whose own is kept; lines that tell it."""
+    began_with = directory / "train_gpt.py"
+    if not began_with.is_file():
+        return [f"warning: {began_with} is gone: whether the run goes on with its own code is not known"]
+    former = began_with.read_bytes()
+    if former == inputs.source:
+        return []
+    # The name says up to where the code before made the run; a run may change its code several times.
+    step = read_checkpoint(directory / CHECKPOINT, lazily=True)["step"]
+    kept = directory / FORMER_CODE.replace("*", str(step))
+    write_atomically(kept, former)
+    write_atomically(began_with, inputs.source)
+    write_atomically(directory / "train_gpt.shipped.py", inputs.shipped)
+    return [f"warning: other code from step {step} on: sha256 {inputs.hashes['code']}, before it "
+            f"{hashlib.sha256(former).hexdigest()}, kept as {kept.name}"]
+
+
+def former_code(run: Run) -> list[dict[str, str]]:
+    """The scripts that a resumed run went on from, for summary.json."""
+    # The directory itself remembers: a run may have been resumed many times, and its summary comes last.
+    found = []
+    for path in sorted(run.path("").glob(FORMER_CODE)):
+        found.append({"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    return found
 
 
 def write_inputs(config: Config, run: Run, inputs: Inputs) -> None:
     """The script, as it is and as it is counted, and the settings, into the run directory."""
-    settings = "".join(f"{name}={value}\n" for name, value in config.as_env().items())
+    assert run.directory is not None
+    lines = [f"# The settings of {run.directory.name}; CONFIG=path/of/this/file starts such a run again."]
+    for name, value in config.as_env().items():
+        # What named this start, and would name or redirect the next one, is there to be read alone.
+        lines.append(f"# {name}={value}" if name in SETTINGS_OF_A_START else f"{name}={value}")
     write_atomically(run.path("train_gpt.py"), inputs.source)
     write_atomically(run.path("train_gpt.shipped.py"), inputs.shipped)
-    write_atomically(run.path("config.env"), settings.encode())
+    write_atomically(run.path(SETTINGS_FILE), ("\n".join(lines) + "\n").encode())
 
 
 def summarize(
@@ -4742,7 +5319,7 @@ def summarize(
     summary["limits"] = limits
     summary["exit"] = "finished"
     if run.machine.rank == 0:
-        write_inputs(config, run, inputs)  # a resumed run goes on with the code it began with, or this tells
+        write_inputs(config, run, inputs)  # a resumed run's settings may be others than it began with
         write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
     run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
@@ -4770,6 +5347,7 @@ def summary_of(config: Config, run: Run, inputs: Inputs, trained: Trained, about
             "sha256": inputs.hashes["code"],
             "bytes": len(inputs.source),
             "bytes_wrapped": len(shipped_code(inputs.source, "wrapped")),
+            "former": former_code(run),
         },
         "data": {
             "hashes": inputs.hashes,

@@ -356,7 +356,7 @@ def test_a_flipped_bit_is_refused_by_section(section: str, tiny_file: Path, tmp_
 
 def test_foreign_newer_and_cut_files_are_refused(tiny_file: Path, tmp_path: Path) -> None:
     data = tiny_file.read_bytes()
-    assert "section head: 0 bytes, expected at least" in refused(b"", tmp_path)
+    assert "section head: expected an artifact: the file is empty" in refused(b"", tmp_path)
     assert "not an artifact" in refused(b"PK\x03\x04" + data[4:], tmp_path)
     newer = bytearray(data)
     newer[7] += 1

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.processes import ONE_THREAD, SCRIPT, Ended, Lab
 
-TOGETHER_SECONDS = 60.0  # what a fault of one rank may cost all
+TOGETHER_SECONDS = 150.0  # a minute is what a fault of one rank may cost all; more is for a loaded machine
 PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer"
 
 
@@ -65,9 +65,6 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     ]
     settings = lab.settings(
         RUN_ID=None,
-        MAX_WALLCLOCK_SECONDS=3,
-        GPTQ_RESERVE_SECONDS=1,
-        ITERATIONS=100000,
         EVAL_STRIDE=0,
         TTT_ENABLED=0,
     )
@@ -78,7 +75,8 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     (directory,) = lab.folder.joinpath("runs").iterdir()
     ended = Ended(0, process.stdout, process.stderr, lab.folder / "runs")
     assert directory.name.endswith("-seed1337") and ended.summary["hardware"]["world_size"] == 2
-    assert ended.summary["limits"]["train_seconds"]["ok"] and "stopping_early: wallclock_cap" in ended.out
+    assert ended.summary["steps"] == 6
+    assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert train_losses(ended)[0] == pytest.approx(train_losses(finished)[0], rel=1e-4)
 
 
@@ -181,7 +179,7 @@ def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
 @pytest.mark.parametrize("place", ["step:2/", "final_int6_roundtrip_exact"])
 def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
     steps = 100000 if place == "step:2/" else 3
-    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=5)
+    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=15)
     ranks[0].wait_for(place)
     ranks[1].send(signal.SIGSTOP)
     begin_s = time.monotonic()
@@ -190,8 +188,8 @@ def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
     finally:
         ranks[1].send(signal.SIGKILL)
         ranks[1].wait()
-    assert ended.status == 1 and time.monotonic() - begin_s > 4.0
-    assert ended.err.splitlines()[-1] == PEER_IS_GONE
+    assert ended.status == 1 and time.monotonic() - begin_s > 10.0
+    assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
 
 
 HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
@@ -201,7 +199,7 @@ HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
-    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=9)
+    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=30)
     assert "step:2/" in output and "does not answer" in output and "ChildFailedError" in output
 
 

@@ -315,14 +315,16 @@ def values_of(field: Any) -> st.SearchStrategy[Any]:
         return st.floats(low, high, allow_nan=False, allow_infinity=False)
     if rules["pattern"] != ".*":
         return st.from_regex(rules["pattern"], fullmatch=True)
-    printable = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], exclude_characters="/")
+    # Quotes around a value are refused in a file: they are a shell's.
+    printable = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], exclude_characters="/'\"")
     return st.text(printable, max_size=20).map(lambda text: "" if text.startswith(".") else text)
 
 
 RELATED = """
 TRAIN_SEQ_LEN MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS NUM_LAYERS GATE_WINDOW NUM_LOOPS
 LOOP_START LOOP_END PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED TTT_CHUNK_TOKENS
-MAX_WALLCLOCK_SECONDS GPTQ_RESERVE_SECONDS BIGRAM_VOCAB_SIZE VE_ENABLED VE_LAYERS
+MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS GPTQ_RESERVE_SECONDS ITERATIONS RESUME EVAL_ONLY
+BIGRAM_VOCAB_SIZE VE_ENABLED VE_LAYERS
 """  # to others, by a cross-check
 FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
 FREE["trace_steps"] = st.sampled_from(["", "1:2", "100:110"])
