@@ -10,9 +10,9 @@ val_loader:shards pattern=./data/fineweb_val_*.bin tokens:62021632
 world_size:8 grad_accum_steps:1
 train_batch_tokens:524288 train_seq_len:1024 iterations:20000 warmup_steps:20 max_wallclock_seconds:600.000
 seed:1337
-step:0/20000 val_loss:6.9370 val_bpb:4.1077 train_time:0ms step_avg:0.01ms
+step:0/20000 val_loss:6.9370 val_bpb:4.1085 train_time:0ms step_avg:0.01ms
 step:1/20000 train_loss:6.9334 train_time:76ms step_avg:75.51ms
-step:13780/20000 val_loss:2.0606 val_bpb:1.2172 train_time:600038ms step_avg:43.54ms
+step:13780/20000 val_loss:2.0606 val_bpb:1.2204 train_time:600038ms step_avg:43.54ms
 stopping_early: wallclock_cap train_time:600038ms step:13780/20000
 Serialized model: 67224983 bytes
 Code size: 47642 bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.dialects import DIALECT_A, DIALECT_B, OURS
-from tools.runs.logs import decimals, parse_log
+from tests.tools.damage import LINES
+from tools.runs.logs import (
+    DECIMALS_MAX,
+    LINE_CHARACTERS_MAX,
+    LINES_MAX,
+    LOG_BYTES_MAX,
+    decimals,
+    parse_log,
+    read_log,
+)
 
 
 def test_dialect_a() -> None:
@@ -96,3 +106,44 @@ def test_source_with_log_lines_in_it_is_no_source() -> None:
     )
     log = parse_log(mangled, Path("train.log"))
     assert log.source is None and [point.step for point in log.train] == [3, 1]
+
+
+@pytest.mark.parametrize("length", [60_000, 3_900])
+@pytest.mark.parametrize("line", LINES)
+def test_no_line_takes_more_than_linear_time(line: Callable[[int], str], length: int) -> None:
+    """In quadratic time these lines would take minutes, and the test would end by its timeout."""
+    text = "\n".join([line(length)] * (200 if length < LINE_CHARACTERS_MAX else 1))
+    parse_log(text[:4_000_000], Path("x.log"))
+
+
+def test_numbers_without_end_are_no_numbers() -> None:
+    many = "9" * 5_000
+    text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
+    log = parse_log(text, Path("x.log"))
+    assert log.seed is None and not log.train and not log.finals
+    assert decimals("1e-9999") == DECIMALS_MAX and decimals("nan") == 0
+
+
+def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("step:1/2 train_loss:1.5\n" * (LINES_MAX + 7))
+    log = read_log(path)
+    assert log.lines == len(log.train) == LINES_MAX and log.unread is not None
+    path.write_text("step:1/2 train_loss:1.5\n" * LINES_MAX)
+    assert read_log(path).unread is None
+    with path.open("ab") as file:
+        file.truncate(LOG_BYTES_MAX + 1)
+    assert "bytes" in (read_log(path).unread or "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "final_int8_zlib_roundtrip_exact val_loss:2.05945460 val_bpb:1.21972502",
+        "final eval (int6): step:3 chunk:4 val_loss: 2.05945460 val_bpb: 1.21972502 eval_time:7ms",
+    ],
+)
+def test_scoring_lines_are_read(line: str) -> None:
+    (final,) = parse_log(line, Path("x.log")).finals
+    assert (final.loss_text, final.bpb_text) == ("2.05945460", "1.21972502")
+    assert final.label in ("final_int8_zlib_roundtrip_exact", "final eval (int6)")
