@@ -132,10 +132,11 @@ def _replacements(case: Case, j: int) -> list[int]:
     return new_tokens
 
 
-def kraft(case: Case, positions: Iterable[int]) -> Iterator[Finding]:
+def kraft(case: Case, positions: Iterable[int], and_changes: bool = True) -> Iterator[Finding]:
     """B2: with the rest fixed, the probabilities of all tokens at one target sum to one, under every label.
 
-    Each candidate is a change of a later token as well, so the same answers serve B1.
+    Each candidate is a change of a later token as well, so the same answers serve B1; and_changes: whether to
+    ask that too.
     """
     before = case.ask(case.tokens)
     moves = Moves(case, before)
@@ -150,7 +151,7 @@ def kraft(case: Case, positions: Iterable[int]) -> Iterator[Finding]:
             for label in totals:
                 totals[label] += math.exp(-after[label][target])
             found = moves.refuted(changed, target + 1, f"changing token {target + 1} to {candidate}", after)
-            if found:
+            if found and and_changes:
                 yield found
                 return
         for label, total in totals.items():

@@ -117,7 +117,14 @@ def build_laboratory(folder: Path) -> Laboratory:
     counts = sidecar_counts(pieces, validation[SECOND])
     shards.write_shard(shard_path(folder / SECOND, "val_bytes"), counts)
     text_bytes[SECOND] = int(counts.sum())
-    return Laboratory(folder, pieces, text_bytes)
+    (folder / "text_bytes.json").write_text(json.dumps(text_bytes))
+    return open_laboratory(folder)
+
+
+def open_laboratory(folder: Path) -> Laboratory:
+    """The laboratory that was built in a folder."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return Laboratory(folder, pieces, json.loads((folder / "text_bytes.json").read_text()))
 
 
 def packed(pieces: sentencepiece.SentencePieceProcessor, texts: list[str]) -> np.ndarray:
@@ -338,7 +345,7 @@ def one_score_each(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding
         if not timed and (validation - training).intersection(grams):
             text = f"validation text is read in phase {phase!r}, outside the timers of evaluation (#1530)"
             yield fail("B7", text, where, "warm up on random tokens, score in a timed phase")
-            return
+            break
     labels = list(outcome.summary["losses"])
     begun = [phase for phase in outcome.watch.ledgers if phase not in ("train", "hessians")]
     expected = [f"eval_{label}" for label in labels]
