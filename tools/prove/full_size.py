@@ -26,7 +26,7 @@ ON_CPU = {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0"}
 def full_size(
     script: ModuleType, settings: Mapping[str, str], seed: int, seconds_max: float = SECONDS_MAX
 ) -> Iterator[Finding]:
-    """One forward pass, Kraft sums, and a suffix replaced for every label; "not checked" beyond the budget."""
+    """A forward pass, Kraft sums, and a suffix replaced for every label; "not checked" beyond the budget."""
     started = time.monotonic()
     config = script.Config.from_env({**settings, **ON_CPU})
     config = replace(config, val_batch_size=config.eval_length, val_tokens_limit=0)  # one row at a time
@@ -62,7 +62,7 @@ def full_size(
 
 
 def kraft_at_full_size(subject: probes.Subject, model: Any) -> tuple[float, Finding]:
-    """Seconds of a forward pass over one row, and the sums over the whole vocabulary at some of its targets."""
+    """Seconds of a forward pass over a row, and the sums over the whole vocabulary at some targets."""
     length = subject.config.eval_length
     size = subject.config.vocab_size
     row_1T = torch.from_numpy(stream(subject, length).astype(np.int64))[None]

@@ -1,8 +1,8 @@
 """Dynamic proofs that a score is legal: a tiny model, a tiny stream, and the script's own `evaluate`.
 
-What is watched is the run of the script: its ledgers, its scorers' calls, its forward passes and its log. Each
-probe takes a `Subject` and yields findings; one that fails names positions and numbers. B1-B17 are the checks
-that `tools prove` reports; `questions` has those that need no look inside.
+What is watched is the run of the script: its ledgers, its scorers' calls, its forward passes and its log.
+Each probe takes a `Subject` and yields findings; one that fails names positions and numbers. B1-B17 are the
+checks that `tools prove` reports; `questions` has those that need no look inside.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Subject:
     """A script under audit and its settings.
 
     scorers: functions of the script that score, for those who ask them one by one. name: of the settings, in
-    findings. machine: the rank that models compute on, a `Machine` of the script; None: the only one, or, of a
-    script that has no `Machine` yet, that of the process group. shrunk: what of the settings was made smaller.
+    findings. machine: the rank that models compute on, a `Machine` of the script; None: the only one, or, of
+    a script that has no `Machine` yet, that of the process group.
     """
 
     script: ModuleType
@@ -56,7 +56,6 @@ class Subject:
     seed: int = 0
     machine: Any = None
     name: str = "tiny"
-    shrunk: tuple[str, ...] = ()
 
     def model(self) -> Any:
         """The tiny model: every parameter away from its initial value, so that every path counts."""
@@ -105,7 +104,7 @@ def make_subject(script: ModuleType, seed: int = 0, **settings: str) -> Subject:
 
 
 def subject_of(
-    script: ModuleType, settings: Mapping[str, str], seed: int, name: str = "tiny", shrunk: Sequence[str] = ()
+    script: ModuleType, settings: Mapping[str, str], seed: int, name: str = "tiny"
 ) -> Subject:
     """A subject with just these settings."""
     scorers = {}
@@ -113,7 +112,7 @@ def subject_of(
         if hasattr(script, scorer):
             scorers[scorer] = getattr(script, scorer)
     config = script.Config.from_env(dict(settings))
-    return Subject(script, config, scorers, seed, name=name, shrunk=tuple(shrunk))
+    return Subject(script, config, scorers, seed, name=name)
 
 
 def continuation(
@@ -333,7 +332,9 @@ def counted_call(
 # ======================================================================================================
 
 
-def future_flip(subject: Subject, name: str = "", positions: Iterable[int] | None = None) -> Iterator[Finding]:
+def future_flip(
+    subject: Subject, name: str = "", positions: Iterable[int] | None = None
+) -> Iterator[Finding]:
     """B1 for single flips; name: of one scorer, empty: all labels of `evaluate`."""
     return questions.future(subject.case(name), positions)
 
@@ -430,7 +431,12 @@ def _headline(subject: Subject, run: LabelRun, label: str, lines: list[str]) -> 
         "val_bytes": float(TEXT_BYTES),
     }
     score = run.score
-    got = dict(zip(expected, (score.nats, score.bits_per_byte, score.scored_tokens, score.bytes), strict=True))
+    got = {
+        "val_loss": score.nats,
+        "val_bpb": score.bits_per_byte,
+        "scored_tokens": score.scored_tokens,
+        "val_bytes": score.bytes,
+    }
     said = [("returned", name, float(value), 1e-9 * abs(expected[name])) for name, value in got.items()]
     printed = 0
     for line in lines:

@@ -11,12 +11,13 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ from tools.check.findings import Finding, Level, Mode, fail, info, warn
 from tools.prove import network
 from tools.runs.errors import RecordError
 from tools.runs.load import load_script
+from tools.runs.source import read_script
 from tools.runs.writing import json_text
 
 SECONDS_MAX = 1800  # of the clock: a machine may be busy
@@ -97,10 +99,16 @@ class Order:
         settings = None
         name = "defaults"
         if args.config is not None:
-            settings = {**os.environ, "CONFIG": str(args.config.resolve())}
+            settings = {**settings_around(path), "CONFIG": str(args.config.resolve())}
             name = args.config.name
         adapter = str(args.adapter.resolve()) if args.adapter is not None else ""
         return Order(str(path), args.seed, args.quick, args.full_size, settings, name, adapter)
+
+
+def settings_around(path: Path) -> dict[str, str]:
+    """The variables of the environment that the script may know: those whose name its text has."""
+    words = set(re.findall(r"[a-z_0-9]+", read_script(path).text.lower()))
+    return {name: value for name, value in os.environ.items() if name.lower() in words}
 
 
 def exit_status(findings: list[Finding]) -> int:
@@ -198,7 +206,7 @@ def _environment() -> dict[str, str]:
 def not_checked(path: Path, why: str) -> list[Finding]:
     """A warning per proof that could not be run."""
     remedy = (
-        "offer Config.from_env, build_model, Ledger, Validation, evaluate and token_bytes, or give an --adapter"
+        "offer Config.from_env, build_model, Ledger, Validation, evaluate and token_bytes, or an --adapter"
     )
     return [
         warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()
@@ -216,7 +224,7 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
 
     whole = script.Config.from_env(order.settings or {})
     settings, shrunk = tiny.shrink(whole, tiny.FOR_SCORER)
-    configured = probes.subject_of(script, settings, order.seed, order.settings_name, shrunk)
+    configured = probes.subject_of(script, settings, order.seed, order.settings_name)
     smallest = probes.make_subject(script, order.seed)
     yield info(NOTE, f"shrunk for the streams: {'; '.join(shrunk)}", configured.name)
     yield info(NOTE, f"not exercised: {tiny.NOT_EXERCISED}", configured.name)
@@ -289,7 +297,9 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     yield from rehearsal.same_result(first, warmed)
 
 
-def rank_invariance(subject: Any, path: Path, folder: Path, *more: Any, mutant: str = "") -> Iterator[Finding]:
+def rank_invariance(
+    subject: Any, path: Path, folder: Path, *more: Any, mutant: str = ""
+) -> Iterator[Finding]:
     """B13: several ranks write the ledgers of one. mutant: one that the ranks are made."""
     from tools.prove import ranks as several
 
@@ -348,8 +358,8 @@ def _work(order: Order, folder: Path) -> list[Finding]:
     except Exception as error:
         traceback.print_exc()
         place = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"the proofs stopped: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        findings = [warn("B3", f"not checked: {text}", path.name, "see its message")]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        findings = not_checked(path, f"the proofs stopped: {type(error).__name__}: {error} ({where})")
     if attempts:
         text = f"tried to reach the network: {attempts[0]}"
         findings.append(fail("B15", text, path.name, "ship all it needs"))
@@ -359,7 +369,7 @@ def _work(order: Order, folder: Path) -> list[Finding]:
         text = "no socket was asked for; no network is in reach of the process or its children"
         findings.append(info("B15", text, path.name))
     else:
-        text = "not checked for child processes: this system gives no network namespace; here none was asked for"
+        text = "not checked for child processes: no network namespace here; this process asked for no socket"
         findings.append(warn("B15", text, path.name, "run it on Linux with user namespaces"))
     return sorted(findings, key=lambda finding: _number(finding.check))
 
@@ -411,7 +421,8 @@ def _main(arguments: list[str]) -> None:
     if arguments[1] == "rank":
         from tools.prove import mutants, ranks
 
-        script = mutants.mutated(Path(order.path), arguments[4]) if arguments[4] else load_script(Path(order.path))
+        path = Path(order.path)
+        script = mutants.mutated(path, arguments[4]) if arguments[4] else load_script(path)
         ranks.answer(script, folder, int(arguments[2]), int(arguments[3]))
         return
     findings = [dataclasses.asdict(finding) for finding in _work(order, folder)]

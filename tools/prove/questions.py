@@ -190,7 +190,10 @@ def isolation(case: Case, labels: Iterable[str], masked: bool) -> Iterator[Findi
     """
     tokens = case.tokens
     before = case.ask(tokens)
-    starts = [start for start in np.flatnonzero(tokens == BOS_ID) if start > 0 and tokens[start - 1] != BOS_ID]
+    starts = []
+    for start in np.flatnonzero(tokens == BOS_ID):
+        if start > 0 and tokens[start - 1] != BOS_ID:  # else the document before is empty
+            starts.append(start)
     moved = dict.fromkeys(labels, "")
     for start in starts:
         changed = tokens.copy()

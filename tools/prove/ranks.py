@@ -16,11 +16,12 @@ from tools.check.findings import Finding, fail, info
 from tools.prove import probes
 from tools.prove.probes import Subject
 
-# Nats. What learns sums gradients in another order: the honest difference is at most 2e-6 at the learning
-# rates of the subjects here (20 seeds, two and four ranks), and this is ten times that. Where ranks do not
-# make the same batches of the rows that they score, the kernels round in another way.
-LEARNING_TOLERANCE = 2e-5
-BATCHING_TOLERANCE = 1e-5
+# Nats. What learns sums gradients in another order: the honest difference is at most 6e-6 for the subjects
+# here (20 seeds of the smallest one, 5 of the defaults, two and four ranks), and this is ten times that.
+LEARNING_TOLERANCE = 6e-5
+# Where ranks do not make the same batches of the rows that they score, the kernels round in another way: by
+# 5e-7 at most, and this is ten times that.
+BATCHING_TOLERANCE = 5e-6
 
 
 def ask(subject: Subject) -> dict[str, Any]:

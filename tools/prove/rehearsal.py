@@ -1,6 +1,6 @@
-"""Whole runs of a script on synthetic documents, watched: what is read when, what comes out, what comes back.
+"""Whole runs of a script on synthetic documents, watched: what is read when, and what comes out.
 
-B4 and B10 for the figures of a real run, B7, B8 and B14 for what must not change it, B12 for its artifact alone.
+B4 and B10 for the figures of a real run, B7, B8 and B14 for what must not change it, B12 for its artifact.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def one_score_each(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding
 
 
 def figures(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding]:
-    """B4 and B10 of a whole run: scored tokens and bytes are those of the texts, and bpb follows from them."""
+    """B4 and B10 of a whole run: scored tokens and bytes are those of the texts; bpb follows from them."""
     text_bytes = laboratory.text_bytes[outcome.data]
     targets = len(laboratory.tokens("val", outcome.data)) - 1
     where = f"run {outcome.directory.name}"

@@ -1,8 +1,8 @@
 """Scripts that are wrong or illegal on purpose: the proofs must refute every one, or they are blind (B16).
 
-A mutant changes a freshly loaded script in one thing and names the probe that must kill it. `scoring` has those
-of scorers, `evaluate` and ledger, `running` those of data, bytes, artifact and ranks. `legal` has changes that
-no proof may refute.
+A mutant changes a freshly loaded script in one thing and names the probe that must kill it. `scoring` has
+those of scorers, `evaluate` and ledger, `running` those of data, bytes, artifact and ranks. `legal` has
+changes that no proof may refute.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ def suspicions(
     from tools.prove import probes, prove, questions
 
     subject = probes.make_subject(script)
-    if mutant.settings:
-        subject = probes.make_subject(script, **mutant.settings)
     case = subject.case()
     if mutant.whole_run:
         yield from whole_run(script, mutant, name, folder)
@@ -123,7 +121,6 @@ def whole_run(script: ModuleType, mutant: Mutant, name: str, folder: Path) -> It
     laboratory = laboratory_in(folder)
     config = probes.make_subject(script).config
     settings, _ = rehearsal.settings_for_runs(script, config)
-    settings.update(mutant.settings)
     first = rehearsal.run_script(script, laboratory, f"{name}-1", settings, forged=rehearsal.rising)
     yield from rehearsal.data_apart(laboratory, first)
     yield from rehearsal.one_score_each(laboratory, first)

@@ -1,4 +1,4 @@
-"""Changes of a script that break no rule: no proof may refute one. Renames may leave something not checked."""
+"""Changes of a script that break no rule: no proof may refute one. Renames may leave all not checked."""
 
 from __future__ import annotations
 

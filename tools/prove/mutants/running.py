@@ -198,6 +198,7 @@ def average_picked_by_validation(script: ModuleType) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter *= 0.9
+        losses.clear()  # of this run
         return write(path, model, *rest, **named)
 
     script.validate = noting  # type: ignore[attr-defined]

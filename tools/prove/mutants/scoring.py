@@ -438,7 +438,9 @@ def flattering_log(
 def logged_before_the_end(script: ModuleType) -> None:
     """The log says what the better half of the targets costs."""
 
-    def around(script: Any, evaluate: Any, model: Any, config: Any, run: Any, validation: Any, form: str) -> Any:
+    def around(
+        script: Any, evaluate: Any, model: Any, config: Any, run: Any, validation: Any, form: str
+    ) -> Any:
         scores = evaluate(model, config, run, validation, form)
         for label, score in scores.items():
             run.log(f"{label}_exact val_loss:{0.5 * score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}")

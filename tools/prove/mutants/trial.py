@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +18,12 @@ Change = Callable[[ModuleType], None]
 class Mutant:
     """A change and the probe that must kill it.
 
-    whole_run: whether it takes runs of `main` to see it. settings: that it needs beside the smallest ones.
+    whole_run: whether it takes runs of `main` to see it.
     """
 
     probe: str
     change: Change
     whole_run: bool = False
-    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
