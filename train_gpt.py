@@ -25,6 +25,7 @@ import ast
 import contextlib
 import copy
 import difflib
+import errno
 import faulthandler
 import functools
 import glob
@@ -55,6 +56,11 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
+
+# Before torch loads its OpenMP library, which reads it: threads that wait for work must not spin, for they
+# would take cores from the loader's threads and other ranks. Importing this file changes no environment.
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 import torch
@@ -89,17 +95,39 @@ class ArtifactError(RuntimeError):
     """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
 
 
-def knob(default: Any, meaning: str, low: float = -1e300, high: float = 1e300, among: str = "") -> Any:
-    """One setting: its default, meaning with unit, and range (finite: inf and nan are refused) or choices."""
+def knob(
+    default: Any,
+    meaning: str,
+    low: float = -1e300,
+    high: float = 1e300,
+    among: str = "",
+    pattern: str = ".*",
+    negative_is_zero: bool = False,
+) -> Any:
+    """One setting: its default, and its meaning with unit.
+
+    low, high: the range of a number (finite: inf and nan are refused). among: the choices, if there are few.
+    pattern: what text must match. negative_is_zero: for numbers whose zero means none, as public scripts
+    take all below it.
+    """
     choices = "0 1" if isinstance(default, bool) else among
-    return field(default=default, metadata=dict(meaning=meaning, low=low, high=high, among=choices.split()))
+    metadata = {
+        "meaning": meaning,
+        "low": low,
+        "high": high,
+        "among": choices.split(),
+        "pattern": pattern,
+        "negative_is_zero": negative_is_zero,
+    }
+    return field(default=default, metadata=metadata)
 
 
 def find_path(path: str) -> Path:
     """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
-    given = Path(path).expanduser()
+    # os.path rather than Path: a name that cannot exist is one that is not found, no exception.
+    given = Path(os.path.expanduser(path))
     for folder in (Path(), *Path(__file__).resolve().parents):
-        if (folder / given).exists():
+        if os.path.exists(folder / given):
             return folder / given
     return given
 
@@ -139,18 +167,25 @@ class ModelSettings:
     gate_window: int = knob(12, "channels that feed the gates", 1)
     # Ways around the blocks: the token before, and the skips of the U-Net.
     smear_gate_enabled: bool = knob(True, "mix in the previous token's embedding, gated")
+    channel_smear_enabled: bool = knob(False, "mix it in once more, each channel by a fixed share (PR #549)")
     skip_gates_enabled: bool = knob(True, "U-Net skips interpolate; 0: they add")
     # Depth recurrence: some layers run several times, with the same weights (PR #1493).
     num_loops: int = knob(2, "extra passes over LOOP_START..LOOP_END; 0: none", 0, 16)
     loop_start: int = knob(3, "first looped layer", 0)
     loop_end: int = knob(5, "last looped layer", 0)
-    enable_looping_at: float = knob(0.35, "progress at which the loop switches on", 0, 1)
+    enable_looping_at: float = knob(0.35, "progress at which the loop switches on; from 1 on: never", 0)
     # Late layers whose two halves read side by side.
     parallel_start_layer: int = knob(8, "first layer whose attention and MLP run in parallel; -1: none", -1)
     parallel_mode: str = knob("lanes", "two residual lanes, or one (GPT-J)", among="lanes gptj")
+    # Tables of what a pair of tokens, or a token, says by itself (PR #549).
+    bigram_vocab_size: int = knob(0, "rows for hashed pairs, added to embeddings; 0: none", 0, 1 << 20)
+    bigram_dim: int = knob(128, "width of these rows, projected to MODEL_DIM", 2)
+    ve_enabled: bool = knob(False, "add an embedding of the token to the values of attention")
+    ve_dim: int = knob(128, "width of that embedding, projected to all key heads", 2)
+    ve_layers: str = knob("9,10", "layers that add it", pattern="[0-9]{1,3}(,[0-9]{1,3})*")
     # Ends and beginnings.
-    tie_embeddings: str = knob("1", "1: the output head is the input embedding", among="1")
-    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding", 0)
+    tie_embeddings: bool = knob(True, "the output head is the input embedding; 0: a matrix of its own")
+    tied_embed_init_std: float = knob(0.005, "initial standard deviation of that embedding; untied: 1", 0)
     matrix_init: str = knob("orthogonal", "initial block matrices", among="orthogonal uniform")
     logit_softcap: float = knob(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0)
 
@@ -169,17 +204,29 @@ class ModelSettings:
         """Channels of a head that the rotary embedding turns."""
         return self.rope_dims or self.head_dim
 
+    @property
+    def value_layers(self) -> list[int]:
+        """The layers that add a value embedding."""
+        if not self.ve_enabled:
+            return []
+        return [int(layer) for layer in self.ve_layers.split(",")]
+
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
         loop_in_order = self.loop_start <= self.loop_end < self.num_layers
+        value_layers = self.value_layers
+        # Each of them has one scale.
+        listed_once = len(set(value_layers)) == len(value_layers)
+        value_layers_exist = all(layer < self.num_layers for layer in value_layers)
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
             (self.gate_window <= self.model_dim, "GATE_WINDOW <= MODEL_DIM"),
-            (self.parallel_start_layer < self.num_layers, "PARALLEL_START_LAYER < NUM_LAYERS"),
             (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+            (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
+            (listed_once and value_layers_exist, "VE_LAYERS as different numbers < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
@@ -219,17 +266,21 @@ class TrainingSettings(ModelSettings):
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
-    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set", 1)
-    max_wallclock_seconds: float = knob(600.0, "seconds of training with Hessians; 0: ITERATIONS", 0)
-    # Step sizes of the three groups of parameters.
+    iterations: int = knob(20_000, "steps; upper bound when a wall clock is set; 0: none are taken", 0)
+    max_wallclock_seconds: float = knob(
+        600.0, "seconds of training with Hessians; 0: ITERATIONS", 0, negative_is_zero=True)
+    # Step sizes of the groups of parameters.
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
-    tied_embed_lr: float = knob(0.03, "AdamW, embedding", 0)
+    tied_embed_lr: float = knob(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1", 0)
+    embed_lr: float = knob(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0", 0)
+    head_lr: float = knob(0.008, "AdamW without decay, the output head with TIE_EMBEDDINGS=0", 0)
     # Muon, for the matrices.
     muon_momentum: float = knob(0.97, "final momentum", 0, 0.9999)
     muon_momentum_warmup_start: float = knob(0.92, "first momentum", 0, 0.9999)
     muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
-    muon_momentum_warmup_steps: int = knob(0, "the same in steps; 0: use the fraction", 0)
+    muon_momentum_warmup_steps: int = knob(
+        0, "the same in steps; 0: the fraction; given as 0 without it: none", 0)
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
     muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
     muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
@@ -241,17 +292,13 @@ class TrainingSettings(ModelSettings):
     beta2: float = knob(0.99, "AdamW", 0, 0.99999)
     adam_eps: float = knob(1e-8, "AdamW", 0)
     # What holds for all of them.
-    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0)
+    grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0, negative_is_zero=True)
     ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
     # The schedule of the learning rates.
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
-    warmdown_iters: int = knob(0, "the same in steps, at the mean step time; 0: use the fraction", 0)
+    warmdown_iters: int = knob(
+        0, "the same in steps, at the mean step time; 0: the fraction; given as 0 without it: none", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
-
-    def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
-        warmdown_begins = self.max_wallclock_seconds > 0 or self.warmdown_iters <= self.iterations
-        return [*super().rules(), (warmdown_begins, "WARMDOWN_ITERS <= ITERATIONS")]
 
 
 @dataclass(frozen=True)
@@ -274,8 +321,8 @@ class Config(TrainingSettings):
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = knob(2.0, "seconds of the clock for Hessians; fewer batches if short", 0)
     # --- its evaluation ---
-    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20)
-    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0)
+    eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
+    eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
     ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
     ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
@@ -288,7 +335,7 @@ class Config(TrainingSettings):
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
     micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
-    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 64)
+    train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 1024)
     train_copy_stream: bool = knob(True, "copy batches to the GPU on a stream of their own")
     val_prefetch: bool = knob(True, "copy validation to the device before scoring; 0: batch by batch")
     val_tokens_limit: int = knob(0, "targets; score only the first ones: NOT comparable; 0: all", 0)
@@ -298,12 +345,16 @@ class Config(TrainingSettings):
     runs_dir: str = knob("runs", "folder that holds the run directories")
     max_eval_seconds: float = knob(600.0, "seconds of evaluation; judged in summary.json; 0: no limit", 0)
     warmup_steps: int = knob(20, "untimed steps that compile each graph, then undone", 0, 1000)
-    train_log_every: int = knob(50, "steps between train lines; the first ten are always printed", 1)
-    val_loss_every: int = knob(0, "steps between validations outside the clock; 0: only after training", 0)
-    val_batch_size: int = knob(65_536, "tokens; one scoring pass of one rank", 1)
-    val_progress_log_every: int = knob(0, "chunks between scoring progress lines; 0: twenty lines", 0)
+    train_log_every: int = knob(50, "steps between train lines, after the first ten; 0: no train lines", 0)
+    val_loss_every: int = knob(
+        0, "steps between validations outside the clock, first and last; 0: none", 0, negative_is_zero=True)
+    val_batch_size: int = knob(524_288, "tokens scored at once by eight ranks; each takes an eighth", 1)
+    val_progress_log_every: int = knob(
+        -1, "batches of VAL_BATCH_SIZE between progress lines of every validation; 0: none; "
+        "-1: twenty lines of each final score", -1)  # fmt: skip
     training_timing_breakdown: bool = knob(False, "print where the milliseconds of a step go")
-    training_timing_every: int = knob(200, "steps between those lines", 1)
+    training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
+    trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
@@ -311,6 +362,8 @@ class Config(TrainingSettings):
     fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
+    save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
+    resume_other_code: bool = knob(False, "let RESUME go on with another script than the run's; recorded")
     peer_timeout_seconds: float = knob(900.0, "seconds a rank waits for another one before it ends", 1, 1e8)
     eval_only: str = knob("", "score this artifact instead of training")
 
@@ -319,6 +372,23 @@ class Config(TrainingSettings):
         """Tokens of context in evaluation."""
         return self.eval_seq_len or self.train_seq_len
 
+    @property
+    def val_pass_tokens(self) -> int:
+        """Tokens of one scoring pass of one rank.
+
+        Upstream splits VAL_BATCH_SIZE over ranks and micro-steps, which together are always eight: so here,
+        on any number of ranks.
+        """
+        return max(1, self.val_batch_size // 8)
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps of TRACE_STEPS, the first of a run is 1; empty where it is empty, or no A:B."""
+        if not re.fullmatch(r"[0-9]+:[0-9]+", self.trace_steps):
+            return range(0)
+        first, after = self.trace_steps.split(":")
+        return range(int(first), int(after))
+
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
         chunk = self.ttt_chunk_tokens
@@ -326,6 +396,7 @@ class Config(TrainingSettings):
         reserve = self.gptq_reserve_seconds if self.gptq else 0.0
         clock = self.max_wallclock_seconds
         plain_name = os.sep not in self.run_id and not self.run_id.startswith(".")
+        short_name = len(self.run_id.encode()) <= 200  # file systems allow 255 bytes
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
@@ -333,6 +404,9 @@ class Config(TrainingSettings):
              "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED"),
             (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
             (plain_name, "RUN_ID as a plain name"),
+            (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B, numbers with A < B"),
+            (short_name, "RUN_ID of at most 200 bytes"),
+            (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
         ]  # fmt: skip
 
     @classmethod
@@ -341,9 +415,7 @@ class Config(TrainingSettings):
 
         Raises ConfigError for what is wrong.
         """
-        in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
-        refuse_unknown(in_file, environ)
-        return cls.from_values({**in_file, **environ})
+        return cls.from_values(read_settings(environ).values)
 
     def overrides(self) -> dict[str, str]:
         """The settings that differ from their default, as strings."""
@@ -361,18 +433,24 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     # A value that cannot be read is reported below, like one that is out of range.
     with contextlib.suppress(ValueError):
         value = bool(int(text)) if kind is bool else kind(text)
+    if spec.metadata["negative_is_zero"] and value is not None and -1e300 <= value < 0:
+        value = kind(0)
     # Text that would not print cannot be stored as KEY=VALUE either.
     if among:
         fits = value is not None and text in among
+        expected = " or ".join(among)
     elif kind is str:
-        fits = text.isprintable()
+        fits = text.isprintable() and re.fullmatch(spec.metadata["pattern"], text) is not None
+        expected = f"printable text like {spec.default!r}" if spec.default else "printable text"
     else:
         fits = value is not None and text.isprintable() and low <= value <= high
+        expected = f"{kind.__name__} from {low:g} to {high:g}"
     if fits:
         return value
-    kind_and_range = "printable text" if kind is str else f"{kind.__name__} from {low:g} to {high:g}"
-    expected = " or ".join(among) or kind_and_range
     raise ConfigError(f"{name}={text!r}: expected {expected}; {spec.metadata['meaning']}")
+
+
+QUOTES = "\"'"
 
 
 def read_config_file(path: str) -> dict[str, str]:
@@ -381,7 +459,9 @@ def read_config_file(path: str) -> dict[str, str]:
         text = find_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG={path}: {error}; name a file of KEY=VALUE lines") from error
-    values = {}
+    if text.startswith("\ufeff"):
+        raise ConfigError(f"CONFIG={path}: begins with a byte order mark; save it as UTF-8 without one")
+    values: dict[str, str] = {}
     for line in text.split("\n"):
         if line.startswith("#"):
             continue
@@ -389,41 +469,334 @@ def read_config_file(path: str) -> dict[str, str]:
         setting = line.split(" #")[0].strip()
         if not setting:
             continue
-        name, equals, value = setting.partition("=")
-        if not name.strip() or not equals:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not name or not equals:
             raise ConfigError(f"CONFIG={path}: got {setting!r}, not KEY=VALUE")
-        values[name.strip()] = value.strip()
+        # No shell reads this file: its words and quotes would become part of names and values.
+        plain = f"{name.removeprefix('export ').strip()}={value.strip(QUOTES)}"
+        quoted = len(value) > 1 and value[0] in QUOTES and value[-1] == value[0]
+        if name.startswith("export ") or quoted:
+            raise ConfigError(f"CONFIG={path}: got {setting!r}, which is for a shell; write {plain!r}")
+        if name in values:
+            raise ConfigError(f"CONFIG={path}: {name} stands there twice, {values[name]!r} and {value!r}; "
+                              "remove one of them")
+        values[name] = value
     return values
 
 
-# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRAINING_JOB_NAME.
-COMMON_WORDS = "CHECKPOINT CODE COMPUTE DATA DEVICE MAX MIN MODEL NUM PARALLEL RATE RUN TRAINING".split()
+# First words of our names that other programs use as well: MAX_JOBS, PARALLEL_SEQ, TRACE_ID.
+COMMON_WORDS = """
+    CHANNEL CHECKPOINT CODE COMPUTE DATA DEVICE HEAD MAX MIN MODEL NUM PARALLEL RATE RUN SAVE TRACE TRAINING
+""".split()
+# Words of at most so many letters may be anybody's: in the environment they are never refused.
+SHORT_NAME = 5
 
 
-def refuse_unknown(in_file: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """ConfigError that lists every variable which looks like one of ours and is none.
+class FormerName(NamedTuple):
+    """How variables of public scripts, and earlier ones of ours, are answered that are no settings.
 
-    The environment holds much that is not ours, so there a name is only refused if it is close to one of
-    ours or begins with the same word. A file named by CONFIG is ours alone: all that is unknown is refused.
+    A value is taken if it is `harmless`, or else by the settings it `stands_for`; if there are none, it is
+    refused. Either way the user is told: in a line of the log, or of the error.
     """
+
+    # NAME=value is about one value of a setting of ours that other scripts mean differently.
+    names: str
+    # The reason, and what to set instead: it is true whether a value is taken or refused.
+    answer: str
+    # Values that ask for what is done anyhow. *: any; a setting's name: its value.
+    harmless: str = ""
+    # NAME=value pairs: {} is the value that was given, {OTHER} that of a setting. One that is given wins.
+    stands_for: str = ""
+
+
+FORMER_NAMES = [
+    # The same under another name. The first of them that is given decides.
+    FormerName("VAL_BATCH_TOKENS", "is VAL_BATCH_SIZE", stands_for="VAL_BATCH_SIZE={}"),
+    FormerName("PARALLEL_RESIDUAL_START", "is PARALLEL_START_LAYER with PARALLEL_MODE=gptj",
+               stands_for="PARALLEL_START_LAYER={} PARALLEL_MODE=gptj"),
+    FormerName("MATRIX_CLIP_SIGMAS", "is MLP_CLIP_SIGMAS and ATTN_CLIP_SIGMAS",
+               stands_for="MLP_CLIP_SIGMAS={} ATTN_CLIP_SIGMAS={}"),
+    FormerName("ARTIFACT_DIR", "is RUNS_DIR; a run writes to RUNS_DIR/RUN_ID", stands_for="RUNS_DIR={}"),
+    FormerName("PHASE_TIMEOUT_SECONDS", "is PEER_TIMEOUT_SECONDS", stands_for="PEER_TIMEOUT_SECONDS={}"),
+    FormerName("TTT_EVAL_SEQ_LEN", "is EVAL_SEQ_LEN, of all scores", stands_for="EVAL_SEQ_LEN={}"),
+    FormerName("DATASETS_DIR", "is DATA_PATH", stands_for="DATA_PATH={}"),
+    FormerName("DATA_DIR", "stands for DATA_PATH and TOKENIZER_PATH",
+               stands_for="DATA_PATH={}/datasets/fineweb10B_sp{VOCAB_SIZE} "
+                          "TOKENIZER_PATH={}/tokenizers/fineweb_{VOCAB_SIZE}_bpe.model"),
+    FormerName("MUON_WEIGHT_DECAY", "is MUON_WD", stands_for="MUON_WD={}"),
+    FormerName("ADAM_WEIGHT_DECAY", "is ADAM_WD", stands_for="ADAM_WD={}"),
+    FormerName("SMEAR_GATE", "is SMEAR_GATE_ENABLED", stands_for="SMEAR_GATE_ENABLED={}"),
+    FormerName("GATE_WIDTH SMEAR_GATE_WIDTH", "is GATE_WINDOW", stands_for="GATE_WINDOW={}"),
+    FormerName("USE_GPTQ", "is GPTQ", stands_for="GPTQ={}"),
+    FormerName("SLIDING_WINDOW_ENABLED=0", "is EVAL_STRIDE=0 TTT_ENABLED=0",
+               stands_for="EVAL_STRIDE=0 TTT_ENABLED=0"),
+    FormerName("SLIDING_WINDOW_ENABLED", "EVAL_STRIDE sets the sliding window; 0: none", "1"),
+    # Values of settings of ours that mean something else elsewhere.
+    FormerName("WARMDOWN_ITERS=0", "no warm-down, unless WARMDOWN_FRAC is given with it",
+               stands_for="WARMDOWN_FRAC=0"),
+    FormerName("MUON_MOMENTUM_WARMUP_STEPS=0", "final momentum from the first step, unless "
+               "MUON_MOMENTUM_WARMUP_FRAC is given with it", stands_for="MUON_MOMENTUM_WARMUP_FRAC=0"),
+    FormerName("PARALLEL_START_LAYER=0", "parallel from layer 0 on (PR #1855: none); -1: none", "*"),
+    FormerName("RESUME=auto", "name the run directory to continue"),
+    # What is done anyhow, or can be had by other settings.
+    FormerName("EMA_ENABLED", "EMA_DECAY averages the weights; EMA_DECAY=0 does not", "1"),
+    FormerName("TTT_FREEZE_BLOCKS", "test-time training updates all weights, so 0 is what is done", "0"),
+    FormerName("EMBEDDING_DIM", "embeddings are as wide as the model; leave it out", "MODEL_DIM"),
+    FormerName("CASEOPS_ENABLED", "DATA_PATH and TOKENIZER_PATH name the data, and a byte sidecar beside the "
+               "shards is used; set them, and leave it out", "0"),
+    FormerName("VAL_COPY_STREAM", "no effect on results: VAL_PREFETCH says how validation is copied", "0 1"),
+    FormerName("VAL_PREFETCH_QUEUE", "no effect on results: validation is copied whole", "*"),
+    FormerName("VAL_BYTECOUNT_DEVICE", "no effect on results: the host counts bytes, once", "cpu cuda"),
+    FormerName("COMPRESSOR", "no effect: codes go through the built-in range coder, which writes less", "*"),
+    FormerName("FUSED_CE FUSED_CE_ENABLED", "no effect on results: torch.compile fuses the loss", "0 1 auto"),
+    FormerName("VAL_DOC_FRACTION", "all documents are scored; VAL_TOKENS_LIMIT scores fewer tokens", "1"),
+    FormerName("TTT_EVAL_BATCHES", "all of validation is scored; VAL_TOKENS_LIMIT scores a part"),
+    FormerName("PARALLEL_FINAL_LANE", "the model ends with the mean of its lanes", "mean"),
+    FormerName("SPARSE_ATTN_GATE_SCALE", "the steepness of that gate is 0.5, as in PR #1855", "0.5"),
+    FormerName("SPARSE_ATTN_GATE_INIT_STD", "the weights of that gate begin at zero", "0"),
+    FormerName("GATED_ATTN_QUANT_GATE", "gates are stored with 8 bits a row, like all small weights", "1"),
+    FormerName("TTT_EVAL_ONLY EVAL_ONLY_PATH", "EVAL_ONLY=runs/x/model.bin scores a stored artifact", "0"),
+    FormerName("PREQUANT_ONLY", "every run writes and scores an artifact, and logs the loss before it", "0"),
+    FormerName("PREFLIGHT_ONLY", "every run makes these checks first, and cannot stop after them", "0"),
+    FormerName("TRACE", "TRACE_STEPS=A:B records where the time of some steps goes", "0"),
+    FormerName("DETERMINISTIC", "a CPU repeats runs of fixed steps bit for bit, a GPU does not", "0"),
+    FormerName("MUON_BETA2", "no effect: PRs #549 and #1493 read it and never use it; BETA2 is AdamW's", "*"),
+    FormerName("SWA_ENABLED SWA_EVERY",
+               "no effect, as in PR #549, which never used that average; see EMA_DECAY", "*"),
+    FormerName("LATE_QAT LATE_QAT_THRESHOLD QAT_ENABLED QAT_THRESHOLD", "no effect, as in PR #549, where "
+               "it reached no bank; training does not quantize here", "*"),
+    # What is not here: its off value is taken, and so are numbers of what is off elsewhere by default.
+    FormerName("ROPE_YARN", "longer inputs rescale the rotary base; see ROPE_TRAIN_SEQ_LEN", "0"),
+    FormerName("GATED_ATTN_ENABLED ATTN_OUT_GATE_ENABLED GATED_ATTENTION",
+               "no gate of this form; SPARSE_ATTN_GATE_ENABLED=1 is another one", "0"),
+    FormerName("GATED_ATTN_INIT_STD ATTN_OUT_GATE_SRC", "no gate of this form", "*"),
+    FormerName("VALUE_RESIDUAL", "later layers do not mix in the first layer's values; set it to 0", "0"),
+    FormerName("DTG_ENABLED", "no gate around a whole block; set it to 0", "0"),
+    FormerName("MTP_NUM_HEADS", "no extra heads (those of PR #549 were in no optimizer); set it to 0", "0"),
+    FormerName("MTP_LOSS_WEIGHT", "no extra heads", "*"),
+    FormerName("LAWA_ENABLED", "no average of snapshots; EMA_DECAY averages the weights", "0"),
+    FormerName("LAWA_K LAWA_FREQ", "no average of snapshots", "*"),
+    FormerName("ETLB_ENABLED", "evaluation trains no bias of the logits; set it to 0", "0"),
+    FormerName("ETLB_LR ETLB_STEPS ETLB_CLIP", "evaluation trains no bias of the logits", "*"),
+    FormerName("LQER_ENABLED", "no low-rank correction of rounding errors; set it to 0", "0"),
+    FormerName("LQER_RANK LQER_TOP_K LQER_FACTOR_BITS LQER_ASYM_ENABLED LQER_ASYM_GROUP",
+               "no low-rank correction of rounding errors; leave it out"),
+    FormerName("NGRAM_TILT_ENABLED", "evaluation mixes in no n-grams; set it to 0", "0"),
+    FormerName("PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS", "TTT_ENABLED=1 trains chunk by chunk, not in "
+               "phases; set it to 0", "0"),
+    FormerName("PHASED_TTT_NUM_PHASES GLOBAL_TTT_LR GLOBAL_TTT_MOMENTUM GLOBAL_TTT_EPOCHS "
+               "GLOBAL_TTT_CHUNK_TOKENS GLOBAL_TTT_BATCH_SEQS GLOBAL_TTT_WARMUP_START_LR "
+               "GLOBAL_TTT_WARMUP_CHUNKS GLOBAL_TTT_GRAD_CLIP GLOBAL_TTT_RESPECT_DOC_BOUNDARIES",
+               "TTT_ENABLED=1 trains chunk by chunk, not in phases; leave it out"),
+    FormerName("TTT_CHUNK_SIZE TTT_BATCH_SIZE TTT_GRAD_STEPS TTT_WEIGHT_DECAY TTT_BETA1 TTT_BETA2 "
+               "TTT_OPTIMIZER TTT_LORA_RANK TTT_LORA_ALPHA TTT_LORA_LR TTT_K_LORA TTT_O_LORA TTT_MLP_LORA "
+               "TTT_WARM_START_A", "TTT_ENABLED=1 trains all weights, with no adapters; leave it out"),
+    FormerName("CONTROL_TENSOR_NAME_PATTERNS INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", "parameter_table says how "
+               "a parameter is trained and stored, not its name; leave it out"),
+    FormerName("GENERATE GENERATE_TOKENS GENERATE_TEMPERATURE GENERATE_TOP_K", "python -m tools generate "
+               "writes text; leave it out"),
+    FormerName("GPTQ_RESERVE_MS", "set GPTQ_RESERVE_SECONDS, a thousandth of it"),
+    FormerName("TARGET_MB", "set ARTIFACT_BYTES_MAX, of code and artifact together, in bytes"),
+    FormerName("MLP_HIDDEN", "set MLP_MULT, that width over MODEL_DIM", "0"),
+    FormerName("STRIDE", "set EVAL_STRIDE"),
+    FormerName(
+        """
+        ACTIVATION ADAM_LR ATTN_PROJ_TYPE ATTN_VARIANT BATCH_SCHEDULE_FRACTION BATCH_TOKENS_START BIGRAM_HASH
+        BITNET_GROUP_SIZE CHURN_LOG_EVERY COMPILE_MODE CORR_WEIGHT_LR DIFF_ATTN DISABLE_LAYER0_ATTN EMA
+        EMA_START_FRACTION EMBED_DIM EVAL_BATCH_SEQS EVAL_DEPTH_RECURRENCE EVAL_OVERLAP EVAL_TEMP
+        FP16_EMBED_EXPORT FP_STORAGE GATE_ATTN_OUT GATE_ATTN_SRC GPTQ_NUM_SEQS HESSIAN_CLIP_LAMBDA
+        HNET_LR_DIFF INT4_LAYERS INT4_STEP INT6_LAYERS INT6_LAYER_END INT6_LAYER_START INT6_STEP
+        JEPA_PRETRAIN_FRAC LEGENDRE_DEGREE_ATTN LEGENDRE_DEGREE_FFN LEGENDRE_GROUPS LOGIT_HEAD_TYPE
+        LOOP_PHASE2_AT LORA_RANK LR_SCHEDULE MATRIX_OPTIMIZER MIXED_QUANT MLP_GROUPS MLP_RANK MODE MTP_HEADS
+        MUON_EQ_R NGRAM_WITHIN_BETA NGRAM_WORD_BETA NUM_ATTN_LAYERS NUM_VIRTUAL_LAYERS N_INT6_LAYERS
+        OUTER_LAYERS PARALLEL_RESIDUAL POST_GPTQ_EVAL_ONLY QAT QAT_INT6 QUANT_BITS QUANT_BITS_EMBED
+        RATIO_LOSS_WEIGHT RECUR_LAYERS RECUR_START_STEP REFINER REFINER_KERNEL REPEAT_UNTIE_MLP
+        REPEAT_UNTIE_MLP_LAYERS ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL
+        SLIDING_EVAL_STRIDE SMEAR SOFTCAP_TYPE TARGET_AVG_CHUNK_LEN TEMP_SCALING TRAINING_DEPTH_RECURRENCE
+        TVERSKY_FEATURE_POOLS TVERSKY_MEMBERSHIP TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION USE_BIGRAM_HASH
+        USE_LZMA USE_ZSTD VAL_MAX_TOKENS WARMDOWN_FRACTION WARMDOWN_SHAPE WEIGHT_DECAY YARN_MAX_LEN
+        """, "of another public script, and no setting here; leave it out"),
+]  # fmt: skip
+
+
+class GivenSettings(NamedTuple):
+    """What the user gave, once every name is answered."""
+
+    values: dict[str, str]  # all that was given, and the settings that former names stand for
+    notes: list[str]  # lines for the log
+
+
+def read_settings(environ: Mapping[str, str]) -> GivenSettings:
+    """What `environ` gives, over the file that it names as CONFIG; former and unknown names are answered.
+
+    Raises one ConfigError for all names that are refused, so that they can be mended at once.
+    """
+    in_file = read_config_file(environ["CONFIG"]) if environ.get("CONFIG") else {}
+    resolved = {**Config().as_env(), **in_file, **environ}
+    values: dict[str, str] = {}
+    said: dict[tuple[str, str], list[str]] = {}  # kind and reason, and the variables that it is said of
+    # The environment is second: also what a name there stands for is over what the file gives.
+    for given in (in_file, environ):
+        stood_for: dict[str, str] = {}
+        for name in sorted(given):
+            answer = answer_name(name, given, resolved, given is in_file)
+            if answer is not None:
+                said.setdefault((answer.kind, answer.reason), []).append(answer.subject)
+                stood_for = {**answer.settings, **stood_for}
+        values.update(stood_for)
+        values.update(given)
+    # Settings, and idle with another one: commands of public scripts give them all the same.
+    for name in ("EMBED_LR", "HEAD_LR"):
+        if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
+            reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
+            said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
+
+    notes = []
+    errors = []
+    for (kind, reason), subjects in said.items():
+        line = f"{' '.join(subjects)}: {reason}"
+        if kind == "error":
+            errors.append(line)
+        else:
+            notes.append(f"{kind}: {line}")
+    nearest = nearest_config(values) if said else ""
+    if errors:
+        if nearest:
+            errors.append(f"most of the values given are those of CONFIG={nearest}")
+        raise ConfigError(" | ".join(errors))
+    if nearest and not environ.get("CONFIG"):
+        notes.append(f"warning: what is not given has the defaults, of another model than CONFIG={nearest}")
+    return GivenSettings(values, notes)
+
+
+class NameAnswer(NamedTuple):
+    """What is said of a name that is no setting, or of a value that means something else elsewhere."""
+
+    subject: str
+    reason: str
+    kind: str  # note: taken; warning: ignored; error: refused
+    settings: dict[str, str]  # that it stands for
+
+
+def answer_name(
+    name: str, given: Mapping[str, str], resolved: Mapping[str, str], in_file: bool
+) -> NameAnswer | None:
+    """The answer to one of the `given` variables; None: a setting, or a variable of another program.
+
+    resolved: all settings. in_file: whether CONFIG gives them. That file is ours alone: there every unknown
+    name is refused. The environment holds much else: there a name is refused if it is a former one, is close
+    to a setting or begins with the same word; if it is short, it is ignored with a warning.
+    """
+    value = given[name]
+    refusal = "warning" if len(name) <= SHORT_NAME and not in_file else "error"
+    row = former_name(name, value)
+    if row is None:
+        meant = similar_settings(name, in_file)
+        if not meant:
+            return None
+        return NameAnswer(f"unknown variable {name}", f"did you mean {' or '.join(meant)}?", refusal, {})
+
+    # Taken: what asks for nothing, and what asks for what is done anyhow.
+    subject = f"{name}={value}"
+    harmless = value == "" or row.harmless == "*"
+    for wanted in row.harmless.split():
+        harmless = harmless or same_value(value, resolved.get(wanted, wanted))
+    if harmless:
+        return NameAnswer(subject, row.answer, "note", {})
+    if not row.stands_for:
+        return NameAnswer(subject, row.answer, refusal, {})
+    # Taken as settings of ours. One that is given as well is what the user meant by our own names.
+    settings = {}
+    reason = row.answer
+    for pair in row.stands_for.split():
+        setting, _, meaning = pair.partition("=")
+        if setting in given:
+            reason += f"; {setting}={given[setting]} is given with it, and wins"
+        else:
+            settings[setting] = meaning.format(value.rstrip("/") or value, **resolved)
+    if name in Config().as_env() and not settings:
+        return None  # a setting, given together with what it would stand for
+    return NameAnswer(subject, reason, "note", settings)
+
+
+def former_name(name: str, value: str) -> FormerName | None:
+    """The row that answers a variable, if there is one."""
+    for row in FORMER_NAMES:
+        for entry in row.names.split():
+            its_name, equals, its_value = entry.partition("=")
+            if its_name == name and (not equals or same_value(value, its_value)):
+                return row
+    return None
+
+
+def same_value(given: str, wanted: str) -> bool:
+    """Whether two texts are the same value: equal numbers where both are numbers, else equal letters."""
+    try:
+        return float(given) == float(wanted)
+    except ValueError:
+        return given.strip().lower() == wanted.lower()
+
+
+def similar_settings(name: str, in_file: bool) -> list[str]:
+    """The settings that an unknown name may stand for; none: it is a setting, or of another program."""
     known = [spec.name.upper() for spec in fields(Config)]
-    # All mistakes in one message, so that they can be mended at once.
-    problems = []
-    for name in sorted(in_file.keys() | environ.keys()):
-        if name in known:
+    if name in known:
+        return []
+    meant = []
+    if len(name) <= SHORT_NAME:  # short ones are close to everything
+        meant = [other for other in known if is_one_edit(name, other)]
+    else:
+        meant = difflib.get_close_matches(name, known, cutoff=0.83)
+    word = name.split("_")[0]
+    if not meant and word not in COMMON_WORDS:
+        meant = [other for other in known if other.split("_")[0] == word]
+    if not meant and in_file:
+        meant = ["one that --help lists"]
+    return meant
+
+
+def is_one_edit(name: str, other: str) -> bool:
+    """Whether one letter added, lost or replaced, or two neighbours swapped, make one of the other."""
+    # What they have in common at both ends does not count.
+    while name and other and name[0] == other[0]:
+        name = name[1:]
+        other = other[1:]
+    while name and other and name[-1] == other[-1]:
+        name = name[:-1]
+        other = other[:-1]
+    if len(name) == 2:
+        return other == name[::-1]
+    return len(name) <= 1 and len(other) <= 1
+
+
+def nearest_config(given: Mapping[str, str]) -> str:
+    """The configuration of an ancestor that shares most values with `given`; of equal ones the shortest.
+
+    Empty where the defaults share as many, and where there is no folder of configurations.
+    """
+    nearest = ""
+    shortest = 0
+    most = shared_values(given, Config().as_env())
+    for path in sorted(find_path("configs").glob("*.env")):
+        # Files for demonstrations and for machines are no system that a command could be of.
+        if not path.name.startswith(("pr", "upstream")):
             continue
-        word = name.split("_")[0]
-        meant = []
-        if len(name) >= 6:  # shorter names are close to everything
-            meant = difflib.get_close_matches(name, known, cutoff=0.83)
-        if not meant and word not in COMMON_WORDS:
-            meant = [other for other in known if other.split("_")[0] == word]
-        if not meant and name in in_file:
-            meant = ["one that --help lists"]
-        if meant:
-            problems.append(f"unknown variable {name}: did you mean {' or '.join(meant)}?")
-    if problems:
-        raise ConfigError(" ".join(problems))
+        values = read_config_file(str(path))
+        shared = shared_values(given, values)
+        if shared > most or (shared == most and nearest and len(values) < shortest):
+            nearest = f"configs/{path.name}"
+            most = shared
+            shortest = len(values)
+    return nearest
+
+
+def shared_values(given: Mapping[str, str], others: Mapping[str, str]) -> int:
+    """How many settings have the same value in both; of a path its last part counts."""
+    shared = 0
+    for name, value in others.items():
+        if name in given and same_value(Path(given[name]).name, Path(value).name):
+            shared += 1
+    return shared
 
 
 def micro_steps_per_step(config: Config, world_size: int) -> int:
@@ -491,11 +864,40 @@ class Machine:
             dist.all_reduce(tensor)
 
 
+class Place(NamedTuple):
+    """Where a process stands among those of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # on its machine
+
+
+def place_among_ranks(environ: Mapping[str, str]) -> Place:
+    """What the launcher says; nothing said: alone. ConfigError where it says only a part of it."""
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    # An empty variable is one that was not set.
+    for name in numbers:
+        text = environ.get(name, "")
+        if text and not text.isdecimal():
+            raise ConfigError(f"{name}={text!r}: expected a whole number; start several ranks with torchrun")
+        if text:
+            numbers[name] = int(text)
+    place = Place(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+    # Ranks meet at an address; without one they would wait for each other, or end in a stack trace.
+    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environ.get(name)]
+    if place.world_size > 1 and missing:
+        raise ConfigError(f"WORLD_SIZE={place.world_size} without {', '.join(missing)}: "
+                          "start with torchrun, or unset WORLD_SIZE for one process alone")
+    if place.rank >= place.world_size:
+        raise ConfigError(f"RANK={place.rank}: expected below WORLD_SIZE={place.world_size}; "
+                          "start with torchrun, or unset both for one process alone")
+    return place
+
+
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     """The machine that the settings and the launcher's variables describe; joins the other ranks."""
-    rank = int(environ.get("RANK", 0))
-    world_size = int(environ.get("WORLD_SIZE", 1))
-    local_rank = int(environ.get("LOCAL_RANK", 0))
+    rank, world_size, local_rank = place_among_ranks(environ)
 
     # A device that was asked for and is not there is an error, never a slower run.
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
@@ -517,12 +919,22 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
 
     # Tensors on the host go over gloo also on GPUs: the clock is agreed on without asking a device.
     if world_size > 1:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=config.peer_timeout_seconds),
-            device_id=device if on_gpu else None,
-        )
-    return Machine(rank, world_size, device, dtype, compiled)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=config.peer_timeout_seconds),
+                device_id=device if on_gpu else None,
+            )
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"rank {rank}: MASTER_ADDR={environ['MASTER_ADDR']} "
+                              f"MASTER_PORT={environ['MASTER_PORT']}: {world_size} ranks have not met there "
+                              f"({reason}); start all of them, with torchrun") from error
+    machine = Machine(rank, world_size, device, dtype, compiled)
+    # A rank that soon finds something wrong would leave while others still connect to it, and they would
+    # tell of a lost connection, or wait for it.
+    machine.gather(None)
+    return machine
 
 
 def print_line(line: str, stream: Any) -> None:
@@ -538,17 +950,44 @@ def append_line(line: str, path: Path) -> None:
         print(line, file=file, flush=True)
 
 
+# What helps where a file or folder cannot be written.
+REMEDIES = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room in your quota of that disk",
+    errno.EACCES: "give yourself the right to write there, or set another RUNS_DIR",
+    errno.EPERM: "give yourself the right to write there, or set another RUNS_DIR",
+    errno.EROFS: "that disk is read-only: set another RUNS_DIR",
+    errno.ENAMETOOLONG: "set a shorter RUN_ID or RUNS_DIR",
+    errno.ENOTDIR: "a part of that path is a file: set another RUNS_DIR",
+}
+
+
+def remedy_of(error: OSError) -> str:
+    """What helps against an error of the file system."""
+    return REMEDIES.get(error.errno or 0, "set another RUNS_DIR")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Put `data` at `path` as a whole or not at all if killed or out of disk. Raises ConfigError."""
     temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left there is overwritten
     try:
+        # Somebody tidied up: what was trained is worth more than the order of folders.
+        if not path.parent.exists():
+            print_line(f"warning: {path.parent} was removed while the run was under way: it is made again, "
+                       "and its log begins here", sys.stderr)
+            path.parent.mkdir(parents=True)
         # A name changes hands in one moment: nobody ever reads half a file.
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room on that disk") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); {remedy_of(error)}") from error
+
+
+CHECKPOINT = "checkpoint.pt"
+ARTIFACT = "model.bin"
 
 
 class Run:
@@ -561,6 +1000,7 @@ class Run:
         self.phase_name = "setup"
         self.training = False  # while it is true, a signal asks for a checkpoint first
         self.stop_signal = 0  # the signal that asked
+        self.writer: threading.Thread | None = None  # of the last checkpoint
 
     def path(self, name: str) -> Path:
         """A file of the run directory, which must have been opened."""
@@ -596,73 +1036,330 @@ class Run:
         """While training is under way the first signal asks for a checkpoint; otherwise the process ends."""
         if self.training and not self.stop_signal:
             self.stop_signal = number  # `train` sees it, saves, and ends
+            print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
+                       "checkpoint; a second signal ends at once, without one", sys.stderr)
         else:
             self.exit_by_signal(number)
 
     def exit_by_signal(self, number: int) -> None:
         """Say what there is to go on with, and end this process."""
-        line = f"rank {self.machine.rank}: stopped by signal {number} in phase {self.phase_name}"
-        if self.directory is not None:
-            line += (f"; continue, where the file exists, with RESUME={self.directory} or "
-                     f"EVAL_ONLY={self.path('model.bin')}")
+        rank = f"rank {self.machine.rank}"
+            # A checkpoint that is nearly on disk is worth the moment it takes.
+        writer = self.writer
+        if writer is not None and writer.is_alive():
+            # The second signal comes here too, while the first one waits: it takes no notice of the disk.
+            self.writer = None
+            print_line(f"{rank}: signal {number}: ends once the checkpoint under way is on disk; "
+                       "a second signal ends at once", sys.stderr)
+            writer.join(60)
+        line = f"{rank}: stopped by signal {number} in phase {self.phase_name}; {self.ways_on()}"
         print_line(line, sys.stderr)
         os._exit(128 + number)
 
+    def ways_on(self) -> str:
+        """How to go on after the run has ended early: only what exists is named."""
+        ways = []
+        if self.directory is not None and self.path(CHECKPOINT).exists():
+            ways.append(f"RESUME={self.directory}")
+        if self.directory is not None and self.path(ARTIFACT).exists():
+            ways.append(f"EVAL_ONLY={self.path(ARTIFACT)}")
+        if not ways:
+            return "nothing is saved to continue with"
+        return f"continue with {' or '.join(ways)}"
+
 
 # ============================================================================================================
-# TIMING — where the milliseconds of a step go, also with prefetch on; no step waits but one that is reported.
+# TIMING — where the milliseconds of a step go, as lines and as a trace; steps that are not shown pay nothing.
 # ============================================================================================================
+
+FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
+
+# The rows of a trace: what the host does, by thread; what the GPU does, by stream; passes over the data.
+LANES = ("main", "disk", "stage", "copy_stream", "compute_stream", "epochs")
+TRACE_END = b"\n]}\n"
+
+
+class CopyMarks(NamedTuple):
+    """The beginning and the end of the copy of a batch, in the stream that copies it."""
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 class Lap(NamedTuple):
     """The end of a part of a step."""
 
-    name: str  # batch, forward, backward or optimizer
+    name: str  # batch, forward, backward, grad_clip or optimizer
     host_seconds: float
     event: torch.cuda.Event | None  # the same moment on the GPU
+    copy: CopyMarks | None  # of a batch: its way to the GPU
+
+
+class Work(NamedTuple):
+    """A part of a step that was given to the GPU."""
+
+    name: str
+    step: int
+    asked_seconds: float  # when the host began to ask for it
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class Trace:
+    """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
+
+    With TRACE_STEPS empty, nothing is measured, kept or written. It holds what overlaps the steps asked for;
+    a step lasts until the next one begins, the last one until training ends. Times are seconds of
+    `time.perf_counter`, one clock for all ranks of a machine. The file is valid JSON after each flush, also
+    if the run is killed then; a full disk costs no run.
+    """
+
+    def __init__(self, steps: range = range(0), run: Run | None = None) -> None:
+        self.steps = steps
+        self.run = run
+        self.wanted = len(steps) > 0
+        self.opened = math.inf  # when the first of these steps began
+        self.closed = math.inf  # when the first step after them began
+        self.restarted = 0.0  # when the loader last went elsewhere: what began before belongs to no step
+        self.epoch = 0  # pass over the data of the step under way
+        self.epoch_began = 0.0
+        self.events: deque[str] = deque()  # that the file has not yet
+        self.lengths_ms: dict[str, list[float]] = {}  # of all spans, by lane and name
+        self.unfinished: deque[Work] = deque()  # by the GPU, as far as known
+        # A moment that both clocks know: an event that is over, and when.
+        self.anchor: torch.cuda.Event | None = None
+        self.anchor_seconds = 0.0
+
+    @property
+    def recording(self) -> bool:
+        """Whether the step under way is one of those asked for."""
+        return self.opened < math.inf and self.closed == math.inf
+
+    def now(self) -> float:
+        """Seconds of the trace's clock; 0 where it is not wanted."""
+        return time.perf_counter() if self.wanted else 0.0
+
+    def begin(self, step: int, epoch: int) -> None:
+        """Start of a step, in a pass over the data; both are counted from 1. Not called in the warm-up."""
+        now = time.perf_counter()
+        if step in self.steps and self.opened == math.inf:
+            self._open(epoch)
+        elif self.recording and step not in self.steps:
+            self._close(now)
+        elif self.recording and epoch != self.epoch:
+            self._end_epoch(now)
+            self.epoch = epoch
+        # Once a step: whoever kills the run loses one step of the trace.
+        self._place_finished_work()
+        self.flush()
+
+    def _open(self, epoch: int) -> None:
+        """The first step asked for begins. On a GPU it is waited for, this once, to compare the clocks."""
+        # An event that is over at a known time: what follows is placed by its distance from it.
+        if self.run is not None and self.run.machine.on_gpu:
+            self.anchor = torch.cuda.Event(enable_timing=True)
+            self.anchor.record()
+            self.anchor.synchronize()
+        self.opened = time.perf_counter()
+        self.anchor_seconds = self.opened
+        self.epoch_began = self.opened
+        self.epoch = epoch
+
+    def _close(self, now: float) -> None:
+        """The last step asked for is over; what began before now is still shown when it ends."""
+        self._end_epoch(now)
+        self.closed = now
+
+    def _end_epoch(self, now: float) -> None:
+        """The pass over the data as far as it lies in the trace."""
+        self.add("epoch", "epochs", self.epoch_began, now, epoch=self.epoch)
+        self.epoch_began = now
+
+    def finish(self) -> None:
+        """End of training, the GPU is done: log how often and how long each span was, in milliseconds."""
+        if not self.wanted or self.run is None:
+            return
+        if self.recording:
+            self._close(time.perf_counter())
+        self._place_finished_work()
+        self.flush()
+        # What was asked for and did not happen is told as well.
+        if self.opened == math.inf:
+            self.run.log(f"trace:none, no step of TRACE_STEPS={self.steps.start}:{self.steps.stop} was run")
+            return
+        self.run.log(f"trace:{self.path} for ui.perfetto.dev")
+        for name, lengths_ms in sorted(self.lengths_ms.items()):
+            mean_ms = sum(lengths_ms) / len(lengths_ms)
+            self.run.log(f"trace_span:{name} count:{len(lengths_ms)} mean_ms:{mean_ms:.3f} "
+                         f"min_ms:{min(lengths_ms):.3f} max_ms:{max(lengths_ms):.3f}")
+
+    def span(self, name: str, lane: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+        """A span of what this thread does in a `with` block, also where that raises."""
+        return self._measure(name, lane, args) if self.wanted else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measure(self, name: str, lane: str, args: dict[str, Any]) -> Iterator[None]:
+        """`span`, where one is wanted."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, lane, begin, time.perf_counter(), **args)
+
+    def add(self, name: str, lane: str, begin: float, end: float, **args: Any) -> None:
+        """A span from begin to end, in seconds, if it overlaps the steps asked for."""
+        if begin >= self.restarted and begin < self.closed and end >= self.opened:
+            self._span(name, lane, begin, end, args)
+
+    def _span(self, name: str, lane: str, begin: float, end: float, args: dict[str, Any]) -> None:
+        """A span, and its length for the table."""
+        length = end - begin
+        self.lengths_ms.setdefault(f"{lane}/{name}", []).append(1e3 * length)
+        self._event("X", name, lane, begin, dur=1e6 * length, args=args)
+
+    def count(self, name: str, value: int) -> None:
+        """A counter that from now on has this value."""
+        self._event("C", name, "main", time.perf_counter(), args={name: value})
+
+    def arrow(self, number: int, begin: float) -> None:
+        """An arrow from a moment of the lane `stage` to now, in `main`; its number is unique in a rank."""
+        if not self.recording or begin < self.opened:
+            return
+        assert self.run is not None, "a trace with steps belongs to a run"
+        # Numbers are unique among ranks too: their files can be merged.
+        link = {"id": self.run.machine.rank << 40 | number, "cat": "batch", "bp": "e"}
+        self._event("s", "batch", "stage", begin, **link)
+        self._event("f", "batch", "main", time.perf_counter(), **link)
+
+    def add_step(self, step: int, laps: list[Lap]) -> None:
+        """The spans of a step: `chunk` is all of it, `train` what lies between two waits for a batch."""
+        # Waits, parts and trains follow one another without a gap, so that a chunk is their sum.
+        began = laps[0].host_seconds
+        train_began = began
+        for before, lap in itertools.pairwise(laps):
+            if lap.name == "batch":
+                # What came before is over: nothing at all, if this is the first batch.
+                if before.name != "begin":
+                    self.add("train", "main", train_began, before.host_seconds, step=step)
+                self.add("gpu_queue_wait", "main", before.host_seconds, lap.host_seconds, step=step)
+                train_began = lap.host_seconds
+            else:
+                self.add(lap.name, "main", before.host_seconds, lap.host_seconds, step=step)
+                if before.event is not None and lap.event is not None:
+                    work = Work(lap.name, step, before.host_seconds, before.event, lap.event)
+                    self.unfinished.append(work)
+        # The last train has the optimizer in it.
+        ended = laps[-1].host_seconds
+        self.add("train", "main", train_began, ended, step=step)
+        self.add("chunk", "main", began, ended, step=step)
+
+    def _place_finished_work(self) -> None:
+        """Add what the GPU has finished, without waiting for the rest.
+
+        Its clock and the host's drift apart. So each piece is placed by its distance from the one before, and
+        then moved to where it neither begins before the host asked for it nor ends later than now.
+        """
+        while self.unfinished and self.unfinished[0].end.query():
+            work = self.unfinished.popleft()
+            assert self.anchor is not None, "work of a GPU follows the comparison of the clocks"
+            length = work.begin.elapsed_time(work.end) / 1e3
+            started = self.anchor_seconds + self.anchor.elapsed_time(work.begin) / 1e3
+            ended = max(started, work.asked_seconds) + length
+            ended = min(ended, time.perf_counter())
+            self.anchor = work.end
+            self.anchor_seconds = ended
+            # Of the steps asked for, even where the host is already further.
+            self._span(work.name, "compute_stream", ended - length, ended, {"step": work.step})
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank, in the run directory."""
+        assert self.run is not None, "a trace with steps belongs to a run"
+        return self.run.path(f"trace_rank{self.run.machine.rank}.json")
+
+    def _event(self, kind: str, name: str, lane: str, seconds: float, **more: Any) -> None:
+        """One event, as text: a span is of kind X, a counter C, the ends of an arrow s and f, a name M."""
+        rank = 0 if self.run is None else self.run.machine.rank
+        place = {"ph": kind, "name": name, "pid": rank, "tid": 1 + LANES.index(lane), "ts": 1e6 * seconds}
+        self.events.append(f",\n{json.dumps({**place, **more})}")
+
+    def _new_file(self) -> bytes:
+        """A file with the names of its rows, and no event."""
+        assert self.run is not None, "a trace with steps belongs to a run"
+        rank = self.run.machine.rank
+        names = [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}]
+        for number, lane in enumerate(LANES, 1):
+            row = {"ph": "M", "pid": rank, "name": "thread_name", "tid": number, "args": {"name": lane}}
+            names.append(row)
+        lines = ",\n".join([json.dumps(name) for name in names])
+        return b'{"traceEvents": [\n' + lines.encode() + TRACE_END
+
+    def flush(self) -> None:
+        """Write what was added, in one call: over the closing brackets, and them again."""
+        # Threads may add meanwhile: those events that are there now are taken, one by one.
+        text = "".join([self.events.popleft() for _ in range(len(self.events))])
+        if not text:
+            return
+        # In one call: nobody kills a process between the events and the bracket behind them.
+        with contextlib.suppress(OSError):
+            if not self.path.exists():  # a resumed run goes on with its file
+                self.path.write_bytes(self._new_file())
+            with open(self.path, "r+b", buffering=0) as file:
+                file.seek(-len(TRACE_END), os.SEEK_END)
+                file.write(text.encode() + TRACE_END)
 
 
 class StepTimer:
-    """`timing_breakdown` lines of each `every`-th step; 0: of none.
+    """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
-    All in milliseconds. `batch_cpu` and `val` are host time; `val` is the validation just before the step;
-    `batch_h2d` is how long the compute stream waited for a batch; the rest is device time. A reported step
-    is waited for, as its events must have happened before they can be read.
+    All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
+    (as in PR #591). `batch_cpu` and `val` are host time, `val` of the validation just before the step;
+    `batch_h2d` is the copy to the GPU, which is no part of the step if it was made ahead; the rest is device
+    time. A reported step is waited for, as its events must have happened before they can be read.
     """
 
-    def __init__(self, every: int, on_gpu: bool) -> None:
+    def __init__(self, every: int, on_gpu: bool, trace: Trace | None = None) -> None:
         self.every = every
         self.on_gpu = on_gpu
+        self.trace = trace or Trace()
         self.reported = False
+        self.timed = False
         self.step = 0
         self.val_ms = 0.0
         self.laps: list[Lap] = []
 
     def begin(self, step: int | None, val_ms: float = 0.0) -> None:
-        """Start of a step; None: one of the warm-up, which is never reported."""
-        self.reported = self.every > 0 and step is not None and step % self.every == 0
+        """Start of a step, the first is 1; None: one of the warm-up, which is never reported."""
+        self.reported = False
+        if self.every > 0 and step is not None:
+            self.reported = step <= FIRST_STEPS or step % self.every == 0
+        self.timed = self.reported or self.trace.recording
         self.step = step or 0
         self.val_ms = val_ms
         self.laps = []
         self.lap("begin")  # where the first part starts
 
-    def lap(self, name: str) -> None:
-        """Mark the end of a part of the step: batch, forward, backward or optimizer."""
-        if not self.reported:
+    def lap(self, name: str, copy: CopyMarks | None = None) -> None:
+        """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
+        if not self.timed:
             return
         # An event is a mark in the stream of the GPU: it costs no waiting.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
-        self.laps.append(Lap(name, time.perf_counter(), event))
+        self.laps.append(Lap(name, time.perf_counter(), event, copy))
         if event is not None:
             event.record()
 
-    def line(self) -> str:
-        """End of a step: its line, empty if it is not reported."""
+    def end(self) -> str:
+        """End of a step, for the trace too: its line, empty if it is not reported."""
+        if self.trace.recording:
+            self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
-        names = ("batch", "forward", "backward", "optimizer")
+        names = ("batch", "forward", "backward", "grad_clip", "optimizer")
         host_ms = dict.fromkeys(names, 0.0)
         device_ms = dict.fromkeys(names, 0.0)
+        copy_ms = 0.0
+        micro_steps = 0
         # Only here a step is waited for.
         last_event = self.laps[-1].event
         if last_event is not None:
@@ -672,11 +1369,17 @@ class StepTimer:
             host_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
             if before.event is not None and lap.event is not None:
                 device_ms[lap.name] += before.event.elapsed_time(lap.event)
+            if lap.copy is not None:
+                copy_ms += lap.copy.begin.elapsed_time(lap.copy.end)
+            if lap.name == "batch":
+                micro_steps += 1
         work_ms = device_ms if self.on_gpu else host_ms
-        return (f"timing_breakdown step:{self.step} "
-                f"batch_cpu_ms:{host_ms['batch']:.2f} batch_h2d_ms:{device_ms['batch']:.2f} "
-                f"forward_ms:{work_ms['forward']:.2f} backward_ms:{work_ms['backward']:.2f} "
-                f"optimizer_ms:{work_ms['optimizer']:.2f} val_ms:{self.val_ms:.2f}")
+        parts = max(micro_steps, 1)
+        return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
+                f"batch_cpu_ms:{host_ms['batch'] / parts:.2f} batch_h2d_ms:{copy_ms / parts:.2f} "
+                f"forward_ms:{work_ms['forward'] / parts:.2f} backward_ms:{work_ms['backward'] / parts:.2f} "
+                f"grad_clip_ms:{work_ms['grad_clip']:.2f} optimizer_ms:{work_ms['optimizer']:.2f} "
+                f"val_ms:{self.val_ms:.2f}")
 
 
 # ============================================================================================================
@@ -711,6 +1414,8 @@ class StagedBatch(NamedTuple):
     ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
     starts: Tensor  # as in `Batch`
     sequence_hash: int
+    copy: CopyMarks | None
+    staged_seconds: float  # when it was ready, by the trace's clock
 
 
 class Batch(NamedTuple):
@@ -719,6 +1424,18 @@ class Batch(NamedTuple):
     inputs_BT: Tensor  # int64
     targets_BT: Tensor  # int64
     starts: Tensor  # where rows and documents begin in the flattened inputs, then B T; int32
+    copy: CopyMarks | None = None  # of its way to the GPU, where that is measured
+
+
+def why_no_file(head: bytes) -> str:
+    """Why a file that begins so cannot be what it should be, and what helps; empty: no reason to be seen."""
+    if not head:
+        return "the file is empty; fetch it again"
+    if head.startswith(b"version https://git-lfs"):
+        return "the file is a Git LFS pointer, not what it points to; run `git lfs pull`"
+    if head.lstrip()[:1] == b"<":
+        return "the file is a web page, perhaps of a failed download; fetch it again"
+    return ""
 
 
 def open_shards(pattern: str) -> list[Shard]:
@@ -727,13 +1444,22 @@ def open_shards(pattern: str) -> list[Shard]:
     for name in sorted(glob.glob(pattern)):
         path = Path(name)
         try:
-            magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
+            with open(path, "rb") as file:
+                head = file.read(SHARD_HEADER_BYTES)
             size_bytes = path.stat().st_size
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise DataError(f"{path}: {error}, expected a token shard; check DATA_PATH") from error
+        why = why_no_file(head)
+        if not why and len(head) < SHARD_HEADER_BYTES:
+            why = f"{len(head)} bytes are less than the header of a shard; fetch it again"
+        if why:
+            raise DataError(f"{path}: expected a token shard: {why}")
+        magic, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
         # The size tells of a download that broke off.
         got = (magic, version, size_bytes)
-        expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * max(tokens, 1))
+        expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * tokens)
+        if tokens == 0 and got == expected:
+            raise DataError(f"{path}: a shard of no tokens; export it again, or remove it")
         if got != expected:
             raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
         shards.append(Shard(path, tokens))
@@ -769,6 +1495,11 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def sequences_per_epoch(config: TrainingSettings, shards: list[Shard]) -> int:
+    """Whole sequences in all shards: those of one pass over the data."""
+    return sum(max(shard.tokens - 1, 0) // config.train_seq_len for shard in shards)
+
+
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
     """The stream of training sequences, without end, from the shard that holds `position` on.
 
@@ -782,7 +1513,7 @@ def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -
     if not usable:
         raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
     sizes = [(shard.tokens - 1) // length for shard in usable]
-    epoch_size = sum(sizes)
+    epoch_size = sequences_per_epoch(config, shards)
     for epoch in itertools.count(position // epoch_size):
         begin = epoch * epoch_size
         for number in permutation(config, len(usable), epoch).tolist():
@@ -828,14 +1559,19 @@ class Loader:
     equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
     """
 
-    def __init__(self, config: Config, shards: list[Shard], machine: Machine) -> None:
+    def __init__(
+        self, config: Config, shards: list[Shard], machine: Machine, trace: Trace | None = None
+    ) -> None:
         self.config = config
         self.shards = shards
         self.machine = machine
+        self.trace = trace or Trace()
         self.pools: list[futures.ThreadPoolExecutor] = []
         self.stream: torch.cuda.Stream | None = None
         if config.train_copy_stream and machine.on_gpu:
             self.stream = torch.cuda.Stream(machine.device)
+        # Events before and after each copy, for who wants to know how long it takes.
+        self.marks_copies = machine.on_gpu and (config.training_timing_breakdown or self.trace.wanted)
 
         # Rows are sequences: so many of each step for a rank, so many for one of its micro-batches.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
@@ -849,7 +1585,7 @@ class Loader:
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
 
-        self.waits_ms: list[float] = []  # how long each `next_batch` waited, since they were last taken
+        self.waits_ms: list[float] = []  # how long each step waited for batches, since they were last taken
         self.index = 0  # micro-batches delivered, from the first step of the run on
         self.stream_hash = 0  # of what was delivered
         self.seek(0)
@@ -860,6 +1596,7 @@ class Loader:
         self.index = step * self.micro_steps
         self.stream_hash = 0
         self.waits_ms = []
+        self.trace.restarted = self.trace.now()
         visits = self._ahead("disk", self._read(self.index), 1)
         staged = self._stage(visits, self.index)
         self.batches = self._ahead("stage", staged, self.config.train_prefetch_queue)
@@ -881,6 +1618,8 @@ class Loader:
 
         def in_order() -> Iterator[Any]:
             while True:
+                if self.trace.recording:
+                    self.trace.count(f"{stage} queue", sum(item.done() for item in pending))
                 pending.append(pool.submit(next, items))
                 yield pending.popleft().result(self.config.loader_timeout_seconds)
 
@@ -897,7 +1636,8 @@ class Loader:
         length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
-            tokens = read_tokens(visit.shard, self.config.vocab_size)
+            with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
+                tokens = read_tokens(visit.shard, self.config.vocab_size)
             sequences_NT = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
             # Each step is cut into one run of sequences for each rank.
@@ -912,49 +1652,92 @@ class Loader:
                 yield sequences_NT[number]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
-        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device.
+        """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
+        sequences = self._sequences(visits)
+        for index in itertools.count(first):
+            with self.trace.span("stage", "stage", batch=index):
+                batch = self._stage_batch(sequences, index)
+            yield batch
+
+    def _stage_batch(self, sequences: Iterator[np.ndarray], index: int) -> StagedBatch:
+        """The micro-batch of this number, made of the next sequences.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
         """
-        sequences = self._sequences(visits)
         shape = (self.micro_rows, self.config.train_seq_len + 1)
-        for index in itertools.count(first):
-            ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
-            ids_BT = ids.numpy()  # the same memory
-            rows = list(itertools.islice(sequences, self.micro_rows))
-            np.concatenate(rows, out=ids_BT.reshape(-1))
-            # What is hashed is what is sent: the very memory that is copied.
-            sequence_hash = hash_sequences(self._position(index), ids_BT)
-            starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
-            if self.stream is not None:
-                with torch.cuda.stream(self.stream):
-                    ids = ids.to(self.machine.device, non_blocking=True)
-                    starts = starts.pin_memory().to(self.machine.device, non_blocking=True)
-                    self.stream.synchronize()
-            yield StagedBatch(ids, starts, sequence_hash)
+        ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
+        ids_BT = ids.numpy()  # the same memory
+        rows = list(itertools.islice(sequences, self.micro_rows))
+        np.concatenate(rows, out=ids_BT.reshape(-1))
+        # What is hashed is what is sent: the very memory that is copied.
+        sequence_hash = hash_sequences(self._position(index), ids_BT)
+        starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
+        if self.machine.on_gpu:
+            starts = starts.pin_memory()
+        copy = None
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                ids, starts, copy = self._copy(ids, starts)
+                self.stream.synchronize()
+            self._trace_copy(copy)
+        return StagedBatch(ids, starts, sequence_hash, copy, self.trace.now())
+
+    def _copy(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, CopyMarks | None]:
+        """Both on the device, copied in the current stream; marked where somebody asks how long it takes."""
+        if not self.marks_copies:
+            ids = ids.to(self.machine.device, non_blocking=True)
+            starts = starts.to(self.machine.device, non_blocking=True)
+            return ids, starts, None
+        marks = CopyMarks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        marks.begin.record()
+        ids = ids.to(self.machine.device, non_blocking=True)
+        starts = starts.to(self.machine.device, non_blocking=True)
+        marks.end.record()
+        return ids, starts, marks
+
+    def _trace_copy(self, marks: CopyMarks | None) -> None:
+        """Show a copy that has just been waited for: it ended now."""
+        if marks is not None and self.trace.wanted:
+            ended = self.trace.now()
+            began = ended - marks.begin.elapsed_time(marks.end) / 1e3
+            self.trace.add("gpu_transfer", "copy_stream", began, ended)
 
     def next_batch(self) -> Batch:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
         try:
-            ids, starts, sequence_hash = next(self.batches)
+            staged = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
             raise self._failure(error) from error
-        self.waits_ms.append(1e3 * (time.perf_counter() - start))
+        self._add_wait(1e3 * (time.perf_counter() - start))
+        self.trace.arrow(self.index, staged.staged_seconds)
 
-        ids = ids.to(self.machine.device, non_blocking=True)
-        starts = starts.to(self.machine.device, non_blocking=True)
+        ids = staged.ids_BT
+        starts = staged.starts
+        copy = staged.copy
         if self.stream is not None:
             # They were made on the copy stream: their memory is not reused before this stream is done too.
             ids.record_stream(torch.cuda.current_stream(self.machine.device))
             starts.record_stream(torch.cuda.current_stream(self.machine.device))
+        elif self.machine.on_gpu:
+            # The copy goes before the step in its own stream: what is shown is how long it takes to ask.
+            with self.trace.span("gpu_transfer", "main"):
+                ids, starts, copy = self._copy(ids, starts)
         torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
         self.index += 1
-        self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
+        self.stream_hash = (self.stream_hash + staged.sequence_hash) % 2**64
         # Widened on the device: two bytes a token cross the bus, not sixteen.
-        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts)
+        return Batch(ids[:, :-1].long(), ids[:, 1:].long(), starts, copy)
+
+    def _add_wait(self, wait_ms: float) -> None:
+        """Count a wait for the next batch to its step."""
+        # A step has as many batches as micro-steps.
+        first_of_step = self.index % self.micro_steps == 0
+        if first_of_step or not self.waits_ms:
+            self.waits_ms.append(0.0)
+        self.waits_ms[-1] += wait_ms
 
     def _failure(self, error: BaseException) -> LoaderError:
         """What went wrong with the next batch, and where in the stream."""
@@ -968,8 +1751,13 @@ class Loader:
             where += f": LOADER_TIMEOUT_SECONDS={self.config.loader_timeout_seconds:g}, stacks on stderr"
         return LoaderError(f"{where}: {error!r}\n{traceback.format_exc()}")
 
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the next batch belongs to; the first is 1."""
+        return 1 + self._position(self.index) // sequences_per_epoch(self.config, self.shards)
+
     def take_waits_ms(self) -> list[float]:
-        """How long each batch since the last call was waited for, in milliseconds."""
+        """How long each step since the last call waited for its batches, in milliseconds."""
         waits_ms = self.waits_ms
         self.waits_ms = []
         return waits_ms
@@ -1012,7 +1800,8 @@ class Parameter(NamedTuple):
     constant: float | list[float] = 0.0
     std: float = 0.0
     random_matrices: int = 0
-    # muon: MATRIX_LR and MUON_WD; embedding: TIED_EMBED_LR and EMBED_WD; scalar: SCALAR_LR and ADAM_WD.
+    # muon: MATRIX_LR and MUON_WD; scalar: SCALAR_LR and ADAM_WD; embedding: TIED_EMBED_LR or EMBED_LR, and
+    # EMBED_WD; head: HEAD_LR, no decay. The last two are tables of the vocabulary, which are used as a whole.
     optimizer: str = "scalar"
     # How it is quantized. attn, mlp, embed: by the *_CLIP_SIGMAS of that name, and by EMBED_BITS or
     # MATRIX_BITS. Empty: a small tensor, always 8 bits.
@@ -1039,13 +1828,12 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     skip_gates = skips if c.skip_gates_enabled else 0
     attn_gates = layers if c.sparse_attn_gate_enabled else 0
     smear = 1 if c.smear_gate_enabled else 0
+    channel_smear = 1 if c.channel_smear_enabled else 0
     has_lanes = c.parallel_mode == "lanes" and c.parallel_start_layer >= 0
     # GPT-J layers share one lane, and need no weights to mix two.
-    lane_layers = layers - c.parallel_start_layer if has_lanes else 0
+    lane_layers = max(0, layers - c.parallel_start_layer) if has_lanes else 0
     table = {
-        "token_embedding_VD": Parameter(
-            (c.vocab_size, width), std=c.tied_embed_init_std,
-            optimizer="embedding", role="embed", inputs=("hidden",)),
+        **vocabulary_tables(c),
         "qo_bank": Parameter(
             (2 * layers, width, width), random_matrices=layers,
             optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
@@ -1068,10 +1856,56 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
         "attn_gate_LHW": Parameter((attn_gates, c.num_heads, c.gate_window)),
         "smear_gate_1W": Parameter((smear, c.gate_window)),
         "smear_scale_1": Parameter((smear,)),
+        "channel_smear_1D": Parameter((channel_smear, width)),
+        **projections_of_tables(c),
         # What each of the two lanes takes of itself, of the attention's output and of the MLP's.
         "lane_mix_P23": Parameter((lane_layers, 2, 3), [1.1, 1.0, 1.0]),
     }  # fmt: skip
     return {name: parameter for name, parameter in table.items() if 0 not in parameter.shape}
+
+
+def vocabulary_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """The parameters with a row for each token, or for each hash of a pair of tokens."""
+    # Tied, the embedding is the head as well. Untied, it starts as torch's own, and multiplies nothing.
+    embedding_std = c.tied_embed_init_std
+    embedding_inputs: tuple[str, ...] = ("hidden",)
+    head_rows = 0
+    if not c.tie_embeddings:
+        embedding_std = 1.0
+        embedding_inputs = ()
+        head_rows = c.vocab_size
+    value_rows = c.vocab_size if c.ve_enabled else 0
+    return {
+        "token_embedding_VD": Parameter(
+            (c.vocab_size, c.model_dim), std=embedding_std,
+            optimizer="embedding", role="embed", inputs=embedding_inputs),
+        "output_head_VD": Parameter(
+            (head_rows, c.model_dim),
+            optimizer="head", role="embed", inputs=("hidden",)),
+        "bigram_table_RC": Parameter(
+            (c.bigram_vocab_size, c.bigram_dim),
+            optimizer="embedding", role="embed"),
+        "value_table_VC": Parameter(
+            (value_rows, c.ve_dim), std=0.01,
+            optimizer="embedding", role="embed"),
+    }  # fmt: skip
+
+
+def projections_of_tables(c: ModelSettings) -> dict[str, Parameter]:
+    """What turns rows of the bigram and value tables into embeddings and values: matrices and scales."""
+    kv_width = c.num_kv_heads * c.head_dim
+    bigram = 1 if c.bigram_vocab_size else 0
+    value = 1 if c.ve_enabled else 0
+    # A table as wide as what it is added to needs no matrix.
+    bigram_matrices = bigram if c.bigram_dim != c.model_dim else 0
+    value_matrices = value if c.ve_dim != kv_width else 0
+    return {
+        "bigram_projection_1DC": Parameter((bigram_matrices, c.model_dim, c.bigram_dim), random_matrices=1),
+        "bigram_scale_1": Parameter((bigram,), 0.05),
+        "value_projection_1KC": Parameter((value_matrices, kv_width, c.ve_dim), random_matrices=1),
+        "value_scale_1": Parameter((value,), 0.1),
+        "value_layer_scale_N": Parameter((len(c.value_layers),), 1.0),
+    }
 
 
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
@@ -1170,6 +2004,20 @@ def attention_documents(
     return same_B1TT.tril()
 
 
+def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
+    """Row of the bigram table for each token and the one before it, (B, T): a hash of both (PR #549).
+
+    The last row is of tokens with none before them: the first of a row and, with DOC_MASK, of a document.
+    """
+    last_row = c.bigram_vocab_size - 1
+    ids_BT = inputs_BT.int()  # products wrap around at 32 bits
+    hashed = torch.bitwise_xor(36_313 * ids_BT[:, 1:], 27_191 * ids_BT[:, :-1]) % last_row
+    rows_BT = F.pad(hashed, (1, 0), value=last_row)
+    if c.doc_mask:
+        rows_BT = rows_BT.masked_fill(inputs_BT == BOS_ID, last_row)
+    return rows_BT
+
+
 # Parameters by name, each split along its first axis.
 WeightRows = dict[str, tuple[Tensor, ...]]
 # Called with (name of the input, layer, values) where matrices multiply them: calibration sums x xᵀ.
@@ -1192,6 +2040,7 @@ class LayerWeights(NamedTuple):
     qk_gain_H: Tensor
     attn_gate_HW: Tensor | None
     lane_mix_23: Tensor | None
+    value_scale: Tensor | None  # of the value embedding, in the layers that add it
 
 
 class Context(NamedTuple):
@@ -1201,6 +2050,7 @@ class Context(NamedTuple):
     rotary: Tensor
     documents: Tensor | None
     observe: Observer | None
+    values_BTK: Tensor | None  # value embeddings; K is all key channels, as in `LayerWeights`
 
 
 class GPT(nn.Module):
@@ -1214,14 +2064,14 @@ class GPT(nn.Module):
         self.compute_dtype = torch.float32
         self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
-        # Embeddings are looked up by id; everything else is read row by row.
+        # Tables of the vocabulary are used as a whole; everything else is read row by row.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
             weights = torch.empty(parameter.shape)
             if seed is not None:
                 weights = initial_weights(name, parameter, settings, seed)
             self.register_parameter(name, nn.Parameter(weights))
-            if parameter.optimizer != "embedding":
+            if parameter.optimizer not in ("embedding", "head"):
                 self.row_names.append(name)
 
     def forward(
@@ -1242,7 +2092,8 @@ class GPT(nn.Module):
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
         documents = attention_documents(inputs_BT, starts, self.attend, c)
         x0 = self._embed(inputs_BT, weights)
-        context = Context(x0, rotary, documents, observe)
+        values = self._embed_values(inputs_BT, weights)
+        context = Context(x0, rotary, documents, observe, values)
 
         # First half: every visit keeps what it leaves in the first lane.
         encoder, decoder = visit_order(c, looping)
@@ -1267,7 +2118,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
-        return F.linear(hidden_ND, self.get_parameter("token_embedding_VD").to(hidden_ND.dtype))
+        head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
+        return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
 
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
@@ -1287,7 +2139,7 @@ class GPT(nn.Module):
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def _weights_by_row(self) -> WeightRows:
-        """All parameters but embeddings, split along the first axis; cast once for all visits of a row."""
+        """All parameters but tables, split along the first axis; cast once for all visits of a row."""
         weights = {}
         for name in self.row_names:
             weights[name] = self.get_parameter(name).to(self.compute_dtype).unbind(0)
@@ -1296,7 +2148,13 @@ class GPT(nn.Module):
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
         """Normalised embeddings (B, T, D), each mixed with the one before it."""
         c = self.settings
-        x = F.embedding(inputs_BT, self.get_parameter("token_embedding_VD")).to(self.compute_dtype)
+        x = self._look_up("token_embedding_VD", inputs_BT)
+        # The table starts at zero: at first pairs say nothing, and the projection shapes what they learn.
+        if c.bigram_vocab_size:
+            pairs = self._look_up("bigram_table_RC", bigram_rows(inputs_BT, c))
+            if "bigram_projection_1DC" in weights:
+                pairs = F.linear(pairs, weights["bigram_projection_1DC"][0])
+            x = x + pairs * weights["bigram_scale_1"][0]
         if c.smear_gate_enabled:
             # Never across the start of a row or, with DOC_MASK, of a document (PR #1851).
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
@@ -1305,7 +2163,28 @@ class GPT(nn.Module):
             gate_BT = gate_BT * weights["smear_scale_1"][0]
             previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
             x = torch.addcmul(x, gate_BT[..., None], previous)
-        return rms_norm(x)
+        x = rms_norm(x)
+        if c.channel_smear_enabled:
+            # A token with none before it is mixed with zero, and keeps its own share (PR #549).
+            previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
+            if c.doc_mask:
+                previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
+            share_D = weights["channel_smear_1D"][0].sigmoid()
+            x = (1 - share_D) * x + share_D * previous
+        return x
+
+    def _look_up(self, name: str, rows_BT: Tensor) -> Tensor:
+        """Rows of a table (B, T, C), in the dtype of the activations."""
+        return F.embedding(rows_BT, self.get_parameter(name)).to(self.compute_dtype)
+
+    def _embed_values(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor | None:
+        """Value embeddings (B, T, K), the same for all layers that add them; None where they are off."""
+        if not self.settings.ve_enabled:
+            return None
+        values = self._look_up("value_table_VC", inputs_BT)
+        if "value_projection_1KC" in weights:
+            values = F.linear(values, weights["value_projection_1KC"][0])
+        return values * weights["value_scale_1"][0]
 
     def _split_or_join(self, layer: int, lanes: list[Tensor]) -> list[Tensor]:
         """Two lanes from PARALLEL_START_LAYER on, one before it; a loop may lead back."""
@@ -1364,6 +2243,9 @@ class GPT(nn.Module):
         """The rows of one layer. The second half of a bank of two matrices a layer holds the second ones."""
         c = self.settings
         has_lanes = "lane_mix_P23" in weights and layer >= c.parallel_start_layer
+        value_scale = None
+        if layer in c.value_layers:
+            value_scale = weights["value_layer_scale_N"][c.value_layers.index(layer)]
         return LayerWeights(
             q_DD=weights["qo_bank"][layer],
             k_KD=weights["kv_bank"][layer],
@@ -1378,6 +2260,7 @@ class GPT(nn.Module):
             qk_gain_H=weights["qk_gain_LH"][layer],
             attn_gate_HW=weights["attn_gate_LHW"][layer] if c.sparse_attn_gate_enabled else None,
             lane_mix_23=weights["lane_mix_P23"][layer - c.parallel_start_layer] if has_lanes else None,
+            value_scale=value_scale,
         )
 
     def _attention(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
@@ -1386,7 +2269,10 @@ class GPT(nn.Module):
         # Project the input to queries, keys and values, and split them into heads.
         q_BTHE = F.linear(x_BTD, w.q_DD).unflatten(-1, (c.num_heads, -1))
         k_BTKE = F.linear(x_BTD, w.k_KD).unflatten(-1, (c.num_kv_heads, -1))
-        v_BTKE = F.linear(x_BTD, w.v_KD).unflatten(-1, (c.num_kv_heads, -1))
+        v_BTK = F.linear(x_BTD, w.v_KD)
+        if w.value_scale is not None and context.values_BTK is not None:
+            v_BTK = v_BTK + w.value_scale * context.values_BTK  # what the token says by itself (PR #549)
+        v_BTKE = v_BTK.unflatten(-1, (c.num_kv_heads, -1))
 
         # Normalise queries and keys, so that their products are cosines: a learned gain makes them sharp.
         q_BTHE = rotate(rms_norm(q_BTHE), context.rotary) * w.qk_gain_H[:, None]
@@ -1756,7 +2642,7 @@ class Optimizer:
         if c.ema_decay:
             self.average = [weight.clone() for weight in self.weights]
 
-        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": []}
+        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": [], "head": []}
         table = parameter_table(model.settings)
         for name, parameter in model.named_parameters():
             groups[table[name].optimizer].append(parameter)
@@ -1768,25 +2654,36 @@ class Optimizer:
             matrices = math.ceil(len(bank) / machine.world_size)
             self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
 
-        self.small = groups["embedding"] + groups["scalar"]
+        self.small = groups["embedding"] + groups["scalar"] + groups["head"]
+        # An embedding that is no head as well bears, and needs, a much larger rate.
+        embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
         adam_groups = [
-            {"params": groups["embedding"], "base_lr": c.tied_embed_lr, "weight_decay": c.embed_wd},
+            {"params": groups["embedding"], "base_lr": embed_lr, "weight_decay": c.embed_wd},
             {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
         ]
+        # Only where there is one: checkpoints of other runs keep their two groups.
+        if groups["head"]:
+            adam_groups.append({"params": groups["head"], "base_lr": c.head_lr, "weight_decay": 0.0})
         self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, step: int = 0) -> Tensor:
+    def step(
+        self, lr_scale: float, momentum: float, step: int = 0, timer: StepTimer | None = None
+    ) -> Tensor:
         """Update all weights from their gradients (means of this rank, used up), and the average of weights.
 
-        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before.
-        Returns the global gradient norm before clipping, on the device.
+        lr_scale: factor on every learning rate. momentum: of Muon. step: how many came before. timer: is told
+        where the clipping begins and ends. Returns the global gradient norm before it, on the device.
         """
         # Phase 1: gradients of all ranks become one.
         gradients = self._reduce()
+        if timer is not None:
+            timer.lap("optimizer")
         # Phase 2: bound their global norm.
         norm = self._clip(gradients)
-        # Phase 3: AdamW on the embedding and the small tensors.
+        if timer is not None:
+            timer.lap("grad_clip")
+        # Phase 3: AdamW on the tables of the vocabulary and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
@@ -1908,7 +2805,7 @@ def require_gradient(gradient: Tensor | None) -> Tensor:
 
 def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
     """Share of the run that is over: of the steps, or of the clock less its reserve if that is more."""
-    of_steps = step / c.iterations
+    of_steps = step / c.iterations if c.iterations else 1.0
     if c.max_wallclock_seconds == 0:
         return of_steps
     reserve = c.gptq_reserve_seconds if c.gptq else 0.0
@@ -1918,7 +2815,10 @@ def run_progress(elapsed_seconds: float, step: int, c: Config) -> float:
 def learning_rate_scale(progress: float, step: int, c: TrainingSettings) -> float:
     """1, then linear to MIN_LR over the warm-down: a part of the run, or WARMDOWN_ITERS mean steps."""
     warmdown = c.warmdown_frac
-    if c.warmdown_iters:
+    if c.warmdown_iters and progress == 0 and c.max_wallclock_seconds == 0:
+        # Before the first step a mean is not known; without a clock it is the run's own.
+        warmdown = c.warmdown_iters / max(c.iterations, 1)
+    elif c.warmdown_iters:
         warmdown = c.warmdown_iters * progress / max(step, 1)
     if warmdown == 0:
         return 1.0
@@ -1976,11 +2876,14 @@ class Ledger:
     def record(self, start: int, nats: np.ndarray) -> None:
         """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
         # In order and once; this is the only place that writes.
-        good = np.isfinite(nats)
-        if start != self.scored or start + len(nats) > len(self.nats) or not good.all():
-            raise ValueError(f"got targets {start}..{start + len(nats)}, expected target {self.scored} next, "
-                             f"none beyond {len(self.nats)}, and finite losses")
-        self._nats[start : start + len(nats)] = nats
+        stop = start + len(nats)
+        if start != self.scored or stop > len(self.nats):
+            raise ValueError(f"got targets {start}..{stop}, expected target {self.scored} next, and none "
+                             f"beyond {len(self.nats)}")
+        finite = np.isfinite(nats)
+        if not finite.all():
+            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite")
+        self._nats[start:stop] = nats
         self.scored += len(nats)
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
@@ -2003,6 +2906,11 @@ def load_tokenizer(config: Config) -> Any:
     import sentencepiece
 
     path = find_path(config.tokenizer_path)
+    if path.is_file():
+        with open(path, "rb") as file:
+            why = why_no_file(file.read(64))
+        if why:
+            raise DataError(f"TOKENIZER_PATH={path}: expected a SentencePiece model: {why}")
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
@@ -2045,7 +2953,7 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897).
     """
     pieces = load_tokenizer(config)
-    sidecar = f"{find_path(config.data_path)}/fineweb_val_bytes_*.bin"
+    sidecar = f"{glob.escape(str(find_path(config.data_path)))}/fineweb_val_bytes_*.bin"
     if glob.glob(sidecar):
         counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
         if len(counts) < len(tokens) - 1:
@@ -2095,6 +3003,14 @@ def window_rows(
     return [np.array(rows) for rows in chunks if rows]
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor there; the host does not wait until a GPU that is behind has taken it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
@@ -2106,7 +3022,7 @@ class WindowScorer:
         self.looping = looping
         self.config = config
         self.context = config.eval_length
-        self.batch_rows = max(1, config.val_batch_size // self.context)
+        self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = next(model.parameters()).device
         # The same compiled code serves every scorer and every reloaded model.
         self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
@@ -2114,10 +3030,12 @@ class WindowScorer:
         tokens = np.asarray(tokens).astype(np.int32)
         begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
-        stream = torch.from_numpy(np.pad(tokens, (0, self.context)))  # the last windows reach beyond the text
+        tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
+        # Row i: the tokens from i on, one more than T.
+        self.host_windows = np.lib.stride_tricks.sliding_window_view(tokens, self.context + 1)
+        self.device_windows: Tensor | None = None
         if config.val_prefetch:
-            stream = stream.to(self.device)
-        self.windows = stream.unfold(0, self.context + 1, 1)  # row i: the tokens from i on, one more than T
+            self.device_windows = torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
 
     def score(self, chunk: np.ndarray) -> np.ndarray:
         """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
@@ -2135,20 +3053,25 @@ class WindowScorer:
 
     @torch.no_grad()
     def _score_batch(self, rows: np.ndarray) -> Tensor:
-        """Nats of the targets of some windows, in order."""
+        """Nats of the targets of some windows, in order. The host waits for nothing: it runs ahead."""
         first, start, stop = rows.T
         # Target i, in window r of the batch, which begins at token f, is row r T + (i - f) of the hidden
         # states.
         shift = np.arange(len(rows)) * self.context - first
         scored = np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start)
-        scored_N = torch.from_numpy(scored).to(self.device)
+        scored_N = to_device(scored, self.device)
         if self.machine.compiled:  # compiled code wants one shape: the same rows again, until it is full
             first = np.resize(first, self.batch_rows)
-        ids_BT = self.windows[torch.from_numpy(first)].to(self.device).long()
-        inputs_BT = ids_BT[:, :-1]
+        host_ids_BT = self.host_windows[first]
+        # On the device already, if VAL_PREFETCH: then only the numbers of the rows travel.
+        if self.device_windows is None:
+            ids_BT = to_device(host_ids_BT, self.device).long()
+        else:
+            ids_BT = self.device_windows[to_device(first, self.device)].long()
         targets_N = ids_BT[:, 1:].flatten()
-        starts = starts_on_device(inputs_BT, self.config)
-        hidden_BTD = self.forward(self.model, inputs_BT, starts, self.looping)
+        starts = to_device(document_starts(host_ids_BT[:, :-1], self.config), self.device)
+        torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+        hidden_BTD = self.forward(self.model, ids_BT[:, :-1], starts, self.looping)
         # The head, which costs most, for scored rows alone.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
@@ -2166,7 +3089,7 @@ def score_sliding(
     """
     ledger = Ledger(tokens)
     # Chunks bound nothing here but how often there is something to report.
-    chunk_tokens = 32 * config.val_batch_size
+    chunk_tokens = 32 * config.val_pass_tokens
     scorer = WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, looping)
     for number, chunk in enumerate(scorer.chunks):
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
@@ -2212,6 +3135,7 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
     machine = model.machine
     weights = list(model.parameters())
+    device = weights[0].device
     loss_of = machine.compile(GPT.loss, dynamic=False)
     # Sequences overlap by one token: the last target of one is the first input of the next.
     length = config.eval_length
@@ -2220,12 +3144,14 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
         for batch_BT in sequences_NT.split(config.ttt_batch_seqs):
             # Each rank takes its part of the batch, weighted by its size. A rank without a part computes any
             # row with weight zero, so that all of them take the same steps.
-            mine_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].to(weights[0].device)
+            host_ids_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].numpy()
             weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
-            inputs_BT = mine_BT[:, :-1]
+            ids_BT = to_device(host_ids_BT, device)
+            starts = to_device(document_starts(host_ids_BT[:, :-1], config), device)
+            torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
             sgd.zero_grad()
             with torch.enable_grad():
-                loss = loss_of(model, inputs_BT, mine_BT[:, 1:], starts_on_device(inputs_BT, config))
+                loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
             for parameter in weights:
                 machine.add_up(require_gradient(parameter.grad))
@@ -2234,20 +3160,31 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
 
 
 class ProgressReport:
-    """Lines about a score under way, with the time it still takes."""
+    """Lines about a score under way, with the time it still takes: see VAL_PROGRESS_LOG_EVERY."""
 
-    def __init__(self, run: Run, name: str, every: int) -> None:
+    def __init__(self, run: Run, name: str, every: int, batch_tokens: int) -> None:
+        """every: batches of so many tokens between two lines; 0: no lines; -1: twenty in all."""
         self.run = run
         self.name = name
         self.every = every
+        self.batch_tokens = batch_tokens
+        self.told = 0  # how many times `every` had been scored when the last line was printed
         self.start = time.perf_counter()
 
     def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
-        """Log a line after some chunks; a `Progress`."""
-        every = self.every or math.ceil(chunks / 20)
-        if number % every != 0:
+        """Log a line after some chunks, and after the last; a `Progress`."""
+        if self.every == 0:
             return
-        done = ledger.scored / len(ledger.nats)
+        # A line where a multiple of this many targets has been passed.
+        targets = len(ledger.nats)
+        interval = self.every * self.batch_tokens
+        if self.every < 0:
+            interval = math.ceil(targets / 20)
+        reached = ledger.scored // interval
+        if reached == self.told and ledger.scored < targets:
+            return
+        self.told = reached
+        done = ledger.scored / targets
         mean = ledger.nats[: ledger.scored].mean()
         eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
         self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
@@ -2255,7 +3192,7 @@ class ProgressReport:
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
-    """All scores of reloaded weights, each with its final line. form: how they were stored, like int6."""
+    """All scores of reloaded weights, each with its final line. form: what it calls them, like int6."""
     scorers: dict[str, Callable[..., Ledger]] = {"roundtrip": score_roundtrip}
     if config.eval_stride:
         scorers["sliding_window"] = score_sliding
@@ -2267,7 +3204,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     for name, scorer in scorers.items():
         phase = f"eval_{name}"
         with run.phase(phase):
-            report = ProgressReport(run, name, config.val_progress_log_every)
+            report = ProgressReport(run, name, config.val_progress_log_every, config.val_batch_size)
             ledger = scorer(model, validation.tokens, config, report)
         score = ledger.score(validation.bytes_total)
         seconds = run.phases[phase]
@@ -2358,6 +3295,18 @@ def row_scales(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents / 8).half().float()
 
 
+# How often a Hessian without an inverse is tried: as asked for, then each time with ten times the damping.
+DAMPING_TRIES = 4
+
+
+def inverse_factor(h_NCC: Tensor, ridge_N11: Tensor) -> Tensor:
+    """Upper Cholesky factors, fp32, of the inverses of Hessians plus a ridge. Raises LinAlgError."""
+    identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
+    lower_NCC = torch.linalg.cholesky(h_NCC + ridge_N11 * identity_CC)
+    inverse_NCC = torch.cholesky_inverse(lower_NCC)
+    return torch.linalg.cholesky(inverse_NCC, upper=True).float()
+
+
 class Quantizer:
     """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
 
@@ -2366,7 +3315,8 @@ class Quantizer:
     3. `quantize`: round column by column; spread each rounding error over the columns still to come.
 
     Steps 1 and 2 are done once, step 3 for each step size that is tried. Without a Hessian the result is that
-    of rounding to nearest. Raises ArtifactError where weights or Hessians are not finite.
+    of rounding to nearest. Raises ArtifactError where weights or Hessians are not finite, or a Hessian has
+    no inverse with any of DAMPING_TRIES.
     """
 
     def __init__(
@@ -2388,12 +3338,19 @@ class Quantizer:
         self.order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
         h_NCC = h_NCC.take_along_dim(self.order_NC[:, :, None], 1).take_along_dim(self.order_NC[:, None], 2)
 
-        # A share of the mean diagonal is added, so that every Hessian has an inverse.
+        # A share of the mean diagonal is added, so that every Hessian has an inverse. Where rounding has left
+        # one without, a larger share costs a little precision, and giving up would cost the training.
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
-        identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
-        lower_NCC = torch.linalg.cholesky(h_NCC + damping * mean_N11 * identity_CC)
-        inverse_NCC = torch.cholesky_inverse(lower_NCC)
-        self.upper_NCC = torch.linalg.cholesky(inverse_NCC, upper=True).float()
+        self.damping = damping
+        for tries_left in reversed(range(DAMPING_TRIES)):
+            try:
+                self.upper_NCC = inverse_factor(h_NCC, self.damping * mean_N11)
+                break
+            except torch.linalg.LinAlgError as error:
+                if tries_left == 0:
+                    raise ArtifactError(f"{name}: no inverse of its Hessian with damping {self.damping:g}; "
+                                        f"set a larger GPTQ_DAMPING than {damping:g}") from error
+                self.damping *= 10
 
         # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
@@ -2646,7 +3603,7 @@ def estimate_artifact(config: Config, budget: int) -> str:
     return estimate
 
 
-MAGIC = b"\x89PGA\r\n\0\2"  # the last byte is the version
+MAGIC = b"\x89PGA\r\n\0\3"  # the last byte is the version
 # Magic, size of the section "config", CRC-32 of it and of the section "weights", which follow.
 HEAD = struct.Struct("<8s3I")
 
@@ -2661,22 +3618,36 @@ def write_artifact(
     """
     table = parameter_table(config)
     quantizers = {}
+    damped = ""
     for name, weights in model.named_parameters():
-        quantizers[name] = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
-    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
-    packed_header = zlib.compress(json.dumps(header).encode(), 9)
+        quantizer = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
+        quantizers[name] = quantizer
+        if quantizer.damping != config.gptq_damping:
+            damped += f" damping:{name}={quantizer.damping:g}"
 
     def make_file(multiplier: float) -> bytes:
         arrays: list[np.ndarray] = []
         for name, quantizer in quantizers.items():
             arrays.extend(quantizer.quantize(*step_and_levels(table[name], config, multiplier)))
-        coded = encode(arrays)
-        head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
-        return head + packed_header + coded
+        return artifact_bytes(config, arrays, tokenizer_sha256)
 
     data, how = fill_budget(config, budget, make_file)
     write_atomically(path, data)
-    return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}"
+    return f"artifact_bytes:{len(data)} budget_bytes:{budget} {how}{damped}"
+
+
+def artifact_bytes(config: Config, arrays: list[np.ndarray], tokenizer_sha256: str) -> bytes:
+    """The whole file: settings of the model, and codes and exponents of each parameter in turns."""
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
+    packed_header = zlib.compress(json.dumps(header).encode(), 9)
+    coded = encode(arrays)
+    head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
+    return head + packed_header + coded
+
+
+def weights_form(config: Config) -> str:
+    """What log lines call quantized weights, like int6: by the setting, whatever codes occur in the file."""
+    return f"int{config.matrix_bits}"
 
 
 class About(NamedTuple):
@@ -2685,10 +3656,18 @@ class About(NamedTuple):
     config: dict[str, str]  # the model's settings
     tokenizer_sha256: str
     bits: dict[str, int]  # that the widest code of each matrix parameter needs
-    label: str  # int6: that the widest code of all block matrices needs
+    widest_bits: int  # of all block matrices
     sections: dict[str, int]  # bytes
     bytes: int
     sha256: str
+
+
+def read_artifact(path: Path) -> bytes:
+    """The bytes of a file that should be an artifact. Raises ArtifactError."""
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: {error}; name the model.bin of a run") from error
 
 
 def load_artifact(path: Path) -> tuple[GPT, About]:
@@ -2697,9 +3676,24 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
     Nothing of the file is executed, and memory stays in proportion to its size. Raises ArtifactError with
     section and reason, and nothing else, whatever the bytes.
     """
+    return parse_artifact(read_artifact(path), str(path))
+
+
+class Header(NamedTuple):
+    """What stands before the weights of an artifact."""
+
+    settings: ModelSettings
+    tokenizer_sha256: str
+    parts: dict[str, bytes]  # sections by name: config, weights
+
+
+def parse_header(data: bytes, name: str) -> Header:
+    """The header of an artifact of these bytes, all of which are whole; name: in messages. ArtifactError."""
     section = "head"
     try:
-        data = path.read_bytes()
+        why = why_no_file(data[:1024])
+        if why:
+            raise ValueError(f"expected an artifact: {why}")
         if len(data) < HEAD.size:
             raise ValueError(f"{len(data)} bytes, expected at least {HEAD.size}; copy the file again")
         magic, size, *checksums = HEAD.unpack_from(data)
@@ -2713,25 +3707,33 @@ def load_artifact(path: Path) -> tuple[GPT, About]:
         section = "config"
         header = json.loads(zlib.decompressobj().decompress(parts["config"], 1 << 16))
         settings = read_model_settings(header, len(data))
-        section = "weights"
+    except Exception as error:  # whatever the bytes are
+        raise ArtifactError(f"{name}: section {section}: {error}") from error
+    return Header(settings, header["tokenizer_sha256"], parts)
+
+
+def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
+    """`load_artifact` of a file's bytes; name: what messages call it."""
+    settings, tokenizer_sha256, parts = parse_header(data, name)
+    try:
         model = read_model(settings, parts["weights"])
     except Exception as error:  # whatever the bytes are
-        raise ArtifactError(f"{path}: section {section}: {error}") from error
+        raise ArtifactError(f"{name}: section weights: {error}") from error
 
     # The coded weights begin with the largest code of each array: codes and exponents in turns.
     table = parameter_table(settings)
     peaks = parts["weights"][: 2 * len(table) : 2]
     bits = {}
     block_bits = []
-    for (name, parameter), peak in zip(table.items(), peaks, strict=True):
+    for (parameter_name, parameter), peak in zip(table.items(), peaks, strict=True):
         if parameter.role:
-            bits[name] = peak.bit_length() + 1
+            bits[parameter_name] = peak.bit_length() + 1
         if parameter.optimizer == "muon":
             block_bits.append(peak.bit_length() + 1)
-    sizes = {name: len(part) for name, part in parts.items()}
+    sizes = {part_name: len(part) for part_name, part in parts.items()}
     sha256 = hashlib.sha256(data).hexdigest()
-    label = f"int{max(block_bits)}"
-    return model, About(header["config"], header["tokenizer_sha256"], bits, label, sizes, len(data), sha256)
+    return model, About(
+        settings.as_env(), tokenizer_sha256, bits, max(block_bits), sizes, len(data), sha256)
 
 
 def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSettings:
@@ -2740,7 +3742,7 @@ def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSetting
     if different:
         names = " ".join(sorted(different))
         raise ValueError(f"this script has other settings than the file: {names}; use the script of its run")
-    if not isinstance(header["tokenizer_sha256"], str):
+    if not isinstance(header.get("tokenizer_sha256"), str):
         raise ValueError("the tokenizer's hash is missing")
     settings = ModelSettings.from_values(header["config"])
     # A few bytes could ask for any amount of memory. Even the likeliest symbol costs a little: no trained
@@ -2766,6 +3768,65 @@ def read_model(settings: ModelSettings, coded: bytes) -> GPT:
         quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
         weights.data.copy_(restore_weights(quantized, table[name].shape))
     return model
+
+
+def write_float_weights(run: Run, model: GPT) -> None:
+    """The weights as they are quantized, fp32, by name, for torch.load; where upstream has them."""
+    path = run.path("final_model.pt")
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    write_atomically(path, buffer.getvalue())
+    run.log(f"Serialized model: {len(buffer.getvalue())} bytes")
+
+
+def check_artifact(config: Config) -> None:
+    """Write an artifact of this model and read it back, in memory, before anything is trained.
+
+    A parameter or a setting that the file does not carry would otherwise be missed when training is over. The
+    weights are made up, none of them zero, so that each part of the model shows in its loss; there are fewer
+    of them where only time depends on their number. Raises ArtifactError.
+    """
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": ""}
+    try:
+        read_model_settings(header, config.artifact_bytes_max)
+    except ValueError as error:
+        raise ArtifactError(f"an artifact of this model could not be read back: {error}") from error
+    # The model as training has it, with every setting of the run: a few words, narrow hidden layers.
+    config = replace(config, vocab_size=min(config.vocab_size, 256), mlp_mult=min(config.mlp_mult, 1.0))
+    trained = GPT(config, seed=None)
+    table = parameter_table(config)
+    random_codes = np.random.default_rng(0)
+    arrays: list[np.ndarray] = []
+    for name, weights in trained.named_parameters():
+        if name not in table:
+            raise ArtifactError(f"{name} is a parameter of the model, and no artifact would hold it; "
+                                "add it to parameter_table")
+        codes_shape, exponents_shape = array_shapes(table[name])
+        codes = random_codes.integers(1, 3, codes_shape, np.int8)
+        quantized = QuantizedWeights(codes, np.full(exponents_shape, -32, np.int8))
+        weights.data.copy_(restore_weights(quantized, table[name].shape))
+        arrays.extend(quantized)
+
+    # What comes back must be what went in, parameter by parameter.
+    reloaded, _ = parse_artifact(artifact_bytes(config, arrays, ""), "an artifact of this model")
+    for name, weights in trained.named_parameters():
+        if not torch.equal(weights, dict(reloaded.named_parameters())[name]):
+            raise ArtifactError(f"{name}: an artifact gives other weights back than it was given; "
+                                "see parameter_table")
+    # A setting that only the whole configuration has is not there any more, or has its default.
+    length = min(config.train_seq_len, 64)
+    ids_BT = torch.from_numpy(random_codes.integers(0, config.vocab_size, (1, length + 1)))
+    with torch.no_grad():
+        expected = trained.loss(ids_BT[:, :-1], ids_BT[:, 1:])
+        try:
+            found = reloaded.loss(ids_BT[:, :-1], ids_BT[:, 1:])
+        except AttributeError as error:
+            raise ArtifactError(f"the model reads a setting that no artifact would hold ({error}); "
+                                "make it a field of ModelSettings") from error
+    if not torch.equal(expected, found):
+        raise ArtifactError(f"a model read back from its artifact has loss {found.item()}, before it had "
+                            f"{expected.item()}: a setting of the model is no field of ModelSettings")
 
 
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
@@ -2799,7 +3860,8 @@ def shipped_code(source: bytes, mode: str) -> bytes:
 # TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
 # ============================================================================================================
 
-CHECKPOINT = "checkpoint.pt"
+# A training of so many seconds is worth a checkpoint at its end, whatever was asked for; on a GPU each is.
+SAVED_FROM_SECONDS = 60.0
 
 
 class StepResult(NamedTuple):
@@ -2834,12 +3896,12 @@ class Training:
         # One graph from tokens to loss: a break in it would cost more than any kernel gains.
         self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
         self.optimizer = Optimizer(self.model, config, machine)
+        self.trace = Trace(config.traced_steps, run)
         every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.timer = StepTimer(every, machine.on_gpu)
-        self.loader = Loader(config, shards, machine)
+        self.timer = StepTimer(every, machine.on_gpu, self.trace)
+        self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
-        self.writer: threading.Thread | None = None  # of the last checkpoint
         self.started = time.perf_counter()  # shifted forward by time that does not count
 
     @property
@@ -2874,21 +3936,19 @@ class Training:
         state = self.state()
         self.finish_saving()
         if self.run.machine.rank == 0:
-            self.writer = threading.Thread(target=write_checkpoint, args=(self.run, state), name="checkpoint")
-            self.writer.start()
+            writer = threading.Thread(target=write_checkpoint, args=(self.run, state), name="checkpoint")
+            writer.start()
+            self.run.writer = writer
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is being written."""
-        if self.writer is not None:
-            self.writer.join()
+        if self.run.writer is not None:
+            self.run.writer.join()
 
     def resume(self) -> None:
         """Take up the checkpoint of the run that RESUME names, on any world size. Raises ConfigError."""
         path = self.run.path(CHECKPOINT)
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
-        except Exception as error:  # whatever the bytes are
-            raise ConfigError(f"RESUME: {path} cannot be read ({error}); start a new run") from error
+        state = read_checkpoint(path)
         for name, ours in self.config.as_env(TrainingSettings).items():
             theirs = state["config"].get(name)
             if theirs is None:
@@ -2904,6 +3964,15 @@ class Training:
         """End all threads, from any state."""
         self.loader.close()
         self.finish_saving()
+
+
+def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
+    """The state that `write_checkpoint` put there, on the CPU; lazily: tensors stay on disk. ConfigError."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)  # executes nothing
+    except Exception as error:  # whatever the bytes are
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise ConfigError(f"RESUME: {path} cannot be read ({reason}); start a new run") from error
 
 
 def write_checkpoint(run: Run, state: dict[str, Any]) -> None:
@@ -2931,10 +4000,13 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # Both are the same on all ranks, as progress is.
     looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.machine.device)
-    timer.begin(training.step if training.run.training else None, val_ms)
+    number = training.step + 1 if training.run.training else None
+    if training.trace.wanted and number is not None:
+        training.trace.begin(number, loader.epoch)
+    timer.begin(number, val_ms)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
-        timer.lap("batch")
+        timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
         # Gradients add up: each micro-batch gives its part of a mean.
         loss = loss / loader.micro_steps
@@ -2944,9 +4016,9 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
         total += loss.detach()
     lr_scale = learning_rate_scale(progress, training.step, config)
     momentum = muon_momentum(progress, training.step, config)
-    norm = training.optimizer.step(lr_scale, momentum, training.step)
+    norm = training.optimizer.step(lr_scale, momentum, training.step, timer)
     timer.lap("optimizer")
-    line = timer.line()
+    line = timer.end()
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -2996,7 +4068,6 @@ def train(training: Training) -> None:
     seconds = run.machine.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
-    val_ms = 0.0
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
@@ -3006,41 +4077,62 @@ def train(training: Training) -> None:
         ends_at = seconds + (2 + behind) * step_seconds
         finished = caught != 0 or run_progress(ends_at, training.step, config) >= 1
         save_now = is_due(config.checkpoint_every_seconds, before, seconds)
-        validate_now = config.val_loss_every > 0 and training.step > 0
-        validate_now = validate_now and training.step % config.val_loss_every == 0
+        validate_now = config.val_loss_every > 0 and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
         read_results(training, leave=0 if finished or save_now or validate_now else behind)
+        looping = loop_is_on(progress, config)  # as in the step before
         if finished:
             break
         if save_now:
             training.save()
+        # The first step's validation shows where training begins.
+        val_ms = 0.0
         if validate_now:
-            looping = loop_is_on(progress, config)  # as in the step before
-            val_ms = validate(training, f"step:{training.step}/{config.iterations}", looping)
+            val_ms = validate_step(training, looping)
 
         progress = run_progress(seconds, training.step, config)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         training.unread.append(StepResult(training.step, progress, values, copied))
-        val_ms = 0.0
-    # From here on the host may validate_now at weights.
-    run.machine.wait()
-    if caught != 0 or config.checkpoint_every_seconds > 0:
-        training.save()  # everything after training can be redone from here
+    end_training(training, looping)
+
+
+def end_training(training: Training, looping: bool) -> None:
+    """After the last step: save it where that is wanted, and end the process if a signal has come."""
+    config = training.config
+    run = training.run
+    run.machine.wait()  # from here on the host may look at weights
+    seconds, caught = agree_on_clock_and_signal(training)
+    # Everything after training can be redone from here: whatever fails there, no paid training is lost.
+    worth_saving = run.machine.on_gpu or seconds > SAVED_FROM_SECONDS
+    save_now = caught != 0 or config.checkpoint_every_seconds > 0 or worth_saving
+    if save_now:
+        training.save()
+    # Upstream validates the last step too.
+    if caught == 0 and config.val_loss_every > 0:
+        validate_step(training, looping)
+        # A signal may have come meanwhile: then it asked for a checkpoint.
+        _, caught = agree_on_clock_and_signal(training)
+        if caught != 0 and not save_now:
+            training.save()
+    training.trace.finish()
     if caught != 0:
         leave_training(training, caught)
     if training.step < config.iterations:
         run.log(f"stopping_early: wallclock_cap train_time:{1e3 * training.seconds:.0f}ms "
                 f"step:{training.step}/{config.iterations}")
+        if training.step <= 1:
+            run.log(f"warning: training was {training.step} step: MAX_WALLCLOCK_SECONDS="
+                    f"{config.max_wallclock_seconds:g} less GPTQ_RESERVE_SECONDS leaves no time for another")
 
 
 def leave_training(training: Training, number: int) -> None:
     """End the process after a signal, once the checkpoint is written. All ranks call it together."""
     training.finish_saving()
     training.run.machine.gather(None)  # torchrun kills the others when a rank has left
-    training.run.log(f"stopped by signal {number}; continue with RESUME={training.run.directory}")
+    training.run.log(f"stopped by signal {number}; {training.run.ways_on()}")
     os._exit(128 + number)
 
 
@@ -3062,7 +4154,8 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
                 f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
                 "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
-        if result.step <= 10 or result.step % config.train_log_every == 0:
+        every = config.train_log_every
+        if every > 0 and (result.step <= FIRST_STEPS or result.step % every == 0):
             mean_loss = sum(run.machine.gather(loss)) / run.machine.world_size
             log_step(training, result, mean_loss, norm)
 
@@ -3073,7 +4166,7 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
     step = result.step
     seconds = training.seconds
     tokens = config.train_batch_tokens * step
-    # Half of the batches waited for less than the first, 1 % for more than the second.
+    # Half of the steps waited for less than the first, 1 % for more than the second.
     p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
     lr_scale = learning_rate_scale(result.progress, step - 1, config)
     eta_seconds = seconds / run_progress(seconds, step, config) - seconds
@@ -3087,16 +4180,25 @@ def log_step(training: Training, result: StepResult, loss: float, norm: float) -
     )  # fmt: skip
 
 
+def validate_step(training: Training, looping: bool) -> float:
+    """`validate`, with the label of the step that has just been done, or of step 0."""
+    return validate(training, f"step:{training.step}/{training.config.iterations}", looping)
+
+
 def validate(training: Training, label: str, looping: bool = True) -> float:
     """Stop the clock, and score the current weights without overlap: a diagnostic, never the result.
 
     looping: as in `GPT.forward`. Returns how long it took, in milliseconds.
     """
+    config = training.config
     run = training.run
     data = training.validation
     run.machine.wait()
     start = time.perf_counter()
-    ledger = score_roundtrip(training.model, data.tokens, training.config, looping=looping)
+    every = max(0, config.val_progress_log_every)
+    progress = ProgressReport(run, "training", every, config.val_batch_size)
+    with training.trace.span("val", "main", step=training.step):
+        ledger = score_roundtrip(training.model, data.tokens, config, progress, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
@@ -3169,11 +4271,15 @@ def main() -> int:
         return 0
     run = None
     try:
-        config = Config.from_env(os.environ)
+        refuse_arguments(sys.argv[1:])
+        given = read_settings(os.environ).values
+        known = known_settings(given)
+        # What was found is ours: nothing in it is a former name, or stands for anything else.
+        config = Config.from_values({**known.found, **given, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
         signal.signal(signal.SIGINT, run.on_signal)
-        return whole_run(config, run)
+        return whole_run(config, run, known.notes)
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -3183,6 +4289,76 @@ def main() -> int:
         message = traceback.format_exc().strip()
     report_failure(message, run, os.environ)
     return 1
+
+
+def refuse_arguments(arguments: list[str]) -> None:
+    """ConfigError for words on the command line: they would be ignored."""
+    if arguments:
+        raise ConfigError(f"got {' '.join(arguments)!r} on the command line, where only --help is read; "
+                          "settings are variables of the environment: SEED=42 python train_gpt.py")
+
+
+# What EVAL_ONLY takes from the config.env beside its artifact where nobody gives it: where the text is, and
+# how it is scored. Of the model it takes nothing: that is the artifact's to say.
+EVALUATION_SETTINGS = (
+    "DATA_PATH", "TOKENIZER_PATH", "VAL_TOKENS_LIMIT", "VAL_BATCH_SIZE", "EVAL_SEQ_LEN", "EVAL_STRIDE",
+    "TTT_ENABLED", "TTT_LR", "TTT_EPOCHS", "TTT_MOMENTUM", "TTT_CHUNK_TOKENS", "TTT_BATCH_SEQS",
+    "TTT_GRAD_CLIP", "MAX_EVAL_SECONDS", "ARTIFACT_BYTES_MAX", "CODE_BYTES", "COMPUTE_DTYPE",
+)  # fmt: skip
+# What belongs to one start of the script: neither taken from a run's config.env nor put there.
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")
+SETTINGS_FILE = "config.env"
+
+
+class Known(NamedTuple):
+    """What the files of an earlier run say about this one."""
+
+    found: dict[str, str]  # settings that nobody gives
+    fixed: dict[str, str]  # of the artifact's model: whatever is given
+    notes: list[str]  # lines for the log
+
+
+def known_settings(given: Mapping[str, str]) -> Known:
+    """What RESUME or EVAL_ONLY finds in its run. ConfigError, ArtifactError.
+
+    RESUME takes the settings of training from the checkpoint, all others from the run's config.env. EVAL_ONLY
+    takes those of the model from the artifact, and EVALUATION_SETTINGS from the config.env beside it, where
+    there is one.
+    """
+    stored: dict[str, str] = {}
+    fixed: dict[str, str] = {}
+    notes: list[str] = []
+    if given.get("RESUME"):
+        directory = find_path(given["RESUME"])
+        check_resumable(directory)
+        # What training makes of the weights stands where the weights stand; the file beside it has the rest.
+        of_training = TrainingSettings().as_env().keys()
+        names = [name for name in Config().as_env() if name not in (*of_training, *SETTINGS_OF_A_START)]
+        in_checkpoint = read_checkpoint(directory / CHECKPOINT, lazily=True)["config"]
+        stored = {name: in_checkpoint[name] for name in of_training if name in in_checkpoint}
+    elif given.get("EVAL_ONLY"):
+        path = find_path(given["EVAL_ONLY"])
+        directory = path.parent
+        names = list(EVALUATION_SETTINGS)
+        settings = parse_header(read_artifact(path), str(path)).settings
+        fixed = settings.as_env()
+        # What somebody gave and does not get must not go unsaid.
+        for spec in fields(ModelSettings):
+            name = spec.name.upper()
+            if name in given and parse_value(name, given[name], spec) != getattr(settings, spec.name):
+                notes.append(f"warning: {name}={given[name]} has no effect: "
+                             f"EVAL_ONLY's artifact has {fixed[name]}")
+    else:
+        return Known({}, {}, [])
+
+    # A run of older days, or an artifact that was copied alone, has no such file: then defaults hold.
+    if (directory / SETTINGS_FILE).is_file():
+        in_file = read_config_file(str(directory / SETTINGS_FILE))
+        stored.update({name: in_file[name] for name in names if name in in_file})
+    found = {name: value for name, value in stored.items() if name not in given}
+    default = Config().as_env()
+    notes = [*(f"found:{name}={value}" for name, value in found.items() if value != default[name]), *notes]
+    return Known(found, fixed, notes)
 
 
 def print_help() -> None:
@@ -3206,13 +4382,20 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         print_line(message, sys.stderr)
         return
     machine = run.machine
+    # A training that is over is on disk, or its artifact is: the last line says how to go on from there.
+    training_is_over = run.phase_name not in ("setup", "warmup", "train")
     # What the libraries say when a peer is gone: the peer itself tells the reason.
     peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
     if peer_is_gone and message.startswith("Traceback"):
-        print_line(f"rank {machine.rank}: ends: another rank has ended or does not answer", sys.stderr)
+        line = f"rank {machine.rank}: ends: another rank has ended or does not answer"
+        if training_is_over:
+            line += f"; {run.ways_on()}"
+        print_line(line, sys.stderr)
         return
     if machine.world_size > 1:
         message = f"rank {machine.rank}: {message}"
+    if training_is_over:
+        message += f"\n{run.ways_on()}"
     print_line(message, sys.stderr)
     if run.directory is not None:
         append_line(message, run.path("log.txt"))
@@ -3223,28 +4406,33 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         append_line(json.dumps(record), Path(error_file))
 
 
-def whole_run(config: Config, run: Run) -> int:
-    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds."""
+def whole_run(config: Config, run: Run, notes: list[str]) -> int:
+    """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
+
+    notes: lines for the log, about settings that come from the files of an earlier run.
+    """
+    directory = choose_directory(config, run.machine)
     loaded = None
     tokenizer_sha256 = ""
-    if config.eval_only:  # the artifact knows its model, and the tokenizer
+    if config.eval_only:  # the artifact knows the tokenizer
         loaded = load_artifact(find_path(config.eval_only))
         _, about = loaded
         tokenizer_sha256 = about.tokenizer_sha256
-        config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
-        open_run(config, run, inputs)
+        open_run(config, run, inputs, directory, notes)
     if loaded is None:
         trained = train_and_ship(config, run, inputs)
     else:
         trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16)
     with run.phase("reload"):
-        model, about = loaded or load_artifact(run.path("model.bin"))
+        model, about = loaded or load_artifact(run.path(ARTIFACT))
         ready_model(model, run.machine, inputs.kernels)
-    scores = evaluate(model, config, run, inputs.validation, about.label)
+    scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)
+    if run.machine.rank == 0 and config.checkpoint_every_seconds == 0:
+        run.path(CHECKPOINT).unlink(missing_ok=True)  # nobody asked for it, and nothing can go on from it now
     return 0
 
 
@@ -3261,19 +4449,23 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             run.training = True
             train(training)
             run.training = False
+        # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
+        stream_hash = training.stream_hash()
         with run.phase("hessians"):
             hessians = finish_training(training)
         trained = Trained(
             steps=training.step,
             tokens=training.step * config.train_batch_tokens,
             train_seconds=training.seconds,
-            stream_hash=f"{training.stream_hash():016x}",
+            stream_hash=f"{stream_hash:016x}",
         )
         with run.phase("quantize"):
+            if run.machine.rank == 0 and config.save_float:
+                write_float_weights(run, training.model)
             if run.machine.rank == 0:
                 # A longer script leaves fewer bytes for weights.
                 budget = config.artifact_bytes_max - len(inputs.shipped)
-                path = run.path("model.bin")
+                path = run.path(ARTIFACT)
                 tokenizer = inputs.hashes["tokenizer"]
                 run.log(write_artifact(path, training.model, config, hessians, tokenizer, budget))
             run.machine.gather(None)  # nobody reads the file before it is there
@@ -3289,9 +4481,10 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     train_shards: list[Shard] = []
     micro_steps = 0
     folder = find_path(config.data_path)
+    pattern = glob.escape(str(folder))
     if not config.eval_only:
-        train_shards = open_shards(str(folder / "fineweb_train_*.bin"))
-    val_shards = open_shards(str(folder / "fineweb_val_[0-9]*.bin"))
+        train_shards = open_shards(f"{pattern}/fineweb_train_*.bin")
+    val_shards = open_shards(f"{pattern}/fineweb_val_[0-9]*.bin")
     check_first_tokens([val_shards[0], *train_shards[:1]], config)
     validation = read_validation(val_shards, config)
     if not config.eval_only:
@@ -3309,9 +4502,70 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
 
-    estimate = estimate_artifact(config, config.artifact_bytes_max - len(shipped))
+    check_tokenizer(config, hashes["tokenizer"], validation.tokens)
+
+    estimate = ""
+    if not config.eval_only:
+        estimate = estimate_artifact(config, config.artifact_bytes_max - len(shipped))
+        if machine.rank == 0:
+            check_artifact(config)
     kernels = choose_kernels(config, machine)
     return Inputs(train_shards, validation, source, shipped, hashes, micro_steps, estimate, kernels)
+
+
+def check_tokenizer(config: Config, sha256: str, tokens: np.ndarray) -> None:
+    """DataError where TOKENIZER_PATH is not the tokenizer that made the shards.
+
+    By the hash in the shards' manifest. Where there is none, some validation text is decoded and encoded
+    again: by its own tokenizer nearly all ids come back, by another one hardly any.
+    """
+    # Two tokenizers may well have as many pieces: then nothing else would show that scores mean nothing.
+    path = find_path(config.tokenizer_path)
+    manifest = find_path(config.data_path) / "manifest.json"
+    made_by = None
+    if manifest.is_file():
+        try:
+            made_by = json.loads(manifest.read_bytes())["tokenizer"]["sha256"]
+        except (OSError, ValueError) as error:
+            raise DataError(f"{manifest}: {error}, expected JSON; fetch or export the data again") from error
+        except (LookupError, TypeError):
+            made_by = None  # a manifest that says nothing about it
+    if made_by is not None:
+        if made_by != sha256:
+            raise DataError(f"TOKENIZER_PATH={path}: sha256 {sha256}, by {manifest} the shards were made "
+                            f"by {made_by}; name that tokenizer")
+        return
+    share = share_that_comes_back(load_tokenizer(config), tokens[:SAMPLE_TOKENS])
+    if share < 0.5:
+        raise DataError(f"TOKENIZER_PATH={path}: only {share:.0%} of validation tokens come back when they "
+                        f"are decoded and encoded; name the one that made the shards of {manifest.parent}")
+
+
+SAMPLE_TOKENS = 20_000  # tens of documents, a few milliseconds
+
+
+def share_that_comes_back(pieces: Any, tokens: np.ndarray) -> float:
+    """Share of ids that are the same, from either end of their document, when decoded and encoded again."""
+    begins = np.flatnonzero(tokens == BOS_ID)
+    documents = np.split(tokens, begins)[1:]
+    if len(documents) > 1:
+        documents = documents[:-1]  # the last one may be cut anywhere
+    same = 0
+    total = 0
+    for document in documents:
+        ids = document[1:].tolist()
+        again = pieces.encode(pieces.decode(ids))
+        # One odd place in a long text must not count as a whole text that differs: both ends are compared.
+        shorter = min(len(ids), len(again))
+        equal_ahead = 0
+        while equal_ahead < shorter and ids[equal_ahead] == again[equal_ahead]:
+            equal_ahead += 1
+        equal_behind = 0
+        while equal_behind < shorter - equal_ahead and ids[-1 - equal_behind] == again[-1 - equal_behind]:
+            equal_behind += 1
+        same += equal_ahead + equal_behind
+        total += len(ids)
+    return same / total if total else 1.0
 
 
 def check_first_tokens(shards: list[Shard], config: Config) -> None:
@@ -3345,11 +4599,113 @@ def compare_ranks(mine: dict[str, str], machine: Machine) -> None:
                     f"{name} is {theirs[name]} on rank {rank} and {value} on rank {machine.rank}")
 
 
-def open_run(config: Config, run: Run, inputs: Inputs) -> None:
-    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words. ConfigError."""
-    parameters = sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
-    run.directory = run_directory(config, run.machine, parameters)
+def choose_directory(config: Config, machine: Machine) -> Path:
+    """Where this run will write; all ranks call it. ConfigError where it cannot; nothing is made yet."""
+    if config.resume:
+        directory = find_path(config.resume)
+        check_resumable(directory)
+        if config.run_id not in ("", directory.name):
+            raise ConfigError(f"RUN_ID={config.run_id}: RESUME goes on with {directory}; unset one of them")
+        check_same_code(directory, config)
+        return directory
+    # Clocks of machines differ: rank 0 decides on a name made of the time.
+    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+    directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
+    if machine.rank == 0:
+        check_is_new(directory)
+        check_room(directory, config)
+    return directory
+
+
+def check_resumable(directory: Path) -> None:
+    """ConfigError where a directory does not hold an unfinished run with a checkpoint."""
+    if not directory.is_dir():
+        why = "there is no such directory"
+    elif (directory / "summary.json").exists():
+        why = f"that run is finished; EVAL_ONLY={directory / ARTIFACT} scores it again"
+    elif not (directory / CHECKPOINT).exists():
+        why = f"it holds no {CHECKPOINT}; start a new run"
+    else:
+        return
+    raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}: {why}")
+
+
+def check_same_code(directory: Path, config: Config) -> None:
+    """ConfigError where a run to resume began with another script, and that was not allowed."""
+    # Bytes, not meaning: whether another text does the same is not for a program to say.
+    began_with = directory / "train_gpt.py"
+    if config.resume_other_code or not began_with.is_file():
+        return
+    if began_with.read_bytes() != Path(__file__).read_bytes():
+        raise ConfigError(f"RESUME={directory}: this script is not the one that the run began with; start "
+                          f"{began_with} instead, or set RESUME_OTHER_CODE=1: the run's records will tell")
+
+
+def check_is_new(directory: Path) -> None:
+    """ConfigError where there is something at the place of a new run: nothing is overwritten."""
+    # Also a link that leads nowhere is something.
+    if not os.path.lexists(directory):
+        return
+    if not directory.is_dir():
+        what = "is a file"
+    elif (directory / "summary.json").exists():
+        what = "holds a finished run"
+    elif (directory / CHECKPOINT).exists():
+        what = f"holds an unfinished run, which RESUME={directory} goes on with"
+    elif (directory / "log.txt").exists():
+        what = "holds a run that is under way, or that ended without a checkpoint"
+    else:
+        what = "is there already, and holds no run"
+    advice = "nothing is overwritten: set another RUN_ID"
+    raise ConfigError(f"RUN_ID={directory.name}: {directory} {what}; {advice}")
+
+
+def check_room(directory: Path, config: Config) -> None:
+    """ConfigError where a new run directory cannot be made, or its disk has no room for what it will hold."""
+    # The nearest folder that exists is the one that will have to take the new ones.
+    parent = directory.parent
+    try:
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise ConfigError(f"RUNS_DIR={config.runs_dir}: {parent} is a file; set another RUNS_DIR")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not allowed to write there", str(parent))
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {error}; {remedy_of(error)}") from error
+    if config.eval_only:  # a log and a summary
+        return
+    # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
+    needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
+    if config.save_float:
+        needed += 4 * count_parameters(config)
+    if free < needed:
+        raise ConfigError(f"RUNS_DIR={config.runs_dir}: {free >> 20} MiB free, artifact and two checkpoints "
+                          f"need {needed >> 20} MiB; {REMEDIES[errno.ENOSPC]}, or set another RUNS_DIR")
+
+
+def count_parameters(config: ModelSettings) -> int:
+    """Weights of the model."""
+    return sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
+
+
+def open_run(
+    config: Config, run: Run, inputs: Inputs, directory: Path | None = None, notes: Iterable[str] = ()
+) -> None:
+    """Make the run directory, or reopen RESUME's, and begin its log in upstream's words. ConfigError.
+
+    directory: as `choose_directory` gives it, which is asked if it is not given. notes: further lines.
+    """
+    directory = directory or choose_directory(config, run.machine)
+    notes = [*notes, *idle_phases(config, inputs)]
     overrides = config.overrides()
+    if run.machine.rank == 0:
+        if config.resume:
+            notes += keep_former_code(directory, inputs)
+        else:
+            make_directory(directory)
+    run.directory = directory
     if run.machine.rank == 0:
         if not config.resume:
             write_inputs(config, run, inputs)
@@ -3364,48 +4720,122 @@ def open_run(config: Config, run: Run, inputs: Inputs) -> None:
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
         f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
+        *read_settings(os.environ).notes,
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
-        f"model_params:{parameters}",
-        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps} seed:{config.seed} "
-        f"train_batch_tokens:{config.train_batch_tokens}",
+        f"model_params:{count_parameters(config)}",
+        f"world_size:{machine.world_size} grad_accum_steps:{inputs.micro_steps}",
+        f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
+        f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
+        f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
+        f"seed:{config.seed}",
+        *io_lines(config, machine),
         f"preflight:ok artifact:estimate {inputs.estimate}",
         *inputs.kernels.report,
+        about_dtype(config, machine),
+        *notes,
     ):
         run.log(line)
 
 
-def run_directory(config: Config, machine: Machine, parameters: int) -> Path:
-    """The directory of this run, made by rank 0, or the one to resume. ConfigError where it cannot be had."""
-    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
-    directory = Path(machine.gather(config.resume or f"{config.runs_dir}/{name}")[0])
-    if config.resume:
-        unfinished = (directory / CHECKPOINT).exists() and not (directory / "summary.json").exists()
-        if not unfinished:
-            raise ConfigError(f"RESUME={directory}: expected an unfinished run with a {CHECKPOINT}")
-        return directory
+def io_lines(config: Config, machine: Machine) -> list[str]:
+    """How training and validation get their data, in the words of PR #591."""
+    copy_stream = config.train_copy_stream and machine.on_gpu
+    return [
+        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
+        f"prefetch_queue:{config.train_prefetch_queue}",
+        f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
+        f"tokens_per_pass:{config.val_pass_tokens}",
+    ]
+
+
+def about_dtype(config: Config, machine: Machine) -> str:
+    """The dtype of activations, why it is this one, and what to expect of it."""
+    # A choice that a machine makes must be seen: two machines may choose differently.
+    name = str(machine.dtype).removeprefix("torch.")
+    device = "GPU" if machine.on_gpu else "CPU"
+    if config.compute_dtype != "auto":
+        why = f"as COMPUTE_DTYPE={config.compute_dtype} asks"
+    elif machine.dtype == torch.bfloat16:
+        why = f"this {device} has matrix units for it"
+    else:
+        why = f"this {device} has no matrix units for bfloat16"
+    return f"compute_dtype:{name}, {why}; steps and scores compare only with runs of the same dtype"
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a new run. ConfigError where it cannot be made."""
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # A checkpoint has weights, average, momenta and Adam's moments in fp32: at most 16 bytes a weight.
-        needed = config.artifact_bytes_max + 2 * 16 * parameters
-        free = shutil.disk_usage(directory.parent).free
-        if free < needed:
-            raise OSError(f"{free >> 20} MiB free, artifact and two checkpoints need {needed >> 20} MiB")
-        if machine.rank == 0:
-            directory.mkdir()
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        check_is_new(directory)  # another run was faster
     except OSError as error:
-        advice = "nothing is overwritten: set another RUN_ID, a RUNS_DIR with room, or RESUME"
-        raise ConfigError(f"RUN_ID={directory.name}: no {directory} ({error}); {advice}") from error
-    return directory
+        raise ConfigError(f"RUNS_DIR: no {directory} ({error}); {remedy_of(error)}") from error
+
+
+def idle_phases(config: Config, inputs: Inputs) -> list[str]:
+    """Warnings of parts of the run that are asked for and will do nothing."""
+    c = config
+    found = []
+    # Nothing is learnt from the last chunk: there must be another one before it.
+    targets = len(inputs.validation.tokens) - 1
+    if c.ttt_enabled and targets <= c.ttt_chunk_tokens:
+        found.append(f"TTT_ENABLED=1 learns nothing: the {targets} targets are one chunk of TTT_CHUNK_TOKENS="
+                     f"{c.ttt_chunk_tokens}, and nothing is scored after it")
+    if c.ttt_enabled and (c.ttt_epochs == 0 or c.ttt_lr == 0):
+        found.append(f"TTT_ENABLED=1 learns nothing with TTT_EPOCHS={c.ttt_epochs} TTT_LR={c.ttt_lr:g}")
+    if not c.eval_only:
+        tokens = sum(shard.tokens for shard in inputs.train_shards)
+        if c.train_batch_tokens > tokens:
+            found.append(f"TRAIN_BATCH_TOKENS={c.train_batch_tokens} is more than the {tokens} tokens of the "
+                         "training shards: each step repeats text")
+        if c.num_loops > 0 and c.enable_looping_at >= 1:
+            found.append(f"NUM_LOOPS={c.num_loops} is never trained with ENABLE_LOOPING_AT=1, and is scored "
+                         "all the same")
+    return [f"warning: {line}" for line in found]
+
+
+FORMER_CODE = "train_gpt.until_step*.py"
+
+
+def keep_former_code(directory: Path, inputs: Inputs) -> list[str]:
+    """Put another script in the place of that of a resumed run, whose own is kept; lines that tell it."""
+    began_with = directory / "train_gpt.py"
+    if not began_with.is_file():
+        return [f"warning: {began_with} is gone: whether the run goes on with its own code is not known"]
+    former = began_with.read_bytes()
+    if former == inputs.source:
+        return []
+    # The name says up to where the code before made the run; a run may change its code several times.
+    step = read_checkpoint(directory / CHECKPOINT, lazily=True)["step"]
+    kept = directory / FORMER_CODE.replace("*", str(step))
+    write_atomically(kept, former)
+    write_atomically(began_with, inputs.source)
+    write_atomically(directory / "train_gpt.shipped.py", inputs.shipped)
+    return [f"warning: other code from step {step} on: sha256 {inputs.hashes['code']}, before it "
+            f"{hashlib.sha256(former).hexdigest()}, kept as {kept.name}"]
+
+
+def former_code(run: Run) -> list[dict[str, str]]:
+    """The scripts that a resumed run went on from, for summary.json."""
+    # The directory itself remembers: a run may have been resumed many times, and its summary comes last.
+    found = []
+    for path in sorted(run.path("").glob(FORMER_CODE)):
+        found.append({"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    return found
 
 
 def write_inputs(config: Config, run: Run, inputs: Inputs) -> None:
     """The script, as it is and as it is counted, and the settings, into the run directory."""
-    settings = "".join(f"{name}={value}\n" for name, value in config.as_env().items())
+    assert run.directory is not None
+    lines = [f"# The settings of {run.directory.name}; CONFIG=path/of/this/file starts such a run again."]
+    for name, value in config.as_env().items():
+        # What named this start, and would name or redirect the next one, is there to be read alone.
+        lines.append(f"# {name}={value}" if name in SETTINGS_OF_A_START else f"{name}={value}")
     write_atomically(run.path("train_gpt.py"), inputs.source)
     write_atomically(run.path("train_gpt.shipped.py"), inputs.shipped)
-    write_atomically(run.path("config.env"), settings.encode())
+    write_atomically(run.path(SETTINGS_FILE), ("\n".join(lines) + "\n").encode())
 
 
 def summarize(
@@ -3414,7 +4844,7 @@ def summarize(
     """Print sizes, limits and results, and write summary.json: the one record of a run. All ranks call it."""
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    form = f"{about.label}+rans"
+    form = f"{weights_form(config)}+rans"
     run.log(f"Code size: {code_bytes} bytes ({config.code_bytes})")
     run.log(f"Serialized model {form}: {about.bytes} bytes")
     run.log(f"Total submission size {form}: {total_bytes} bytes")
@@ -3434,7 +4864,7 @@ def summarize(
     summary["limits"] = limits
     summary["exit"] = "finished"
     if run.machine.rank == 0:
-        write_inputs(config, run, inputs)  # a resumed run goes on with the code it began with, or this tells
+        write_inputs(config, run, inputs)  # a resumed run's settings may be others than it began with
         write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
     run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
@@ -3462,6 +4892,7 @@ def summary_of(config: Config, run: Run, inputs: Inputs, trained: Trained, about
             "sha256": inputs.hashes["code"],
             "bytes": len(inputs.source),
             "bytes_wrapped": len(shipped_code(inputs.source, "wrapped")),
+            "former": former_code(run),
         },
         "data": {
             "hashes": inputs.hashes,

@@ -47,7 +47,7 @@ HEADER = "| stack | parameters | steps | val_bpb | std | minus default | n |"
 SMALL = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
     "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "TRAIN_SEQ_LEN": "128",
-    "TRAIN_BATCH_TOKENS": "4096", "MICRO_BATCH_TOKENS": "4096", "VAL_BATCH_SIZE": "8192",
+    "TRAIN_BATCH_TOKENS": "4096", "MICRO_BATCH_TOKENS": "4096", "VAL_BATCH_SIZE": "65536",
     "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
 }  # fmt: skip
 # The default's choice of layers, scaled from 11 layers to 4 (3 of 11 looped: 1 of 4), and the baseline's

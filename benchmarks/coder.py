@@ -49,8 +49,8 @@ def codes_of(path: Path) -> Roles:
     arrays = train_gpt.decode(section, both)
     roles: Roles = {}
     for parameter, codes in zip(table.values(), arrays[::2], strict=True):
-        if parameter.clip:
-            roles.setdefault(parameter.clip, []).append(codes)
+        if parameter.role:
+            roles.setdefault(parameter.role, []).append(codes)
     return roles
 
 

@@ -25,6 +25,7 @@ from benchmarks.ablation import BASELINE_SCHEDULE, DEFAULT_SMALL, SMALL  # noqa:
 
 CONFIGS = "configs"
 PR549_STEPS, PR1493_STEPS = 7191, 4553  # of their runs on 8 GPUs
+# A schedule in shares of the run: each 0 with its share beside it; alone it would mean none.
 IN_SHARES = {"WARMDOWN_ITERS": "0", "MUON_MOMENTUM_WARMUP_STEPS": "0"}
 STACKS = {
     "DefaultStack": DEFAULT_SMALL,
@@ -33,9 +34,10 @@ STACKS = {
         "CONFIG": f"{CONFIGS}/pr549.env", **DEFAULT_SMALL, **IN_SHARES, "XSA_LAST_N": "1",
         "PARALLEL_START_LAYER": "-1", "ROPE_TRAIN_SEQ_LEN": "0", "WARMDOWN_FRAC": str(3500 / PR549_STEPS),
         "MUON_MOMENTUM_WARMUP_FRAC": str(1500 / PR549_STEPS), "RATE_CONTROL": "1",
+        "BIGRAM_DIM": "16", "VE_DIM": "16", "VE_LAYERS": "3",
     },
     "PR1493": {
-        "CONFIG": f"{CONFIGS}/pr1493.env", **DEFAULT_SMALL, **IN_SHARES,
+        "CONFIG": f"{CONFIGS}/pr1493.env", **DEFAULT_SMALL, **IN_SHARES, "WARMDOWN_FRAC": "0.72",
         "MUON_MOMENTUM_WARMUP_FRAC": str(1500 / PR1493_STEPS),
     },
 }  # fmt: skip

@@ -28,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import shards
 from tests.support import tiny
+from tests.support.clock import counted_clock
 from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started
 
 Kind = Callable[[Lab, Ended, random.Random], None]
@@ -141,6 +142,16 @@ def terminated(lab: Lab, reference: Ended, source: random.Random) -> None:
     end_by(signal.SIGTERM, lab, reference, source)
 
 
+def killed_after_training(lab: Lab, reference: Ended, source: random.Random) -> None:
+    """Between training and artifact, by a clock on which it took two minutes: nobody asked to save."""
+    started = lab.start(fault=counted_clock(forward_seconds=5.0))
+    if reached(started, "checkpoint:", source.uniform(0.0, 0.1)):
+        started.send(signal.SIGKILL)
+    ended = started.wait()
+    assert [*lab.folder.glob("runs/*/summary.json"), *lab.folder.glob("runs/*/checkpoint.pt")], "lost"
+    assert_whole(go_on(lab, ended), reference)
+
+
 def paused(lab: Lab, reference: Ended, source: random.Random) -> None:
     started = lab.start(fault=SLOW, **SAVING)
     if reached(started, source.choice([*MARKS.values()]), source.uniform(0.0, 0.2)):
@@ -219,7 +230,7 @@ def data_read_only(lab: Lab, reference: Ended, source: random.Random) -> None:
 def locale_not_utf_8(lab: Lab, reference: Ended, source: random.Random) -> None:
     settings = lab.settings(LC_ALL=source.choice(["C", "POSIX"]), PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
     process = subprocess.run([sys.executable, str(SCRIPT)], env=settings, cwd=lab.folder, capture_output=True,
-                             timeout=120)  # fmt: skip
+                             timeout=600)  # fmt: skip
     assert process.returncode == 0 and process.stderr == b"", process.stderr
     assert_whole(Ended(0, "", "", lab.folder / "runs"), reference)
 
@@ -252,9 +263,9 @@ def stdout_closed(lab: Lab, reference: Ended, source: random.Random) -> None:
 
 
 KINDS: list[Kind] = [
-    killed, terminated, paused, disk_full, shard_corrupted, shard_truncated, shard_deleted, shards_slow,
-    clock_jumps, same_run_id, data_read_only, locale_not_utf_8, odd_path, rank_killed, stdin_closed,
-    stdout_closed,
+    killed, terminated, killed_after_training, paused, disk_full, shard_corrupted, shard_truncated,
+    shard_deleted, shards_slow, clock_jumps, same_run_id, data_read_only, locale_not_utf_8, odd_path,
+    rank_killed, stdin_closed, stdout_closed,
 ]  # fmt: skip
 
 

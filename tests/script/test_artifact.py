@@ -146,7 +146,7 @@ def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> Non
     _, about, line = write(tmp_path / "model.bin", Config.from_env(env))
     assert {about.bits.pop("token_embedding_VD")} <= {4, 5}
     assert about.bits == dict.fromkeys(["qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank"], 3)
-    assert about.label == "int3" and "passes:1" in line
+    assert about.widest_bits == 3 and "passes:1" in line
     with pytest.raises(ArtifactError, match="above ARTIFACT_BYTES_MAX"):
         write(tmp_path / "small.bin", Config.from_env({**env, "ARTIFACT_BYTES_MAX": "3000"}))
 
@@ -266,6 +266,41 @@ def test_round_trip(tmp_path: Path) -> None:
     assert about.sha256 == hashlib.sha256((tmp_path / "model.bin").read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("tied", [0, 1])
+def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter(tied: int, tmp_path: Path) -> None:
+    """BigramHash, value embedding, smear by channel, and a head of its own."""
+    config = Config.from_env(plain_settings(
+        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TIE_EMBEDDINGS=tied, CHANNEL_SMEAR_ENABLED=1,
+        BIGRAM_VOCAB_SIZE=48, BIGRAM_DIM=8, VE_ENABLED=1, VE_DIM=8, VE_LAYERS="0,1",
+    ))  # fmt: skip
+    model = trained_like(config)
+    with torch.no_grad():
+        model.bigram_table_RC[7] = 0.0  # a pair that never came
+    hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
+    path = tmp_path / "model.bin"
+    train_gpt.write_artifact(path, model, config, hessians, TOKENIZER, 60_000)
+    read, about = train_gpt.load_artifact(path)
+    assert read.settings == train_gpt.ModelSettings.from_values(config.as_env())
+    assert {"token_embedding_VD", "bigram_table_RC", "value_table_VC"} <= about.bits.keys()
+    assert ("output_head_VD" in about.bits) == (not tied)
+    for name, weights in model.named_parameters():
+        error = (read.get_parameter(name) - weights).norm() / weights.norm()
+        assert error < 0.05, name
+    assert read.bigram_table_RC[7].abs().max() == 0
+    batch = random_batches(config)[0]
+    torch.testing.assert_close(
+        read.loss(batch.inputs_BT, batch.targets_BT), model.loss(batch.inputs_BT, batch.targets_BT),
+        rtol=0, atol=2e-3)  # fmt: skip
+
+
+def test_a_head_of_its_own_is_rounded_for_what_it_multiplies() -> None:
+    """The head has the Hessian of the hidden states, an embedding that multiplies nothing has none."""
+    tied = train_gpt.parameter_table(Config())
+    untied = train_gpt.parameter_table(Config(tie_embeddings=False))
+    assert tied["token_embedding_VD"].inputs == untied["output_head_VD"].inputs == ("hidden",)
+    assert untied["token_embedding_VD"].inputs == ()
+
+
 def test_weights_that_are_not_numbers_are_not_written(tiny: Config, tmp_path: Path) -> None:
     model = trained_like(tiny)
     with torch.no_grad():
@@ -321,7 +356,7 @@ def test_a_flipped_bit_is_refused_by_section(section: str, tiny_file: Path, tmp_
 
 def test_foreign_newer_and_cut_files_are_refused(tiny_file: Path, tmp_path: Path) -> None:
     data = tiny_file.read_bytes()
-    assert "section head: 0 bytes, expected at least" in refused(b"", tmp_path)
+    assert "section head: expected an artifact: the file is empty" in refused(b"", tmp_path)
     assert "not an artifact" in refused(b"PK\x03\x04" + data[4:], tmp_path)
     newer = bytearray(data)
     newer[7] += 1

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.processes import ONE_THREAD, SCRIPT, Ended, Lab
 
-TOGETHER_SECONDS = 60.0  # what a fault of one rank may cost all
+TOGETHER_SECONDS = 150.0  # a minute is what a fault of one rank may cost all; more is for a loaded machine
+PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer"
 
 
 def finish(lab: Lab, count: int, **changes: object) -> Ended:
@@ -64,9 +65,6 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     ]
     settings = lab.settings(
         RUN_ID=None,
-        MAX_WALLCLOCK_SECONDS=3,
-        GPTQ_RESERVE_SECONDS=1,
-        ITERATIONS=100000,
         EVAL_STRIDE=0,
         TTT_ENABLED=0,
     )
@@ -77,7 +75,8 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     (directory,) = lab.folder.joinpath("runs").iterdir()
     ended = Ended(0, process.stdout, process.stderr, lab.folder / "runs")
     assert directory.name.endswith("-seed1337") and ended.summary["hardware"]["world_size"] == 2
-    assert ended.summary["limits"]["train_seconds"]["ok"] and "stopping_early: wallclock_cap" in ended.out
+    assert ended.summary["steps"] == 6
+    assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert train_losses(ended)[0] == pytest.approx(train_losses(finished)[0], rel=1e-4)
 
 
@@ -133,7 +132,7 @@ def test_a_rank_that_raises_ends_all(lab: Lab) -> None:
     ended = all_end(lab, fault=RAISE_ON_RANK_1, ITERATIONS=10000)
     assert "an injected fault" in ended[1].err and "rank 1" in ended[1].err
     assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
-    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
+    assert ended[0].err.splitlines()[-1] == PEER_IS_GONE
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
     assert log.splitlines()[-1] == "RuntimeError: an injected fault"
     assert not (lab.folder / "runs" / "run" / "summary.json").exists()
@@ -174,13 +173,13 @@ def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
     ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
     assert ended[0].status == 1 and ended[1].status == -signal.SIGKILL
     assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
-    assert ended[0].err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
+    assert ended[0].err.splitlines()[-1] == PEER_IS_GONE
 
 
-@pytest.mark.parametrize("place", ["step:2/", "final_int7_roundtrip_exact"])
+@pytest.mark.parametrize("place", ["step:2/", "final_int6_roundtrip_exact"])
 def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
     steps = 100000 if place == "step:2/" else 3
-    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=5)
+    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=15)
     ranks[0].wait_for(place)
     ranks[1].send(signal.SIGSTOP)
     begin_s = time.monotonic()
@@ -189,8 +188,8 @@ def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
     finally:
         ranks[1].send(signal.SIGKILL)
         ranks[1].wait()
-    assert ended.status == 1 and time.monotonic() - begin_s > 4.0
-    assert ended.err.splitlines()[-1] == "rank 0: ends, as another rank has, or is not heard of"
+    assert ended.status == 1 and time.monotonic() - begin_s > 10.0
+    assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
 
 
 HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
@@ -200,8 +199,8 @@ HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
-    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=9)
-    assert "step:2/" in output and "is not heard of" in output and "ChildFailedError" in output
+    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=30)
+    assert "step:2/" in output and "does not answer" in output and "ChildFailedError" in output
 
 
 def test_importing_the_script_starts_nothing(repo: Path, tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ SIX_LAYERS = {
     "PARALLEL_START_LAYER": 4,
     "TRAIN_SEQ_LEN": 16,
 }
+# What PR #549 has besides: layer 1 is visited three times, layer 4 has two lanes.
+BIGRAM = {"BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6}
+VALUE = {"VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "4,1"}
+PR549 = {**BIGRAM, **VALUE, "CHANNEL_SMEAR_ENABLED": 1}
 FEATURES = {
     "as by default": {},
     "no recurrence": {"NUM_LOOPS": 0},
@@ -51,6 +55,18 @@ FEATURES = {
     "GPT-J": {"PARALLEL_MODE": "gptj", "PARALLEL_START_LAYER": 3},
     "lanes from the first layer": {"PARALLEL_START_LAYER": 0},
     "no softcap": {"LOGIT_SOFTCAP": 0},
+    "lanes from a layer beyond the last": {"PARALLEL_START_LAYER": 6},
+    "bigrams": BIGRAM,
+    "bigrams across documents": {**BIGRAM, "DOC_MASK": 0},
+    "bigrams as wide as the model": {**BIGRAM, "BIGRAM_DIM": 32},
+    "value embedding": VALUE,
+    "value embedding as wide as the keys": {**VALUE, "VE_DIM": 16, "VE_LAYERS": "5"},
+    "smear by channel": {"CHANNEL_SMEAR_ENABLED": 1},
+    "smear by channel across documents": {"CHANNEL_SMEAR_ENABLED": 1, "DOC_MASK": 0},
+    "smear by channel alone": {"CHANNEL_SMEAR_ENABLED": 1, "SMEAR_GATE_ENABLED": 0},
+    "untied head": {"TIE_EMBEDDINGS": 0},
+    "all of PR #549": PR549,
+    "all of PR #549, untied, across documents": {**PR549, "TIE_EMBEDDINGS": 0, "DOC_MASK": 0},
     "one layer": {"NUM_LAYERS": 1, "XSA_LAST_N": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1},
 }
 
@@ -78,6 +94,11 @@ def random_ids(config: Config, seed: int = 1) -> Tensor:
     return ids
 
 
+def wrapped(number: int) -> int:
+    """What a signed integer of 32 bits holds of a number."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
 def normed(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 2.0**-23).sqrt()
 
@@ -94,7 +115,7 @@ class Reference:
         return torch.stack([self.row_nats(row.tolist(), target.tolist()) for row, target in rows])
 
     def row_nats(self, row: list[int], targets: list[int]) -> Tensor:
-        head = self.w["token_embedding_VD"]
+        head = self.w["token_embedding_VD" if self.c.tie_embeddings else "output_head_VD"]
         out = []
         for h, target in zip(self.hidden(row), targets, strict=True):
             scores = head @ h
@@ -106,6 +127,12 @@ class Reference:
     def hidden(self, row: list[int]) -> Tensor:
         c, w = self.c, self.w
         e = [w["token_embedding_VD"][token] for token in row]
+        if c.bigram_vocab_size:
+            for t, number in enumerate(self.bigram_rows(row)):
+                pair = w["bigram_table_RC"][number]
+                if "bigram_projection_1DC" in w:
+                    pair = w["bigram_projection_1DC"][0] @ pair
+                e[t] = e[t] + w["bigram_scale_1"][0] * pair
         if c.smear_gate_enabled:
             smeared = [e[0]]
             for t in range(1, len(row)):
@@ -114,6 +141,8 @@ class Reference:
                 smeared.append(e[t] if blocked else e[t] + opened * e[t - 1])
             e = smeared
         x0 = normed(torch.stack(e))
+        if c.channel_smear_enabled:
+            x0 = self.channel_smear(x0, row)
         order = list(range(c.num_layers))
         if self.looping and c.num_loops:
             middle = order[c.loop_start : c.loop_end + 1]
@@ -134,6 +163,37 @@ class Reference:
             if visit < halfway:
                 remembered.append(a)
         return normed(a if b is None else (a + b) / 2)
+
+    def is_first(self, t: int, row: list[int]) -> bool:
+        """Whether a token has none before it."""
+        return t == 0 or (self.c.doc_mask and row[t] == 1)
+
+    def bigram_rows(self, row: list[int]) -> list[int]:
+        last = self.c.bigram_vocab_size - 1
+        found = []
+        for t, token in enumerate(row):
+            if self.is_first(t, row):
+                found.append(last)
+            else:
+                found.append((wrapped(36_313 * token) ^ wrapped(27_191 * row[t - 1])) % last)
+        return found
+
+    def channel_smear(self, x: Tensor, row: list[int]) -> Tensor:
+        share = 1 / (1 + (-self.w["channel_smear_1D"][0]).exp())
+        mixed = []
+        for t in range(len(row)):
+            before = torch.zeros_like(x[t]) if self.is_first(t, row) else x[t - 1]
+            mixed.append((1 - share) * x[t] + share * before)
+        return torch.stack(mixed)
+
+    def added_values(self, i: int, row: list[int]) -> Tensor:
+        """What the value embedding adds to the values of a layer that has one, (T, K)."""
+        layers = [int(layer) for layer in self.c.ve_layers.split(",")]
+        scale = self.w["value_scale_1"][0] * self.w["value_layer_scale_N"][layers.index(i)]
+        table = self.w["value_table_VC"]
+        if "value_projection_1KC" in self.w:
+            table = table @ self.w["value_projection_1KC"][0].T
+        return torch.stack([scale * table[token] for token in row])
 
     def skip(self, row: int, x: Tensor, early: Tensor) -> Tensor:
         early = self.w["skip_weight_SD"][row] * early
@@ -169,12 +229,15 @@ class Reference:
         size = c.head_dim
         query, output = w["qo_bank"][i], w["qo_bank"][c.num_layers + i]
         key, value = w["kv_bank"][i], w["kv_bank"][c.num_layers + i]
+        values = x @ value.T
+        if c.ve_enabled and str(i) in c.ve_layers.split(","):
+            values = values + self.added_values(i, row)
         heads = []
         for h in range(c.num_heads):
             g = h // (c.num_heads // c.num_kv_heads)
             q = self.rotate(normed(x @ query[h * size : (h + 1) * size].T)) * w["qk_gain_LH"][i, h]
             k = self.rotate(normed(x @ key[g * size : (g + 1) * size].T))
-            v = x @ value[g * size : (g + 1) * size].T
+            v = values[:, g * size : (g + 1) * size]
             y = torch.stack([self.attend(t, q, k, v, row) for t in range(len(row))])
             if i >= c.num_layers - c.xsa_last_n:
                 unit = v / v.norm(dim=-1, keepdim=True)
@@ -216,6 +279,18 @@ def test_equals_the_reference(changes: dict[str, Any]) -> None:
         # The rotary table is float32.
         expected = Reference(model, looping).nats(ids, targets)
         torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row", "expected"),
+    [
+        (1536, [5, 7, 1023, 0], [1535, 591, 1469, 658]),  # seen on PR #549's own code
+        (1000, [7, 65_535, 60_000], [999, 346, 23]),  # products beyond 31 bits wrap around
+    ],
+)
+def test_rows_of_hashed_pairs(rows: int, row: list[int], expected: list[int]) -> None:
+    config = tiny(BIGRAM_VOCAB_SIZE=rows)
+    assert train_gpt.bigram_rows(torch.tensor([row]), config).tolist() == [expected]
 
 
 def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
@@ -274,6 +349,7 @@ def test_gradients_stay_inside_their_document() -> None:
         ({"SMEAR_GATE_ENABLED": 0}, {"SMEAR_GATE_ENABLED": 1}),
         ({"NUM_LOOPS": 0}, {"NUM_LOOPS": 2}),
         ({"LOGIT_SOFTCAP": 0}, {"LOGIT_SOFTCAP": 30}),
+        ({}, BIGRAM),
     ],
 )
 def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any]) -> None:
@@ -286,6 +362,8 @@ def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
 def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -> None:
     default, changed = build_model(tiny()).state_dict(), build_model(tiny(**changes)).state_dict()
+    if "TIE_EMBEDDINGS" in changes:
+        del default["token_embedding_VD"]  # it begins otherwise where it is no head
     for name in default.keys() & changed.keys():
         if default[name].shape == changed[name].shape:
             assert torch.equal(default[name], changed[name]), name
@@ -299,13 +377,22 @@ def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -
         ({"SKIP_GATES_ENABLED": 0}, {"skip_gate_SD"}),
         ({"PARALLEL_START_LAYER": -1}, {"lane_mix_P23"}),
         ({"PARALLEL_MODE": "gptj"}, {"lane_mix_P23"}),
+        ({"BIGRAM_VOCAB_SIZE": 0}, {"bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1"}),
+        ({"BIGRAM_DIM": 32}, {"bigram_projection_1DC"}),
+        ({"VE_ENABLED": 0},
+         {"value_table_VC", "value_projection_1KC", "value_scale_1", "value_layer_scale_N"}),
+        ({"VE_DIM": 16}, {"value_projection_1KC"}),
+        ({"CHANNEL_SMEAR_ENABLED": 0}, {"channel_smear_1D"}),
+        ({"TIE_EMBEDDINGS": 1}, {"output_head_VD"}),
+        ({"PARALLEL_START_LAYER": 6}, {"lane_mix_P23"}),
         ({"XSA_LAST_N": 0}, set()),
         ({"DOC_MASK": 0}, set()),
     ],
 )
 def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str]) -> None:
-    everything = parameter_table(tiny())
-    assert everything.keys() - parameter_table(tiny(**changes)).keys() == owned
+    everything = {**PR549, "TIE_EMBEDDINGS": 0}
+    less = parameter_table(tiny(**{**everything, **changes}))
+    assert parameter_table(tiny(**everything)).keys() - less.keys() == owned
 
 
 def test_initial_weights() -> None:
@@ -319,6 +406,25 @@ def test_initial_weights() -> None:
     uniform = build_model(tiny(MATRIX_INIT="uniform"))
     bound = 32**-0.5
     assert uniform.mlp_up_bank.abs().max() <= bound < 1.01 * uniform.mlp_up_bank.abs().max()
+
+
+def test_initial_weights_of_pr549() -> None:
+    model = build_model(tiny(**PR549, VOCAB_SIZE=4096))
+    for zeros in ("bigram_table_RC", "channel_smear_1D"):
+        assert model.get_parameter(zeros).abs().max() == 0
+    assert abs(model.value_table_VC.std().item() - 0.01) < 0.0005
+    for name in ("bigram_projection_1DC", "value_projection_1KC"):
+        tall = model.get_parameter(name)[0].detach()
+        torch.testing.assert_close(tall.T @ tall, torch.eye(6), atol=1e-5, rtol=0)
+    scales = {"bigram_scale_1": [0.05], "value_scale_1": [0.1], "value_layer_scale_N": [1.0, 1.0]}
+    for name, values in scales.items():
+        assert torch.equal(model.get_parameter(name), torch.tensor(values))
+
+
+def test_initial_weights_of_an_untied_head() -> None:
+    model = build_model(tiny(TIE_EMBEDDINGS=0, VOCAB_SIZE=4096, TIED_EMBED_INIT_STD=0.02))
+    assert model.output_head_VD.abs().max() == 0
+    assert abs(model.token_embedding_VD.std().item() - 1) < 0.01
 
 
 def test_visit_order() -> None:
@@ -358,12 +464,12 @@ def parameters_of(name: str, repo: Path) -> tuple[Config, int]:
     ("name", "reference", "difference"),
     [
         ("upstream_baseline.env", 17_059_912, 0),
+        ("pr591.env", 17_059_912, 0),
+        ("pr549.env", 26_928_220, 0),
+        ("pr785.env", 26_928_220, 0),
         ("pr1493.env", 35_944_536, 0),
         # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist: 66 - 18.
         ("", 35_945_671, -48),
-        # Without BigramHash (1536 x 128, 128 -> 512, a scale), the value embedding (1024 x 128, 128 -> 256,
-        # three scales) and the smear gate of one weight per channel.
-        ("pr549.env", 26_928_220, -(196_608 + 65_536 + 1) - (131_072 + 32_768 + 3) - 512),
     ],
 )
 def test_parameter_counts(name: str, reference: int, difference: int, repo: Path) -> None:
@@ -390,7 +496,9 @@ def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
         ({"ROPE_DIMS": 10}, "ROPE_DIMS=10"),
         ({"LOOP_END": 6}, "LOOP_END=6"),
         ({"LOOP_START": 3}, "LOOP_START=3"),
-        ({"PARALLEL_START_LAYER": 6}, "PARALLEL_START_LAYER=6"),
+        ({"BIGRAM_VOCAB_SIZE": 1}, "BIGRAM_VOCAB_SIZE=1"),
+        ({"VE_ENABLED": 1, "VE_LAYERS": "4,6"}, "VE_LAYERS=4,6"),
+        ({"VE_ENABLED": 1, "VE_LAYERS": "4,04"}, "VE_LAYERS=4,04"),
         ({"GATE_WINDOW": 33}, "GATE_WINDOW=33"),
     ],
 )
@@ -565,7 +673,12 @@ opaque_packed.register_fake(lambda q, starts: torch.empty_like(q))
 opaque_packed.register_autograd(lambda ctx, grad: (grad, None))
 
 
-def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0}], ids=["default", "all of PR #549"]
+)
+def test_no_recompilation_inside_the_clock(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two graphs, loop off and on, whatever number of documents the batches hold."""
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
@@ -578,7 +691,9 @@ def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> N
         return graph.forward
 
     install(monkeypatch, "fa3", kernel)
-    config = tiny_config(XSA_LAST_N=1, TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512)
+    config = tiny_config(
+        XSA_LAST_N=1, TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512, **changes
+    )
     model = build_model(config)
     model.attend = train_gpt.load_attention("fa3")
     torch._dynamo.reset()

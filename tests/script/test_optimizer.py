@@ -16,6 +16,15 @@ from tests.support.models import tiny_config
 from tests.support.ranks import on_ranks
 from train_gpt import Config, Machine, Optimizer, build_model, orthogonalize
 
+PR549 = {
+    "BIGRAM_VOCAB_SIZE": 24,
+    "BIGRAM_DIM": 6,
+    "VE_ENABLED": 1,
+    "VE_DIM": 6,
+    "VE_LAYERS": "0,2",
+    "CHANNEL_SMEAR_ENABLED": 1,
+}
+
 
 def three_layers(**changes: object) -> Config:
     """Three matrices of a kind: no bank divides among two or four ranks."""
@@ -71,10 +80,12 @@ def one_rank(machine: Machine, folder: str, changes: dict[str, Any]) -> None:
     torch.save({"losses": losses, "weights": weights, "state": state}, f"{folder}/{machine.rank}.pt")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_number_of_ranks_takes_the_same_steps(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "features"), [(2, {**PR549, "TIE_EMBEDDINGS": 0}), (4, {})])
+def test_any_number_of_ranks_takes_the_same_steps(
+    size: int, features: dict[str, Any], tmp_path: Path
+) -> None:
     """Every bank is filled up to a number of matrices that the ranks divide."""
-    changes = {"GRAD_CLIP_NORM": 0.05}
+    changes = {"GRAD_CLIP_NORM": 0.05, **features}
     config = three_layers(**changes)
     model = build_model(config)
     expected = train(model, alone(model, config), range(20))
@@ -134,10 +145,14 @@ def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
             torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_small_tensors_follow_adamw() -> None:
-    config = three_layers(GRAD_CLIP_NORM=0)
+@pytest.mark.parametrize("changes", [{}, PR549, {**PR549, "TIE_EMBEDDINGS": 0}])
+def test_small_tensors_follow_adamw(changes: dict[str, Any]) -> None:
+    config = three_layers(**{"GRAD_CLIP_NORM": 0, "EMBED_WD": 0.3, "ADAM_WD": 0.2, **changes})
     model = build_model(config)
-    rates = {"token_embedding_VD": (config.tied_embed_lr, config.embed_wd)}
+    embed_lr = config.tied_embed_lr if config.tie_embeddings else config.embed_lr
+    rates = {"output_head_VD": (config.head_lr, 0.0)}
+    for table in ("token_embedding_VD", "bigram_table_RC", "value_table_VC"):
+        rates[table] = (embed_lr, config.embed_wd)
     twins = {}
     steps = []
     for name, parameter in model.named_parameters():

@@ -306,3 +306,46 @@ def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
     for key, expected in alone.items():
         assert torch.equal(ranks[0][key], ranks[1][key])
         torch.testing.assert_close(ranks[0][key], expected, rtol=1e-4, atol=1e-4)
+
+
+# --- a Hessian that rounding has left without an inverse ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])
+def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: float) -> None:
+    """Its smallest eigenvalue lies below zero, by this share of the mean diagonal: it is tried four times."""
+    weights, hessians = correlated_bank(2, 6, 16)
+    values, vectors = torch.linalg.eigh(hessians[1].double())
+    values[0] = 0.0
+    if shortfall:
+        values[0] = -shortfall * values[1:].sum() / (16 + shortfall)  # as a share of the diagonal with it
+    hessians[1] = (vectors * values) @ vectors.T
+    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
+    seen = {("mlp_in", layer): h.double() for layer, h in enumerate(hessians)}
+    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+    assert quantizer.damping == pytest.approx(used)
+    # The result is that of the damping that was needed, had it been asked for.
+    asked = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, quantizer.damping)
+    found, expected = quantizer.quantize(0.1, 31.0), asked.quantize(0.1, 31.0)
+    assert (found.codes == expected.codes).all() and (found.exponents == expected.exponents).all()
+
+
+def test_a_hessian_that_no_damping_mends_is_told_with_what_helps() -> None:
+    weights, hessians = correlated_bank(1, 6, 16)
+    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
+    seen = {("mlp_in", 0): -hessians[0].double()}
+    with pytest.raises(ArtifactError, match=r"mlp_up_bank: no inverse .* larger GPTQ_DAMPING than 0.01"):
+        train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+
+
+def test_more_damping_is_told_in_the_log(tiny: Config, tmp_path: Path) -> None:
+    model = trained_like(tiny)
+    hessians = train_gpt.collect_hessians(model, random_batches(tiny), Machine())
+    values, vectors = torch.linalg.eigh(hessians["mlp_in", 0].double())
+    values[0] = -0.05 * values[1:].sum() / len(values)
+    bad = {**hessians, ("mlp_in", 0): ((vectors * values) @ vectors.T).float()}
+    path = tmp_path / "model.bin"
+    usual = train_gpt.write_artifact(path, model, tiny, hessians, "", 100_000)
+    assert "damping:" not in usual
+    damped = train_gpt.write_artifact(path, model, tiny, bad, "", 100_000)
+    assert damped.endswith(f" damping:mlp_up_bank={10 * tiny.gptq_damping:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
 import re
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import Ended, Lab, Started
+from tests.support.clock import FORWARD_SECONDS, counted_clock
+from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
 
-LEAVE_SECONDS = 10.0  # from a signal to the end of the process
+LEAVE_SECONDS = DEADLINE_SECONDS  # from a signal to the end of the process; for hangs only
 # Long enough steps that a signal finds the one that it is meant for.
 SLOW_STEPS = """
 import time, torch
@@ -33,7 +35,8 @@ def stop_at(started: Started, step: int, number: int = signal.SIGTERM) -> Ended:
     started.send(number)
     ended = started.wait(LEAVE_SECONDS)
     assert ended.status == 128 + number, ended.err
-    assert f"stopped by signal {number}" in ended.out and f"RESUME={ended.directory}" in ended.out
+    assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
+    assert f"signal {number}: ends after the step under way, with a checkpoint; a second signal" in ended.err
     assert re.search(r"^checkpoint:\S+checkpoint.pt step:[1-6]$", ended.out, re.M)
     assert not (ended.directory / "summary.json").exists()
     return ended
@@ -92,33 +95,36 @@ def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended
 
 
 def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
+    """A step is four micro-batches of a hundredth of a second each, by a clock that counts them."""
     changes: dict[str, Any] = {
-        "MAX_WALLCLOCK_SECONDS": 4,
-        "GPTQ_RESERVE_SECONDS": 1,
+        "MAX_WALLCLOCK_SECONDS": 2,
+        "GPTQ_RESERVE_SECONDS": 0.5,
         "ITERATIONS": 100000,
         "EVAL_STRIDE": 0,
         "TTT_ENABLED": 0,
         "TRAIN_LOG_EVERY": 5,
     }
-    started = lab.start(**changes)
-    started.wait_for("step:10/")
-    started.send(signal.SIGTERM)
-    ended = started.wait(LEAVE_SECONDS)
-    before_ms = [e["train_time_ms"] for e in ended.events if e["event"] == "train"][-1]
-    last = lab.succeed(RESUME=ended.directory, **changes)
-    limit = last.summary["limits"]["train_seconds"]
-    assert limit["ok"] and 2.0 < limit["value"] <= 4.0
-    (resumed_ms,) = re.findall(r"^resumed:\S+ step:\d+ train_time:(\d+)ms", last.out, re.M)
-    assert before_ms <= float(resumed_ms) + 1 < limit["value"] * 1e3
+    started = lab.start(fault=counted_clock(signal_at=10), **changes)
+    ended = started.wait()
+    assert ended.status == 128 + signal.SIGTERM, ended.err
+    last = lab.succeed(fault=counted_clock(), RESUME=ended.directory, **changes)
+    whole = lab.elsewhere("straight").succeed(fault=counted_clock(), **changes)
+    (resumed_ms,) = re.findall(r"^resumed:\S+ step:10 train_time:(\d+)ms", last.out, re.M)
+    assert int(resumed_ms) == 400
+    # 37 steps fit into 1.5 s, and one is kept free.
+    assert last.summary["steps"] == whole.summary["steps"] == 36
+    for ended in (last, whole):
+        limit = ended.summary["limits"]["train_seconds"]
+        assert limit["ok"] and limit["value"] == pytest.approx(1.44 + 4 * FORWARD_SECONDS)
     times_ms = [event["train_time_ms"] for event in last.events if event["event"] == "train"]
-    assert times_ms == sorted(times_ms) and times_ms[-1] > float(resumed_ms)
-    again = lab.run(RESUME=ended.directory, **changes)  # it is finished: nothing may touch it
+    assert times_ms == pytest.approx([40.0 * step for step in (*range(1, 11), 15, 20, 25, 30, 35)])
+    again = lab.run(RESUME=last.directory, **changes)  # it is finished: nothing may touch it
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
 
 
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab, finished: Ended) -> None:
-    started = lab.start(CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=1, VAL_BATCH_SIZE=32, TTT_ENABLED=0)
-    started.wait_for("final_int7_roundtrip_exact")
+    started = lab.start(CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=1, VAL_BATCH_SIZE=256, TTT_ENABLED=0)
+    started.wait_for("final_int6_roundtrip_exact")
     started.send(signal.SIGTERM)
     ended = started.wait(LEAVE_SECONDS)
     assert ended.status == 128 + signal.SIGTERM and "Traceback" not in ended.err
@@ -232,3 +238,157 @@ def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: L
     assert "no checkpoint of step 3, none is replaced: its weights are not finite" in ended.out
     assert set(train_losses(ended)) == {1, 2, 3}
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
+
+
+# -- what a run finds in its own files -----------------------------------------------------------------------
+
+ONLY = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")
+
+
+def nothing_but(lab: Lab, **settings: object) -> dict[str, object]:
+    """Settings that leave out all that a run was started with."""
+    return {**{name: None for name in lab.settings() if name not in ONLY}, **settings}
+
+
+def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, finished: Ended) -> None:
+    ended = lab.succeed(**nothing_but(lab, RESUME=copy))
+    assert_same_result(ended, finished)
+    log = (copy / "log.txt").read_text("utf-8")
+    for name, value in finished.summary["overrides"].items():
+        if name not in ("RUN_ID", "RUNS_DIR", "CHECKPOINT_EVERY_SECONDS"):
+            assert log.count(f"\nfound:{name}={value}\n") == 1, name
+    assert ended.summary["code"]["former"] == []
+
+
+def test_a_given_setting_is_stronger_than_one_that_is_found(copy: Path, lab: Lab) -> None:
+    ended = lab.run(**nothing_but(lab, RESUME=copy, EVAL_STRIDE=8, TTT_ENABLED=0, TRAIN_LOG_EVERY=1))
+    assert ended.status == 0, ended.err
+    assert ended.summary["config"]["EVAL_STRIDE"] == "8" and set(ended.summary["losses"]) == {
+        "roundtrip",
+        "sliding_window",
+    }
+    assert "found:EVAL_STRIDE" not in ended.out and "found:VOCAB_SIZE=320\n" in ended.out
+
+
+def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path, lab: Lab) -> None:
+    former = (copy / "train_gpt.py").read_bytes() + b"# as it was\n"
+    (copy / "train_gpt.py").write_bytes(former)
+    assert "RESUME_OTHER_CODE=1" in lab.run(RESUME=copy).err
+    assert (copy / "train_gpt.py").read_bytes() == former
+    ended = lab.succeed(RESUME=copy, RESUME_OTHER_CODE=1)
+    (step,) = re.findall(r"^resumed:\S+ step:(\d+) ", ended.out, re.M)
+    name, digest = f"train_gpt.until_step{step}.py", hashlib.sha256(former).hexdigest()
+    assert (copy / name).read_bytes() == former
+    assert (copy / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
+    assert ended.summary["code"]["former"] == [{"file": name, "sha256": digest}]
+    now = ended.summary["code"]["sha256"]
+    warning = f"warning: other code from step {step} on: sha256 {now}, before it {digest}, kept as {name}"
+    assert warning in (copy / "log.txt").read_text("utf-8").splitlines()
+
+
+# -- whatever fails after training ---------------------------------------------------------------------------
+
+
+def fails_in(phase: str) -> str:
+    """Python that makes a run fail when this phase begins; trainings of any length are saved."""
+    return f"""
+import contextlib, threading
+start = threading.Thread.start
+def begin(thread):
+    start(thread)
+    if thread.name == "checkpoint":
+        thread.join()  # on disk, before anything else happens
+threading.Thread.start = begin
+enter = contextlib._GeneratorContextManager.__enter__
+def refuse(manager):
+    begins = manager.args[1:]
+    result = enter(manager)
+    if manager.gen.__name__ == "phase" and begins == ({phase!r},):
+        raise RuntimeError("injected")
+    return result
+contextlib._GeneratorContextManager.__enter__ = refuse
+"""
+
+
+@pytest.mark.parametrize("phase", ["hessians", "quantize", "reload", "eval_roundtrip", "eval_legal_ttt"])
+def test_what_fails_after_training_ends_with_the_line_that_goes_on(
+    phase: str, lab: Lab, finished: Ended
+) -> None:
+    ended = lab.run(fault=fails_in(phase), CHECKPOINT_EVERY_SECONDS=1000)
+    assert ended.status == 1 and "injected" in ended.err
+    ways = f"continue with RESUME={ended.directory}"
+    if phase not in ("hessians", "quantize"):
+        ways += f" or EVAL_ONLY={ended.directory / 'model.bin'}"
+    assert ended.err.splitlines()[-1] == ways
+    assert_same_result(lab.succeed(**nothing_but(lab, RESUME=ended.directory)), finished)
+
+
+LONG_TRAINING = counted_clock(forward_seconds=5.0)
+
+
+def test_a_training_of_more_than_a_minute_is_saved_before_calibration(lab: Lab, finished: Ended) -> None:
+    """Nobody asked for a checkpoint: six steps of four forward passes, five seconds each, are two minutes."""
+    ended = lab.run(fault=LONG_TRAINING + fails_in("hessians"))
+    assert ended.status == 1 and re.search(r"^checkpoint:\S+ step:6$", ended.out, re.M)
+    assert ended.err.splitlines()[-1] == f"continue with RESUME={ended.directory}"
+    assert_same_result(lab.succeed(**nothing_but(lab, RESUME=ended.directory)), finished)
+    assert not (ended.directory / "checkpoint.pt").exists()  # it has served, and nobody asked for it
+
+
+def test_a_short_training_is_not_saved_unless_asked_for(lab: Lab) -> None:
+    ended = lab.run(fault=fails_in("quantize"))
+    assert ended.status == 1 and not (ended.directory / "checkpoint.pt").exists()
+    assert ended.err.splitlines()[-1] == "nothing is saved to continue with"
+
+
+# -- signals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_second_signal_ends_at_once(count: int, lab: Lab) -> None:
+    """Both are sent in the middle of a step: after one the step is done and saved, after two nothing is."""
+    fault = counted_clock(signal_at=3)
+    if count == 2:
+        fault = fault.replace("signal.SIGTERM)", "signal.SIGTERM); os.kill(os.getpid(), signal.SIGINT)")
+    ended = lab.run(fault=fault)
+    assert ended.status == 128 + (signal.SIGTERM if count == 1 else signal.SIGINT)
+    assert "signal 15: ends after the step under way, with a checkpoint" in ended.err
+    assert (ended.directory / "checkpoint.pt").exists() == (count == 1)
+    if count == 2:
+        assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")
+
+
+def test_a_signal_while_the_last_weights_are_written_waits_for_them(lab: Lab, finished: Ended) -> None:
+    """It comes in the phase after training, when the checkpoint is not yet in its place."""
+    fault = """
+import os, signal, threading
+replace, main = os.replace, os.getpid()
+def late(source, target):
+    if str(target).endswith("checkpoint.pt"):
+        os.kill(main, signal.SIGTERM)
+        threading.Event().wait(1.0)
+    return replace(source, target)
+os.replace = late
+"""
+    ended = lab.run(fault=LONG_TRAINING + fault)
+    assert ended.status == 128 + signal.SIGTERM
+    assert "ends once the checkpoint under way is on disk" in ended.err
+    assert ended.err.splitlines()[-1].endswith(f"continue with RESUME={ended.directory}")
+    assert_same_result(lab.succeed(**nothing_but(lab, RESUME=ended.directory)), finished)
+
+
+def test_a_run_directory_that_is_removed_under_way_is_made_again(lab: Lab, finished: Ended) -> None:
+    fault = """
+import shutil, torch
+step = torch.optim.AdamW.step
+def remove(self, *given):
+    shutil.rmtree("runs", ignore_errors=True)
+    return step(self, *given)
+torch.optim.AdamW.step = remove
+"""
+    ended = lab.succeed(fault=fault)
+    assert (
+        f"warning: {ended.directory} was removed while the run was under way: it is made again" in ended.err
+    )
+    assert ended.summary["artifact"] == finished.summary["artifact"]
+    assert ended.summary["losses"] == finished.summary["losses"]

@@ -46,6 +46,19 @@ def test_warmdown_in_steps_without_a_clock(step: int, scale: float) -> None:
     assert learning_rate_scale(progress, step, config) == pytest.approx(scale)
 
 
+@pytest.mark.parametrize("step", [0, 1, 50, 99])
+def test_a_warmdown_longer_than_the_run_begins_below_the_full_rate(step: int) -> None:
+    """The baseline: steps to come over WARMDOWN_ITERS."""
+    config = Config(warmdown_iters=150, min_lr=0.0, iterations=100, max_wallclock_seconds=0.0)
+    assert learning_rate_scale(step / 100, step, config) == pytest.approx((100 - step) / 150)
+
+
+def test_a_run_of_no_steps_is_over_at_once() -> None:
+    assert run_progress(0.0, 0, Config(iterations=0)) == 1.0
+    without_clock = Config(iterations=0, max_wallclock_seconds=0.0)
+    assert run_progress(0.0, 0, without_clock) == 1.0
+
+
 def test_the_first_step_of_a_short_run_is_at_full_rate() -> None:
     """A warm-down longer than the run: full rate at step 0, then as far down as the mean step says."""
     config = Config(warmdown_iters=3500, min_lr=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ SHUFFLE=yes : SHUFFLE
 DOC_MASK=2 : DOC_MASK
 TRAIN_PREFETCH=on : TRAIN_PREFETCH
 TRAIN_PREFETCH_QUEUE=0 : TRAIN_PREFETCH_QUEUE
-TRAIN_PREFETCH_QUEUE=1000 : TRAIN_PREFETCH_QUEUE
+TRAIN_PREFETCH_QUEUE=2000 : TRAIN_PREFETCH_QUEUE
 VAL_TOKENS_LIMIT=-1 : VAL_TOKENS_LIMIT
 LOADER_TIMEOUT_SECONDS=0 : LOADER_TIMEOUT_SECONDS
 RUN_ID=../other : RUN_ID
@@ -41,14 +42,13 @@ RUN_ID=.. : RUN_ID
 SEED=-1 : SEED
 SEED=9223372036854775808 : SEED
 SEED=abc : SEED
-ITERATIONS=0 : ITERATIONS
-MAX_WALLCLOCK_SECONDS=-1 : MAX_WALLCLOCK_SECONDS
+ITERATIONS=-1 : ITERATIONS
 MAX_WALLCLOCK_SECONDS=inf : MAX_WALLCLOCK_SECONDS
 MAX_WALLCLOCK_SECONDS=nan : MAX_WALLCLOCK_SECONDS
 MAX_WALLCLOCK_SECONDS=10min : MAX_WALLCLOCK_SECONDS
 MAX_EVAL_SECONDS=nan : MAX_EVAL_SECONDS
 WARMUP_STEPS=-1 : WARMUP_STEPS
-TRAIN_LOG_EVERY=0 : TRAIN_LOG_EVERY
+TRAIN_LOG_EVERY=-1 : TRAIN_LOG_EVERY
 VAL_BATCH_SIZE=0 : VAL_BATCH_SIZE
 DEVICE=gpu : DEVICE
 COMPILE=yes : COMPILE
@@ -56,7 +56,8 @@ COMPUTE_DTYPE=fp16 : COMPUTE_DTYPE
 ATTENTION=flash : ATTENTION
 FUSED_MLP=2 : FUSED_MLP
 PEER_TIMEOUT_SECONDS=0 : PEER_TIMEOUT_SECONDS
-TIE_EMBEDDINGS=0 : TIE_EMBEDDINGS
+TIE_EMBEDDINGS=2 : TIE_EMBEDDINGS
+RESUME=auto : RESUME
 CHECKPOINT_EVERY_SECONDS=-5 : CHECKPOINT_EVERY_SECONDS
 VOCAB_SIZE=3 : VOCAB_SIZE
 VOCAB_SIZE=65537 : VOCAB_SIZE
@@ -76,11 +77,19 @@ ROPE_DIMS=0 MODEL_DIM=24 NUM_HEADS=8 : ROPE_DIMS
 GATE_WINDOW=1024 : GATE_WINDOW
 LOOP_START=6 : LOOP_START
 LOOP_END=11 : LOOP_END
-ENABLE_LOOPING_AT=1.1 : ENABLE_LOOPING_AT
-PARALLEL_START_LAYER=11 : PARALLEL_START_LAYER
+ENABLE_LOOPING_AT=-0.1 : ENABLE_LOOPING_AT
 PARALLEL_START_LAYER=-2 : PARALLEL_START_LAYER
 PARALLEL_MODE=both : PARALLEL_MODE
 MATRIX_INIT=zero : MATRIX_INIT
+BIGRAM_VOCAB_SIZE=1 : BIGRAM_VOCAB_SIZE
+BIGRAM_DIM=1 : BIGRAM_DIM
+VE_LAYERS= : VE_LAYERS
+VE_LAYERS=9,,10 : VE_LAYERS
+VE_LAYERS=9;10 : VE_LAYERS
+VE_LAYERS=-1 : VE_LAYERS
+VE_LAYERS=9999 : VE_LAYERS
+VE_ENABLED=1 VE_LAYERS=10,11 : VE_LAYERS
+VE_ENABLED=1 VE_LAYERS=10,10 : VE_LAYERS
 LOGIT_SOFTCAP=-30 : LOGIT_SOFTCAP
 MATRIX_LR=-0.1 : MATRIX_LR
 MATRIX_LR=0,02 : MATRIX_LR
@@ -89,7 +98,7 @@ MUON_BACKEND_STEPS=0 : MUON_BACKEND_STEPS
 BETA2=1 : BETA2
 EMA_DECAY=1 : EMA_DECAY
 WARMDOWN_FRAC=1.01 : WARMDOWN_FRAC
-WARMDOWN_ITERS=30000 MAX_WALLCLOCK_SECONDS=0 : WARMDOWN_ITERS
+WARMDOWN_ITERS=-1 : WARMDOWN_ITERS
 MIN_LR=2 : MIN_LR
 ARTIFACT_BYTES_MAX=16MB : ARTIFACT_BYTES_MAX
 ARTIFACT_BYTES_MAX=10 : ARTIFACT_BYTES_MAX
@@ -103,6 +112,8 @@ EVAL_SEQ_LEN=65536 : TTT_CHUNK_TOKENS
 TTT_CHUNK_TOKENS=1000 : TTT_CHUNK_TOKENS
 TTT_CHUNK_TOKENS=64 : TTT_CHUNK_TOKENS
 TTT_MOMENTUM=1 : TTT_MOMENTUM
+TRACE_STEPS=110:100 : TRACE_STEPS
+VAL_PROGRESS_LOG_EVERY=-2 : VAL_PROGRESS_LOG_EVERY
 """
 
 # A misspelt name, and the right one that the message must offer.
@@ -114,15 +125,14 @@ WARMDOWN_ITER : WARMDOWN_ITERS
 MAX_WALLCLOCK_SECOND : MAX_WALLCLOCK_SECONDS
 TRAIN_BATCH_TOKEN : TRAIN_BATCH_TOKENS
 NUM_LAYER : NUM_LAYERS
-FUSED_CE : FUSED_MLP
 MODEL_DIMS : MODEL_DIM
 VOCABSIZE : VOCAB_SIZE
 TOKENISER_PATH : TOKENIZER_PATH
 MUON_NESTEROV : MUON_
-TTT_OPTIMIZER : TTT_
+TTT_OPTIMISER : TTT_
 GPTQ_BLOCK_SIZE : GPTQ
-EMBED_LR : EMBED_WD
 EVAL_ONLYY : EVAL_ONLY
+TRACE_STEP : TRACE_STEPS
 """
 
 LEFT_ALONE = """
@@ -135,6 +145,7 @@ PYTEST_CURRENT_TEST VIRTUAL_ENV PATH HOME USER SHELL LANG LC_ALL TERM PWD OLDPWD
 SHLVL EDITOR DISPLAY SSH_CONNECTION XDG_RUNTIME_DIR LD_LIBRARY_PATH CONDA_PREFIX MAKEFLAGS MAKELEVEL CI
 GITHUB_RUN_ID RUNPOD_POD_ID SLURM_JOB_ID SLURM_NODEID KUBERNETES_PORT DEBIAN_FRONTEND COLUMNS LINES MAX_JOBS _
 PARALLEL_SEQ PARALLEL_PID PARALLEL_JOBSLOT TRAINING_JOB_NAME HEAD_NODE HEAD_NODE_IP CHECKPOINT_DIR MIN_NODES
+TRACE_LEVEL TRACE_ID SAVE_DIR
 """
 
 
@@ -166,12 +177,13 @@ def values_beyond(field: dataclasses.Field[Any]) -> list[str]:
     if rules["among"]:
         return [f"no {rules['among'][0]}", ""]
     if isinstance(field.default, str):
-        return []
+        return [] if re.fullmatch(rules["pattern"], "any") else ["any"]
     beyond = ["", "many", "nan"]
     if isinstance(field.default, int):
         beyond.append("1.5")
     for end, sign in (("low", -1), ("high", 1)):
-        beyond.append(repr(rules[end] + sign * (1 + abs(rules[end]))))
+        if end == "high" or not rules["negative_is_zero"]:
+            beyond.append(repr(rules[end] + sign * (1 + abs(rules[end]))))
     return beyond
 
 
@@ -195,7 +207,7 @@ def test_wrong_values_are_refused_by_name(
     message = refused(environ, monkeypatch, capsys, tmp_path)
     assert named in message
     assert environ.get(named, "") in message  # what was got
-    assert "expected" in message or "must" in message
+    assert "expected" in message or "must" in message or "name the" in message
 
 
 @pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "1e400", "-inf", "NaN", "0x10", "1 2", "--1"])
@@ -301,16 +313,21 @@ def values_of(field: Any) -> st.SearchStrategy[Any]:
         )
     if kind is float:
         return st.floats(low, high, allow_nan=False, allow_infinity=False)
-    printable = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], exclude_characters="/")
+    if rules["pattern"] != ".*":
+        return st.from_regex(rules["pattern"], fullmatch=True)
+    # Quotes around a value are refused in a file: they are a shell's.
+    printable = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], exclude_characters="/'\"")
     return st.text(printable, max_size=20).map(lambda text: "" if text.startswith(".") else text)
 
 
 RELATED = """
 TRAIN_SEQ_LEN MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS NUM_LAYERS GATE_WINDOW NUM_LOOPS
 LOOP_START LOOP_END PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED TTT_CHUNK_TOKENS
-MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS GPTQ_RESERVE_SECONDS ITERATIONS
+MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS GPTQ_RESERVE_SECONDS ITERATIONS RESUME EVAL_ONLY
+BIGRAM_VOCAB_SIZE VE_ENABLED VE_LAYERS
 """  # to others, by a cross-check
 FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
+FREE["trace_steps"] = st.sampled_from(["", "1:2", "100:110"])
 
 
 @given(st.fixed_dictionaries({}, optional=FREE))

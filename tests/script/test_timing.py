@@ -1,106 +1,592 @@
-"""The timing lines: where the milliseconds of a step go, and that no other step pays for it."""
+"""Where the milliseconds go: lines and traces say what happened, change nothing, and no other step pays."""
 
 from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import train_gpt
+from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, FakeGpu
+from tests.support.processes import REPO, SCRIPT, Ended, Lab, results
+from tests.support.waiting import wait_until
+from tools.trace.timeline import lane_spans
+from train_gpt import LANES, StepTimer, Trace
 
-LAPS = ("batch", "forward", "backward", "batch", "forward", "backward", "optimizer")
+Event = dict[str, Any]
+# All that a step is made of, for a loader that reads and stages in threads.
+STEP_SPANS = ("chunk", "train", "gpu_queue_wait", "forward", "backward", "grad_clip", "optimizer")
 
 
-def timed_step(timer: train_gpt.StepTimer, step: int | None, val_ms: float = 0.0) -> str:
+def fields(line: str) -> dict[str, float]:
+    """The numbers of a log line."""
+    return {name: float(value) for name, value in re.findall(r"(\w+):([-\d.]+)", line)}
+
+
+# -- lines ---------------------------------------------------------------------------------------------------
+
+
+def host_step(timer: StepTimer, step: int | None, val_ms: float = 0.0) -> str:
     """A step of two micro-batches."""
     timer.begin(step, val_ms)
-    for lap in LAPS:
+    for lap in ("batch", "forward", "backward") * 2 + ("optimizer", "grad_clip", "optimizer"):
         timer.lap(lap)
-    return timer.line()
+    return timer.end()
 
 
 def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over the micro-steps, and the validation before the step, which no later step reports again."""
-    clock = iter([ms / 1000 for ms in (100, 101, 105, 111, 114, 118, 128, 140, 150)])
-    timer = train_gpt.StepTimer(every=2, on_gpu=False)
+    """Means over the micro-steps up to backward, sums of what comes once a step."""
+    clock = iter([ms / 1000 for ms in (100, 101, 105, 111, 114, 118, 128, 140, 145, 152)])
+    timer = StepTimer(every=2, on_gpu=False)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(clock))
-    assert timed_step(timer, 4, val_ms=7.0) == (
-        "timing_breakdown step:4 batch_cpu_ms:4.00 batch_h2d_ms:0.00 forward_ms:8.00 backward_ms:16.00 "
-        "optimizer_ms:12.00 val_ms:7.00"
+    assert host_step(timer, 14, val_ms=7.0) == (
+        "timing_breakdown step:14 micro_steps:2 batch_cpu_ms:2.00 batch_h2d_ms:0.00 forward_ms:4.00 "
+        "backward_ms:8.00 grad_clip_ms:5.00 optimizer_ms:19.00 val_ms:7.00"
     )
-    timer.begin(6)
-    assert timer.line().endswith(" optimizer_ms:0.00 val_ms:0.00")
 
 
 def test_a_validation_is_of_the_step_after_it_alone() -> None:
     """Also where that one is not reported: the line after it says nothing of a validation long ago."""
-    timer = train_gpt.StepTimer(every=2, on_gpu=False)
-    assert timed_step(timer, 3, val_ms=7.0) == ""
-    assert timed_step(timer, 4).endswith(" val_ms:0.00")
+    timer = StepTimer(every=2, on_gpu=False)
+    assert host_step(timer, 13, val_ms=7.0) == ""
+    assert host_step(timer, 14).endswith(" val_ms:0.00")
 
 
-@pytest.mark.parametrize(("every", "step"), [(2, 3), (0, 2), (0, 0), (2, None), (1, None)])
+def test_the_first_ten_steps_and_every_nth_are_reported() -> None:
+    timer = StepTimer(every=8, on_gpu=False)
+    reported = [step for step in range(1, 33) if host_step(timer, step)]
+    assert reported == [*range(1, 11), 16, 24, 32]
+
+
+@pytest.mark.parametrize(("every", "step"), [(2, 13), (0, 2), (0, 16), (2, None), (1, None)])
 def test_other_steps_are_not_timed_at_all(
     every: int, step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those between, all of them without TRAINING_TIMING_BREAKDOWN, and those of the warm-up."""
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("an event was made"))
-    assert timed_step(train_gpt.StepTimer(every, on_gpu=True), step) == ""
-
-
-class FakeEvent:
-    """A CUDA event of a GPU that takes 3 ms for each of the host's, and is behind it by 100 ms at least."""
-
-    host_ms = 1000.0
-    waits = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.host_ms += 1
-        self.ms = 100 + 3 * FakeEvent.host_ms
-
-    def synchronize(self) -> None:
-        FakeEvent.host_ms = self.ms
-        FakeEvent.waits += 1
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        return later.ms - self.ms
+    assert host_step(StepTimer(every, on_gpu=True), step) == ""
 
 
 def test_the_gpu_tells_its_own_times_and_no_other_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: FakeEvent.host_ms / 1000)
-    timer = train_gpt.StepTimer(every=4, on_gpu=True)
-    lines = []
-    for step in range(1, 6):
-        waits = FakeEvent.waits
-        lines.append(timed_step(timer, step))
-        assert FakeEvent.waits - waits == (step == 4)
-    reported = (
-        "timing_breakdown step:4 batch_cpu_ms:2.00 batch_h2d_ms:6.00 forward_ms:6.00 backward_ms:6.00 "
-        "optimizer_ms:3.00 val_ms:0.00"
+    """The copy of a batch was made ahead: its milliseconds are told, and are no part of the step."""
+    gpu = FakeGpu()
+    gpu.install(monkeypatch)
+    timer = StepTimer(every=4, on_gpu=True)
+    for step in range(11, 18):
+        waits = gpu.waits
+        line = gpu.step(timer, step, micro_steps=2)
+        assert gpu.waits - waits == (step % 4 == 0)
+        if step == 16:
+            told = fields(line)
+    assert told.pop("step") == 16 and told.pop("micro_steps") == 2
+    assert told == pytest.approx(
+        {
+            "batch_cpu_ms": HOST_US["batch"] / 1e3,
+            "batch_h2d_ms": COPY_US / 1e3,
+            "forward_ms": DEVICE_US["forward"] / 1e3,
+            "backward_ms": DEVICE_US["backward"] / 1e3,
+            "grad_clip_ms": DEVICE_US["grad_clip"] / 1e3,
+            "optimizer_ms": 2 * DEVICE_US["optimizer"] / 1e3,
+            "val_ms": 0.0,
+        },
+        abs=0.0051,
     )
-    assert lines == ["", "", "", reported, ""]
 
 
 @pytest.mark.gpu
 def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for() -> None:
     """A kernel of known length is found in `forward`."""
-    timer = train_gpt.StepTimer(every=2, on_gpu=True)
+    timer = StepTimer(every=2, on_gpu=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
-    for step in (1, 2):
+    for step in (11, 12):
         timer.begin(step)
         timer.lap("batch")
         start.record()
         torch.cuda._sleep(200_000_000)
         end.record()
         timer.lap("forward")
-        line = timer.line()
-        assert end.query() == (step == 2) and (line == "") == (step == 1)
+        line = timer.end()
+        assert end.query() == (step == 12) and (line == "") == (step == 11)
         torch.cuda.synchronize()
-    forward_ms = float(line.split("forward_ms:")[1].split()[0])
-    assert forward_ms == pytest.approx(start.elapsed_time(end), rel=0.05)
+    assert fields(line)["forward_ms"] == pytest.approx(start.elapsed_time(end), rel=0.05)
+
+
+# -- the file of a trace -------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a file, each checked for what the viewers need."""
+    events = json.loads(path.read_text())["traceEvents"]
+    for event in events:
+        assert event["ph"] in ("X", "C", "M", "s", "f") and isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and event["ts"] >= 0
+    return events
+
+
+def spans(events: list[Event], name: str, lane: str = "") -> list[Event]:
+    """Those of one name; of all lanes or of one."""
+    found = [event for event in events if event["ph"] == "X" and event["name"] == name]
+    return [event for event in found if not lane or LANES[event["tid"] - 1] == lane]
+
+
+def steps(events: list[Event], name: str = "chunk", lane: str = "main") -> list[int]:
+    """The steps that the spans of one name belong to."""
+    return [span["args"]["step"] for span in spans(events, name, lane)]
+
+
+def inside(event: Event, span: Event) -> bool:
+    """Whether a moment or a span lies in a span of the same lane; to a nanosecond, as times are rounded."""
+    end = event["ts"] + event.get("dur", 0)
+    same_lane = event["tid"] == span["tid"]
+    return same_lane and span["ts"] - 1e-3 <= event["ts"] and end <= span["ts"] + span["dur"] + 1e-3
+
+
+def make_trace(folder: Path, first: int = 1, after: int = 1000, rank: int = 0, on_gpu: bool = False) -> Trace:
+    """A trace of some steps whose file lies in a folder."""
+    device = torch.device("cuda") if on_gpu else train_gpt.CPU
+    run = train_gpt.Run(train_gpt.Machine(rank, world_size=rank + 1, device=device))
+    run.directory = folder
+    return Trace(range(first, after), run)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace_rank0.json"
+
+
+def test_valid_after_every_flush(tmp_path: Path) -> None:
+    trace = make_trace(tmp_path, rank=3)
+    for number in range(1, 6):
+        trace.begin(number, epoch=1)
+        with trace.span("work", "main", step=number):
+            trace.count("ready", number)
+        trace.flush()
+        trace.flush()
+        assert steps(read(trace.path), "work") == [*range(1, number + 1)]
+    assert trace.path.name == "trace_rank3.json"
+    events = read(trace.path)
+    assert {event["pid"] for event in events} == {3}
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == list(LANES)
+
+
+def test_a_span_is_written_when_its_block_raises(tmp_path: Path, path: Path) -> None:
+    trace = make_trace(tmp_path)
+    trace.begin(1, epoch=1)
+    with pytest.raises(KeyError), trace.span("work", "main"):
+        raise KeyError
+    trace.flush()
+    assert len(spans(read(path), "work")) == 1
+
+
+def test_a_resumed_run_continues_its_file(tmp_path: Path, path: Path) -> None:
+    for name in ("first", "second"):
+        trace = make_trace(tmp_path)
+        trace.begin(1, epoch=1)
+        with trace.span(name, "main"):
+            pass
+        trace.flush()
+    assert len(spans(read(path), "first")) == len(spans(read(path), "second")) == 1
+
+
+def test_a_full_disk_costs_no_run(tmp_path: Path) -> None:
+    trace = make_trace(tmp_path / "no such folder")
+    trace.begin(1, epoch=1)
+    trace.count("ready", 1)
+    trace.flush()
+    assert not trace.events  # nor does what cannot be written gather in memory
+
+
+def test_it_keeps_what_overlaps_its_steps(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step k lasts from k to k + 1 by this clock: of 2:4, what overlaps 2 … 4, with both ends."""
+    now = 0.0
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now)
+    trace = make_trace(tmp_path, 2, 4)
+    edges = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5)
+    every = [(start, end) for start, end in itertools.product(edges, edges) if start <= end]
+    recording = []
+    for moment in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5):
+        now = moment
+        if moment == int(moment):
+            trace.begin(int(moment), epoch=1)
+        for start, end in every:
+            if end == moment:
+                trace.add("work", "disk", start, end, span=(start, end))
+        if trace.recording:
+            recording.append(moment)
+    trace.flush()
+    expected = [(start, end) for start, end in every if end > 2 and start < 4]
+    kept = [tuple(span["args"]["span"]) for span in spans(read(path), "work")]
+    assert sorted(kept) == sorted(expected) and len(kept) < len(every)
+    assert recording == [2.0, 2.5, 3.0, 3.5]
+    (epoch,) = spans(read(path), "epoch")
+    assert (epoch["ts"], epoch["dur"]) == (2e6, 2e6)
+
+
+def test_what_began_before_the_loader_went_elsewhere_is_not_shown(tmp_path: Path, path: Path) -> None:
+    """A thread of the warm-up may end its last batch when step 1 has begun."""
+    trace = make_trace(tmp_path)
+    with trace.span("stage", "stage", batch=9):
+        trace.restarted = trace.now()
+        trace.begin(1, epoch=1)
+    with trace.span("stage", "stage", batch=0):
+        pass
+    trace.flush()
+    assert [span["args"]["batch"] for span in spans(read(path), "stage")] == [0]
+
+
+def test_epochs_have_their_spans(tmp_path: Path, path: Path) -> None:
+    trace = make_trace(tmp_path, 2, 7)
+    for step, epoch in ((1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4)):
+        trace.begin(step, epoch)
+    epochs = spans(read(path), "epoch")
+    assert [span["args"]["epoch"] for span in epochs] == [1, 2, 3]
+    for before, after in itertools.pairwise(epochs):
+        assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=1e-2)
+
+
+def test_many_threads_write_whole_events(tmp_path: Path, path: Path) -> None:
+    """What threads add while steps are written is written once, and not between the letters of another."""
+    trace = make_trace(tmp_path)
+    trace.begin(1, epoch=1)
+
+    def work(thread: int) -> None:
+        for number in range(200):
+            with trace.span("work", "stage", number=(thread, number)):
+                pass
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        trace.flush()
+    trace.flush()
+    numbers = {tuple(span["args"]["number"]) for span in spans(read(path), "work")}
+    assert numbers == set(itertools.product(range(6), range(200)))
+    assert len(spans(read(path), "work")) == 1200
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repo!r})
+import train_gpt
+run = train_gpt.Run(train_gpt.Machine())
+run.directory = Path({folder!r})
+trace, number = train_gpt.Trace(range(1, 2), run), 0
+trace.begin(1, epoch=1)
+while True:
+    if number % 10 == 0:
+        trace.flush()
+    with trace.span("work", "main", step=number):
+        number += 1
+"""
+
+
+def test_valid_after_sigkill(tmp_path: Path, path: Path) -> None:
+    """Killed in the middle of its work, a process leaves everything up to its last flush."""
+    program = KILLED.format(repo=str(REPO), folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        wait_until(lambda: path.exists() and path.stat().st_size > 100_000)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(5)
+    numbers = steps(read(path), "work")
+    assert numbers == [*range(len(numbers))] and len(numbers) > 100
+
+
+def test_off_nothing_is_asked_kept_or_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    trace = Trace()
+    with trace.span("work", "main"):
+        assert trace.now() == 0.0
+    trace.arrow(1, 0.0)
+    trace.finish()
+    assert not trace.recording and not trace.events and not trace.lengths_ms
+
+
+@pytest.mark.parametrize("text", ["5", "3:", ":3", "3:3", "4:2", "-1:2", "a:b", "1:2:3", " 1:2", "1_0:20"])
+def test_steps_that_are_no_window_are_refused(text: str) -> None:
+    with pytest.raises(train_gpt.ConfigError, match=r"TRACE_STEPS as A:B.*got.*TRACE_STEPS="):
+        train_gpt.Config.from_env({"TRACE_STEPS": text})
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
+    """A run with a trace that must succeed, and its file."""
+    ended = lab.succeed(**{"TRACE_STEPS": "1:1000", **changes})
+    return ended, read(ended.directory / "trace_rank0.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Ended, list[Event]]:
+    """A traced run, with a warm-up and a validation between steps; to be read only."""
+    return traced(Lab(tmp_path_factory.mktemp("whole"), dataset), VAL_LOSS_EVERY=3)
+
+
+def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], finished: Ended) -> None:
+    """And without TRACE_STEPS there is no file."""
+    ended, _ = whole
+    assert results(ended) == results(finished)
+    assert ended.err == ""
+    files = [{path.name for path in run.directory.iterdir()} for run in (ended, finished)]
+    assert files[0] - files[1] == {"trace_rank0.json"} and files[1] <= files[0]
+
+
+def test_every_step_and_its_parts_are_there(whole: tuple[Ended, list[Event]]) -> None:
+    """Six steps of four micro-batches, none of the warm-up, the validations between two of them and last."""
+    _, events = whole
+    six = [*range(1, 7)]
+    assert steps(events) == six
+    for name, count in (("forward", 4), ("backward", 4), ("train", 4), ("gpu_queue_wait", 4)):
+        assert steps(events, name) == sorted(count * six), name
+    assert steps(events, "grad_clip") == six and steps(events, "optimizer") == sorted(2 * six)
+    chunks = spans(events, "chunk")
+    middle, last = spans(events, "val")
+    assert [middle["args"]["step"], last["args"]["step"]] == [3, 6] and middle["dur"] > 0
+    assert chunks[2]["ts"] + chunks[2]["dur"] <= middle["ts"]
+    assert middle["ts"] + middle["dur"] <= chunks[3]["ts"]
+    assert len(spans(events, "stage", "stage")) == len(spans(events, "stage")) > 0
+    assert spans(events, "compute_stream") == []  # no GPU
+    (epoch,) = spans(events, "epoch", "epochs")
+    assert epoch["args"] == {"epoch": 1}
+
+
+def test_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
+    """Two of a lane are apart, or one is in the other: what a viewer can stack."""
+    _, events = whole
+    chunks = spans(events, "chunk")
+    for name in STEP_SPANS:
+        assert all(any(inside(span, chunk) for chunk in chunks) for span in spans(events, name)), name
+    # A train is what a chunk has beside the waits.
+    for chunk in chunks:
+        parts = [*spans(events, "train"), *spans(events, "gpu_queue_wait")]
+        assert sum(part["dur"] for part in parts if inside(part, chunk)) == pytest.approx(chunk["dur"])
+    all_spans = [event for event in events if event["ph"] == "X"]
+    for one, other in itertools.combinations(all_spans, 2):
+        if one["tid"] == other["tid"] and not inside(one, other) and not inside(other, one):
+            first, second = sorted((one, other), key=lambda span: span["ts"])
+            assert first["ts"] + first["dur"] <= second["ts"] + 1e-3, (first, second)
+
+
+def test_arrows_lead_from_a_batch_to_the_step_that_took_it(whole: tuple[Ended, list[Event]]) -> None:
+    """Of every batch that was staged while steps ran: all but those that stood ready when they began."""
+    _, events = whole
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    staged = {span["args"]["batch"]: span for span in spans(events, "stage")}
+    taken = dict(enumerate(spans(events, "gpu_queue_wait")))
+    assert set(starts) == set(ends) == set(staged) & set(taken) and len(starts) >= 20
+    for batch, moment in starts.items():
+        assert inside(moment, staged[batch]) and inside(ends[batch], taken[batch])
+        assert moment["ts"] <= ends[batch]["ts"]
+
+
+def test_counters_say_how_many_stood_ready(whole: tuple[Ended, list[Event]]) -> None:
+    """When a step asked for a batch: never more than the queue holds."""
+    ended, events = whole
+    counts = [e["args"]["stage queue"] for e in events if e["ph"] == "C" and e["name"] == "stage queue"]
+    queue = int(ended.summary["config"]["TRAIN_PREFETCH_QUEUE"])
+    assert len(counts) == 24 and min(counts) >= 0 and max(counts) <= queue
+
+
+def test_the_log_ends_training_with_a_table_of_all_spans(whole: tuple[Ended, list[Event]]) -> None:
+    ended, events = whole
+    assert f"trace:{ended.directory / 'trace_rank0.json'}" in ended.out
+    table = re.findall(r"^trace_span:(\w+)/(\w+) (count:.*)$", ended.out, re.M)
+    lengths_ms: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            place = (LANES[event["tid"] - 1], event["name"])
+            lengths_ms.setdefault(place, []).append(event["dur"] / 1e3)
+    assert [(lane, name) for lane, name, _ in table] == sorted(lengths_ms)
+    for lane, name, numbers in table:
+        found = lengths_ms[lane, name]
+        expected = {"count": len(found), "mean_ms": sum(found) / len(found)}
+        expected |= {"min_ms": min(found), "max_ms": max(found)}
+        assert fields(numbers) == pytest.approx(expected, abs=6e-4)
+
+
+def test_only_the_steps_asked_for_are_written(lab: Lab, finished: Ended) -> None:
+    """With a reader and a stage that read and gather in the step itself, and every shard read again."""
+    changes = {"TRAIN_PREFETCH": 0, "VAL_LOSS_EVERY": 1}
+    ended, events = traced(lab, TRACE_STEPS="3:5", **changes)
+    assert results(ended) == results(finished)
+    assert steps(events) == [3, 4]
+    assert steps(events, "forward") == sorted(4 * [3, 4])
+    assert [span["args"]["step"] for span in spans(events, "val")] == [3, 4]  # after these steps
+    assert [span["args"]["batch"] for span in spans(events, "stage")] == [*range(8, 16)]
+    first, last = spans(events, "chunk")
+    begin, after = first["ts"], last["ts"] + last["dur"]
+    inner = [event for event in events if event["ph"] in "XC" and event["name"] not in ("val", "epoch")]
+    assert all(begin - 1e3 <= event["ts"] <= after for event in inner)
+
+
+def test_a_trace_without_a_step_says_so(lab: Lab) -> None:
+    ended = lab.succeed(TRACE_STEPS="100:110", EVAL_STRIDE=0, TTT_ENABLED=0)
+    assert "trace:none, no step of TRACE_STEPS=100:110 was run" in ended.out
+    assert not (ended.directory / "trace_rank0.json").exists()
+
+
+def test_a_shard_that_is_read_in_a_step_is_on_the_lane_disk(lab: Lab) -> None:
+    """Steps that are so large that each shard is read in one, and the data more than once."""
+    _, events = traced(lab, TRAIN_BATCH_TOKENS=4096, MICRO_BATCH_TOKENS=4096, TRAIN_PREFETCH=0, ITERATIONS=8)
+    loads = spans(events, "disk_load", "disk")
+    assert len(loads) == len(spans(events, "disk_load"))
+    assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
+    epochs = [span["args"]["epoch"] for span in spans(events, "epoch")]
+    assert epochs == [1, 2]
+
+
+def test_valid_when_the_run_is_killed(lab: Lab) -> None:
+    """With all steps up to the last; the drawing of it shows them."""
+    run = lab.start(ITERATIONS=100000, TRACE_STEPS="1:100000")
+    run.wait_for("step:40/100000")
+    run.send(signal.SIGKILL)
+    ended = run.wait()
+    assert ended.status == -signal.SIGKILL
+    events = read(ended.directory / "trace_rank0.json")
+    assert len(steps(events)) >= 39 and steps(events) == [*range(1, len(steps(events)) + 1)]
+    assert set(lane_spans(events)) >= {"main", "stage"}
+
+
+def test_a_signal_ends_the_run_as_without_it_and_a_resumed_run_goes_on_with_the_file(lab: Lab) -> None:
+    changes = {"ITERATIONS": 400, "CHECKPOINT_EVERY_SECONDS": 1000, "TRACE_STEPS": "1:1000"}
+    run = lab.start(**changes)
+    run.wait_for("step:10/400")
+    run.send(signal.SIGTERM)
+    ended = run.wait()
+    assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
+    recorded = steps(read(ended.directory / "trace_rank0.json"))
+    assert 10 <= len(recorded) < 400 and recorded == [*range(1, len(recorded) + 1)]
+    again, events = traced(lab, RESUME=ended.directory, **{**changes, "EVAL_STRIDE": 0, "TTT_ENABLED": 0})
+    assert again.directory == ended.directory and steps(events) == [*range(1, 401)]
+
+
+def test_every_rank_has_its_file(lab: Lab, finished: Ended) -> None:
+    ranks = lab.ranks(2, TRACE_STEPS="2:4", EVAL_STRIDE=0, TTT_ENABLED=0)
+    ended = [rank.wait() for rank in ranks]
+    assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
+    directory = ended[0].directory
+    assert ended[0].summary["stream_hash"] == finished.summary["stream_hash"]
+    files = sorted(directory.glob("trace_*"))
+    assert [file.name for file in files] == ["trace_rank0.json", "trace_rank1.json"]
+    for rank, file in enumerate(files):
+        events = read(file)
+        assert steps(events) == [2, 3] and {event["pid"] for event in events} == {rank}
+        assert len(spans(events, "forward")) == 4  # two of the four micro-batches of each step
+    numbers = [{event["id"] for event in read(file) if event["ph"] == "s"} for file in files]
+    assert numbers[0] and numbers[1] and not numbers[0] & numbers[1]
+
+
+def test_the_wrapped_script_traces_too(lab: Lab, finished: Ended) -> None:
+    shipped = lab.folder / "train_gpt.py"
+    shipped.write_bytes(train_gpt.shipped_code(SCRIPT.read_bytes(), "wrapped"))
+    ended, events = traced(lab, script=shipped)
+    assert ended.summary["losses"] == finished.summary["losses"] and steps(events) == [*range(1, 7)]
+
+
+# -- a GPU, as far as can be told without one ----------------------------------------------------------------
+
+
+def gpu_trace(
+    gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch, trained: int = 6, window: Any = (1, 10_000)
+) -> list[Event]:
+    """The events of a trace that watched `trained` steps on a fake GPU, and its last wait for it."""
+    gpu.install(monkeypatch)
+    trace = make_trace(folder, *window, on_gpu=True)
+    timer = StepTimer(every=0, on_gpu=True, trace=trace)
+    for step in range(1, trained + 1):
+        gpu.step(timer, step)
+    gpu.host_ns = max(gpu.host_ns, gpu.free_ns)  # as at the end of training
+    monkeypatch.setattr(trace.run, "log", lambda *_: None)
+    trace.finish()
+    return [event for event in read(trace.path) if event["ph"] == "X"]
+
+
+PARTS = ("forward", "backward", "optimizer", "grad_clip", "optimizer")
+
+
+def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu()
+    events = gpu_trace(gpu, tmp_path, monkeypatch)
+    assert gpu.waits == 1  # when the first step begins
+    found = [event for event in events if LANES[event["tid"] - 1] == "compute_stream"]
+    assert [span["name"] for span in found] == [*PARTS] * 6
+    assert [span["args"]["step"] for span in found] == sorted(len(PARTS) * [*range(1, 7)])
+    did = [(start, end) for name, start, end in gpu.did if name != "batch"]
+    # The first piece also has the moment in which the idle GPU was not asked yet.
+    for span, (start, end) in zip(found[1:], did[1:], strict=True):
+        assert span["ts"] == pytest.approx(start / 1e3, rel=0, abs=1e-3)
+        assert span["dur"] == pytest.approx((end - start) / 1e3)
+    hosts = [span["dur"] for span in spans(events, "optimizer", "main")]
+    assert hosts == pytest.approx(12 * [HOST_US["optimizer"]])  # what the host did is beside it
+
+
+@pytest.mark.parametrize("rate", [0.99, 1.01])
+def test_a_gpu_whose_clock_drifts_stays_in_step_with_the_host(
+    rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundredth of 2,000 steps is twenty; it is never more than what the host cannot tell, three steps."""
+    gpu = FakeGpu(rate)
+    events = gpu_trace(gpu, tmp_path, monkeypatch, trained=2000)
+    found = [event for event in events if LANES[event["tid"] - 1] == "compute_stream"]
+    did = [(start, end) for name, start, end in gpu.did if name != "batch"]
+    assert len(found) == len(did) == 2000 * len(PARTS)
+    off = [abs(span["ts"] - start / 1e3) for span, (start, _) in zip(found, did, strict=True)]
+    step_us = sum(DEVICE_US[part] for part in PARTS)
+    assert max(off) < 3 * step_us
+    lengths = [(end - start) / 1e3 for start, end in did]
+    assert [span["dur"] for span in found[1:]] == pytest.approx(lengths[1:], rel=0.02)
+
+
+def test_the_device_lane_holds_the_work_of_the_steps_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the GPU does of them when the host is already further."""
+    events = gpu_trace(FakeGpu(), tmp_path, monkeypatch, window=(2, 4))
+    assert steps(events, "backward", "compute_stream") == steps(events, "backward") == [2, 3]
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
+    changes = {"DEVICE": "cuda", "COMPILE": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    ended, events = traced(lab, **changes)
+    alone = lab.elsewhere("alone").succeed(RUNS_DIR=lab.folder / "alone" / "runs", **changes)
+    assert ended.summary["stream_hash"] == alone.summary["stream_hash"]
+    lanes = {LANES[event["tid"] - 1] for event in events if event["ph"] == "X"}
+    assert lanes >= {"main", "stage", "copy_stream", "compute_stream"}
+    chunks = spans(events, "chunk")
+    begin, end = chunks[0]["ts"], chunks[-1]["ts"] + chunks[-1]["dur"] + 1e6
+    device = [e for e in events if e["ph"] == "X" and LANES[e["tid"] - 1] == "compute_stream"]
+    assert len(device) == 6 * (4 + 4 + 3) and all(begin <= span["ts"] <= end for span in device)
+    assert len(spans(events, "gpu_transfer", "copy_stream")) >= 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copy_stream", [0, 1])
+def test_the_copy_of_a_batch_is_measured_by_its_own_events(lab: Lab, copy_stream: int) -> None:
+    ended = lab.succeed(
+        DEVICE="cuda", COMPILE=0, EVAL_STRIDE=0, TTT_ENABLED=0, TRAIN_COPY_STREAM=copy_stream,
+        TRAINING_TIMING_BREAKDOWN=1,
+    )  # fmt: skip
+    lines = re.findall(r"^timing_breakdown .*$", ended.out, re.M)
+    assert len(lines) == 6 and all(0 < fields(line)["batch_h2d_ms"] < 50 for line in lines)

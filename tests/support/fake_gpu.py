@@ -1,55 +1,73 @@
-"""A GPU, a script and a run in miniature, on a clock that only they move: what a tracer sees of a device."""
+"""A GPU in miniature, on a clock that only it and its host move: what timing and traces see of a device."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+import pytest
+
+import train_gpt
 
 US = 1000  # nanoseconds
 # What the host needs to ask for each part of a step, and the device to do it.
-HOST_US = {"forward": 10, "backward": 20, "optimizer": 10}
-DEVICE_US = {"forward": 30, "backward": 60, "optimizer": 90}
+HOST_US = {"batch": 5, "forward": 10, "backward": 20, "grad_clip": 2, "optimizer": 8}
+DEVICE_US = {"batch": 0, "forward": 30, "backward": 60, "grad_clip": 20, "optimizer": 70}
 COPY_US = 5
 STEPS_AHEAD = 2  # that the host may be ahead of the device
 
 
 class FakeGpu:
-    """Work that the host gives it at once and it does later, in order; its own clock may run differently.
-
-    It stands for torch.cuda: `Event` and `stream`.
-    """
+    """Work that the host gives it at once and it does later, in order; its own clock may run differently."""
 
     def __init__(self, rate: float = 1.0) -> None:
         self.rate = rate  # of its clock beside the host's
         self.host_ns = 10**9  # now
         self.free_ns = 0  # when all work that it has been given is done
         self.waits = 0  # how often the host waited for it
-        self.did: list[tuple[int, int]] = []  # begin and end of each piece of work
-        self.streams: list[Any] = []  # that were entered
+        self.did: list[tuple[str, int, int]] = []  # begin and end of each piece of work, with its name
+        self.ends_of_steps: list[int] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let train_gpt take it for torch's GPU and for its clock."""
+        monkeypatch.setattr(train_gpt.torch.cuda, "Event", self.Event)
+        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: self.host_ns / 1e9)
 
     def Event(self, enable_timing: bool) -> FakeEvent:
         """A torch.cuda.Event of this GPU."""
         assert enable_timing
         return FakeEvent(self)
 
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        """A torch.cuda.stream, which remembers what was entered."""
-        self.streams.append(stream)
-        yield
-
-    def launch(self, host_ns: int, device_ns: int) -> None:
+    def launch(self, name: str, host_us: int, device_us: int) -> None:
         """So long for the host to ask for it, and so long for the device to do."""
-        self.host_ns += host_ns
+        self.host_ns += host_us * US
         start = max(self.free_ns, self.host_ns)
-        self.free_ns = start + device_ns
-        self.did.append((start, self.free_ns))
+        self.free_ns = start + device_us * US
+        self.did.append((name, start, self.free_ns))
 
-    def run(self, part: str) -> None:
-        """Launch one part of a step."""
-        self.launch(HOST_US[part] * US, DEVICE_US[part] * US)
+    def step(self, timer: train_gpt.StepTimer, number: int, micro_steps: int = 1, val_ms: float = 0.0) -> str:
+        """What the script does in a step, as far as time goes; its line."""
+        if timer.trace.wanted:
+            timer.trace.begin(number, epoch=1)
+        timer.begin(number, val_ms)
+        for _ in range(micro_steps):
+            for part in ("batch", "forward", "backward"):
+                self._part(timer, part)
+        for part in ("optimizer", "grad_clip", "optimizer"):
+            self._part(timer, part)
+        line = timer.end()
+        # The host is a few steps ahead of the device, and no more.
+        self.ends_of_steps.append(self.free_ns)
+        if len(self.ends_of_steps) > STEPS_AHEAD:
+            self.host_ns = max(self.host_ns, self.ends_of_steps[-1 - STEPS_AHEAD])
+        return line
+
+    def _part(self, timer: train_gpt.StepTimer, part: str) -> None:
+        """One part of a step, and its lap; a batch comes with the marks of its copy."""
+        copy = None
+        if part == "batch":
+            copy = train_gpt.CopyMarks(self.Event(True), self.Event(True))
+            copy.begin.ns = self.host_ns - 2 * COPY_US * US
+            copy.end.ns = self.host_ns - COPY_US * US
+        self.launch(part, HOST_US[part], DEVICE_US[part])
+        timer.lap(part, copy)
 
 
 class FakeEvent:
@@ -76,56 +94,3 @@ class FakeEvent:
         """Milliseconds by the GPU's clock."""
         assert self.query() and later.query(), "an event was asked that is not over"
         return self.gpu.rate * (later.ns - self.ns) / 1e6
-
-
-def fake_script(gpu: FakeGpu, trained: int) -> Any:
-    """A script in miniature: `trained` steps of a host that runs ahead of its GPU by two of them, at most."""
-
-    class Loader:
-        """Batches that are copied on a stream of their own."""
-
-        def __init__(self) -> None:
-            self.stream: Any = "copies"
-            self.seek(0)
-
-        def seek(self, step: int) -> None:
-            self.index = step
-            self.batches = self._stage(None, step)
-
-        def _stage(self, visits: Any, first: int) -> Any:
-            while True:
-                with script.torch.cuda.stream(self.stream):
-                    gpu.host_ns += COPY_US * US
-                yield "batch"
-
-        def next_batch(self) -> str:
-            batch = next(self.batches)
-            self.index += 1
-            return batch
-
-    class Tensor:
-        """A loss."""
-
-        def backward(self) -> None:
-            gpu.run("backward")
-
-    def train_step(training: Any, progress: float) -> None:
-        training.loader.next_batch()
-        training.loss()
-        Tensor().backward()
-        training.optimizer.step()
-
-    def train(training: Any) -> None:
-        ends: list[int] = []
-        for training.step in range(trained):
-            script.train_step(training, 0.0)
-            ends.append(gpu.free_ns)
-            if len(ends) > STEPS_AHEAD:
-                gpu.host_ns = max(gpu.host_ns, ends[-1 - STEPS_AHEAD])
-        gpu.host_ns = max(gpu.host_ns, gpu.free_ns)
-
-    torch = SimpleNamespace(cuda=gpu, Tensor=Tensor)
-    script = SimpleNamespace(
-        torch=torch, Loader=Loader, train=train, train_step=train_step, read_tokens=None, validate=None
-    )
-    return script

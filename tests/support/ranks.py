@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from train_gpt import Machine
+
+DEADLINE = timedelta(seconds=60)  # for ranks that wait for one another in vain
 
 
 def on_ranks(count: int, folder: Path, function: Callable[..., None], *arguments: Any) -> None:
@@ -33,7 +36,7 @@ def as_one_rank(
 ) -> None:
     """In the new process: join the others, do the work, and leave together."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=count)
+    dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=count, timeout=DEADLINE)
     function(Machine(rank, count), *arguments)
     # A rank that left while another one still talks to it would make that one fail.
     dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,13 @@ def _loss(nats: float) -> dict[str, Any]:
 def _train_events(seed: int, gain: float, slow_step: int | None) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     clock = 0.0
+    noise = random.Random(seed)
     for step in range(LOG_EVERY, STEPS + 1, LOG_EVERY):
         stall = 2000.0 if step == slow_step else 0.0
-        clock += LOG_EVERY * STEP_MS + stall + (step + seed) % 3
+        clock += LOG_EVERY * STEP_MS + stall + noise.uniform(0.0, 10.0)
         loss = 3.0 + 4.0 / step - gain
+        if step > LOG_EVERY:  # the first line is the same for every seed
+            loss += noise.uniform(-0.005, 0.005)
         event = {
             "event": "train",
             "step": step,

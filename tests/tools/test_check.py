@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import lzma
+import random
 import shutil
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,11 @@ from hypothesis import strategies as st
 
 from tests.support.dialects import DIALECT_A, DIALECT_B
 from tests.support.runs import SOURCE, make_runs, pack, wrap
+from tests.support.waiting import wait_until
+from tests.tools import damage
 from tools.__main__ import main
+from tools.check import checks
+from tools.check.apart import Auditor
 from tools.check.checks import audit
 from tools.check.execute import network_can_be_cut
 from tools.check.findings import Finding, Level, Mode
@@ -107,6 +113,13 @@ def _missing_log(folder: Path) -> None:
     (folder / "train_seed42.log").unlink()
 
 
+def _mixed_code(folder: Path) -> None:
+    path = folder / "summary_seed42.json"
+    summary = json.loads(path.read_text("utf-8"))
+    summary["code"]["former"] = [{"file": "train_gpt.until_step120.py", "sha256": "0" * 64}]
+    path.write_text(json.dumps(summary), "utf-8")
+
+
 def _setting(folder: Path) -> None:
     _edit(folder, "config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.03")
 
@@ -123,6 +136,7 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "log of another run": (_log_of_another_run, "A2", "`train_seed42.log` is not the file"),
     "wrong seed": (_wrong_seed, "A5", "seed 43 is declared, its log or summary is missing"),
     "missing log": (_missing_log, "A2", "`train_seed42.log` was packed and is missing"),
+    "mixed code": (_mixed_code, "A6", "seed 42 is of mixed code: it began with train_gpt.until_step120.py"),
     "changed setting": (_setting, "A2", "`config.env` is not the file that was packed"),
 }
 
@@ -332,3 +346,256 @@ def test_code_that_is_run_has_no_network(tmp_path: Path) -> None:
     from tools.check.execute import check_starts
 
     assert any("unreachable" in finding.text for finding in check_starts(Folder(folder)))
+
+
+def test_code_that_is_run_cannot_fill_the_disk_or_stay(tmp_path: Path) -> None:
+    if not network_can_be_cut():
+        pytest.skip("this machine cannot start a process without network")
+    from tools.check.execute import check_starts
+
+    script = "import sys\nwhile True: sys.stderr.write('x' * 2**20 + '\\n')\n"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    assert all("does not start" in finding.text for finding in check_starts(Folder(folder)))
+    number = tmp_path / "number"
+    stays = (
+        f"import subprocess\nopen({str(number)!r}, 'w').write(str(subprocess.Popen(['sleep', '987']).pid))\n"
+    )
+    (folder / "train_gpt.py").write_text(stays)
+    assert all("starts from" in finding.text for finding in check_starts(Folder(folder)))
+    wait_until(lambda: not _runs(int(number.read_text())))
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+# ---- what somebody may try
+
+
+@pytest.mark.parametrize("declared", [1.0, 1.2, 1.22, 1.21, 1.2195, 1.219, 1.21974])
+def test_few_declared_digits_excuse_nothing(declared: float, tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, val_bpb=declared, val_loss=2.0594546)
+    assert any(f.check == "A4" and f"`val_bpb` {declared}, but" in f.text for f in fails(folder))
+
+
+@pytest.mark.parametrize("declared", [1.2197, 1.21972, 1.21972502])
+def test_a_score_may_be_declared_with_fewer_digits(declared: float, tmp_path: Path) -> None:
+    assert fails(public(tmp_path, {"train.log": PLAIN_A}, CODE, val_bpb=declared, val_loss=2.0594546)) == []
+
+
+HELPER_BYTES = 136_512  # with them, the log's total of 15,863,489 bytes is one over the cap
+AFTER_A_COLON = "if True:from helper import work;work()\n"
+DOES_NOT_PARSE = "x = (\nif True:import json,helper as h\n"
+
+
+@pytest.mark.parametrize("start", [AFTER_A_COLON, DOES_NOT_PARSE], ids=["after a colon", "does not parse"])
+@pytest.mark.parametrize("over", [0, 1])
+def test_bytes_of_imported_files_count(start: str, over: int, tmp_path: Path) -> None:
+    script = start + "#" * (47642 - len(start))
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    (folder / "helper.py").write_text("#" * (HELPER_BYTES - 1 + over))
+    found = [f for f in fails(folder) if f.check == "A9"]
+    assert len(found) == over
+    if over:
+        assert "total 16,000,001 > 16,000,000 by 1 " in found[0].text
+
+
+def test_the_larger_of_two_contradicting_totals_is_reported(tmp_path: Path) -> None:
+    text = PLAIN_A.replace("int8+zlib: 15815847 bytes", "int8+zlib: 15960000 bytes")
+    found = fails(public(tmp_path, {"train.log": text}, CODE, **A_SCORE))
+    assert len(found) == 1 and "total 16,007,642 > 16,000,000" in found[0].text
+
+
+def test_a_total_that_is_no_sum_is_named(tmp_path: Path) -> None:
+    text = PLAIN_A.replace("int8+zlib: 15815847 bytes", "int8+zlib: 15900000 bytes")
+    folder = public(tmp_path, {"train.log": text}, CODE, **A_SCORE)
+    found = [f for f in audit(Folder(folder)) if "the larger counts, 15,947,642" in f.text]
+    assert [f.level(Mode.AGREED) for f in found] == [Level.WARN] and fails(folder) == []
+
+
+def test_one_log_has_one_ratio_of_loss_to_bits_per_byte(tmp_path: Path) -> None:
+    text = PLAIN_A.replace("val_bpb:1.21972502", "val_bpb:1.21942502")
+    folder = public(tmp_path, {"train.log": text}, CODE, val_bpb=1.21942502, val_loss=2.0594546)
+    assert any(
+        f.check == "C1" and "the line `final_int8_zlib_roundtrip` before it" in f.text for f in fails(folder)
+    )
+    text = PLAIN_A.replace("val_bpb:1.2197", "val_bpb:1.2187")
+    text += "final_int6_sliding_window val_loss:2.0400 val_bpb:1.2082\n"
+    (folder / "train.log").write_text(text)
+    assert any(f.check == "C1" and "one text has one ratio" in f.text for f in fails(folder))
+
+
+def _steps(losses: list[float], clock: list[float]) -> str:
+    """PLAIN_A with training lines of these losses and milliseconds."""
+    lines = [
+        f"step:{50 * (index + 1)}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:43.54ms\n"
+        for index, (loss, time) in enumerate(zip(losses, clock, strict=True))
+    ]
+    marker = "step:13780/20000 val_loss"
+    return PLAIN_A.replace(marker, "".join(lines) + marker)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.0123])
+@pytest.mark.parametrize("copied", ["training losses", "clock"])
+def test_one_run_under_two_seeds(copied: str, moved: float, tmp_path: Path) -> None:
+    noise = random.Random(3)
+    losses = [3.0 + noise.uniform(-0.1, 0.1) for _ in range(20)]
+    clock = [2177.0 * (index + 1) + noise.uniform(-20, 20) for index in range(20)]
+    other_losses = [loss + moved if copied == "training losses" else loss + noise.random() for loss in losses]
+    other_clock = [
+        time + 1e3 * moved if copied == "clock" else time + noise.uniform(-40, 40) for time in clock
+    ]
+    logs = {
+        "train_seed1.log": _steps(losses, clock).replace("seed:1337", "seed:1"),
+        "train_seed2.log": _steps(other_losses, other_clock).replace("seed:1337", "seed:2"),
+    }
+    found = [f for f in fails(public(tmp_path, logs, CODE, **A_SCORE)) if f.check == "A5"]
+    assert len(found) == 1 and f"the {copied} of train_seed2.log" in found[0].text
+
+
+def test_two_runs_are_two(tmp_path: Path) -> None:
+    logs = {}
+    for seed in (1, 2):
+        noise = random.Random(seed)
+        losses = [3.0 + noise.uniform(-0.01, 0.01) for _ in range(20)]
+        clock = [2177.0 * (index + 1) + noise.uniform(-20, 20) for index in range(20)]
+        logs[f"train_seed{seed}.log"] = _steps(losses, clock).replace("seed:1337", f"seed:{seed}")
+    assert fails(public(tmp_path, logs, CODE, **A_SCORE)) == []
+
+
+@pytest.mark.parametrize(
+    ("declared", "level"), [(47_642, None), (40_000, "FAIL"), (60_000, "WARN"), (47_600, "WARN")]
+)
+def test_declared_bytes_of_code(declared: int, level: str | None, tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE, bytes_code=declared)
+    found = {f.level(Mode.AGREED).name for f in audit(Folder(folder)) if "`bytes_code`" in f.text}
+    assert found == ({level} if level else set())
+
+
+@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
+def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE, hardware=hardware)
+    found = {f.check for f in fails(folder) if f"declares `{hardware}`" in f.text}
+    assert found == {"A4", "C4"}
+    (folder / "submission.json").write_text(
+        (folder / "submission.json").read_text().replace(hardware, "8xH100 80GB SXM")
+    )
+    assert fails(folder) == []
+
+
+def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE)
+    outside = tmp_path / "outside.log"
+    outside.write_text("not JSON")
+    for name in ("submission.json", "train_seed3.log", "more"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside if "." in name else tmp_path)
+    (folder / "inside.md").symlink_to(folder / "README.md")
+    found = {f.where for f in fails(folder) if "is a link that leaves the folder" in f.text}
+    assert found == {"submission.json", "train_seed3.log", "more"}
+    assert ("A2", "FAIL") in _codes(folder) and not any("cannot be read" in f.text for f in fails(folder))
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("exec(open('/opt/model.py').read())", "FAIL"),
+        ("import runpy; runpy.run_path('../../shared/model.py')", "FAIL"),
+        ("import ctypes; ctypes.CDLL('/opt/fast.so')", "FAIL"),
+        ("import sys; sys.path.insert(0, '../shared')", "WARN"),
+        ("exec(open(name + kind).read())", "WARN"),
+    ],
+)
+def test_code_from_outside_the_folder_is_named(line: str, level: str, tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, line + "\n" + SOURCE, **A_SCORE)
+    assert ("A10", level) in _codes(folder)
+
+
+def test_a_program_wrapped_several_times_is_read(tmp_path: Path) -> None:
+    program = "import requests\n" + SOURCE
+    for _ in range(4):
+        payload = base64.b85encode(lzma.compress(program.encode())).decode()
+        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({payload!r})))"
+    found = audit(Folder(public(tmp_path, {"train.log": PLAIN_A}, program, **A_SCORE)))
+    assert any(f.check == "A11" and "imports requests" in f.text for f in found)
+
+
+# ---- what a folder may do to the audit
+
+
+def test_one_folder_that_fails_loses_no_other_report(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = public(tmp_path, {"train.log": PLAIN_A}, CODE)
+    (broken / "submission.json").write_text("[" * 100_000)
+    assert main(["check", str(tmp_path / "absent"), str(broken), str(packed)]) == 1
+    shown = capsys.readouterr()
+    assert "absent is not a folder" in shown.err
+    assert "nested too deeply" in shown.out and "0 FAIL, 1 WARN" not in shown.out.split(str(packed))[0]
+    assert "0 FAIL" in shown.out.split(str(packed))[1]
+    assert main(["check", str(tmp_path / "absent"), str(packed)]) == 2
+
+
+def test_a_check_that_ends_in_an_error_is_a_finding(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Folder) -> Iterator[Finding]:
+        yield from ()
+        raise KeyError("unheard of")
+
+    expected = audit(Folder(packed))
+    monkeypatch.setattr(checks, "CHECKS", (broken, *checks.CHECKS))
+    found = audit(Folder(packed))
+    assert [f.text for f in found[1:]] == [f.text for f in expected]
+    assert found[0].level(Mode.CONVENTION) is Level.FAIL and "KeyError: 'unheard of'" in found[0].text
+
+
+def test_an_audit_that_is_stopped_is_a_finding_and_the_next_one_runs(packed: Path) -> None:
+    with Auditor() as auditor:
+        before = auditor.report(packed)
+        worker = auditor._worker
+        assert worker is not None
+        worker.kill()
+        worker.join()
+        (stopped,) = auditor.report(packed).findings
+        assert stopped.level(Mode.CONVENTION) is Level.FAIL and "the audit was stopped" in stopped.text
+        assert auditor.report(packed).findings == before.findings
+
+
+def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE)
+    with (folder / "train.log").open("ab") as file:
+        file.truncate(200_000_000)
+    tracemalloc.start()
+    found = audit(Folder(folder))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6
+
+
+def test_what_a_folder_holds_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE)
+    value = json.loads((folder / "submission.json").read_text()) | {"date": "\x1b[2J\ud800\n  0 FAIL"}
+    (folder / "submission.json").write_text(json.dumps(value))
+    main(["check", str(folder)])
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\\x1b[2J\\ud800\\n" in shown
+    main(["check", "--json", str(folder)])
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_damaged_folders_are_judged() -> None:
+    outcome = damage.run_cases(60, seed=1)
+    assert outcome.cases == 60 and outcome.errors == [] and outcome.ok()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_damaged_folders_are_judged() -> None:
+    outcome = damage.run_cases(2_000, seed=0)
+    assert outcome.cases == 2_000 and outcome.errors == [] and outcome.ok()

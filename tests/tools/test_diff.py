@@ -14,6 +14,7 @@ from tests.support.runs import SOURCE, make_run, make_runs, pack
 from tools.__main__ import main
 from tools.compare import svg
 from tools.compare.diff import changed_settings
+from tools.runs.folder import Folder
 from tools.runs.stats import compare, deviation, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
@@ -93,7 +94,7 @@ def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Pa
     html = page.read_text()
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
     assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 7
 
 
 def test_a_page_without_a_name_goes_into_the_new_run(two: tuple[Path, Path]) -> None:
@@ -152,3 +153,47 @@ def test_page_in_a_browser(two: tuple[Path, Path], tmp_path: Path, width: int, d
     result = json.loads(match[1].replace("&quot;", '"'))
     assert result["inner"] == width and result["scroll"] <= width and result["wide"] == []
     assert (result["back"] != "rgb(255, 255, 255)") == dark
+
+
+def first_line(capsys: pytest.CaptureFixture[str], base: Path, new: Path) -> str:
+    assert main(["diff", str(base), str(new), "--no-code"]) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_comparison_opens_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = tmp_path / "records"
+    base = pack(records, make_runs(tmp_path / "base", 1, 2, 3), name="Base")
+    changed = SOURCE.replace("LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
+    runs = make_runs(tmp_path / "new", 4, 5, 6, source=changed, config={"MATRIX_LR": "0.03"}, gain=0.05)
+    new = pack(records, runs, name="New")
+    alike = pack(records, make_runs(tmp_path / "alike", 8, 9, 10), name="Alike")
+    capsys.readouterr()
+    better = first_line(capsys, base, new)
+    assert re.match(r"\S+_New is better than \S+_Base by 0\.0\d+ bits per byte, which is significant", better)
+    assert better.endswith("they differ in 1 setting and the code (+1 -1 lines).")
+    worse = first_line(capsys, new, base)
+    assert "_Base is worse than" in worse and "which is significant" in worse
+    assert "settings and code are equal." in first_line(capsys, base, alike)
+    assert "no more than chance" in first_line(capsys, base, alike)
+    single = make_run(tmp_path / "single", 11)
+    assert "which cannot be tested (seeds: 1 against 3)" in first_line(capsys, base, single)
+
+
+@pytest.mark.parametrize("verb", ["diff", "plot"])
+def test_a_folder_that_is_no_run_and_no_record_is_refused_without_a_walk(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = make_run(tmp_path / "inner", 1)  # a run below does not make the folder one
+    (tmp_path / "notes.txt").write_text("text\n")
+    monkeypatch.setattr(Folder, "files", lambda folder: pytest.fail(f"{folder.path} is walked"))
+    assert main([verb, str(tmp_path), *([str(inner)] if verb == "diff" else [])]) == 2
+    assert "is no run and no record" in capsys.readouterr().err
+
+
+def test_charts_show_every_point() -> None:
+    """The steep beginning too."""
+    line = svg.Line("base", [(float(x), 2.0 + 9.0 / (x + 1)) for x in range(300)])
+    points = re.search(r'points="([^"]+)"', svg.chart("Loss", "steps", "nats", [line]))
+    assert points is not None
+    heights = [float(pair.split(",")[1]) for pair in points[1].split()]
+    assert len(heights) == 300 and all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for y in heights)

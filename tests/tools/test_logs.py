@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.dialects import DIALECT_A, DIALECT_B
-from tools.runs.logs import decimals, parse_log
+from tests.support.dialects import DIALECT_A, DIALECT_B, OURS
+from tests.tools.damage import LINES
+from tools.runs.logs import (
+    DECIMALS_MAX,
+    LINE_CHARACTERS_MAX,
+    LINES_MAX,
+    LOG_BYTES_MAX,
+    decimals,
+    parse_log,
+    read_log,
+)
 
 
 def test_dialect_a() -> None:
@@ -21,6 +32,35 @@ def test_dialect_a() -> None:
     assert (log.code_bytes.bytes, log.model_bytes.bytes, log.total_bytes.bytes) == (47642, 15815847, 15863489)
     assert log.gpus == ["NVIDIA H100 80GB HBM3"] and log.versions["python"].value == "3.12.3"
     assert log.validation_tokens is not None and log.validation_tokens.value == "62021632"
+
+
+# What our logs called it before: one line for these settings, sums of a 0-based step, labels by the codes.
+BEFORE = {
+    "grad_accum_steps:8\n": "grad_accum_steps:8 seed:1337 train_batch_tokens:524288\n",
+    "seed:1337\n": "",
+    "timing_breakdown step:1 micro_steps:8": "timing_breakdown step:0",
+    "final_int6": "final_int7",
+    "val_progress:training": "val_progress:roundtrip",
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_ours(before: bool) -> None:
+    text = OURS
+    if before:
+        for now, then in BEFORE.items():
+            text = text.replace(now, then)
+    log = parse_log(text, Path("log.txt"))
+    assert (log.dialect, log.seed, log.steps, log.train_seconds) == ("A", 1337, 30, 32.058)
+    assert [(point.step, point.bpb) for point in log.validation] == [(0, 4.1927), (30, 2.8189)]
+    assert [point.step for point in log.train] == [1, 30]
+    assert log.headline is not None
+    assert (log.headline.bpb_text, log.headline.scored_tokens) == ("2.83752470", 62021632)
+    assert [final.rank for final in log.finals] == [0, 1, 1]
+    assert log.model_bytes is not None and log.model_bytes.bytes == 5000000
+    assert log.settings["train_batch_tokens"].value == "524288"
+    told_twice = {"prefetch", "copy_stream", "train_io", "val_io", "tokens_per_pass", "step", "count"}
+    assert not told_twice & set(log.settings), "lines that hold no settings"
 
 
 def test_source_at_the_head_is_kept_apart_and_lines_stay_numbered() -> None:
@@ -66,3 +106,44 @@ def test_source_with_log_lines_in_it_is_no_source() -> None:
     )
     log = parse_log(mangled, Path("train.log"))
     assert log.source is None and [point.step for point in log.train] == [3, 1]
+
+
+@pytest.mark.parametrize("length", [60_000, 3_900])
+@pytest.mark.parametrize("line", LINES)
+def test_no_line_takes_more_than_linear_time(line: Callable[[int], str], length: int) -> None:
+    """In quadratic time these lines would take minutes, and the test would end by its timeout."""
+    text = "\n".join([line(length)] * (200 if length < LINE_CHARACTERS_MAX else 1))
+    parse_log(text[:4_000_000], Path("x.log"))
+
+
+def test_numbers_without_end_are_no_numbers() -> None:
+    many = "9" * 5_000
+    text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
+    log = parse_log(text, Path("x.log"))
+    assert log.seed is None and not log.train and not log.finals
+    assert decimals("1e-9999") == DECIMALS_MAX and decimals("nan") == 0
+
+
+def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("step:1/2 train_loss:1.5\n" * (LINES_MAX + 7))
+    log = read_log(path)
+    assert log.lines == len(log.train) == LINES_MAX and log.unread is not None
+    path.write_text("step:1/2 train_loss:1.5\n" * LINES_MAX)
+    assert read_log(path).unread is None
+    with path.open("ab") as file:
+        file.truncate(LOG_BYTES_MAX + 1)
+    assert "bytes" in (read_log(path).unread or "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "final_int8_zlib_roundtrip_exact val_loss:2.05945460 val_bpb:1.21972502",
+        "final eval (int6): step:3 chunk:4 val_loss: 2.05945460 val_bpb: 1.21972502 eval_time:7ms",
+    ],
+)
+def test_scoring_lines_are_read(line: str) -> None:
+    (final,) = parse_log(line, Path("x.log")).finals
+    assert (final.loss_text, final.bpb_text) == ("2.05945460", "1.21972502")
+    assert final.label in ("final_int8_zlib_roundtrip_exact", "final eval (int6)")

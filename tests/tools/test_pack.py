@@ -132,3 +132,68 @@ def test_json_output_is_the_submission(tmp_path: Path, capsys: pytest.CaptureFix
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("folder") == str(folder)
     assert printed == json.loads((folder / "submission.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "track", ["../outside", "/tmp/outside", "track_a/../../x", "..", "track_", "demo", ""]
+)
+def test_a_track_cannot_leave_the_records(
+    track: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "records").mkdir()
+    run = make_run(tmp_path / "runs" / "a", 1)
+    before = sorted(tmp_path.rglob("*"))
+    assert "--track" in refusal(capsys, tmp_path / "records", [run], "--track", track)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_track_that_is_a_link_cannot_leave_the_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    (tmp_path / "records").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "records" / "track_link").symlink_to(tmp_path / "outside")
+    assert "leaves" in refusal(capsys, tmp_path / "records", [run], "--track", "track_link")
+    assert not list((tmp_path / "outside").iterdir())
+
+
+H100S = {"hardware": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8, "world_size": 8}}
+TEN_MINUTES = {"MAX_WALLCLOCK_SECONDS": "600.0", "ARTIFACT_BYTES_MAX": "16000000"}
+
+
+@pytest.mark.parametrize(
+    ("config", "summary", "track"),
+    [
+        (TEN_MINUTES, H100S, "track_10min_16mb"),
+        ({"MAX_WALLCLOCK_SECONDS": "60.0", "ARTIFACT_BYTES_MAX": "450000"}, {}, "track_cpu_60s_450kb"),
+        ({**TEN_MINUTES, "MAX_WALLCLOCK_SECONDS": "1200"}, H100S, "track_8xh100_20min_16mb"),
+        (
+            TEN_MINUTES,
+            {"hardware": {"gpus": ["NVIDIA H200"], "world_size": 1}},
+            "track_1xh200_10min_16mb",
+        ),
+    ],
+)
+def test_the_track_is_that_of_the_runs_configuration(
+    config: dict, summary: dict, track: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1, config=config, summary_changes=summary)
+    assert (
+        main(["pack", str(run), "--name", "Own", "--date", "2026-05-01", "--records", str(tmp_path / "r")])
+        == 0
+    )
+    folder = Folder(tmp_path / "r" / track / "2026-05-01_Own")
+    assert folder.submission["track"] == track
+
+
+def test_a_demo_is_no_ten_minute_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1, config={"MAX_WALLCLOCK_SECONDS": "60.0"})
+    message = refusal(capsys, tmp_path / "records", [run], "--track", "track_10min_16mb")
+    assert "it ran on x86_64 CPU, 2 cores, not on 8 x H100" in message and "track_cpu_60s" in message
+
+
+def test_a_baseline_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    message = refusal(capsys, tmp_path / "records", [run], "--baseline", str(tmp_path))
+    assert "is no run and no record" in message

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.runs import make_run, make_runs, pack
 from tools.__main__ import main
+from tools.compare import plot
 from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
 from tools.pack import board
 from tools.runs.runs import load_group
@@ -104,3 +106,19 @@ def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[s
         main([verb, "--help"])
     assert left.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_the_figure_shows_every_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def look(path: Path, figure: Any, dpi: int) -> None:
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            for line in axes.get_lines():
+                seen.extend(low <= float(y) <= high for y in line.get_ydata())
+
+    monkeypatch.setattr(plot, "write_figure", look)
+    assert (
+        main(["plot", str(make_run(tmp_path / "a", 1, slow_step=300)), "--out", str(tmp_path / "a.png")]) == 0
+    )
+    assert len(seen) > 100 and all(seen)

@@ -148,3 +148,90 @@ def test_guarded_imports_and_programs(tmp_path: Path) -> None:
     details = {call.name: call.detail for call in source.imports(script)}
     assert details["flash_attn"] == "guarded" and details["urllib"] == ""
     assert [call.name for call in source.subprocess_calls(script)] == ["lrzip"]
+
+
+def _closure_of(folder: Path) -> set[str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    scripts = {path: read_script(path) for path in files if path.suffix == ".py"}
+    found = source.closure(scripts[folder / "train_gpt.py"], scripts, files)
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if True:import helper\n",
+        "x = 1;from helper import work\n",
+        "import os, helper as h\n",
+        "from . import helper\n",
+        "import importlib\nimportlib.import_module('helper')\n",
+        "__import__('helper')\n",
+        "exec(open('helper.py').read())\n",
+    ],
+)
+@pytest.mark.parametrize("parses", [True, False])
+def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Path) -> None:
+    (tmp_path / "train_gpt.py").write_text(text + ("" if parses else "x = (\n"))
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    (tmp_path / "other.py").write_text("x = 1\n")
+    assert _closure_of(tmp_path) == {"helper.py"}
+
+
+def test_packages_and_files_without_a_suffix_of_code_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "pkg" / "deep").mkdir(parents=True)
+    (tmp_path / "train_gpt.py").write_text("from pkg.deep import inner\nexec(open('weights.dat').read())\n")
+    for name in ("pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "pkg/deep/unused.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "weights.dat").write_text("x = 1\n")
+    expected = {"pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "weights.dat"}
+    assert _closure_of(tmp_path) == expected
+
+
+def _shell(program: str) -> str:
+    payload = base64.b85encode(zlib.compress(lzma.compress(program.encode()))).decode()
+    return f"import lzma,zlib,base64\nexec(lzma.decompress(zlib.decompress(base64.b85decode({payload!r}))))"
+
+
+@pytest.mark.parametrize("times", [1, 3, source.WRAPS_MAX])
+def test_a_program_wrapped_several_times_is_read(times: int) -> None:
+    text = SOURCE
+    for _ in range(times):
+        text = _shell(text)
+    assert unwrap(text) == SOURCE
+
+
+def test_a_program_wrapped_without_end_is_refused() -> None:
+    text = SOURCE
+    for _ in range(source.WRAPS_MAX + 1):
+        text = _shell(text)
+    with pytest.raises(UnwrapError, match="wrapped more than"):
+        unwrap(text)
+
+
+@pytest.mark.parametrize(
+    "template", ["exec(base64.b64decode({!r}))", "exec(b''.join([{!r}]))", "eval(compile({!r}, 'x', 'exec'))"]
+)
+def test_a_program_that_is_merely_encoded_is_read(template: str) -> None:
+    program = "import requests\nrequests.get('http://example.org')\n"
+    payload: object = program.encode()
+    if "b64decode" in template:
+        payload = base64.b64encode(program.encode()).decode()
+    elif "compile" in template:
+        payload = program
+    assert unwrap(template.format(payload)) == program
+
+
+def test_a_small_payload_cannot_become_a_large_program() -> None:
+    program = "a;" * UNWRAPPED_BYTES_MAX
+    text = _shell(program)
+    assert len(text) < 11_000
+    with pytest.raises(UnwrapError, match="expands beyond"):
+        unwrap(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["-" * 200_000 + "1", "(" * 200_000, "1+" * 100_000 + "1", "a" + ".a" * 100_000]
+)
+def test_a_program_nested_without_end_does_not_parse(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(text)
+    assert isinstance(read_script(tmp_path / "a.py").tree, SyntaxError)

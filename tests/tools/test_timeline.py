@@ -1,4 +1,4 @@
-"""`tools timeline`: reads what the tracer writes, sums it, draws it, merges ranks."""
+"""`tools timeline`: reads what TRACE_STEPS writes, sums it, draws it, merges ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from tools.__main__ import main
-from tools.trace.trace import Timeline
+from train_gpt import Machine, Run, Trace
 
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
-        timeline = Timeline()
-        start_ns = 7_000_000_000
-        timeline.open(tmp_path / f"trace_rank{rank}.json", rank)
-        timeline.span("train", "main", start_ns, start_ns + 4_000_000, step=0)
-        timeline.span("forward", "main", start_ns, start_ns + 1_500_000, step=0)
-        timeline.span("stage", "stage", start_ns - 500_000, start_ns, batch=0)
-        timeline.flush()
+        run = Run(Machine(rank, world_size=2))
+        run.directory = tmp_path
+        trace = Trace(range(1, 2), run)
+        trace.opened = 0.0
+        trace.add("chunk", "main", 7.0, 7.004, step=1)
+        trace.add("forward", "main", 7.0, 7.0015, step=1)
+        trace.add("stage", "stage", 6.9995, 7.0, batch=0)
+        trace.flush()
     return tmp_path
 
 
@@ -29,7 +30,7 @@ def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[st
     merged = run_directory / "merged.json"
     assert main(["timeline", str(run_directory), "--out", str(out), "--merge", str(merged), "--json"]) == 0
     seconds = json.loads(capsys.readouterr().out)["seconds"]
-    assert seconds["rank 0 main"] == pytest.approx({"train": 0.004, "forward": 0.0015})
+    assert seconds["rank 0 main"] == pytest.approx({"chunk": 0.004, "forward": 0.0015})
     assert seconds["rank 1 stage"] == pytest.approx({"stage": 0.0005})
     assert out.read_bytes()[:4] == b"\x89PNG"
     assert {event["pid"] for event in json.loads(merged.read_text())["traceEvents"]} == {0, 1}
@@ -42,7 +43,7 @@ def test_a_drawing_without_a_name_goes_into_the_run(run_directory: Path) -> None
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "`python -m tools trace`"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],
+    [(None, "TRACE_STEPS"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],
 )
 def test_what_is_no_trace_is_refused(
     tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from tools.check.findings import Finding, contested, fail, info
+from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import Folder, SeedRun
+from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.logs import EXACT
 from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
@@ -18,53 +21,97 @@ from tools.runs.rules import (
     TRAIN_SECONDS_MAX,
 )
 
+HARDWARE_FIELDS = ("hardware", "gpu", "gpus")
+HARDWARE_CHARACTERS_MAX = 200
+
 
 def is_record(folder: Folder) -> bool:
     """Whether the ten-minute rules bind this folder."""
-    return folder.track == RECORD_TRACK or "10min" in str(folder.submission.get("track", ""))
+    declared = re.sub(r"\W+", "_", str(folder.submission.get("track", "")).lower())
+    return RECORD_TRACK in (folder.track, declared, f"track_{declared}")
 
 
 def shipped_code_bytes(folder: Folder) -> int:
     """Bytes of the script as shipped and of every file it runs."""
     if folder.script is None:
         return 0
-    return folder.script.bytes + sum(path.stat().st_size for path in folder.closure)
+    return folder.script.bytes + _helper_bytes(folder)
+
+
+def _helper_bytes(folder: Folder) -> int:
+    """Bytes of the files that the script runs."""
+    return sum(path.stat().st_size for path in folder.closure)
+
+
+class Sizes(NamedTuple):
+    """Bytes of one run: what its log counts in all, and the model with all code as shipped.
+
+    `certain` holds in either reading. Where the log counts the very script that is shipped, the files that it
+    runs come on top.
+    """
+
+    model: int
+    logged: int
+    shipped: int
+    certain: int
+    line: int
+    run: SeedRun
+
+
+def _sizes(folder: Folder) -> list[Sizes]:
+    """The sizes of every run whose log states the model's."""
+    found = []
+    script = folder.script.bytes if folder.script else 0
+    for run in folder.seed_runs:
+        model = run.log.model_bytes
+        if model is None:
+            continue
+        logged = run.log.total_bytes.bytes if run.log.total_bytes else 0
+        shipped = model.bytes + shipped_code_bytes(folder)
+        certain = min(logged, shipped) if logged else shipped
+        counted = [count.bytes for count in run.log.byte_counts if count.what == "Code size"]
+        plain = {script, run.log.code_bytes.bytes if run.log.code_bytes else script}
+        if logged - model.bytes in plain or (counted and logged - model.bytes not in counted):
+            # Both count the code as plain bytes, or the log contradicts itself: the larger one holds.
+            certain = max(logged, shipped)
+        found.append(Sizes(model.bytes, logged, shipped, certain, model.line, run))
+    return found
 
 
 def check_artifact(folder: Folder) -> Iterator[Finding]:
     """A9: model plus code, counted as shipped and as the log counts it."""
-    counted = [run for run in folder.seed_runs if run.log.model_bytes]
-    if not counted:
+    found = _sizes(folder)
+    if not found:
         if folder.seed_runs:
             yield info("A9", "no log states the compressed model's bytes", folder.name, "print them")
         return
-    run = max(counted, key=lambda r: r.log.model_bytes.bytes if r.log.model_bytes else 0)
-    model = run.log.model_bytes
-    total = max((_logged_total(r) for r in counted), default=0)
-    assert model is not None
-    code = shipped_code_bytes(folder)
-    shipped = model.bytes + code
-    where = run.log.where(model.line)
-    if min(total or shipped, shipped) > ARTIFACT_BYTES_MAX:
-        over = min(total or shipped, shipped) - ARTIFACT_BYTES_MAX
+    worst = max(found, key=lambda sizes: (sizes.certain, sizes.shipped, sizes.logged))
+    where = worst.run.log.where(worst.line)
+    logged = max(sizes.logged for sizes in found)
+    largest = max(found, key=lambda sizes: sizes.shipped)
+    shipped = largest.shipped
+    if worst.certain > ARTIFACT_BYTES_MAX:
+        total = max(worst.logged, worst.shipped)
         yield fail(
             "A9",
-            f"total {min(total or shipped, shipped):,} > {ARTIFACT_BYTES_MAX:,} by {over:,}",
+            f"total {total:,} > {ARTIFACT_BYTES_MAX:,} by {total - ARTIFACT_BYTES_MAX:,}"
+            f" ({_parts(folder, worst)})",
             where,
             "shrink it",
         )
     elif shipped > ARTIFACT_BYTES_MAX:
         yield contested(
             "A9",
-            f"as shipped {shipped:,} > {ARTIFACT_BYTES_MAX:,} (model {model.bytes:,} + code {code:,});"
-            f" the log counts {total:,} with code in a form that is not in the folder (#1835)",
-            where,
+            f"as shipped {shipped:,} > {ARTIFACT_BYTES_MAX:,} (model {largest.model:,} + code"
+            f" {shipped - largest.model:,}); the log counts {logged:,} with code in a form that is not in the"
+            " folder (#1835)",
+            largest.run.log.where(largest.line),
             "ship the script in the form that is counted",
         )
-    elif total > ARTIFACT_BYTES_MAX:
+    elif logged > ARTIFACT_BYTES_MAX:
         yield contested(
             "A9",
-            f"the log's total is {total:,}, as shipped {shipped:,} (#1835)",
+            f"the log's total is {logged:,}, as shipped {shipped:,} (#1835)",
             where,
             "log what is shipped",
         )
@@ -74,8 +121,32 @@ def check_artifact(folder: Folder) -> Iterator[Finding]:
         )
 
 
-def _logged_total(run: SeedRun) -> int:
-    return run.log.total_bytes.bytes if run.log.total_bytes else 0
+def _parts(folder: Folder, sizes: Sizes) -> str:
+    """What a total consists of, and the other total where the log gives one."""
+    script = folder.script.bytes if folder.script else 0
+    helpers = f" + files it runs {_helper_bytes(folder):,}" if folder.closure else ""
+    text = f"model {sizes.model:,} + script {script:,}{helpers} = {sizes.shipped:,}"
+    return text + (f"; the log's total is {sizes.logged:,}" if sizes.logged else "")
+
+
+def check_totals(folder: Folder) -> Iterator[Finding]:
+    """A9: a log's total is its model plus its code."""
+    for run in folder.seed_runs:
+        log = run.log
+        if log.total_bytes is None or log.model_bytes is None:
+            continue
+        code = [count.bytes for count in log.byte_counts if count.what == "Code size"]
+        if not code or log.total_bytes.bytes - log.model_bytes.bytes in code:
+            continue
+        sums = " or ".join(f"{log.model_bytes.bytes + size:,}" for size in sorted(set(code)))
+        larger = max(log.total_bytes.bytes, log.model_bytes.bytes + min(code))
+        yield warn(
+            "A9",
+            f"the log's total is {log.total_bytes.bytes:,}, its model and code make {sums}:"
+            f" the larger counts, {larger:,}",
+            log.where(log.total_bytes.line),
+            "ship the log as the script wrote it",
+        )
 
 
 def check_train_clock(folder: Folder) -> Iterator[Finding]:
@@ -124,7 +195,9 @@ def check_eval_clock(folder: Folder) -> Iterator[Finding]:
         timed = [final for final in run.log.finals if final.eval_seconds and not final.label.endswith(EXACT)]
         if not timed:
             continue
-        total = sum(final.eval_seconds or 0.0 for final in timed)
+        printed = run.log.total_eval_seconds
+        parts_seconds = sum(final.eval_seconds or 0.0 for final in timed)
+        total = max(parts_seconds, float(printed.value) if printed else 0.0)
         scored = (score.eval_seconds if score else None) or max(final.eval_seconds or 0.0 for final in timed)
         where = run.log.where(timed[-1].line)
         parts = " + ".join(f"{final.eval_seconds:.1f}" for final in timed)
@@ -138,7 +211,7 @@ def check_eval_clock(folder: Folder) -> Iterator[Finding]:
         elif total > EVAL_SECONDS_MAX:
             yield contested(
                 "C3",
-                f"all evaluations {parts} = {total:.1f} s > {EVAL_SECONDS_MAX:.0f} s (#1972)",
+                f"all evaluations ({parts}) took {total:.1f} s > {EVAL_SECONDS_MAX:.0f} s (#1972)",
                 where,
                 "skip diagnostic evaluations in a record run",
             )
@@ -150,7 +223,7 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
         return
     for run in folder.seed_runs:
         world = run.log.settings.get("world_size")
-        if world and world.value.isdecimal() and int(world.value) != RECORD_WORLD_SIZE:
+        if world and world.integer not in (None, RECORD_WORLD_SIZE):
             yield fail(
                 "C4",
                 f"world_size {world.value}, the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
@@ -165,6 +238,61 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
                 run.log.path.name,
                 "file it as non-record",
             )
+    declared = _declared_hardware(folder)
+    if declared is None:
+        return
+    name = folder.submission_path.name if folder.submission_path else ""
+    if declared.gpu != RECORD_GPU or declared.number not in (None, RECORD_WORLD_SIZE):
+        yield fail(
+            "C4",
+            f"declares `{declared.text}`, the record track needs {RECORD_WORLD_SIZE} x {RECORD_GPU}",
+            name,
+            "file it as a non-record submission",
+        )
+
+
+class Hardware(NamedTuple):
+    """GPUs that submission.json declares: its words, the model such as H100, and their number if given."""
+
+    text: str
+    gpu: str
+    number: int | None
+
+
+def _declared_hardware(folder: Folder) -> Hardware | None:
+    """What submission.json says of the GPUs; None where it names no model that is known."""
+    for key in HARDWARE_FIELDS:
+        value = folder.submission.get(key)
+        text = value[:HARDWARE_CHARACTERS_MAX] if isinstance(value, str) else ""
+        found = GPU_MODEL.search(text)
+        if found:
+            return Hardware(text, compact(found[2]), int(found[1]) if found[1] else None)
+    return None
+
+
+def check_declared_hardware(folder: Folder) -> Iterator[Finding]:
+    """A4: the hardware that submission.json declares is the one that the logs print."""
+    declared = _declared_hardware(folder)
+    if declared is None:
+        return
+    for run in folder.seed_runs:
+        printed = {compact(gpu) for gpu in run.log.gpus}
+        if printed and not any(declared.gpu in gpu for gpu in printed):
+            yield fail(
+                "A4",
+                f"declares `{declared.text}`, but ran on {', '.join(sorted(set(run.log.gpus)))}",
+                run.log.path.name,
+                "declare the hardware that ran",
+            )
+        world = run.log.settings.get("world_size")
+        count = world.integer if world else None
+        if count is not None and declared.number not in (None, count):
+            yield fail(
+                "A4",
+                f"declares `{declared.text}`, but world_size is {count}",
+                run.log.where(world.line if world else 1),
+                "declare the hardware that ran",
+            )
 
 
 def check_stop(folder: Folder) -> Iterator[Finding]:
@@ -174,8 +302,16 @@ def check_stop(folder: Folder) -> Iterator[Finding]:
     for run in folder.seed_runs:
         log = run.log
         limit = log.settings.get("iterations")
-        if log.stop is None and limit and limit.value.isdecimal() and log.steps == int(limit.value):
+        if log.stop is None and limit and log.steps is not None and log.steps == limit.integer:
             yield info("C5", f"stopped by the step limit {limit.value}, not by the clock", log.path.name)
 
 
-CHECKS = (check_artifact, check_train_clock, check_eval_clock, check_hardware, check_stop)
+CHECKS = (
+    check_artifact,
+    check_totals,
+    check_train_clock,
+    check_eval_clock,
+    check_hardware,
+    check_declared_hardware,
+    check_stop,
+)

@@ -1,19 +1,23 @@
-"""`check FOLDER…`: the checklist on any records folder; exit status 1 on a FAIL."""
+"""`check FOLDER…`: the checklist on any records folder; exit status 1 on a FAIL, 2 on what is no folder."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
 
-from tools.check.checks import audit
+from tools.check.apart import Auditor
 from tools.check.execute import check_starts
 from tools.check.findings import Finding, Level, Mode
 from tools.runs.folder import Folder
-from tools.runs.writing import json_text
+
+CONTROL_CHARACTER = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+EXIT_UNUSABLE = 2  # a path that is no folder; the others are audited all the same
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,20 +42,35 @@ def run(args: argparse.Namespace) -> int:
         mode = Mode.CONVENTION
     progress = tqdm(args.folders, desc="auditing", disable=len(args.folders) < 2 or not sys.stderr.isatty())
     reports: dict[str, list[Finding]] = {}
-    for path in progress:
-        folder = Folder(path)
-        findings = audit(folder)
-        if args.run:
-            findings += check_starts(folder)
-        reports[str(path)] = findings
+    refusals: list[str] = []
+    with Auditor() as auditor:
+        for path in progress:
+            report = auditor.report(path)
+            if report.refusal is not None:
+                refusals.append(report.refusal)
+                continue
+            findings = report.findings
+            if args.run:
+                findings += check_starts(Folder(path))
+            reports[str(path)] = findings
     if args.json:
         listed = {path: [finding.as_json(mode) for finding in found] for path, found in reports.items()}
-        print(json_text(listed), end="")
+        print(json.dumps(listed, indent=2))
     else:
         for path, found in reports.items():
-            print(render(path, found, mode, args.quiet))
+            print(printable(render(path, found, mode, args.quiet)))
+    for refusal in refusals:
+        print(printable(f"tools check: {refusal}"), file=sys.stderr)
     levels = {finding.level(mode) for found in reports.values() for finding in found}
-    return int(Level.FAIL in levels)
+    if Level.FAIL in levels:
+        return 1
+    return EXIT_UNUSABLE if refusals else 0
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what a folder holds may be no valid Unicode, or steer the terminal."""
+    shown = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return CONTROL_CHARACTER.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
 
 
 def render(path: str, findings: list[Finding], mode: Mode, quiet: bool) -> str:
@@ -62,7 +81,8 @@ def render(path: str, findings: list[Finding], mode: Mode, quiet: bool) -> str:
         if quiet and level is Level.INFO:
             continue
         where = f"  [{finding.where}]" if finding.where else ""
-        lines.append(f"  {level.name:4} {finding.check:3} {finding.text}{where}")
+        text = f"{finding.text}{where}".replace("\n", "\\n")
+        lines.append(f"  {level.name:4} {finding.check:3} {text}")
         if finding.remedy and level is not Level.INFO:
             lines.append(f"           -> {finding.remedy}")
     counts = Counter(finding.level(mode).name for finding in findings)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
+from tools.check.budget import shipped_code_bytes
 from tools.check.findings import Finding, fail, info, warn
-from tools.runs.folder import Folder, SeedRun
-from tools.runs.logs import Final, RunLog, decimals
+from tools.runs.folder import Folder, SeedRun, number
+from tools.runs.logs import ByteCount, Final, RunLog, decimals
 from tools.runs.stats import deviation, mean
 
 SCORE_FIELDS = {"val_bpb": "bpb", "val_loss": "loss"}
+DECLARED_TOLERANCE = 1e-4  # the last digit that every log prints; fewer declared digits excuse nothing more
+TOTAL_FIELDS = ("bytes_total", "artifact_bytes", "artifact_bytes_max", "artifact_size_bytes")
+CODE_FIELDS = ("bytes_code", "code_bytes")
 
 
 def last_digit(value: float) -> float:
     """One unit of the last decimal of `value`; 1e-8 at the finest, the logs' own precision."""
-    return float(10.0 ** -min(decimals(str(Decimal(repr(value)))), 8))
+    return float(10.0 ** -min(decimals(repr(value)), 8))
 
 
 def matches(declared: float, measured: float) -> bool:
-    """Equal to the digits declared; truncation counts as rounding."""
-    return abs(declared - measured) < last_digit(declared) * 1.0001
-
-
-def number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Equal to the digits declared, and never further apart than DECLARED_TOLERANCE; truncation counts as
+    rounding."""
+    return abs(declared - measured) < min(last_digit(declared), DECLARED_TOLERANCE) * 1.0001
 
 
 def check_scores(folder: Folder) -> Iterator[Finding]:
@@ -58,9 +58,11 @@ def _check_score(
     single = _printed(folder, attribute, declared)
     other = _mean_of_others(folder, attribute, declared)
     if other:
-        yield warn(
+        report = warn if other.score else fail
+        why = "" if other.score else ": no score of the artifact"
+        yield report(
             "C7",
-            f"`{key}` {declared} is the mean of {other}, not of `{folder.headline_label}`",
+            f"`{key}` {declared} is the mean of {other.name}, not of `{folder.headline_label}`{why}",
             where,
             remedy,
         )
@@ -92,17 +94,26 @@ def _printed(folder: Folder, attribute: str, declared: float) -> tuple[RunLog, F
     return max(found, key=lambda pair: pair[1].rank, default=None)
 
 
-def _mean_of_others(folder: Folder, attribute: str, declared: float) -> str | None:
-    """Names the label, and the subfolder, whose mean over several logs is `declared`."""
-    groups: dict[tuple[str, str], list[float]] = {}
+class OtherScore(NamedTuple):
+    """Lines of several logs under one label; `score`: whether they score the artifact."""
+
+    name: str
+    score: bool
+
+
+def _mean_of_others(folder: Folder, attribute: str, declared: float) -> OtherScore | None:
+    """The label, and the subfolder, whose mean over several logs is `declared`; one that is a score first."""
+    groups: dict[tuple[str, str, bool], list[float]] = {}
     for log in folder.logs:
         place = log.path.parent.relative_to(folder.path).as_posix()
         for final in log.finals:
-            groups.setdefault((place, final.label), []).append(getattr(final, attribute))
-    for (place, label), values in groups.items():
+            key = (place, final.label, final.rank > 0)
+            groups.setdefault(key, []).append(getattr(final, attribute))
+    found = []
+    for (place, label, score), values in groups.items():
         if len(values) > 1 and matches(declared, mean(values)):
-            return f"`{label}`" if place == "." else f"`{label}` in {place}/"
-    return None
+            found.append(OtherScore(f"`{label}`" if place == "." else f"`{label}` in {place}/", score))
+    return max(found, key=lambda other: other.score, default=None)
 
 
 def check_spread(folder: Folder) -> Iterator[Finding]:
@@ -186,11 +197,15 @@ def _check_seed_counts(
 
 
 def check_bytes(folder: Folder) -> Iterator[Finding]:
-    """A4: `bytes_total` is a total that a log prints; the largest, where seeds differ."""
-    declared = number(folder.submission.get("bytes_total"))
+    """A4: declared totals are ones that a log prints; the largest, where seeds differ."""
     totals = {run.log.total_bytes.bytes: run for run in folder.seed_runs if run.log.total_bytes}
-    if declared is None or not totals:
-        return
+    for key in TOTAL_FIELDS:
+        declared = number(folder.submission.get(key))
+        if declared is not None and totals:
+            yield from _check_total(folder, key, declared, totals)
+
+
+def _check_total(folder: Folder, key: str, declared: float, totals: dict[int, SeedRun]) -> Iterator[Finding]:
     largest, run = max(totals.items())
     line = run.log.total_bytes.line if run.log.total_bytes else 1
     code = folder.script.bytes if folder.script else 0
@@ -199,14 +214,49 @@ def check_bytes(folder: Folder) -> Iterator[Finding]:
     if declared not in {*totals, *derived} and declared < largest:
         yield fail(
             "A4",
-            f"`bytes_total` {declared:,.0f} is in no log; the largest is {largest:,}",
+            f"`{key}` {declared:,.0f} is in no log; the largest is {largest:,}",
             run.log.where(line),
             "use the maximum over the seeds",
         )
     elif declared < largest:
         yield info(
-            "A4", f"`bytes_total` {declared:,.0f} is not the largest seed's {largest:,}", run.log.where(line)
+            "A4", f"`{key}` {declared:,.0f} is not the largest seed's {largest:,}", run.log.where(line)
         )
 
 
-CHECKS = (check_scores, check_spread, check_seed_results, check_bytes)
+def check_code_bytes(folder: Folder) -> Iterator[Finding]:
+    """A4: the declared bytes of code are those of the shipped script, or those that a log counts."""
+    if folder.script is None or folder.script.bytes == 0 or folder.submission_path is None:
+        return
+    counted = {
+        count.bytes for run in folder.seed_runs for count in run.log.byte_counts if _counts_code(count)
+    }
+    shipped = folder.script.bytes
+    known = counted | {
+        shipped,
+        shipped_code_bytes(folder),
+        len(folder.script.text.encode("utf-8", "replace")),
+    }
+    for key in CODE_FIELDS:
+        declared = number(folder.submission.get(key))
+        if declared is None or declared in known:
+            continue
+        logged = f", the logs count {', '.join(f'{size:,}' for size in sorted(counted))}" if counted else ""
+        text = f"`{key}` {declared:,.0f}, but {folder.script.path.name} has {shipped:,} bytes{logged}"
+        report = fail if declared < min(known) and not _is_rounded(declared, known) else warn
+        yield report("A4", text, folder.submission_path.name, "declare the bytes of the code as shipped")
+
+
+def _counts_code(count: ByteCount) -> bool:
+    return count.what == "Code size"
+
+
+def _is_rounded(declared: float, known: set[int]) -> bool:
+    """Whether a round number, such as 77,000, stands for one of `known`."""
+    unit = 1
+    while unit < 10_000 and declared % (unit * 10) == 0:
+        unit *= 10
+    return any(abs(declared - size) <= unit / 2 for size in known)
+
+
+CHECKS = (check_scores, check_spread, check_seed_results, check_bytes, check_code_bytes)

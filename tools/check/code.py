@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs import source
 from tools.runs.folder import README, REQUIREMENTS, Folder
+from tools.runs.logs import COUNT
 from tools.runs.rules import VALIDATION_DOCUMENTS
 
 OPTIONAL_MODULES = {
@@ -31,6 +33,8 @@ def check_syntax(folder: Folder) -> Iterator[Finding]:
     if script is None or not isinstance(script.tree, SyntaxError):
         return
     error = script.tree
+    if script.problem is not None:
+        return  # not read at all, or packed: `check_readable` says so
     here = ".".join(map(str, sys.version_info[:2]))
     where = script.where(error.lineno or 1)
     if sys.version_info[:2] >= FIRST_PYTHON_WITH_NESTED_QUOTES:
@@ -73,11 +77,7 @@ def check_programs(folder: Folder) -> Iterator[Finding]:
     script = folder.script
     if script is None:
         return
-    notes = "".join(
-        folder.file(name).read_text(encoding="utf-8", errors="replace")
-        for name in (README, REQUIREMENTS)
-        if folder.file(name).is_file()
-    )
+    notes = folder.text(README) + folder.text(REQUIREMENTS)
     for call in source.subprocess_calls(script):
         where = script.where(call.line)
         if call.name in INSTALLERS:
@@ -111,6 +111,29 @@ def check_closure(folder: Folder) -> Iterator[Finding]:
         )
 
 
+def check_outside(folder: Folder) -> Iterator[Finding]:
+    """A10: code that is run from outside the folder, and code that this reading cannot see."""
+    for script in folder.run_scripts:
+        for call in source.leaving_paths(script):
+            if call.name == "sys.path":
+                text = f"`sys.path` gets `{call.detail}`: modules may come from outside the folder"
+                yield warn("A10", text, script.where(call.line), "put the modules into the folder")
+                continue
+            yield fail(
+                "A10",
+                f"`{call.name}` runs `{call.detail}`, which is outside the folder",
+                script.where(call.line),
+                "all counted code lives in train_gpt.py; put it there",
+            )
+        for call in source.hidden_code(script):
+            yield warn(
+                "A10",
+                f"`{call.name}({call.detail})` runs code that no reading of the text shows",
+                script.where(call.line),
+                "write the code itself",
+            )
+
+
 def check_patterns(folder: Folder) -> Iterator[Finding]:
     """A12: functions worth proving. Names and keywords decide nothing, so this never warns."""
     script = folder.script
@@ -129,7 +152,7 @@ def check_split(folder: Folder) -> Iterator[Finding]:
     """A13: data preparation that cuts another validation split than the first 50,000 documents."""
     for script in folder.scripts.values():
         for call in source.argument_defaults(script, "--val-docs"):
-            if call.detail.isdecimal() and int(call.detail) != VALIDATION_DOCUMENTS:
+            if re.fullmatch(COUNT, call.detail) and int(call.detail) != VALIDATION_DOCUMENTS:
                 yield warn(
                     "A13",
                     f"--val-docs defaults to {int(call.detail):,}, validation is the first"
@@ -148,10 +171,11 @@ def brotli_missing() -> bool:
 def check_readable(folder: Folder) -> Iterator[Finding]:
     """A7: code in a form that this tool cannot read."""
     script = folder.script
-    if script is None or script.wrapped or isinstance(script.tree, SyntaxError):
+    if script is None or script.wrapped:
         return
     longest = max((len(line) for line in script.text.splitlines()), default=0)
-    if script.problem is None and not ("exec(" in script.text and longest > PACKED_LINE_CHARACTERS):
+    packed = source.EXECUTES.search(script.text) is not None and longest > PACKED_LINE_CHARACTERS
+    if script.problem is None and (isinstance(script.tree, SyntaxError) or not packed):
         return
     reason = script.problem or ("brotli is not installed here" if brotli_missing() else "unknown form")
     yield warn(
@@ -165,6 +189,7 @@ CHECKS = (
     check_imports,
     check_programs,
     check_closure,
+    check_outside,
     check_patterns,
     check_split,
 )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from tools.check.findings import Finding, contested, fail, info, warn
-from tools.runs.folder import README, SCRIPT, SUBMISSION, Folder
+from tools.runs.folder import DEPTH_MAX, FILES_MAX, README, SCRIPT, SUBMISSION, Folder, number
 from tools.runs.rules import TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
 
 FOLDER_NAME = re.compile(r"^\d{4}-\d\d-\d\d_[A-Za-z0-9._+-]+$")
@@ -34,7 +34,7 @@ def check_name(folder: Folder) -> Iterator[Finding]:
 def check_files(folder: Folder) -> Iterator[Finding]:
     required = {README: folder.file(README), SUBMISSION: folder.submission_path, SCRIPT: folder.script_path}
     for name, path in required.items():
-        if path is None or not path.is_file():
+        if path is None or path not in folder.files():
             yield fail(
                 "A2", f"missing `{name}`", folder.name, "add it; folders without it were not listed (#561)"
             )
@@ -67,8 +67,9 @@ def check_submission(folder: Folder) -> Iterator[Finding]:
 
 
 def _check_score(folder: Folder, name: str) -> Iterator[Finding]:
-    loss, bpb = folder.submission.get("val_loss"), folder.submission.get("val_bpb")
-    if not isinstance(bpb, int | float) or isinstance(bpb, bool):
+    loss = number(folder.submission.get("val_loss"))
+    bpb = number(folder.submission.get("val_bpb"))
+    if bpb is None:
         alias = next((key for key in SCORE_ALIASES if key in folder.submission), None)
         found = f", found `{alias}`" if alias else ""
         yield fail(
@@ -78,7 +79,7 @@ def _check_score(folder: Folder, name: str) -> Iterator[Finding]:
     if bpb <= 0 or not math.isfinite(bpb):
         yield fail("A3", f"`val_bpb` {bpb} is no bits per byte", name, "write the mean over the seeds")
         return
-    if not isinstance(loss, int | float) or isinstance(loss, bool):
+    if loss is None:
         return
     if loss == bpb:
         yield fail(
@@ -98,4 +99,28 @@ def _check_score(folder: Folder, name: str) -> Iterator[Finding]:
         )
 
 
-CHECKS = (check_name, check_files, check_submission)
+def check_links(folder: Folder) -> Iterator[Finding]:
+    """A2: everything is in the folder, and was read."""
+    for path in folder.leaving_links:
+        where = path.relative_to(folder.path).as_posix()
+        yield fail(
+            "A2",
+            f"`{where}` is a link that leaves the folder, or leads nowhere",
+            where,
+            "add the file itself",
+        )
+    for path, reason in folder.unread:
+        where = path.relative_to(folder.path).as_posix()
+        yield fail(
+            "A2", f"`{where}` was not read to its end: {reason}", where, "leave out what is no log or script"
+        )
+    if folder.cut_off:
+        yield fail(
+            "A2",
+            f"more than {FILES_MAX:,} files, or folders more than {DEPTH_MAX} deep: not all was looked at",
+            folder.name,
+            "leave out what does not belong to the record",
+        )
+
+
+CHECKS = (check_name, check_files, check_links, check_submission)

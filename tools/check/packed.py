@@ -12,13 +12,14 @@ from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
 from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, nested, submission
+from tools.runs.derive import Evidence, compare_with, mapping, nested, submission
 from tools.runs.errors import RecordError
-from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder
-from tools.runs.logs import decimals, read_log
+from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder, number
+from tools.runs.logs import decimals
 from tools.runs.source import IGNORED_IN, read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
+PACKED_BYTES_MAX = 64 * 2**20  # of one file; no more is hashed
 REMEDY = "restore the packed file, or pack the runs again"
 
 
@@ -31,10 +32,11 @@ def check_files(folder: Folder) -> Iterator[Finding]:
         yield fail("A2", "`files` is missing: nothing says what was packed", SUBMISSION, REMEDY)
         return
     for name, digest in files.items():
-        path = folder.file(name)
-        if not path.is_file():
+        if not folder.has(name):
             yield fail("A2", f"`{name}` was packed and is missing", name, REMEDY)
-        elif sha256_file(path) != digest:
+        elif folder.file(name).stat().st_size > PACKED_BYTES_MAX:
+            yield fail("A2", f"`{name}` has more than {PACKED_BYTES_MAX:,} bytes: not read", name, REMEDY)
+        elif sha256_file(folder.file(name)) != digest:
             yield fail("A2", f"`{name}` is not the file that was packed: its sha256 differs", name, REMEDY)
 
 
@@ -44,7 +46,7 @@ def check_code(folder: Folder) -> Iterator[Finding]:
         return
     readable = folder.file(READABLE_SCRIPT)
     source = folder.script.raw
-    if readable.is_file():
+    if folder.has(READABLE_SCRIPT):
         source = read_script(readable).raw
         text = source.decode("utf-8", errors="replace")
         if not same_program(folder.script.text, text, IGNORED_IN.get(folder.name, ())):
@@ -56,7 +58,8 @@ def check_code(folder: Folder) -> Iterator[Finding]:
         if ran and ran != digest:
             yield fail(
                 "A6",
-                f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…, ran {ran[:12]}…",
+                f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…,"
+                f" ran {str(ran)[:12]}…",
                 SUMMARY_NAME.format(seed=seed),
                 REMEDY,
             )
@@ -68,12 +71,13 @@ def _declared_seeds(folder: Folder) -> list[int]:
 
 
 def _evidence(folder: Folder) -> list[Evidence]:
+    logs = {log.path.name: log for log in folder.logs if log.path.parent == folder.path}
     found = []
     for seed in _declared_seeds(folder):
-        path = folder.file(LOG_NAME.format(seed=seed))
+        log = logs.get(LOG_NAME.format(seed=seed))
         summary = folder.summaries.get(seed)
-        if path.is_file() and summary is not None:
-            found.append(Evidence(seed, read_log(path), summary))
+        if log is not None and summary is not None:
+            found.append(Evidence(seed, log, summary))
     return found
 
 
@@ -111,7 +115,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
             if recorded is not None and printed is not None and recorded != printed:
                 yield fail(
                     "A4",
-                    f"{name}: {printed:,} in the log, {recorded:,} in the summary",
+                    f"{name}: {printed:,} in the log, {recorded!r} in the summary",
                     log.path.name,
                     REMEDY,
                 )
@@ -119,7 +123,7 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
 
 def _check_losses(evidence: Evidence) -> Iterator[Finding]:
     log = evidence.log
-    for name, loss in (nested(evidence.summary, "losses") or {}).items():
+    for name, loss in mapping(evidence.summary, "losses").items():
         if not isinstance(loss, Mapping):
             continue
         found = [final for final in log.finals if name in final.label]
@@ -128,8 +132,9 @@ def _check_losses(evidence: Evidence) -> Iterator[Finding]:
                 "val_loss": (final.loss_text, loss.get("nats")),
                 "val_bpb": (final.bpb_text, loss.get("bits_per_byte")),
             }
-            for key, (printed, recorded) in pairs.items():
-                if isinstance(recorded, int | float) and f"{recorded:.{decimals(printed)}f}" != printed:
+            for key, (printed, value) in pairs.items():
+                recorded = number(value)
+                if recorded is not None and f"{recorded:.{decimals(printed)}f}" != printed:
                     yield fail(
                         "A4",
                         f"`{final.label}` {key} is {printed} in the log and {recorded!r} in the summary",
@@ -173,9 +178,10 @@ def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any])
 
 def _numbers(value: Any) -> list[float]:
     """`value` where it is a list of numbers, else nothing."""
-    if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+    if not isinstance(value, list):
         return []
-    return value
+    found = [number(item) for item in value]
+    return [item for item in found if item is not None] if None not in found else []
 
 
 def _differences(got: Any, expected: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -194,20 +200,19 @@ def _differences(got: Any, expected: Any, place: str = "") -> Iterator[tuple[str
 def _check_readme(
     folder: Folder, expected: dict[str, Any], summaries: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    path = folder.file(README)
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = folder.text(README)
     parts = split_at_marks(text.replace(readme.FORMER_BEGIN, readme.BEGIN), readme.BEGIN, readme.END)
     if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
-    wanted = readme.render(expected, summaries, folder.file(READABLE_SCRIPT).is_file())
+    wanted = readme.render(expected, summaries, folder.has(READABLE_SCRIPT))
     wanted_parts = split_at_marks(wanted, readme.BEGIN, readme.END)
     assert wanted_parts is not None
     first_line = parts.before.count("\n") + 1
     lines = zip_longest(parts.between.splitlines(), wanted_parts.between.splitlines(), fillvalue="")
-    for number, (got, derived) in enumerate(lines, first_line):
+    for line, (got, derived) in enumerate(lines, first_line):
         if got != derived:
-            where = f"{README}:{number}"
+            where = f"{README}:{line}"
             yield fail("A4", f"README.md says `{got}`, the logs give `{derived}`", where, REMEDY)
             return
 
@@ -216,7 +221,7 @@ def check_limits(folder: Folder) -> Iterator[Finding]:
     """C2, C3, A9: limits that the runs themselves judged; binding in the record track."""
     report = fail if is_record(folder) else warn
     for seed, summary in folder.summaries.items():
-        for name, limit in (nested(summary, "limits") or {}).items():
+        for name, limit in mapping(summary, "limits").items():
             if isinstance(limit, Mapping) and limit.get("ok") is False:
                 yield report(
                     LIMIT_CHECKS.get(name, "C2"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from tools.check.budget import is_record
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import Folder, SeedRun
-from tools.runs.logs import Final, decimals
+from tools.runs.logs import EXACT, Final, Point, decimals
 from tools.runs.rules import (
     BYTE_ERROR_TOLERANCE,
     KNOWN_BYTE_ERRORS,
@@ -22,6 +23,8 @@ from tools.runs.rules import (
 from tools.runs.stats import deviation, mean
 
 DIGITS_MIN = 6  # printed decimals below which the implied bytes scatter too far
+RATIO_TOLERANCE = 5e-5  # public evaluations drop up to a window of the text at its end: 6.5e-5 at most
+Report = Callable[[str, str, str, str], Finding]
 OVERLAP_SHARDS = 1499  # shard count of the export whose training text overlaps validation (#2127)
 
 
@@ -82,14 +85,14 @@ def _check_implied(folder: Folder, run: SeedRun, score: Final) -> Iterator[Findi
 
 def _integer(run: SeedRun) -> int | None:
     located = run.log.validation_tokens
-    return int(located.value) if located and located.value.isdecimal() else None
+    return located.integer if located else None
 
 
 def check_provenance(folder: Folder) -> Iterator[Finding]:
     """C6: signs of training shards that hold validation documents."""
     for run in folder.seed_runs:
         shards = run.log.settings.get("train_shards")
-        if shards and shards.value.isdecimal() and int(shards.value) >= OVERLAP_SHARDS:
+        if shards and (shards.integer or 0) >= OVERLAP_SHARDS:
             yield warn(
                 "C6",
                 f"train_shards {shards.value}: the count of the export that overlaps validation (#2127)",
@@ -144,4 +147,91 @@ def check_plausible(folder: Folder) -> Iterator[Finding]:
             )
 
 
-CHECKS = (check_denominator, check_provenance, check_seeds, check_plausible)
+def check_ratios(folder: Folder) -> Iterator[Finding]:
+    """C1: losses and bits per byte of one log have one ratio, bytes per token, to their printed digits."""
+    for run in folder.seed_runs:
+        scored = [
+            _ratio(final.label, final.line, final.loss_text, final.bpb_text) for final in run.log.finals
+        ]
+        finals = [ratio for ratio in scored if ratio is not None]
+        yield from _check_exact_lines(run)
+        yield from _disagreement(run, finals, fail)
+        during = [_ratio_of_point(point) for point in run.log.validation if point.bpb is not None]
+        validated = [ratio for ratio in during if ratio is not None]
+        # Validations during training may read a part of the text only, and not always the same.
+        yield from _disagreement(run, validated, warn)
+        if finals and validated:
+            yield from _disagreement(run, [validated[-1], finals[-1]], warn)
+
+
+def _check_exact_lines(run: SeedRun) -> Iterator[Finding]:
+    """A line `x_exact` repeats the line `x` before it with all digits."""
+    rounded: dict[str, Final] = {}
+    for final in run.log.finals:
+        before = rounded.get(final.label.removesuffix(EXACT)) if final.label.endswith(EXACT) else None
+        rounded[final.label] = final
+        if before is None:
+            continue
+        for name, exact, text in (
+            ("val_loss", final.loss, before.loss_text),
+            ("val_bpb", final.bpb, before.bpb_text),
+        ):
+            if abs(exact - float(text)) > 10.0 ** -decimals(text):
+                yield fail(
+                    "C1",
+                    f"`{final.label}` {name} is {exact}, the line `{before.label}` before it says {text}",
+                    run.log.where(final.line),
+                    "ship the log as the script wrote it",
+                )
+
+
+class Ratio(NamedTuple):
+    """Bounds of val_loss / val_bpb that the printed digits leave, widened by RATIO_TOLERANCE."""
+
+    low: float
+    high: float
+    label: str
+    line: int
+
+
+def _ratio(label: str, line: int, loss_text: str, bpb_text: str) -> Ratio | None:
+    loss, bpb = float(loss_text), float(bpb_text)
+    loss_unit = 0.5 * 10.0 ** -decimals(loss_text)
+    bpb_unit = 0.5 * 10.0 ** -decimals(bpb_text)
+    if not (math.isfinite(loss) and math.isfinite(bpb)) or loss <= loss_unit or bpb <= bpb_unit:
+        return None
+    low = (loss - loss_unit) / (bpb + bpb_unit) * (1 - RATIO_TOLERANCE)
+    high = (loss + loss_unit) / (bpb - bpb_unit) * (1 + RATIO_TOLERANCE)
+    return Ratio(low, high, label, line)
+
+
+def _ratio_of_point(point: Point) -> Ratio | None:
+    return _ratio(f"step {point.step}", point.line, f"{point.loss:.4f}", f"{point.bpb:.4f}")
+
+
+def _disagree(ratios: list[Ratio]) -> tuple[Ratio, Ratio] | None:
+    """The two ratios that are furthest apart, the later line last; None where all agree."""
+    if not ratios:
+        return None
+    highest = max(ratios, key=lambda ratio: ratio.low)
+    lowest = min(ratios, key=lambda ratio: ratio.high)
+    if highest.low <= lowest.high:
+        return None
+    return (highest, lowest) if highest.line < lowest.line else (lowest, highest)
+
+
+def _disagreement(run: SeedRun, ratios: list[Ratio], report: Report) -> Iterator[Finding]:
+    pair = _disagree(ratios)
+    if pair is None:
+        return
+    first, second = pair
+    yield report(
+        "C1",
+        f"val_loss / val_bpb is {(first.low + first.high) / 2:.5f} for `{first.label}` and"
+        f" {(second.low + second.high) / 2:.5f} for `{second.label}`: one text has one ratio",
+        f"{run.log.where(first.line)}, {second.line}",
+        "ship the log as the script wrote it; score one text with one byte count",
+    )
+
+
+CHECKS = (check_denominator, check_ratios, check_provenance, check_seeds, check_plausible)

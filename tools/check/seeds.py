@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
+import itertools
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from tools.check.findings import Finding, fail, info, warn
 from tools.runs.folder import Folder, SeedRun
+from tools.runs.logs import LOG_BYTES_MAX, RunLog
 from tools.runs.source import Script, same_program
 
 PER_SEED_SETTINGS = {"seed", "run_id", "pid", "rank", "local_rank", "logfile", "artifact_dir"}
+COPIED_POINTS_MIN = 8
+COPIED_SHARE = (
+    0.6  # of the steps two logs have in common; two runs of eight GPUs reach a third by their clocks
+)
 PATH_SETTINGS = ("path", "dir", "file", "logs")
 
 
@@ -26,12 +33,18 @@ def check_distinct(folder: Folder) -> Iterator[Finding]:
                 run.log.where(run.log.settings["seed"].line),
                 f"ship the log of seed {run.named_seed}, or make the script read SEED",
             )
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = _digest(path)
         if digest in digests:
             other = digests[digest].log.path.name
             yield fail("A5", f"{path.name} is identical to {other}", path.name, "ship one log per run")
         digests[digest] = run
     yield from _check_declared_seeds(folder)
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of what of a log is read, and its size."""
+    with path.open("rb") as file:
+        return f"{hashlib.sha256(file.read(LOG_BYTES_MAX)).hexdigest()} {path.stat().st_size}"
 
 
 def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
@@ -84,13 +97,15 @@ def _check_embedded(run: SeedRun, scripts: list[Script]) -> Iterator[Finding]:
     if not scripts or any(_same_lines(ran, script.text) for script in scripts):
         return
     nearest = max(scripts, key=lambda script: len(set(ran.splitlines()) & set(script.text.splitlines())))
-    changes = list(difflib.unified_diff(ran.splitlines(), nearest.text.splitlines(), lineterm="", n=0))
-    first = next((line for line in changes if line.startswith("@@")), "")
-    where = f"{nearest.path.name} {first}"
+    lines, shipped = _stripped(ran), _stripped(nearest.text)
+    pairs = enumerate(itertools.zip_longest(lines, shipped), 1)
+    first = next((number for number, (old, new) in pairs if old != new), 1)
+    where = nearest.where(first)
     if any(same_program(ran, script.text) for script in scripts):
         yield info("A6", f"{run.log.path.name} holds a source that differs in layout or comments only", where)
         return
-    changed = sum(line[:1] in "+-" for line in changes[2:])
+    only_ran, only_shipped = Counter(lines), Counter(shipped)
+    changed = (only_ran - only_shipped).total() + (only_shipped - only_ran).total()
     yield fail(
         "A6",
         f"{run.log.path.name} holds a source that differs from {nearest.path.name} in {changed} lines",
@@ -100,9 +115,12 @@ def _check_embedded(run: SeedRun, scripts: list[Script]) -> Iterator[Finding]:
 
 
 def _same_lines(first: str, second: str) -> bool:
-    return [x.rstrip() for x in first.rstrip().splitlines()] == [
-        x.rstrip() for x in second.rstrip().splitlines()
-    ]
+    return _stripped(first) == _stripped(second)
+
+
+def _stripped(text: str) -> list[str]:
+    """The lines of a text without spaces at their ends."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def check_same_config(folder: Folder) -> Iterator[Finding]:
@@ -142,4 +160,39 @@ def check_complete(folder: Folder) -> Iterator[Finding]:
             )
 
 
-CHECKS = (check_distinct, check_same_code, check_same_config, check_complete)
+def check_curves(folder: Folder) -> Iterator[Finding]:
+    """A5: training losses and clock of one seed are not those of another, also not moved by a constant."""
+    for first, second in itertools.combinations(folder.seed_runs, 2):
+        for name, of_first, of_second in (
+            ("training losses", _losses(first.log), _losses(second.log)),
+            ("clock", _clock(first.log), _clock(second.log)),
+        ):
+            same, common = _copied(of_first, of_second)
+            if same >= COPIED_POINTS_MIN and same >= COPIED_SHARE * common:
+                yield fail(
+                    "A5",
+                    f"the {name} of {second.log.path.name} and {first.log.path.name} agree at {same} of"
+                    f" {common} steps but for a constant: one run, not two",
+                    second.log.path.name,
+                    "ship one log per run",
+                )
+
+
+def _losses(log: RunLog) -> dict[int, float]:
+    return {point.step: point.loss for point in log.train}
+
+
+def _clock(log: RunLog) -> dict[int, float]:
+    """Milliseconds of training by step, where the log prints more than whole seconds."""
+    times = {point.step: point.time_ms for point in log.train if point.time_ms is not None}
+    return {step: time for step, time in times.items() if time % 1000}
+
+
+def _copied(first: dict[int, float], second: dict[int, float]) -> tuple[int, int]:
+    """How many common steps have the commonest difference, to four decimals, and how many are common."""
+    common = [step for step in first if step in second]
+    differences = Counter(round(first[step] - second[step], 4) for step in common)
+    return max(differences.values(), default=0), len(common)
+
+
+CHECKS = (check_distinct, check_curves, check_same_code, check_same_config, check_complete)

@@ -51,10 +51,16 @@ def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
     return found
 
 
+def second_half(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points from the middle of the last one's place on: losses fall steeply before and hardly after."""
+    middle = max((x for x, _ in points), default=0.0) / 2
+    return [(x, y) for x, y in points if x >= middle]
+
+
 def batch_tokens(run: Run) -> int | None:
     """Tokens of one optimizer step, as the log prints it."""
     located = run.log.settings.get("train_batch_tokens")
-    return int(located.value) if located and located.value.isdecimal() else None
+    return located.integer if located else None
 
 
 def train_loss(run: Run) -> list[Sample]:
@@ -95,9 +101,7 @@ def _samples(run: Run, kind: str, key: str) -> list[Sample]:
 
 def _from_points(run: Run, points: Sequence[tuple[int, float | None, float]]) -> list[Sample]:
     batch = batch_tokens(run)
-    return [
-        Sample(step, _product(step, batch), _seconds(time_ms), value) for step, time_ms, value in points
-    ]
+    return [Sample(step, _product(step, batch), _seconds(time_ms), value) for step, time_ms, value in points]
 
 
 def _seconds(milliseconds: float | None) -> float | None:

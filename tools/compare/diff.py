@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json_text(as_json(found)), end="")
     elif out is not None:
-        print(f"{out}: {found.new.name} against {found.base.name}")
+        print(f"{out}: {sentence(found)}")
     else:
         print(text(found, show_code=not args.no_code))
     return 0
@@ -155,6 +155,44 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{shown} (n={len(values)})"
 
 
+def sentence(found: Difference) -> str:
+    """The whole comparison in one sentence: the gain, whether it is significant, and what differs."""
+    comparison = found.comparison
+    plus, minus = changed_lines(found.code)
+    settings = len(found.settings)
+    changes = []
+    if settings:
+        changes.append(f"{settings} setting{'s' if settings > 1 else ''}")
+    if plus or minus:
+        changes.append(f"the code (+{plus} -{minus} lines)")
+    differ = f"they differ in {' and '.join(changes)}" if changes else "settings and code are equal"
+    if comparison is None:
+        return f"{found.new.name} cannot be compared with {found.base.name}, one has no score; {differ}."
+    gain = comparison.gain_bpb
+    direction = "better" if gain > 0 else "worse"
+    if gain == 0:
+        return f"{found.new.name} and {found.base.name} have the same score; {differ}."
+    return (
+        f"{found.new.name} is {direction} than {found.base.name} by {abs(gain):.6f} bits per byte,"
+        f" {_significance(comparison)}; {differ}."
+    )
+
+
+def _significance(comparison: Comparison) -> str:
+    """What the one-sided test, without a margin, says of a gain, or of a loss."""
+    seeds = f"seeds: {comparison.seeds_new} against {comparison.seeds_base}"
+    if comparison.frontier is None:
+        return f"which cannot be tested ({seeds})"
+    p = comparison.frontier.p if comparison.gain_bpb > 0 else 1 - comparison.frontier.p
+    if p < MARGIN_P:
+        verdict = "which is significant"
+    elif p < FRONTIER_P:
+        verdict = f"which is weakly supported (p < {FRONTIER_P}, not < {MARGIN_P})"
+    else:
+        verdict = "which is no more than chance may bring"
+    return f"{verdict} (p = {p:.4f}, {seeds})"
+
+
 def verdict_lines(found: Difference) -> list[str]:
     """The gain in three units and the outcome at both standards; then the outcome with reruns, if any."""
     comparison = found.comparison
@@ -209,7 +247,7 @@ def text(found: Difference, show_code: bool) -> str:
     """The whole comparison for a terminal."""
     plus, minus = changed_lines(found.code)
     blocks = [
-        f"{found.new.name}\nagainst {found.base.name}",
+        sentence(found),
         "\n".join(verdict_lines(found)),
         columns(["metric", "base", "new", "change"], metric_rows(found)),
         columns(["setting", "base", "new"], [list(row) for row in found.settings]) or "settings: equal",
@@ -237,6 +275,7 @@ def as_json(found: Difference) -> dict[str, Any]:
     return {
         "base": found.base.name,
         "new": found.new.name,
+        "sentence": sentence(found),
         "comparison": found.comparison.as_json() if found.comparison else None,
         "reruns": {name: rerun.as_json() for name, rerun in found.reruns.items()},
         "settings": [{"name": name, "base": base, "new": new} for name, base, new in found.settings],
@@ -255,7 +294,7 @@ def html(found: Difference) -> str:
     return page.page(
         f"{found.new.name} against {found.base.name}",
         [
-            ("Verdict", page.paragraphs(verdict_lines(found))),
+            ("Verdict", page.paragraphs([sentence(found), *verdict_lines(found)])),
             ("Metrics", page.table(["metric", "base", "new", "change"], metric_rows(found))),
             ("Curves", charts(found)),
             ("Phases", phases),
@@ -286,6 +325,8 @@ def charts(found: Difference) -> str:
     for axis in curves.AXES:
         title = f"Training loss by {axis}"
         figures.append(_chart(found, title, axis, "nats per token", curves.train_loss))
+    title = "Training loss, second half"
+    figures.append(_chart(found, title, "steps", "nats per token", curves.train_loss, curves.second_half))
     figures.append(_chart(found, "Validation", "steps", "bits per byte", curves.validation_bpb))
     figures.append(_chart(found, "Validation by seconds", "seconds", "bits per byte", curves.validation_bpb))
     lines = []
@@ -298,11 +339,20 @@ def charts(found: Difference) -> str:
     return f'{legend}<div class="charts">{drawn}</div>' if drawn else ""
 
 
+Points = list[tuple[float, float]]
+
+
 def _chart(
-    found: Difference, title: str, axis: str, unit: str, series: Callable[[Run], list[curves.Sample]]
+    found: Difference,
+    title: str,
+    axis: str,
+    unit: str,
+    series: Callable[[Run], list[curves.Sample]],
+    part: Callable[[Points], Points] = list,
 ) -> str:
+    """One series of every run; `part` takes the points that are drawn out of all."""
     lines = []
     for kind, group in (("base", found.base), ("new", found.new)):
         for run in group.runs:
-            lines.append(svg.Line(kind, curves.points(series(run), axis)))
+            lines.append(svg.Line(kind, part(curves.points(series(run), axis))))
     return svg.chart(title, axis, unit, lines)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CAUSE_COLOURS = {"compile": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
-SETTLED = 0.05  # part of a run left out of the loss limits: losses fall steeply there
 BINS = 40
 
 
@@ -70,13 +69,14 @@ def draw(runs: Sequence[Run], out: Path) -> None:
     from matplotlib import pyplot
 
     validated = any(curves.validation_bpb(found) for found in runs)
-    rows = 3 if validated else 2
+    rows = 4 if validated else 3
     figure, axes = pyplot.subplots(rows, 3, figsize=(15, 3.7 * rows), constrained_layout=True)
     try:
         for column, axis in enumerate(curves.AXES):
             _draw_loss(axes[0][column], runs, axis)
+            _draw_series(axes[1][column], runs, axis, _late_loss, "nats per token, second half", "-")
             if validated:
-                _draw_series(axes[1][column], runs, axis, curves.validation_bpb, "bits per byte", "o-")
+                _draw_series(axes[2][column], runs, axis, curves.validation_bpb, "bits per byte", "o-")
         _draw_times(axes[-1][0], runs)
         _draw_histogram(axes[-1][1], runs)
         _draw_causes(axes[-1][2], runs)
@@ -97,7 +97,6 @@ def _draw_series(axes: Axes, runs: Sequence[Run], axis: str, series: Series, uni
         if points:
             xs, ys = zip(*points, strict=True)
             axes.plot(xs, ys, style, color=f"C{index % 10}", linewidth=1, markersize=3, label=found.name)
-    _limit(axes)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k tokens, not 400000
     axes.set_xlabel(axis)
     axes.set_ylabel(unit)
@@ -109,21 +108,11 @@ def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str) -> None:
     _draw_series(axes, runs, axis, curves.train_loss, "nats per token (o: validation)", "-")
 
 
-def _limit(axes: Axes) -> None:
-    """Set the limits of y by what follows the steep beginning."""
-    points: list[tuple[float, float]] = []
-    lines: Any = axes.get_lines()
-    for line in lines:
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):
-            points.append((float(x), float(y)))
-    end = max((x for x, _ in points), default=0.0)
-    settled = [y for x, y in points if x >= SETTLED * end]
-    if not settled:
-        return
-    low, high = min(settled), max(settled)
-    if low < high:
-        pad = 0.05 * (high - low)
-        axes.set_ylim(low - pad, high + pad)
+def _late_loss(found: Run) -> list[curves.Sample]:
+    """Training loss of the second half of the steps, where it falls slowly."""
+    samples = curves.train_loss(found)
+    middle = max((sample.step for sample in samples), default=0) / 2
+    return [sample for sample in samples if sample.step >= middle]
 
 
 def _draw_legend(axes: Axes, runs: Sequence[Run]) -> None:
@@ -167,7 +156,10 @@ def _draw_histogram(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _draw_causes(axes: Axes, runs: Sequence[Run]) -> None:
     """How many slow intervals each cause has."""
+    from matplotlib.ticker import MaxNLocator
+
     counts = Counter(t.cause for found in runs for t in curves.step_times(found) if t.cause)
     causes = list(CAUSE_COLOURS)
     axes.bar(causes, [counts.get(cause, 0) for cause in causes], color=list(CAUSE_COLOURS.values()))
     axes.set_ylabel("slow intervals")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))

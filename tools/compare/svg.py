@@ -11,7 +11,6 @@ WIDTH, HEIGHT = 380, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 34
 POINTS_MAX = 400  # per line: more than a screen shows
 TICKS = 5
-SETTLED = 0.05  # the part of the x range left out of the y limits: losses fall steeply there
 Points = Sequence[tuple[float, float]]
 
 
@@ -40,7 +39,7 @@ class Frame:
 
 
 def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
-    """A figure with its caption; empty text when no line has two points."""
+    """A figure with its caption that shows every point; empty text when no line has two."""
     drawn = [line for line in lines if len(line.points) > 1]
     if not drawn:
         return ""
@@ -60,9 +59,7 @@ def chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
 
 def _frame(lines: Sequence[Line]) -> Frame:
     x_low, x_high = _limits([x for line in lines for x, _ in line.points])
-    start = x_low + SETTLED * (x_high - x_low)
-    settled = [y for line in lines for x, y in line.points if x >= start]
-    y_low, y_high = _limits(settled, pad=0.05)
+    y_low, y_high = _limits([y for line in lines for _, y in line.points], pad=0.05)
     return Frame(x_low, x_high, y_low, y_high)
 
 

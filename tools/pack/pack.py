@@ -19,7 +19,7 @@ from data.files import sha256_file, write_bytes
 from tools import RECORDS
 from tools.compare.codediff import unified
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, nested, submission
+from tools.runs.derive import Evidence, compare_with, hardware, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     BASELINE_DIFF,
@@ -33,19 +33,29 @@ from tools.runs.folder import (
     SUBMISSION,
     SUMMARY_NAME,
 )
-from tools.runs.rules import ARTIFACT_BYTES_MAX, RECORD_TRACK
-from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, RunDirectory, load_group
+from tools.runs.hardware import GPU_MODEL, compact
+from tools.runs.rules import (
+    ARTIFACT_BYTES_MAX,
+    RECORD_GPU,
+    RECORD_TRACK,
+    RECORD_WORLD_SIZE,
+    TRAIN_SECONDS_MAX,
+    VALIDATION_BYTES,
+    VALIDATION_BYTES_TOLERANCE,
+)
+from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, Group, RunDirectory, load_group
 from tools.runs.source import decoded, same_program, unwrap
 from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
+TRACK = re.compile(r"track_[A-Za-z0-9_]+")
 PINNED = ("torch", "numpy", "sentencepiece", "triton")  # what a shipped script may import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, one per seed")
     parser.add_argument("--name", required=True, help="name of the record: letters, digits and . _ + -")
-    parser.add_argument("--track", default=RECORD_TRACK, help="track folder (default: %(default)s)")
+    parser.add_argument("--track", help="track folder (default: named by the runs' hardware, time and limit)")
     parser.add_argument(
         "--date", default=datetime.date.today().isoformat(), help="YYYY-MM-DD (default: today)"
     )
@@ -63,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    destination = args.records / args.track / f"{args.date}_{args.name}"
-    _check_names(args, destination)
+    _check_names(args)
+    base = load_group(args.baseline) if args.baseline is not None else None
     runs = [
         RunDirectory(path) for path in tqdm(args.runs, desc="reading runs", disable=not sys.stderr.isatty())
     ]
@@ -72,13 +82,18 @@ def run(args: argparse.Namespace) -> int:
     if refusals:
         raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
     runs.sort(key=lambda directory: directory.seed or 0)
+    track = args.track or track_of(runs[0])
+    if track == RECORD_TRACK:
+        _check_record(runs)
+    destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
-    identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date", "track")}
+    identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date")}
+    identity["track"] = track
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
     try:
-        packed = write_folder(staging, runs, code, identity, args.baseline)
-        over = over_cap(packed, runs, args.track)
+        packed = write_folder(staging, runs, code, identity, base)
+        over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
         staging.chmod(0o755)
@@ -92,16 +107,89 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_names(args: argparse.Namespace, destination: Path) -> None:
+def _check_names(args: argparse.Namespace) -> None:
     if not NAME.fullmatch(args.name):
         raise RecordError(f"--name {args.name!r}: use letters, digits and . _ + - only")
+    if args.track is not None and not TRACK.fullmatch(args.track):
+        raise RecordError(
+            f"--track {args.track!r}: expected track_ and letters, digits or _: a folder in --records"
+        )
     try:
         datetime.date.fromisoformat(args.date)
     except ValueError as error:
         raise RecordError(f"--date {args.date!r}: expected YYYY-MM-DD") from error
+
+
+def _destination(records: Path, track: str, name: str) -> Path:
+    """The folder to write, new and inside `records`."""
+    destination = records / track / name
+    if not destination.parent.resolve().is_relative_to(records.resolve()):
+        raise RecordError(f"{destination.parent} is a link that leaves {records}: choose another --track")
     if destination.exists():
         raise RecordError(
             f"{destination} exists and is never overwritten: choose another --name or remove it"
+        )
+    return destination
+
+
+def track_of(directory: RunDirectory) -> str:
+    """The track that a run belongs to by its configuration: hardware, training time, limit of the artifact.
+
+    A run that keeps the record track's rules belongs there; of another, these three make the name, such as
+    `track_cpu_60s_450kb`.
+    """
+    if not no_record_because(directory):
+        return RECORD_TRACK
+    gpus = nested(directory.summary, "hardware", "gpus")
+    world = nested(directory.summary, "hardware", "world_size") or 1
+    parts = ["track", "cpu"]
+    if isinstance(gpus, list) and gpus:
+        model = GPU_MODEL.search(str(gpus[0]))
+        parts[1] = f"{world}x{compact(model[2]).lower() if model else 'gpu'}"
+    seconds = _setting(directory, "MAX_WALLCLOCK_SECONDS")
+    if seconds:
+        parts.append(f"{seconds / 60:.0f}min" if seconds >= 120 and seconds % 60 == 0 else f"{seconds:.0f}s")
+    cap = _setting(directory, "ARTIFACT_BYTES_MAX")
+    if cap:
+        parts.append(f"{cap / 1e6:.0f}mb" if cap % 1_000_000 == 0 else f"{cap / 1e3:.0f}kb")
+    return "_".join(parts)
+
+
+def _setting(directory: RunDirectory, name: str) -> float | None:
+    """A number of the run's configuration; None where it has none."""
+    try:
+        return float(directory.config.get(name, ""))
+    except ValueError:
+        return None
+
+
+def no_record_because(directory: RunDirectory) -> list[str]:
+    """What keeps a run out of the record track; empty for a run by its rules."""
+    reasons = []
+    world = nested(directory.summary, "hardware", "world_size")
+    gpus = nested(directory.summary, "hardware", "gpus")
+    known = isinstance(gpus, list) and bool(gpus) and all(RECORD_GPU in str(gpu) for gpu in gpus)
+    if world != RECORD_WORLD_SIZE or not known:
+        reasons.append(f"it ran on {hardware(directory.summary)}, not on {RECORD_WORLD_SIZE} x {RECORD_GPU}")
+    seconds = _setting(directory, "MAX_WALLCLOCK_SECONDS")
+    if seconds is None or not 0 < seconds <= TRAIN_SECONDS_MAX:
+        shown = "no limit" if not seconds else f"{seconds:g}"
+        reasons.append(f"MAX_WALLCLOCK_SECONDS is {shown}, at most {TRAIN_SECONDS_MAX:g} are allowed")
+    text_bytes = nested(directory.summary, "data", "val_bytes")
+    if isinstance(text_bytes, int) and abs(text_bytes / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
+        reasons.append(
+            f"it was scored on {text_bytes:,} bytes, the challenge's text has {VALIDATION_BYTES:,}"
+        )
+    return reasons
+
+
+def _check_record(runs: Sequence[RunDirectory]) -> None:
+    reasons = [f"{directory.path}: {reason}" for directory in runs for reason in no_record_because(directory)]
+    if reasons:
+        raise RecordError(
+            f"these runs are none for {RECORD_TRACK}:\n  - "
+            + "\n  - ".join(reasons)
+            + f"\nleave --track out ({track_of(runs[0])}), or name another one"
         )
 
 
@@ -132,6 +220,8 @@ def _repeated(values: Sequence[int | None]) -> set[int]:
 def _refuse_one(directory: RunDirectory) -> list[str]:
     summary = directory.summary
     reasons = []
+    if directory.log.unread:
+        reasons.append(f"{directory.path / LOG} is too long to be audited: {directory.log.unread}")
     if summary.get("exit") != FINISHED:
         reasons.append(f"{directory.path} did not finish: exit is {summary.get('exit')!r}")
     if directory.log.headline is None or directory.log.model_bytes is None:
@@ -182,7 +272,7 @@ def write_folder(
     runs: Sequence[RunDirectory],
     code: ShippedCode,
     identity: dict[str, Any],
-    baseline: Path | None,
+    base: Group | None,
 ) -> dict[str, Any]:
     """Write every file of the record into `folder`; returns submission.json's object."""
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
@@ -195,15 +285,14 @@ def write_folder(
     kept = [line for line in runs[0].config_lines if line.split("=", 1)[0] not in PER_RUN_SETTINGS]
     write_text(folder / CONFIG, "\n".join(kept) + "\n")
     write_text(folder / REQUIREMENTS, requirements(runs[0].summary))
-    if baseline is not None:
-        write_text(folder / BASELINE_DIFF, _baseline_diff(baseline, runs[0]))
+    if base is not None:
+        write_text(folder / BASELINE_DIFF, _baseline_diff(base, runs[0]))
     files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
     evidences = [
         Evidence(seed, directory.log, directory.summary) for seed, directory in sorted(seeds.items())
     ]
     packed = submission(identity, evidences, len(code.script), files, None)
-    if baseline is not None:
-        base = load_group(baseline)
+    if base is not None:
         packed["comparison"] = compare_with(
             base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss")
         )
@@ -213,10 +302,9 @@ def write_folder(
     return packed
 
 
-def _baseline_diff(baseline: Path, directory: RunDirectory) -> str:
-    base = load_group(baseline)
+def _baseline_diff(base: Group, directory: RunDirectory) -> str:
     if base.script is None:
-        raise RecordError(f"{baseline} holds no script to diff against")
+        raise RecordError(f"--baseline {base.name} holds no script to diff against: give one that does")
     return unified(base.script, directory.script, base.name, "this record")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.markdown import table
-from tools.runs.derive import nested
+from tools.runs.derive import mapping, nested
 from tools.runs.folder import PER_RUN_SETTINGS
 from tools.runs.rules import MARGIN_NATS
 
@@ -89,7 +89,7 @@ def _seed_table(submission: Mapping[str, Any]) -> str:
 def _phase_table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     names: list[str] = []
     for summary in summaries.values():
-        names += [name for name in nested(summary, "phases") or {} if name not in names]
+        names += [name for name in mapping(summary, "phases") if name not in names]
     if not names:
         return "The runs recorded no phases."
     rows = [
@@ -106,7 +106,7 @@ def _seconds(value: Any) -> str | None:
 def _limit_table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     rows = []
     for seed, summary in summaries.items():
-        for name, limit in (nested(summary, "limits") or {}).items():
+        for name, limit in mapping(summary, "limits").items():
             if isinstance(limit, Mapping):
                 verdict = "kept" if limit.get("ok") else "**broken**"
                 rows.append([seed, name, _shown(limit.get("value")), _shown(limit.get("limit")), verdict])
@@ -123,9 +123,7 @@ def _shown(value: Any) -> str | None:
 
 def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]]) -> str:
     first = next(iter(summaries.values()))
-    versions = ", ".join(
-        f"{name} {value}" for name, value in (nested(first, "versions") or {}).items() if value
-    )
+    versions = ", ".join(f"{name} {value}" for name, value in mapping(first, "versions").items() if value)
     digest = nested(first, "code", "sha256")
     size = nested(first, "code", "bytes")
     source = f"sha256 `{digest}`, {size:,} bytes; " if isinstance(size, int) else ""
@@ -144,8 +142,9 @@ def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
 
 def _command(summaries: Mapping[int, Mapping[str, Any]], wrapped: bool) -> str:
     first = next(iter(summaries.values()))
-    world = nested(first, "hardware", "world_size") or 1
-    launch = f"torchrun --standalone --nproc_per_node={world}" if world > 1 else "python"
+    world = nested(first, "hardware", "world_size")
+    many = isinstance(world, int) and world > 1
+    launch = f"torchrun --standalone --nproc_per_node={world}" if many else "python"
     commands = "\n".join(f"CONFIG=config.env SEED={seed} {launch} train_gpt.py" for seed in summaries)
     note = "\n`train_gpt.py` is wrapped; `train_gpt_readable.py` is the same program." if wrapped else ""
     return f"From inside this folder:\n\n```bash\n{commands}\n```\n{note}".rstrip()

@@ -29,7 +29,7 @@ def full_size(
     """A forward pass, Kraft sums, and a suffix replaced for every label; "not checked" beyond the budget."""
     started = time.monotonic()
     config = script.Config.from_env({**settings, **ON_CPU})
-    config = replace(config, val_batch_size=config.eval_length, val_tokens_limit=0)  # one row at a time
+    config = replace(config, val_batch_size=1, val_tokens_limit=0)  # one row at a time
     subject = probes.Subject(script, config, {}, seed, name="full size")
     torch.manual_seed(seed)
     model = script.build_model(config)

@@ -228,6 +228,8 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
     smallest = probes.make_subject(script, order.seed)
     yield info(NOTE, f"shrunk for the streams: {'; '.join(shrunk)}", configured.name)
     yield info(NOTE, f"not exercised: {tiny.NOT_EXERCISED}", configured.name)
+    off = " ".join(tiny.switched_off(whole))
+    yield info(NOTE, f"not exercised, as these settings are 0: {off}", configured.name)
     yield from scoring(smallest, thorough=not order.quick)
     yield from scoring(configured, thorough=False)
     yield from probes.evaluation_warmup(smallest)

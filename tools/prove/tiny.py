@@ -33,7 +33,7 @@ SCORER = {
     "TRAIN_SEQ_LEN": "16",
     "TRAIN_BATCH_TOKENS": "64",
     "MICRO_BATCH_TOKENS": "64",
-    "VAL_BATCH_SIZE": "128",
+    "VAL_BATCH_SIZE": "1024",
     "EVAL_STRIDE": "8",
     "TTT_CHUNK_TOKENS": "32",
     "TTT_LR": "0.3",
@@ -52,7 +52,8 @@ RUN = {
 NOT_EXERCISED = "another device, the compiler, bfloat16 and kernels for GPUs"
 
 # Where nothing of a user's run is to be read or written, whatever the settings say.
-PRIVATE = ("DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY", "VAL_TOKENS_LIMIT")
+PRIVATE = ("DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY", "VAL_TOKENS_LIMIT",
+           "TRACE_STEPS")
 
 
 class Size(NamedTuple):
@@ -87,6 +88,11 @@ def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
     return values, changed
 
 
+def switched_off(config: Any) -> list[str]:
+    """Settings that are zero: features that these settings leave off, so that nothing is proved about them."""
+    return [name for name, value in config.as_env().items() if value in ("0", "0.0") and name != "SEED"]
+
+
 def _smaller_widths(config: Any, size: Size) -> dict[str, str]:
     """Channels and vocabulary: heads stay as many, each narrower, rotated in part if it was."""
     head_dim = min(config.head_dim, size.head_dim)
@@ -94,8 +100,15 @@ def _smaller_widths(config: Any, size: Size) -> dict[str, str]:
     rotated = 0
     if 0 < config.rope_dims < config.head_dim:
         rotated = head_dim // 2
-    # A bank of no rows is no bank: the MLP keeps its factor, and at least one channel.
+    # Tables that are off stay off; a width that needs no projection, as it is the model's, stays so.
+    widths = {}
+    for name in ("bigram_dim", "ve_dim"):
+        if hasattr(config, name):
+            widths[name.upper()] = str(min(getattr(config, name), head_dim))
+    if getattr(config, "bigram_vocab_size", 0):
+        widths["BIGRAM_VOCAB_SIZE"] = str(min(config.bigram_vocab_size, 16))
     return {
+        **widths,
         "MODEL_DIM": str(width),
         "ROPE_DIMS": str(rotated),
         "GATE_WINDOW": str(min(config.gate_window, width)),
@@ -128,9 +141,11 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
 def _smaller_batches(config: Any, size: Size) -> dict[str, str]:
     """Rows of a batch: several of them, and several batches in a chunk."""
     train = min(config.train_seq_len, size.context)
+    # Eight ranks share a scoring pass; in older scripts it is that of one.
+    sharing = 8 if hasattr(config, "val_pass_tokens") else 1
     return {
         "TRAIN_BATCH_TOKENS": str(2 * size.rows * train),
         "MICRO_BATCH_TOKENS": str(size.rows * train),
-        "VAL_BATCH_SIZE": str(size.rows * train),
+        "VAL_BATCH_SIZE": str(sharing * size.rows * train),
         "TTT_BATCH_SEQS": str(min(config.ttt_batch_seqs, 2)),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import FORMAT
+from tools.runs.folder import FORMAT, number
 from tools.runs.logs import RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
@@ -33,6 +33,12 @@ def nested(value: Mapping[str, Any], *keys: str) -> Any:
     return value
 
 
+def mapping(value: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """`value[k1][k2]…` where it is a mapping, else an empty one."""
+    found = nested(value, *keys)
+    return found if isinstance(found, Mapping) else {}
+
+
 def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     """One seed's numbers, each from its log; hashes and phases from its summary."""
     log = evidence.log
@@ -41,7 +47,7 @@ def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     model = log.model_bytes
     if score is None or model is None or log.steps_done is None:
         raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
-    phases = nested(summary, "phases")
+    phases = mapping(summary, "phases")
     return {
         "metric": score.label,
         "val_loss": score.loss,
@@ -60,11 +66,9 @@ def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     }
 
 
-def _phase(phases: Any, name: str) -> float | None:
+def _phase(phases: Mapping[str, Any], name: str) -> float | None:
     """Seconds of the phases whose name begins with `name`."""
-    if not isinstance(phases, Mapping):
-        return None
-    seconds = [float(value) for key, value in phases.items() if str(key).startswith(name)]
+    seconds = [number(value) or 0.0 for key, value in phases.items() if str(key).startswith(name)]
     return sum(seconds) if seconds else None
 
 
@@ -114,8 +118,8 @@ def submission(
 def hardware(summary: Mapping[str, Any]) -> str:
     """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`."""
     world = nested(summary, "hardware", "world_size") or 1
-    gpus = nested(summary, "hardware", "gpus") or []
-    if gpus:
+    gpus = nested(summary, "hardware", "gpus")
+    if isinstance(gpus, list) and gpus:
         return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
     cores = nested(summary, "hardware", "cores")
     return f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU" + (f", {cores} cores" if cores else "")
@@ -125,7 +129,7 @@ def compliance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     """Each limit that the runs checked holds in all of them; never self-attested."""
     limits: dict[str, bool] = {}
     for summary in summaries:
-        for name, limit in (nested(summary, "limits") or {}).items():
+        for name, limit in mapping(summary, "limits").items():
             if isinstance(limit, Mapping) and "ok" in limit:
                 key = f"{name}_ok"
                 limits[key] = limits.get(key, True) and bool(limit["ok"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.logs import EXACT, Final, RunLog, decimals, read_log
-from tools.runs.source import Script, closure, read_script
+from tools.runs.logs import COUNT, EXACT, LOG_BYTES_MAX, Final, RunLog, decimals, read_log
+from tools.runs.source import SCRIPT_BYTES_MAX, Script, closure, read_script
 
 SUBMISSION = "submission.json"
 SCRIPT = "train_gpt.py"
@@ -26,6 +29,11 @@ LOG_NAME = "train_seed{seed}.log"
 SUMMARY_NAME = "summary_seed{seed}.json"
 SEED_IN_NAME = re.compile(r"seed[_-]?(\d+)")
 NUMBER_IN_NAME = re.compile(r"(?:^|[_-]|train)(\d+)$")
+FILES_MAX = 2_000  # of a folder; the rest is not looked at
+DEPTH_MAX = 8  # of folders in a folder
+TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
+LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
+SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
 FORMAT = "records/1"  # value of submission.json's `format` in folders that `pack` wrote
 
 
@@ -63,33 +71,88 @@ class Folder:
         return self.path / name
 
     def files(self) -> list[Path]:
-        return sorted(path for path in self.path.rglob("*") if path.is_file())
+        """The regular files, sorted; no link that leaves the folder, and at most FILES_MAX."""
+        return self._listing[0]
+
+    @property
+    def leaving_links(self) -> list[Path]:
+        """Links to places outside the folder, and links that lead nowhere; none is followed."""
+        return self._listing[1]
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the folder holds more files, or deeper folders, than are looked at."""
+        return self._listing[2]
+
+    @cached_property
+    def _listing(self) -> tuple[list[Path], list[Path], bool]:
+        files: list[Path] = []
+        leaving: list[Path] = []
+        root = self.path.resolve()
+        pending = [self.path]
+        seen = 0
+        while pending:
+            place = pending.pop()
+            if len(place.relative_to(self.path).parts) > DEPTH_MAX:
+                return sorted(files), sorted(leaving), True
+            with os.scandir(place) as entries:
+                found = list(itertools.islice(entries, FILES_MAX))
+            seen += len(found)
+            if seen >= FILES_MAX:
+                return sorted(files), sorted(leaving), True
+            for entry in found:
+                path = place / entry.name
+                if entry.is_symlink() and not _stays_in(path, root):
+                    leaving.append(path)
+                elif entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif path.is_file():
+                    files.append(path)
+        return sorted(files), sorted(leaving), False
+
+    def has(self, name: str) -> bool:
+        """Whether a regular file of that name is at the top of the folder, or at that path in it."""
+        return self.file(name) in self.files()
+
+    def text(self, name: str) -> str:
+        """The beginning of a text file of the folder; empty where there is none."""
+        if not self.has(name):
+            return ""
+        with self.file(name).open(encoding="utf-8", errors="replace") as file:
+            return file.read(TEXT_BYTES_MAX)
+
+    def _beside(self, pattern: str) -> list[Path]:
+        """Files at the top of the folder whose names fit `pattern`, sorted."""
+        return [path for path in self.files() if path.parent == self.path and path.match(pattern)]
 
     @cached_property
     def submission_path(self) -> Path | None:
+        found = self._beside("submission*.json")
         exact = self.file(SUBMISSION)
-        if exact.is_file():
-            return exact
-        return next(iter(sorted(self.path.glob("submission*.json"))), None)
+        return exact if exact in found else next(iter(found), None)
 
     @cached_property
+    def _submission(self) -> tuple[dict[str, Any], str | None]:
+        """The object in submission.json, and why it cannot be read."""
+        if self.submission_path is None:
+            return {}, f"no {SUBMISSION}"
+        try:
+            value = read_json(self.submission_path)
+        except ValueError as error:
+            return {}, str(error)
+        if isinstance(value, dict):
+            return value, None
+        return {}, f"holds a {type(value).__name__}, expected an object"
+
+    @property
     def submission_error(self) -> str | None:
         """Why submission.json cannot be read, or None."""
-        if self.submission_path is None:
-            return f"no {SUBMISSION}"
-        try:
-            value = json.loads(self.submission_path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            return str(error)
-        return None if isinstance(value, dict) else f"holds a {type(value).__name__}, expected an object"
+        return self._submission[1]
 
-    @cached_property
+    @property
     def submission(self) -> dict[str, Any]:
         """The object in submission.json; empty where it cannot be read."""
-        if self.submission_error or self.submission_path is None:
-            return {}
-        value: dict[str, Any] = json.loads(self.submission_path.read_text(encoding="utf-8"))
-        return value
+        return self._submission[0]
 
     @property
     def ours(self) -> bool:
@@ -98,10 +161,9 @@ class Folder:
 
     @cached_property
     def script_path(self) -> Path | None:
+        found = self._beside("train*.py")
         exact = self.file(SCRIPT)
-        if exact.is_file():
-            return exact
-        return next(iter(sorted(self.path.glob("train*.py"))), None)
+        return exact if exact in found else next(iter(found), None)
 
     @cached_property
     def script(self) -> Script | None:
@@ -109,8 +171,16 @@ class Folder:
 
     @cached_property
     def scripts(self) -> dict[Path, Script]:
-        """Every Python file of the folder, read once."""
-        return {path: read_script(path) for path in self.files() if path.suffix == ".py"}
+        """Every Python file of the folder, read once; the training script first, SCRIPTS_BYTES_MAX in all."""
+        found = [path for path in self.files() if path.suffix == ".py"]
+        found.sort(key=lambda path: path != self.script_path)
+        return {path: read_script(path) for path in _within(found, SCRIPTS_BYTES_MAX, SCRIPT_BYTES_MAX)}
+
+    @property
+    def run_scripts(self) -> list[Script]:
+        """The training script and the Python files that it runs."""
+        found = [self.script] if self.script else []
+        return found + [self.scripts[path] for path in self.closure if path in self.scripts]
 
     @property
     def training_scripts(self) -> list[Script]:
@@ -125,9 +195,26 @@ class Folder:
 
     @cached_property
     def logs(self) -> list[RunLog]:
-        """Every training log in the folder, subfolders included."""
-        candidates = [p for p in self.files() if p.suffix in (".log", ".txt") and p.name != REQUIREMENTS]
-        return [log for log in map(read_log, candidates) if log.finals or log.train or log.validation]
+        """Every training log in the folder, subfolders included; LOGS_BYTES_MAX in all."""
+        logs = [read_log(path) for path in _within(self._log_files(), LOGS_BYTES_MAX, LOG_BYTES_MAX)]
+        return [log for log in logs if log.finals or log.train or log.validation]
+
+    def _log_files(self) -> list[Path]:
+        """Files that may be logs, those beside submission.json first."""
+        found = [p for p in self.files() if p.suffix in (".log", ".txt") and p.name != REQUIREMENTS]
+        return sorted(found, key=lambda path: (len(path.parts), path))
+
+    @property
+    def unread(self) -> list[tuple[Path, str]]:
+        """Files that were not read, or not to their end, each with the reason."""
+        logs = self._log_files()
+        scripts = [path for path in self.files() if path.suffix == ".py"]
+        found = [(log.path, log.unread) for log in self.logs if log.unread]
+        for path in set(logs) - set(_within(logs, LOGS_BYTES_MAX, LOG_BYTES_MAX)):
+            found.append((path, f"the folder's logs have more than {LOGS_BYTES_MAX:,} bytes"))
+        for path in set(scripts) - set(self.scripts):
+            found.append((path, f"the folder's scripts have more than {SCRIPTS_BYTES_MAX:,} bytes"))
+        return sorted(found)
 
     @cached_property
     def seed_runs(self) -> list[SeedRun]:
@@ -155,8 +242,7 @@ class Folder:
         variants: dict[str, list[SeedRun]] = {}
         for run in runs:
             variants.setdefault(_variant(run), []).append(run)
-        declared = self.submission.get("val_bpb")
-        target = float(declared) if isinstance(declared, int | float) else 0.0
+        target = number(self.submission.get("val_bpb")) or 0.0
 
         def preference(group: list[SeedRun]) -> tuple[int, float]:
             scores = [run.log.headline.bpb for run in group if run.log.headline]
@@ -222,7 +308,7 @@ class Folder:
     def summaries(self) -> dict[int, dict[str, Any]]:
         """Our per-seed summaries by the seed in their file name; unreadable ones are left out."""
         found = {}
-        for path in sorted(self.path.glob(SUMMARY_NAME.format(seed="*"))):
+        for path in self._beside(SUMMARY_NAME.format(seed="*")):
             match = SEED_IN_NAME.search(path.name)
             value = read_object(path)
             if match and value is not None:
@@ -237,17 +323,60 @@ class Folder:
                 continue
             results = {}
             for seed, result in value.items():
-                if str(seed).isdecimal() and isinstance(result, dict):
+                if re.fullmatch(COUNT, str(seed)) and isinstance(result, dict):
                     results[int(seed)] = result
             return results
         return {}
 
 
+def number(value: Any) -> float | None:
+    """A declared number; None for anything else. An integer that no float holds is infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _within(paths: list[Path], bytes_max: int, read_max: int) -> list[Path]:
+    """The first of `paths` with at most `bytes_max` bytes together, of each at most `read_max` counted."""
+    kept = []
+    for path in paths:
+        size = min(path.stat().st_size, read_max)
+        if size <= bytes_max:
+            kept.append(path)
+            bytes_max -= size
+    return kept
+
+
+def _stays_in(link: Path, root: Path) -> bool:
+    """Whether a link leads to something inside `root`."""
+    try:
+        return link.resolve(strict=True).is_relative_to(root)
+    except (OSError, RuntimeError):  # it leads nowhere, or in a circle
+        return False
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. Raises ValueError on one that holds none, is too large or too deep."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(TEXT_BYTES_MAX + 1)
+        if len(data) > TEXT_BYTES_MAX:
+            raise ValueError(f"more than {TEXT_BYTES_MAX:,} bytes")
+        return json.loads(data.decode("utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object from `path`, or None where the file is missing or no object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = read_json(path)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

@@ -3,35 +3,48 @@
 Dialect A (`step:5/100 train_loss:…`) is the upstream baseline's and ours; dialect B (`5/100 train_loss: …`, a
 sorted `Hyperparameters:` block) is that of the records from April 2026 on. Logs often begin with the script's
 source, whose f-strings look like log lines: only lines with literal numbers match.
+
+A log may come from anybody: reading is bounded in bytes and lines, and no expression here takes more than
+linear time on a line (none has two neighbours that repeat over the same characters).
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from pathlib import Path
 
-NUMBER = r"-?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)"
-STEP_LINE = re.compile(r"^(?:step:)?\s*(\d+)/(\d+)\s+(.*)$")
-PAIR = re.compile(r"([A-Za-z_][\w/]*)[:=]\s*(\S+)")
-FINAL_LINE = re.compile(
-    rf"^([A-Za-z][\w+\-() ]*?):?(?:\s+\w+:\d+)*\s+val_loss:\s*({NUMBER})\s+val_bpb:\s*({NUMBER})\b(.*)$"
-)
+LOG_BYTES_MAX = 16 * 2**20  # of a file; the rest is left unread
+LINES_MAX = 100_000  # of a log
+LINE_CHARACTERS_MAX = 4_000  # a longer line is part of a script's source and says nothing about the run
+DECIMALS_MAX = 20  # more digits than any number here has
+
+NUMBER = r"-?(?:\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?|nan|inf)"
+COUNT = r"\d{1,15}"
+STEP_LINE = re.compile(rf"^(?:step:)?\s*({COUNT})/({COUNT})\s+(.*)$")
+PAIR = re.compile(r"(?<![\w/])([A-Za-z_][\w/]*)[:=]\s*(\S+)")
+SCORES = re.compile(rf"\sval_loss:\s*({NUMBER})\s+val_bpb:\s*({NUMBER})\b")
+LABEL = re.compile(r"[A-Za-z][\w+\-() ]*")
+TAG = re.compile(r"\w+:\d+")  # between a label and its scores, such as `step:100`
 CLOCK_PREFIX = re.compile(r"^\d{9,}\.\d+ ")  # epoch seconds before each line, put there by a wrapper
-BYTES_LINE = re.compile(
-    r"^(Serialized model|Code size|Total submission size)\s*\(?([^:)]*)\)?:\s*(\d+) bytes"
+BYTES_LINE = re.compile(rf"^(Serialized model|Code size|Total submission size)([^:]*):\s*({COUNT}) bytes")
+STOP_LINE = re.compile(
+    rf"^stopping_early:\s*(\w+)\s+train_time:\s*({NUMBER})(ms|s)\s+step:\s*({COUNT})/({COUNT})"
 )
-STOP_LINE = re.compile(rf"^stopping_early:\s*(\w+)\s+train_time:\s*({NUMBER})(ms|s)\s+step:\s*(\d+)/(\d+)")
-HESSIAN_LINE = re.compile(r"collected \d+ [Hh]essians in ([\d.]+)s")
+HESSIAN_LINE = re.compile(rf"collected {COUNT} [Hh]essians in ({NUMBER})s")
 SETTINGS_LINE = re.compile(r"^\w{3,}:\S+(?: \w{3,}[:=]\S+)*$")
+# How data get to the device: words like `prefetch:`, which are no names of settings.
+INPUT_LINE = re.compile(r"^(train|val)_io:")
 HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
-LABELLED_LINE = re.compile(r"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*(\d+)$")
-TRAIN_LOADER_LINE = re.compile(r"^train_loader:dataset:(\S+) train_shards:(\d+)")
-VAL_LOADER_LINE = re.compile(r"^val_loader:.*\btokens:(\d+)")
-GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)\s.*?)\s+(?:On|Off|N/A)\s+\|")
+LABELLED_LINE = re.compile(rf"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*({COUNT})$")
+TRAIN_LOADER_LINE = re.compile(rf"^train_loader:dataset:(\S+) train_shards:({COUNT})")
+VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
+GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
-TOTAL_EVAL_LINE = re.compile(r"^total_eval_time:\s*([\d.]+)s")
+TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 FENCE = "=" * 100
 EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
 
@@ -46,8 +59,13 @@ class Located:
     value: str
     line: int
 
+    @property
+    def integer(self) -> int | None:
+        """The value where it is a count; None for any other text."""
+        return int(self.value) if re.fullmatch(COUNT, self.value) else None
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Point:
     """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock."""
 
@@ -58,7 +76,7 @@ class Point:
     bpb: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Final:
     """One scoring line after training; `loss_text` and `bpb_text` keep the printed digits."""
 
@@ -91,7 +109,7 @@ class Final:
         return 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ByteCount:
     """A line of bytes: `what` is the line's beginning, such as 'Code size'; `form` what follows it."""
 
@@ -129,11 +147,12 @@ class RunLog:
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
     source: str | None = None  # the script's text, where the log begins with it
+    unread: str | None = None  # why the rest of the file was not read
 
     @property
     def seed(self) -> int | None:
         located = self.settings.get("seed")
-        return int(located.value) if located and located.value.isdecimal() else None
+        return located.integer if located else None
 
     @property
     def headline(self) -> Final | None:
@@ -153,8 +172,10 @@ class RunLog:
         return self._last_bytes("Total submission size")
 
     def _last_bytes(self, what: str) -> ByteCount | None:
+        """The last line of that kind that names a form; where the same form comes again, the larger one."""
         found = [count for count in self.byte_counts if count.what == what and count.form]
-        return found[-1] if found else None
+        same = [count for count in found if count.form == found[-1].form]
+        return max(same, key=lambda count: (count.bytes, count.line), default=None)
 
     @property
     def code_bytes(self) -> ByteCount | None:
@@ -175,17 +196,20 @@ class RunLog:
         """Steps of a whole run. Without a line that says where it stopped it went to its step limit, and the
         last line of training may come before."""
         limit = self.settings.get("iterations")
-        if self.stop is None and self.steps is not None and limit is not None and limit.value.isdecimal():
-            return int(limit.value)
+        if self.stop is None and self.steps is not None and limit is not None and limit.integer is not None:
+            return limit.integer
         return self.steps
 
     @property
     def train_seconds(self) -> float | None:
-        """Seconds on the training clock when it stopped."""
+        """Seconds on the training clock when it stopped; the largest that a log of dialect A prints.
+
+        Times in dialect B follow from a rounded speed: there the line that says where it stopped counts.
+        """
+        times = [p.time_ms / 1e3 for p in (*self.train, *self.validation) if p.time_ms is not None]
         if self.stop:
-            return self.stop.train_seconds
-        times = [p.time_ms for p in (*self.train, *self.validation) if p.time_ms is not None]
-        return max(times) / 1e3 if times else None
+            times = [self.stop.train_seconds, *(times if self.dialect == "A" else [])]
+        return max(times, default=None)
 
     @property
     def step_ms(self) -> float | None:
@@ -202,24 +226,41 @@ class RunLog:
 
 
 def decimals(text: str) -> int:
-    """Digits after the point of a printed number."""
-    exponent = Decimal(text).as_tuple().exponent
-    return -exponent if isinstance(exponent, int) and exponent < 0 else 0
+    """Digits after the point of a printed number, at most DECIMALS_MAX."""
+    mantissa, _, exponent = text.lower().partition("e")
+    places = len(mantissa.partition(".")[2]) - (int(exponent) if exponent else 0)
+    return max(0, min(places, DECIMALS_MAX))
 
 
 def read_log(path: Path) -> RunLog:
-    """Parse `path`; undecodable bytes are replaced, unknown lines skipped."""
-    return parse_log(path.read_text(encoding="utf-8", errors="replace"), path)
+    """Parse `path`: its first LOG_BYTES_MAX bytes; undecodable ones are replaced, unknown lines skipped."""
+    with path.open("rb") as file:
+        data = file.read(LOG_BYTES_MAX)
+        whole = not file.read(1)
+    log = _parse(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="replace"), path)
+    if not whole:
+        log.unread = f"it has {path.stat().st_size:,} bytes, the first {LOG_BYTES_MAX:,} were read"
+    return log
 
 
 def parse_log(text: str, path: Path) -> RunLog:
     """Parse the text of a log; `path` is only remembered."""
+    return _parse(io.StringIO(text, newline=None), path)
+
+
+def _parse(stream: Iterable[str], path: Path) -> RunLog:
     log = RunLog(path=path)
-    lines = [CLOCK_PREFIX.sub("", line) for line in text.splitlines()]
+    taken = itertools.islice(stream, LINES_MAX + 1)
+    lines = [CLOCK_PREFIX.sub("", line.rstrip("\n")) for line in taken]
+    if len(lines) > LINES_MAX:
+        lines.pop()
+        log.unread = f"it has more lines than the {LINES_MAX:,} that were read"
     log.lines = len(lines)
     start = _skip_source(lines, log)
     in_hyperparameters = False
     for number, line in enumerate(lines[start:], start + 1):
+        if len(line) > LINE_CHARACTERS_MAX:
+            continue
         if line.startswith("Hyperparameters:"):
             in_hyperparameters = True
             log.dialect = "B"
@@ -265,13 +306,13 @@ def _read_line(line: str, number: int, log: RunLog) -> None:
     if step:
         _read_step(step, number, log)
         return
-    final = FINAL_LINE.match(line)
+    final = _read_final(line, number)
     if final:
-        log.finals.append(_final(final, number))
+        log.finals.append(final)
         return
     counted = BYTES_LINE.match(line)
     if counted:
-        log.byte_counts.append(ByteCount(counted[1], counted[2].strip(), int(counted[3]), number))
+        log.byte_counts.append(ByteCount(counted[1], counted[2].strip(" ()"), int(counted[3]), number))
         return
     stop = STOP_LINE.match(line)
     if stop:
@@ -298,7 +339,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.hessian_seconds = Located(match[1], number)
     elif match := TOTAL_EVAL_LINE.match(line):
         log.total_eval_seconds = Located(match[1], number)
-    elif not log.train and SETTINGS_LINE.match(line):
+    elif not log.train and SETTINGS_LINE.match(line) and not INPUT_LINE.match(line):
         for name, value in PAIR.findall(line):
             log.settings.setdefault(name, Located(value, number))
 
@@ -321,20 +362,32 @@ def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | Non
     """The clock as printed; dialect B prints tenths of minutes, its tokens per second say more."""
     batch = log.settings.get("train_batch_tokens")
     rate = pairs.get("tok/s")
-    if batch is not None and batch.value.isdecimal() and rate is not None and _is_number(rate):
+    if batch is not None and batch.integer is not None and rate is not None and _is_number(rate):
         tokens_per_second = float(rate)
         if tokens_per_second > 0:
-            return step * int(batch.value) / tokens_per_second * 1e3
+            return step * batch.integer / tokens_per_second * 1e3
     return _duration_ms(pairs.get("train_time"))
 
 
-def _final(match: re.Match[str], number: int) -> Final:
-    pairs = dict(PAIR.findall(match[4]))
+def _read_final(line: str, number: int) -> Final | None:
+    """A line `label [tag:number …] val_loss:… val_bpb:… [name:value …]`, else None."""
+    scores = SCORES.search(line)
+    if scores is None:
+        return None
+    label = line[: scores.start()].rstrip()
+    before, _, last = label.rpartition(" ")
+    while before and TAG.fullmatch(last):
+        label = before.rstrip()
+        before, _, last = label.rpartition(" ")
+    label = label.removesuffix(":")
+    if not LABEL.fullmatch(label):
+        return None
+    pairs = dict(PAIR.findall(line[scores.end() :]))
     eval_ms = _duration_ms(pairs.get("eval_time") or pairs.get("time"))
     return Final(
-        label=match[1].strip(),
-        loss_text=match[2],
-        bpb_text=match[3],
+        label=label.strip(),
+        loss_text=scores[1],
+        bpb_text=scores[2],
         line=number,
         eval_seconds=eval_ms / 1e3 if eval_ms is not None else None,
         scored_tokens=_integer(pairs.get("scored_tokens")),
@@ -352,4 +405,4 @@ def _is_number(text: str | None) -> bool:
 
 
 def _integer(text: str | None) -> int | None:
-    return int(text) if text and text.isdecimal() else None
+    return int(text) if text and re.fullmatch(COUNT, text) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, READABLE_SCRIPT, SCRIPT, Folder, SeedRun, read_object
+from tools.runs.folder import (
+    CONFIG,
+    FILES_MAX,
+    PER_RUN_SETTINGS,
+    READABLE_SCRIPT,
+    REQUIREMENTS,
+    SCRIPT,
+    SUBMISSION,
+    Folder,
+    SeedRun,
+    read_object,
+)
 from tools.runs.logs import Final, RunLog, read_log
 from tools.runs.source import Script, read_script
 
@@ -19,6 +32,7 @@ SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
+LOGS_MAX = 20  # that are read to tell whether a folder is a record
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class RunDirectory:
     @property
     def seed(self) -> int | None:
         seed = self.summary.get("seed", self.log.seed)
-        return int(seed) if seed is not None else None
+        return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
     @cached_property
     def config_lines(self) -> list[str]:
@@ -94,7 +108,7 @@ class RunDirectory:
 
 def settings_lines(path: Path) -> list[str]:
     """KEY=VALUE lines of a config.env, comments and blank lines left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line.strip() for line in lines if "=" in line and not line.lstrip().startswith("#")]
 
 
@@ -103,10 +117,10 @@ def read_events(path: Path) -> list[Event]:
     if not path.is_file():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(values, dict):
             events.append(Event(str(values.get("event", "")), values))
@@ -159,6 +173,11 @@ def load_group(path: Path) -> Group:
     if (path / LOG).is_file():
         return _group_of_run(RunDirectory(path))
     folder = Folder(path)
+    if not _is_record(path):
+        raise RecordError(
+            f"{path} is no run and no record: it holds neither {LOG} nor {SUBMISSION} nor a training log;"
+            " give runs/<RUN_ID> or records/track_*/DATE_Name"
+        )
     runs = [_seed_of_folder(folder, seed) for seed in folder.seed_runs]
     if not runs:
         raise RecordError(
@@ -170,6 +189,19 @@ def load_group(path: Path) -> Group:
     return Group(
         folder.name, runs, _settings(folder.file(CONFIG), folder.seed_runs[0].log), _readable(folder), others
     )
+
+
+def _is_record(path: Path) -> bool:
+    """Whether a folder is one record, by what stands at its top; folders inside it are not looked at."""
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in itertools.islice(entries, FILES_MAX))
+    if any(name.startswith("submission") and name.endswith(".json") for name in names):
+        return True
+    logs = [path / name for name in names if name.endswith((".log", ".txt")) and name != REQUIREMENTS]
+    for log in map(read_log, [log for log in logs if log.is_file()][:LOGS_MAX]):
+        if log.finals or log.train or log.validation:
+            return True
+    return False
 
 
 def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
@@ -191,8 +223,9 @@ def _group_of_run(directory: RunDirectory) -> Group:
 
 
 def _readable(folder: Folder) -> Script | None:
-    readable = folder.file(READABLE_SCRIPT)
-    return read_script(readable) if readable.is_file() else folder.script
+    if folder.has(READABLE_SCRIPT):
+        return read_script(folder.file(READABLE_SCRIPT))
+    return folder.script
 
 
 def _settings(path: Path, log: RunLog) -> dict[str, str]:

@@ -1,10 +1,15 @@
-"""Scripts in a folder: unwrap without executing, and the facts that the syntax tree gives."""
+"""Scripts in a folder: unwrap without executing, and the facts that the syntax tree gives.
+
+A script may come from anybody, so all of this is bounded: in the bytes that are read, in what a payload may
+expand to, in how often one may be wrapped, and in the length that is parsed. What cannot be parsed is still
+searched for imports and programs by their spelling.
+"""
 
 from __future__ import annotations
 
 import ast
 import base64
-import binascii
+import bz2
 import contextlib
 import hashlib
 import importlib
@@ -12,14 +17,22 @@ import io
 import lzma
 import re
 import tokenize
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import ModuleType
 
-UNWRAPPED_BYTES_MAX = 64 * 2**20  # more than any script; a longer payload is refused, not expanded
+SCRIPT_BYTES_MAX = 2**20  # of a file; a larger one is not read
+UNWRAPPED_BYTES_MAX = 2**20  # more than any script; a longer payload is refused, not expanded
+PARSED_CHARACTERS_MAX = 300_000  # a syntax tree takes up to a kilobyte per character
+WRAPS_MAX = 8  # how often a program may be wrapped before it is left as it is
+LAYERS_MAX = 4  # of encodings and compressions in one wrapper
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
+BROTLI_PORTION_BYTES = 64
+LZMA_MEMORY_BYTES_MAX = 128 * 2**20  # twice what the strongest preset needs
 WRAPPER_CODE_BYTES_MAX = 4_000  # what is left of a wrapper without its payload
 NETWORK_MODULES = {
     "urllib",
@@ -33,11 +46,27 @@ NETWORK_MODULES = {
     "ftplib",
 }
 
+CODE_SUFFIXES = (".py", ".pyc", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so", ".npy", ".pt2")
+PATH_CHARACTERS_MAX = 256
+NOT_CODE = (".md", ".json", ".log", ".model", ".vocab", ".env")  # what a script may name without running it
+EXECUTES = re.compile(r"(?<![.\w])(?:exec|eval|compile|execfile)\s*\(|\b(?:marshal|builtins|__builtins__)\b")
+LOADERS = {  # calls that run the file which their arguments name
+    "exec",
+    "run_path",
+    "spec_from_file_location",
+    "SourceFileLoader",
+    "CDLL",
+    "LoadLibrary",
+    "load_library",
+    "load_dynamic",
+    "execfile",
+}
+
 Removal = Callable[[ast.AST], None]  # takes something out of a node of a syntax tree
 
 
 class UnwrapError(ValueError):
-    """A payload that decodes to more than `UNWRAPPED_BYTES_MAX`."""
+    """A payload that expands to more than `UNWRAPPED_BYTES_MAX`, or a program wrapped too often."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +82,7 @@ class Call:
 class Script:
     """A script as shipped: `raw` bytes, the readable `text` inside, and whether that text was wrapped.
 
-    `problem` says why a shell was left packed; None otherwise.
+    `problem` says why a shell was left packed, or the file unread; None otherwise. `size`: bytes of the file.
     """
 
     path: Path
@@ -61,10 +90,11 @@ class Script:
     text: str
     wrapped: bool
     problem: str | None = None
+    size: int | None = None
 
     @property
     def bytes(self) -> int:
-        return len(self.raw)
+        return len(self.raw) if self.size is None else self.size
 
     @property
     def sha256(self) -> str:
@@ -74,9 +104,9 @@ class Script:
     def tree(self) -> ast.Module | SyntaxError:
         """The syntax tree, or the error that this Python raises."""
         try:
-            return ast.parse(self.text)
-        except (SyntaxError, ValueError, RecursionError) as error:
-            return error if isinstance(error, SyntaxError) else SyntaxError(str(error))
+            return parsed(self.text)
+        except SyntaxError as error:
+            return error
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
@@ -86,9 +116,28 @@ class Script:
         return f"{self.path.name}{' (unwrapped)' if self.wrapped else ''}:{line}"
 
 
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of `text`. Raises SyntaxError on any text without one, also a too long or deep one."""
+    if len(text) > PARSED_CHARACTERS_MAX:
+        raise SyntaxError(f"{len(text):,} characters; at most {PARSED_CHARACTERS_MAX:,} are parsed")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the audited text would warn of is not the reader's concern
+            return ast.parse(text)
+    except SyntaxError:
+        raise
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SyntaxError(str(error) or "nested too deeply") from error
+
+
 def read_script(path: Path) -> Script:
     """Read and, where it is a compressed shell, unwrap; an unreadable payload leaves the shell itself."""
-    raw = path.read_bytes()
+    with path.open("rb") as file:
+        raw = file.read(SCRIPT_BYTES_MAX + 1)
+    if len(raw) > SCRIPT_BYTES_MAX:
+        size = path.stat().st_size
+        problem = f"{size:,} bytes; at most {SCRIPT_BYTES_MAX:,} are read"
+        return Script(path=path, raw=b"", text="", wrapped=False, problem=problem, size=size)
     text = decoded(raw)
     try:
         inner = unwrap(text)
@@ -107,26 +156,76 @@ def decoded(raw: bytes) -> str:
 
 
 def unwrap(text: str) -> str | None:
-    """The program inside a compress-and-encode shell, or None for a plain script. Nothing is executed.
+    """The program inside compress-and-encode shells, however many, or None for a plain script.
 
-    A shell is a short program that decodes one long literal: base 85, base 64, Ascii 85 or plain bytes (as
-    latin-1 text) of lzma (any container, or a bare LZMA2 stream), zlib, gzip or brotli. Raises UnwrapError on
-    too large a payload.
+    A shell is a short program that executes one long literal: base 85, base 64, Ascii 85, hexadecimal or
+    plain bytes (as latin-1 text) of lzma (any container, or a bare LZMA2 stream), zlib, gzip, bzip2 or
+    brotli, also one inside the other. Nothing is executed. Raises UnwrapError on too large a payload and on
+    too many shells.
     """
-    if "exec" not in text:
+    program = None
+    for _ in range(WRAPS_MAX):
+        inner = _unwrap_once(text)
+        if inner is None:
+            return program
+        program = text = inner
+    if _unwrap_once(text) is not None:
+        raise UnwrapError(f"wrapped more than {WRAPS_MAX} times: no training script is")
+    return program
+
+
+def _unwrap_once(text: str) -> str | None:
+    if not EXECUTES.search(text):
         return None
     payload = _longest_literal(text)
     if payload is None or len(text) - len(payload) > WRAPPER_CODE_BYTES_MAX + len(payload) // 10:
         return None
-    for decode in (base64.b85decode, _strict_base64, base64.a85decode, bytes):
+    return _open_layers(payload, LAYERS_MAX, compressed=False)
+
+
+def _open_layers(data: bytes, layers: int, compressed: bool) -> str | None:
+    """The program under at most `layers` encodings and compressions; `compressed`: one was undone already.
+
+    Text counts as the program where a compression hid it, and else where it can be parsed.
+    """
+    if layers == 0:
+        return None
+    for decompress in _decompressors():
         try:
-            packed = decode(payload)
-        except (ValueError, binascii.Error):
+            inner = decompress(data)
+        except UnwrapError:
+            raise
+        except Exception:  # every decompressor has its own error type; the next one may fit
             continue
-        inner = _decompress(packed)
-        if inner is not None:
-            return inner
-    return None
+        if inner:
+            found = _open_layers(inner, layers - 1, compressed=True)
+            return found if found is not None else _as_text(inner)
+    for decode in (base64.b85decode, _strict_base64, base64.a85decode, _hexadecimal):
+        try:
+            inner = decode(data)
+        except ValueError:
+            continue
+        found = _open_layers(inner, layers - 1, compressed=False)
+        if found is not None:
+            return found
+    text = _as_text(data)
+    return text if text is not None and (compressed or _is_program(text)) else None
+
+
+def _as_text(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _is_program(text: str) -> bool:
+    """Whether text that was merely encoded is a program: not all its statements are names and literals."""
+    try:
+        body = parsed(text).body
+    except SyntaxError:
+        return False
+    return any(not (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)) for node in body)
 
 
 def same_program(first: str, second: str, also_ignored: Sequence[Removal] = ()) -> bool:
@@ -139,13 +238,13 @@ def same_program(first: str, second: str, also_ignored: Sequence[Removal] = ()) 
         return True
     try:
         return _program(first, also_ignored) == _program(second, also_ignored)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
 
 def _program(source: str, also_ignored: Sequence[Removal]) -> str:
     """The syntax tree as text, without docstrings and what else is ignored."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     for node in ast.walk(tree):
         remove_docstring(node)
         for remove in also_ignored:
@@ -188,50 +287,85 @@ IGNORED_IN: dict[str, tuple[Removal, ...]] = {
 
 
 def _longest_literal(text: str) -> bytes | None:
+    """The longest literal, or sum or list of literals, as bytes; None where there is none of any length."""
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+        tree = parsed(text)
+    except SyntaxError:
         return None
-    literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    encoded = []
-    for value in literals:
-        if isinstance(value, str):
-            encoded.append(value.encode("latin-1", "replace"))
-        elif isinstance(value, bytes):
-            encoded.append(value)
-    longest = max(encoded, key=len, default=b"")
+    longest = b""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            found = _constant_bytes([node])
+        elif isinstance(node, ast.List | ast.Tuple):
+            found = _constant_bytes(node.elts)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            found = _constant_bytes(_summands(node))
+        else:
+            continue
+        longest = max(longest, found, key=len)
     return longest if len(longest) >= PAYLOAD_CHARACTERS_MIN else None
+
+
+def _summands(node: ast.BinOp) -> list[ast.expr]:
+    """The terms of a + b + c + …, in order, and of a very long sum its end.
+
+    Every sum inside a longer one is asked for too, so this is bounded.
+    """
+    terms: list[ast.expr] = []
+    left: ast.expr = node
+    while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Add) and len(terms) < 64:
+        terms.append(left.right)
+        left = left.left
+    return [left, *reversed(terms)]
+
+
+def _constant_bytes(nodes: Sequence[ast.expr]) -> bytes:
+    """The texts or bytes of literals, joined; nothing where one is no such literal."""
+    parts = []
+    for node in nodes:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str):
+            parts.append(value.encode("latin-1", "replace"))
+        elif isinstance(value, bytes):
+            parts.append(value)
+        else:
+            return b""
+    return b"".join(parts)
 
 
 def _strict_base64(payload: bytes) -> bytes:
     return base64.b64decode(payload, validate=True)
 
 
-def _decompress(packed: bytes) -> str | None:
-    decompressors: list[Callable[[bytes], bytes]] = [_lzma_container, _lzma_bare, _zlib_or_gzip]
+def _hexadecimal(payload: bytes) -> bytes:
+    return bytes.fromhex(payload.decode("ascii"))
+
+
+def _decompressors() -> list[Callable[[bytes], bytes]]:
+    found: list[Callable[[bytes], bytes]] = [_lzma_container, _lzma_bare, _zlib_or_gzip, _bzip2]
     with contextlib.suppress(ImportError):  # such a shell is then reported as unreadable, never guessed
-        decompressors.append(importlib.import_module("brotli").decompress)
-    for decompress in decompressors:
-        try:
-            text = decompress(packed).decode("utf-8")
-        except UnwrapError:
-            raise
-        except Exception:  # every decompressor has its own error type; the next one may fit
-            continue
-        return text
-    return None
+        brotli = importlib.import_module("brotli")
+        found.append(lambda packed: _brotli(brotli, packed))
+    return found
 
 
 def _bounded(data: bytes, finished: bool) -> bytes:
-    if not finished and len(data) >= UNWRAPPED_BYTES_MAX:
+    """`data` where it is all that the payload holds.
+
+    Raises UnwrapError where that is too much, and ValueError where the payload ends early: no program could
+    read it either.
+    """
+    if len(data) >= UNWRAPPED_BYTES_MAX:
         raise UnwrapError(
             f"the payload expands beyond {UNWRAPPED_BYTES_MAX:,} bytes: no training script does"
         )
+    if not finished:
+        raise ValueError("the payload ends early")
     return data
 
 
 def _lzma_container(packed: bytes) -> bytes:
-    decompressor = lzma.LZMADecompressor()
+    decompressor = lzma.LZMADecompressor(memlimit=LZMA_MEMORY_BYTES_MAX)
     return _bounded(decompressor.decompress(packed, UNWRAPPED_BYTES_MAX), decompressor.eof)
 
 
@@ -240,13 +374,69 @@ def _lzma_bare(packed: bytes) -> bytes:
     return _bounded(decompressor.decompress(packed, UNWRAPPED_BYTES_MAX), decompressor.eof)
 
 
+def _bzip2(packed: bytes) -> bytes:
+    decompressor = bz2.BZ2Decompressor()
+    return _bounded(decompressor.decompress(packed, UNWRAPPED_BYTES_MAX), decompressor.eof)
+
+
+def _brotli(brotli: ModuleType, packed: bytes) -> bytes:
+    """Brotli in small portions of input: its decompressor knows no limit of its own."""
+    decompressor = brotli.Decompressor()
+    parts: list[bytes] = []
+    size = 0
+    for begin in range(0, len(packed), BROTLI_PORTION_BYTES):
+        parts.append(decompressor.process(packed[begin : begin + BROTLI_PORTION_BYTES]))
+        size += len(parts[-1])
+        if size > UNWRAPPED_BYTES_MAX:
+            break
+    return _bounded(b"".join(parts), decompressor.is_finished())
+
+
 def _zlib_or_gzip(packed: bytes) -> bytes:
     decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)
     return _bounded(decompressor.decompress(packed, UNWRAPPED_BYTES_MAX), decompressor.eof)
 
 
-def imports(script: Script) -> list[Call]:
-    """Absolute imports anywhere in the script, by top-level module; `detail` is 'guarded' inside a `try`."""
+# For texts that do not parse. Every repetition that another follows is bounded: none takes quadratic time.
+IMPORT_STATEMENT = re.compile(  # at the beginning of a statement, also one after a colon or a semicolon
+    r"(?:^|[:;])[ \t]*(?:"
+    r"from[ \t]{1,8}(\.{0,8}[\w.]{0,200})[ \t]{1,8}import[ \t]{0,8}\(?[ \t]{0,8}([\w, \t]*)"
+    r"|import[ \t]{1,8}([\w., \t]+))",
+    re.MULTILINE,
+)
+IMPORT_CALL = re.compile(r"(?:__import__|import_module)\(\s{0,8}['\"]([\w.]{1,200})['\"]")
+PROGRAM_CALL = re.compile(
+    r"\b(?:subprocess|os|sp)\.(?:run|Popen|check_call|check_output|call|getoutput|system)"
+    r"\(\s{0,8}\[?\s{0,8}['\"]([^'\"\n]{1,200})"
+)
+STRING_LITERAL = re.compile(r"'([^'\\\n]{1,255})'|\"([^\"\\\n]{1,255})\"")
+
+
+def _with_lines(pattern: re.Pattern[str], text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """The matches of `pattern` in `text` with the lines they begin in."""
+    line = 1
+    counted = 0  # characters of the text whose line ends are in `line`
+    for match in pattern.finditer(text):
+        line += text.count("\n", counted, match.start())
+        counted = match.start()
+        yield match, line
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module by its dotted name; `names`: what a `from` takes out of it, perhaps modules too."""
+
+    module: str
+    names: tuple[str, ...]
+    line: int
+    guarded: bool
+    relative: bool
+
+
+def import_statements(script: Script) -> list[Import]:
+    """Every import in the script, also those by call and, where it does not parse, those its text spells."""
+    if isinstance(script.tree, SyntaxError):
+        return _spelled_imports(script.text)
     guarded = {
         id(inner)
         for node in script.nodes
@@ -257,13 +447,43 @@ def imports(script: Script) -> list[Call]:
     found = []
     for node in script.nodes:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names = [node.module]
-        else:
+            for alias in node.names:
+                found.append(Import(alias.name, (), node.lineno, id(node) in guarded, False))
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            relative = node.level > 0
+            found.append(Import(node.module or "", names, node.lineno, id(node) in guarded, relative))
+        elif isinstance(node, ast.Call) and _called(node) in ("__import__", "import_module") and node.args:
+            for name in _literal_words(node.args[0])[:1]:
+                found.append(Import(name, (), node.lineno, id(node) in guarded, False))
+    return found
+
+
+def _spelled_imports(text: str) -> list[Import]:
+    found = []
+    for match, line in _with_lines(IMPORT_STATEMENT, text):
+        before = text[max(0, match.start() - 40) : match.start() + 1]
+        guarded = before.rstrip().endswith("try:")
+        if match[3] is None:
+            names = tuple(part.split()[0] for part in match[2].split(",") if part.split())
+            module = match[1].lstrip(".")
+            found.append(Import(module, names, line, guarded, match[1].startswith(".")))
             continue
-        detail = "guarded" if id(node) in guarded else ""
-        found += [Call(name.split(".")[0], detail, node.lineno) for name in names]
+        for part in match[3].split(","):
+            if part.split():
+                found.append(Import(part.split()[0], (), line, guarded, False))
+    for match, line in _with_lines(IMPORT_CALL, text):
+        found.append(Import(match[1], (), line, False, False))
+    return found
+
+
+def imports(script: Script) -> list[Call]:
+    """Absolute imports anywhere in the script, by top-level module; `detail` is 'guarded' inside a `try`."""
+    found = []
+    for statement in import_statements(script):
+        if not statement.relative:
+            detail = "guarded" if statement.guarded else ""
+            found.append(Call(statement.module.split(".")[0], detail, statement.line))
     return found
 
 
@@ -279,6 +499,9 @@ def subprocess_calls(script: Script) -> list[Call]:
             continue
         words = _literal_words(node.args[0])
         found.append(Call(words[0] if words else "?", " ".join(words), node.lineno))
+    if isinstance(script.tree, SyntaxError):
+        for match, line in _with_lines(PROGRAM_CALL, script.text):
+            found.append(Call(match[1].split()[0] if match[1].split() else "?", match[1], line))
     return found
 
 
@@ -290,34 +513,116 @@ def _literal_words(node: ast.expr) -> list[str]:
     return []
 
 
+def _called(node: ast.Call) -> str:
+    """The last part of the name that is called."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
 def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path]) -> list[Path]:
     """Files among `files` that `script` imports, executes or loads as code, through `scripts`; not itself."""
-    by_name = {path.name: path for path in files}
+    by_ending: dict[str, Path] = {}  # "c.py" and "b/c.py" for a/b/c.py; the least deep file where several fit
+    for path in sorted(files, key=lambda path: -len(path.parts)):
+        for count in range(1, min(len(path.parts), 5)):
+            by_ending["/".join(path.parts[-count:])] = path
     seen: dict[Path, None] = {script.path: None}
     pending = [script]
     while pending:
         for name in sorted(_code_names(pending.pop())):
-            path = by_name.get(name)
-            if path is None or path in seen:
+            found = by_ending.get(name)
+            if found is None or found in seen:
                 continue
-            seen[path] = None
-            if path in scripts:
-                pending.append(scripts[path])
+            seen[found] = None
+            if found in scripts:
+                pending.append(scripts[found])
     return [path for path in seen if path != script.path]
 
 
 def _code_names(script: Script) -> set[str]:
-    if isinstance(script.tree, SyntaxError):  # written for a newer Python; its import lines can be read
-        return {
-            f"{name}.py" for name in re.findall(r"^\s*(?:import|from)\s+(\w+)", script.text, re.MULTILINE)
-        }
-    names = {f"{call.name}.py" for call in imports(script)}
-    for node in script.nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 256:
-            name = Path(node.value).name
-            if Path(name).suffix in (".py", ".c", ".cpp", ".cu", ".so", ".npy"):
-                names.add(name)
+    """Endings of paths of files that the script may run.
+
+    These are modules it imports, code files its literals name, and any other file that they name where the
+    script executes text.
+    """
+    names: set[str] = set()
+    for statement in import_statements(script):
+        parts = tuple(part for part in statement.module.split(".") if part)
+        modules = [parts[:count] for count in range(1, len(parts) + 1)]
+        modules += [(*parts, name) for name in statement.names]
+        for module in modules:
+            names |= {"/".join(module) + ".py", "/".join((*module, "__init__.py"))}
+    executes = EXECUTES.search(script.text) is not None
+    for value, _ in _literals(script):
+        path = PurePosixPath(value)
+        if path.suffix in CODE_SUFFIXES or (executes and path.suffix and path.suffix not in NOT_CODE):
+            names |= {path.name, value}
     return names
+
+
+def _literals(script: Script) -> list[tuple[str, int]]:
+    """Short string literals with their lines."""
+    if isinstance(script.tree, SyntaxError):
+        return [(match[1] or match[2], line) for match, line in _with_lines(STRING_LITERAL, script.text)]
+    literals = []
+    for node in script.nodes:
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        if 0 < len(node.value) <= PATH_CHARACTERS_MAX:
+            literals.append((node.value, node.lineno))
+    return literals
+
+
+def leaving_paths(script: Script) -> list[Call]:
+    """Paths outside the script's folder that it runs, or puts on its search path; only literal ones are seen.
+
+    `name` is the call, or `sys.path`; `detail` is the path.
+    """
+    found = []
+    for node in script.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name = "sys.path" if _is_search_path(node.func) else _called(node)
+        if name != "sys.path" and name not in LOADERS:
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str) and _leaves(inner.value):
+                found.append(Call(name, inner.value, node.lineno))
+    return found
+
+
+def _is_search_path(function: ast.expr) -> bool:
+    """Whether a called function is a method of `sys.path`."""
+    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Attribute)):
+        return False
+    owner = function.value.value
+    return function.value.attr == "path" and isinstance(owner, ast.Name) and owner.id == "sys"
+
+
+def _leaves(text: str) -> bool:
+    """Whether a literal is an absolute path, one of the home folder, or one that goes up."""
+    if not 1 < len(text) <= PATH_CHARACTERS_MAX or "\n" in text:
+        return False
+    return text.startswith(("/", "~")) or ".." in PurePosixPath(text).parts
+
+
+def hidden_code(script: Script) -> list[Call]:
+    """Calls of exec, eval and compile on what this reading cannot follow: anything but a literal."""
+    found = []
+    for node in script.nodes:
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+            continue
+        if node.func.id not in ("exec", "eval", "compile") or isinstance(node.args[0], ast.Constant):
+            continue
+        literals = [inner for inner in ast.walk(node.args[0]) if isinstance(inner, ast.Constant)]
+        if not any(_names_code(literal) for literal in literals):
+            found.append(Call(node.func.id, ast.unparse(node.args[0])[:80], node.lineno))
+    return found
+
+
+def _names_code(node: ast.Constant) -> bool:
+    """Whether a literal names a file of code, which `closure` or `leaving_paths` then reports."""
+    return isinstance(node.value, str) and PurePosixPath(node.value).suffix in CODE_SUFFIXES
 
 
 def validation_training(script: Script) -> list[Call]:

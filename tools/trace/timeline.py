@@ -1,4 +1,4 @@
-"""`timeline RUN`: draw what `trace` wrote, one row per lane, or merge the files of all ranks."""
+"""`timeline RUN`: draw what TRACE_STEPS wrote, one row per lane, or merge the files of all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tools.runs.writing import figure_path, json_text, write_figure, write_text
 
 COLOURS = {
     "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
-    "train": "lightsteelblue", "forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green",
-    "val": "tab:olive",
+    "chunk": "lightgray", "train": "lightsteelblue", "forward": "tab:blue", "backward": "tab:cyan",
+    "grad_clip": "tab:pink", "optimizer": "tab:green", "val": "tab:olive", "epoch": "tab:brown",
 }  # fmt: skip
-ENCLOSING = ("train",)  # drawn first, in full height, with what they hold on top
+ENCLOSING = ("chunk", "train")  # drawn first, in full height and in this order, with what they hold on top
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def trace_files(directory: Path) -> list[Path]:
     """Traces of all ranks of a run. Raises RecordError when there is none."""
     files = sorted(directory.glob("trace_rank*.json"))
     if not files:
-        raise RecordError(f"{directory}: no trace_rank*.json; run it by `python -m tools trace`")
+        raise RecordError(f"{directory}: no trace_rank*.json; run it with TRACE_STEPS=1:11, say")
     return files
 
 
@@ -60,7 +60,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{path}: not a trace ({error!r}), expected one of `tools trace`") from error
+        raise RecordError(f"{path}: not a trace ({error!r}), expected one that TRACE_STEPS wrote") from error
     return [event for event in events if isinstance(event, dict)]
 
 
@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 
 def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> dict[str, list[Span]]:
-    """The spans of each lane that overlap the window, by their beginning."""
+    """The spans of each lane that overlap the window, by their beginning; lanes in the order of the file."""
     lanes: dict[tuple[int, int], str] = {}  # by process and thread
     complete = []
     for event in events:
@@ -89,19 +89,21 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
         elif event.get("ph") == "X":
             complete.append(event)
     if not complete:
-        raise RecordError("the trace holds no span: its --steps were never run")
+        raise RecordError("the trace holds no span: its steps were never run")
     complete.sort(key=lambda event: event["ts"])
     origin = complete[0]["ts"]
     several_ranks = len({event["pid"] for event in complete}) > 1
-    spans: dict[str, list[Span]] = {}
+    found: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for event in complete:
         span = Span(event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6)
-        if window is not None and not overlaps(span, window):
-            continue
-        lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
+        if window is None or overlaps(span, window):
+            found[event["pid"], event["tid"]].append(span)
+    spans = {}
+    for rank, number in sorted(found):
+        lane = lanes.get((rank, number), str(number))
         if several_ranks:
-            lane = f"rank {event['pid']} {lane}"
-        spans.setdefault(lane, []).append(span)
+            lane = f"rank {rank} {lane}"
+        spans[lane] = found[rank, number]
     return spans
 
 
@@ -118,6 +120,11 @@ def span_totals(spans: list[Span]) -> dict[str, float]:
     return dict(totals)
 
 
+def order_of_drawing(span: Span) -> int:
+    """What encloses others comes before them."""
+    return ENCLOSING.index(span.name) if span.name in ENCLOSING else len(ENCLOSING)
+
+
 def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
     """One row per lane, a bar per span, coloured by name."""
     import matplotlib
@@ -128,7 +135,7 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
     legend: dict[str, Any] = {}  # per name: its first bar
     for row, found in enumerate(spans.values()):
-        enclosing_first = sorted(found, key=lambda span: span.name not in ENCLOSING)
+        enclosing_first = sorted(found, key=order_of_drawing)
         for span in enclosing_first:
             colour = COLOURS.get(span.name, "tab:gray")
             height = 0.5
@@ -145,6 +152,6 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
     if window is not None:
         axes.set_xlim(*window)
     axes.set_xlabel("seconds")
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=5, frameon=False)
     write_figure(path, figure, dpi=120)
     pyplot.close(figure)

@@ -1,0 +1,33 @@
+"""A clock that counts work instead of seconds, for a process: a test sees the same on any machine."""
+
+from __future__ import annotations
+
+FORWARD_SECONDS = 0.01
+
+# To be run before the script: every forward pass takes FORWARD_SECONDS of the clock that the script reads,
+# nothing else takes any. SIGNAL_AT, when not 0: the process sends itself SIGTERM in this step.
+COUNTED_CLOCK = """
+import signal, time, torch
+now = [0.0]
+steps = [0]
+time.perf_counter = lambda: now[0]
+embedding = torch.nn.functional.embedding
+def counted(*given, **more):
+    now[0] += FORWARD_SECONDS
+    return embedding(*given, **more)
+torch.nn.functional.embedding = counted
+step = torch.optim.AdamW.step
+def step_and_signal(self, *given):
+    result = step(self, *given)
+    count = max(float(state["step"]) for state in self.state.values())
+    if count == SIGNAL_AT:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return result
+torch.optim.AdamW.step = step_and_signal
+"""
+
+
+def counted_clock(signal_at: int = 0, forward_seconds: float = FORWARD_SECONDS) -> str:
+    """Python that gives a process this clock: COUNTED_CLOCK. `signal_at` lies behind WARMUP_STEPS."""
+    program = COUNTED_CLOCK.replace("FORWARD_SECONDS", str(forward_seconds))
+    return program.replace("SIGNAL_AT", str(signal_at))

@@ -1,0 +1,147 @@
+"""The first hour of a newcomer, from a fresh clone: each command of the README as written, in its order.
+
+Every command must succeed and print no warning, no stack trace and nothing on stderr but progress; what it
+leaves behind must be where the README says. It fails on the first surprise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+HANGS_SECONDS = 1200.0
+SHORT = {"MAX_WALLCLOCK_SECONDS": "6", "EVAL_STRIDE": "0", "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0"}
+STEPS = {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": "30", "EVAL_STRIDE": "0", "TTT_ENABLED": "0"}
+
+
+class Newcomer:
+    """A clone, and a shell in it."""
+
+    def __init__(self, repo: Path, folder: Path) -> None:
+        self.clone = folder / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(repo), str(self.clone)], check=True)
+        # The environment that `make` would fill from the network, in minutes: this one, under its name.
+        (self.clone / ".venv/bin").mkdir(parents=True)
+        python = self.clone / ".venv/bin/python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+        (self.clone / ".venv/.ready").touch()
+
+    def environment(self, settings: dict[str, str]) -> dict[str, str]:
+        """A shell's environment in which `python` is that of the clone."""
+        path = f"{self.clone / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+        return {"PATH": path, "HOME": str(self.clone), "LANG": "C.UTF-8", **settings}
+
+    def start(self, command: str, **settings: str) -> subprocess.Popen[str]:
+        """Start a line of the README."""
+        words = shlex.split(command)
+        if "*" in command:
+            words = ["sh", "-c", command]
+        return subprocess.Popen(
+            words, cwd=self.clone, env=self.environment(settings), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def do(self, command: str, **settings: str) -> str:
+        """Run a line of the README, which must succeed and surprise nobody. Returns what it prints."""
+        process = self.start(command, **settings)
+        out, err = process.communicate(timeout=HANGS_SECONDS)
+        assert process.returncode == 0, f"{command}\n{out}\n{err}"
+        surprises = re.findall(r"Traceback|[Ww]arning|^error:.*", out + err, re.M)
+        assert not surprises, f"{command}\n{out}\n{err}"
+        return out
+
+    def summary(self, run: str) -> dict[str, Any]:
+        """What a run recorded of itself."""
+        return json.loads((self.clone / "runs" / run / "summary.json").read_text("utf-8"))
+
+    def new_run(self, before: set[str]) -> str:
+        """The one run directory that was not there before."""
+        (name,) = self.runs() - before
+        return name
+
+    def runs(self) -> set[str]:
+        """Names of all run directories."""
+        return {path.name for path in (self.clone / "runs").iterdir()}
+
+
+def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
+    me = Newcomer(repo, tmp_path)
+    targets = me.do("make")
+    assert {"demo", "seeds", "test", "bench"} <= set(re.findall(r"^  ([a-z-]+) ", targets, re.M))
+
+    # The demo: a run, its artifact, some text and a drawing, all in one place.
+    out = me.do("make demo NAME=first")
+    assert re.search(r"^compute_dtype:(float32|bfloat16), ", out, re.M) and "legal_ttt_exact" in out
+    assert "The function returns" in out
+    files = {path.name for path in (me.clone / "runs/first").iterdir()}
+    assert {"log.txt", "summary.json", "model.bin", "config.env", "train_gpt.py"} <= files
+    assert any(name.endswith((".svg", ".png")) for name in files), files
+    demo = me.summary("first")
+    assert all(limit["ok"] for limit in demo["limits"].values()), demo["limits"]
+
+    # The artifact again, in a fresh process, with nothing else said: the same scores to the last bit.
+    before = me.runs()
+    me.do("python train_gpt.py", EVAL_ONLY="runs/first/model.bin")
+    assert me.summary(me.new_run(before))["losses"] == demo["losses"]
+    assert "The function" in me.do('python -m tools generate runs/first/model.bin "The function returns"')
+
+    # Its configuration starts the run again, here with fewer seconds.
+    before = me.runs()
+    me.do("python train_gpt.py", CONFIG="runs/first/config.env", **SHORT)
+    assert me.summary(me.new_run(before))["config"]["MODEL_DIM"] == demo["config"]["MODEL_DIM"]
+
+    # Ctrl-C, and on from there: as if nothing had happened.
+    me.do("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="straight", **STEPS)
+    process = me.start("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="stopped", **STEPS)
+    log = me.clone / "runs/stopped/log.txt"
+    while process.poll() is None and not (log.exists() and "step:5/" in log.read_text("utf-8")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=HANGS_SECONDS)
+    assert process.returncode == 128 + signal.SIGINT, out + err
+    assert "ends after the step under way, with a checkpoint" in err
+    assert "stopped by signal 2; continue with RESUME=runs/stopped\n" in out
+    me.do("python train_gpt.py", RESUME="runs/stopped")
+    for key in ("losses", "stream_hash", "steps"):
+        assert me.summary("stopped")[key] == me.summary("straight")[key], key
+    assert me.summary("stopped")["artifact"]["sha256"] == me.summary("straight")["artifact"]["sha256"]
+
+    # Seeds, a record, its audit, a comparison, drawings.
+    me.do("make seeds SEEDS='1 2' NAME=mine CONFIG=runs/first/config.env", **SHORT)
+    identity = "--author Me --github-id me --blurb 'A first try.'"
+    me.do(f"python -m tools pack runs/mine-seed* --name MyIdea --track track_mine {identity}")
+    (record,) = (me.clone / "records/track_mine").iterdir()
+    checked = me.do(f"python -m tools check records/track_mine/{record.name}")
+    assert re.search(r"\b0 FAIL", checked)
+    me.do("python -m tools board")
+    me.do("python -m tools check records/track_cpu_demo/2026-11-21_ShorterScript")
+    me.do("python -m tools diff runs/mine-seed1 runs/mine-seed2 --html diff.html")
+    assert (me.clone / "diff.html").stat().st_size > 0
+    me.do("python -m tools plot runs/mine-seed1 runs/mine-seed2 --out curves.png")
+    assert (me.clone / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+    # A trace, and its drawing beside it.
+    traced = {**STEPS, "ITERATIONS": "12", "RUN_ID": "traced", "CONFIG": "runs/first/config.env"}
+    me.do("python train_gpt.py", TRACE_STEPS="5:8", **traced)
+    assert json.loads((me.clone / "runs/traced/trace_rank0.json").read_text("utf-8"))
+    me.do("python -m tools timeline runs/traced")
+    assert (me.clone / "runs/traced/timeline.png").exists()
+
+    # What git does not ignore is what was made on purpose.
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=me.clone, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    made = {line[3:].rstrip("/").split("/")[0] for line in changed}
+    assert made <= {"records", "diff.html", "curves.png"}, changed

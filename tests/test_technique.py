@@ -1,0 +1,65 @@
+"""The README's technique, applied to a copy of the whole repository, passes what a change must pass."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = (
+    "benchmarks",
+    "configs",
+    "data",
+    "tests",
+    "tools",
+    "train_gpt.py",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+)
+MADE_BY_RUNS = shutil.ignore_patterns("__pycache__", "datasets", "tokenizers", "downloads", "results")
+
+
+@pytest.fixture(scope="module")
+def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with the technique in it."""
+    tree = tmp_path_factory.mktemp("technique")
+    for name in PARTS:
+        if (repo / name).is_dir():
+            shutil.copytree(repo / name, tree / name, ignore=MADE_BY_RUNS)
+        else:
+            shutil.copy(repo / name, tree / name)
+    readme = (repo / "README.md").read_text("utf-8")
+    patch = readme.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
+    subprocess.run(["git", "apply", "-C1", "-"], cwd=tree, input=patch, text=True, check=True)
+    return tree
+
+
+def passes(tree: Path, *command: str) -> str:
+    """Run a Python module in the copy; it must succeed."""
+    done = subprocess.run([sys.executable, "-m", *command], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_it_is_in_style(patched: Path) -> None:
+    passes(patched, "ruff", "check", ".")
+
+
+def test_the_tests_of_style_settings_and_artifact_pass(patched: Path) -> None:
+    """Those that look at the script as a text, at each setting, and at what an artifact holds."""
+    files = ("test_style.py", "test_settings.py", "test_z_loss.py")
+    quick = ["pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "-x"]
+    out = passes(patched, *quick, *(f"tests/script/{name}" for name in files))
+    assert " passed" in out and " failed" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_its_types_and_all_tests_of_the_script_pass(patched: Path) -> None:
+    passes(patched, "mypy", "train_gpt.py")
+    quick = ["pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "-n", "2"]
+    assert " passed" in passes(patched, *quick, "tests/script")

@@ -1,0 +1,517 @@
+"""Damaged records folders for the audit: `python -m tests.tools.damage [--cases 2000] [--seed 0]`.
+
+Every case is a copy of a sound folder with one to three damages, audited as `check` audits it. The program
+fails when the audit ends in an error of its own, or takes more than SECONDS_MAX of computing or BYTES_MAX of
+memory for one folder. `--case N` repeats one case and prints its report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import lzma
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tests.support.dialects import DIALECT_A, DIALECT_B
+from tools.check.apart import Auditor, Report
+from tools.check.check import printable, render
+from tools.check.checks import UNFINISHED
+from tools.check.findings import Mode
+
+SECONDS_MAX = 5.0
+BYTES_MAX = 500_000_000
+LARGE_BYTES = 200_000_000  # of a log that is far too long
+DAMAGES_MAX = 3  # of one folder
+READ_BYTES_MAX = 4 * 2**20
+PROGRAM = "".join(f"LAYER_{number} = {number * 37 % 101}\n" for number in range(200))
+
+
+# ---- sound folders
+
+
+def sound_folders(place: Path) -> list[Path]:
+    """Folders that the audit reads whole: two that `pack` wrote, two as others submit them."""
+    from tests.support.runs import (  # it loads torch, which the auditing process must not import
+        make_runs,
+        pack,
+    )
+
+    packed = pack(place / "ours", make_runs(place / "runs", 42, 1337, 7), name="Plain")
+    runs = make_runs(place / "more_runs", 1, 2, gain=0.02)
+    wrapped = pack(place / "ours", runs, "--wrap", "--baseline", str(packed), name="Wrapped")
+    return [
+        packed,
+        wrapped,
+        _public(place, "2026-04-01_A", DIALECT_A),
+        _public(place, "2026-04-02_B", DIALECT_B),
+    ]
+
+
+def _public(place: Path, name: str, log: str) -> Path:
+    folder = place / "track_10min_16mb" / name
+    (folder / "helpers").mkdir(parents=True)
+    (folder / "README.md").write_text("A record, with brotli.\n")
+    (folder / "train_gpt.py").write_text("import helpers.kernels\n" + PROGRAM)
+    (folder / "helpers" / "kernels.py").write_text("import urllib.request\nNAME = 'fast.cu'\n")
+    (folder / "helpers" / "fast.cu").write_text("int x;\n")
+    values = {
+        "author": "a",
+        "github_id": "a",
+        "name": name,
+        "date": "2026-04-01",
+        "val_bpb": 1.2,
+        "val_loss": 2.0,
+        "val_bpb_std": 0.001,
+        "bytes_total": 15_900_000,
+        "bytes_code": 47_642,
+        "hardware": "8xH100 80GB SXM",
+        "seeds": [1, 2, 3],
+        "seed_results": {"1": {"val_bpb": 1.2, "steps": 100}, "2": {"artifact_bytes": 1}},
+    }
+    (folder / "submission.json").write_text(json.dumps(values))
+    for seed in (1, 2, 3):
+        (folder / f"train_seed{seed}.log").write_text(log.replace("1337", str(seed)))
+    return folder
+
+
+# ---- damages
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _any_file(folder: Path, rng: random.Random) -> Path:
+    """A file of the folder; a new one where none is there any more."""
+    return rng.choice(_files(folder) or [folder / "train.log"])
+
+
+def _file_of(folder: Path, rng: random.Random, *suffixes: str) -> Path:
+    """A file with one of the suffixes; a new one where there is none."""
+    found = [path for path in _files(folder) if path.suffix in suffixes]
+    return rng.choice(found) if found else folder / f"train_more{suffixes[0]}"
+
+
+def _data(path: Path) -> bytes:
+    """The beginning of a file; another damage may have made it as large as a disk."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(READ_BYTES_MAX)
+
+
+def flip_bytes(folder: Path, rng: random.Random) -> None:
+    path = _any_file(folder, rng)
+    data = bytearray(_data(path))
+    for _ in range(rng.randint(1, 40) if data else 0):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    path.write_bytes(data)
+
+
+def cut_short(folder: Path, rng: random.Random) -> None:
+    path = _any_file(folder, rng)
+    data = _data(path)
+    path.write_bytes(data[: rng.randint(0, len(data))])
+
+
+def remove_file(folder: Path, rng: random.Random) -> None:
+    _any_file(folder, rng).unlink(missing_ok=True)
+
+
+def repeat_part(folder: Path, rng: random.Random) -> None:
+    path = _any_file(folder, rng)
+    data = _data(path)
+    begin = rng.randint(0, len(data))
+    part = data[begin : begin + rng.randint(1, 2_000)]
+    path.write_bytes(data[:begin] + part * rng.randint(2, 500) + data[begin:])
+
+
+def insert_noise(folder: Path, rng: random.Random) -> None:
+    path = _any_file(folder, rng)
+    data = _data(path)
+    place = rng.randint(0, len(data))
+    path.write_bytes(data[:place] + rng.randbytes(rng.randint(1, 5_000)) + data[place:])
+
+
+def other_encoding(folder: Path, rng: random.Random) -> None:
+    path = _any_file(folder, rng)
+    text = _data(path).decode("utf-8", errors="replace")
+    path.write_bytes(text.encode(rng.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace"))
+
+
+def swap_files(folder: Path, rng: random.Random) -> None:
+    one, other = _any_file(folder, rng), _any_file(folder, rng)
+    first, second = _data(one), _data(other)
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+NUMBERS = [
+    "9" * 5_000,
+    "1e999",
+    "-1e999",
+    "nan",
+    "inf",
+    "1e-9999",
+    "0",
+    "-1",
+    "1e5000000000",
+    "٣",
+    "1.2.3",
+    "0x1f",
+]
+
+
+def change_numbers(folder: Path, rng: random.Random) -> None:
+    """Numbers of a log or of any text become ones that few programs expect."""
+    path = _file_of(folder, rng, ".log", ".json", ".md")
+    words = _data(path).decode("utf-8", errors="replace").split(" ")
+    for _ in range(rng.randint(1, 20)):
+        place = rng.randrange(len(words))
+        head, mark, _ = words[place].partition(":")
+        words[place] = head + mark + rng.choice(NUMBERS)
+    path.write_text(" ".join(words), encoding="utf-8")
+
+
+LINES = [  # of what a log's expressions look for, each repeated without an end
+    lambda n: " " * n,
+    lambda n: "a" * n,
+    lambda n: "a:" * n,
+    lambda n: "a b " * n,
+    lambda n: "\t\r" * n,
+    lambda n: "|   0  NVIDIA" + " " * n,
+    lambda n: "|   0  NVIDIA " + "a " * n,
+    lambda n: "final" + " step:1" * n,
+    lambda n: "final" + " " * n + "val_loss:1 val_bpb:1",
+    lambda n: "final val_loss:1" + " " * n,
+    lambda n: " val_loss:1 val_bpb:" * n,
+    lambda n: "Code size" + " " * n,
+    lambda n: "Code size (" + ")" * n,
+    lambda n: "step:1/2 " + "train_loss" * n,
+    lambda n: "step:" + "1" * n + "/2 train_loss:1",
+    lambda n: "val_loader:" + "tokens:" * n,
+    lambda n: "stopping_early: " + "a" * n,
+    lambda n: "collected 1 Hessians in " + "1." * n + "s",
+    lambda n: "  setting: " + "9" * n,
+    lambda n: "abc:1" + " abc:1" * n + " ",
+]
+
+
+def long_line(folder: Path, rng: random.Random) -> None:
+    path = _file_of(folder, rng, ".log", ".txt")
+    line = rng.choice(LINES)(rng.choice([1_000, 3_900, 60_000, 300_000]))
+    lines = _data(path).splitlines()
+    lines[rng.randint(0, len(lines)) : 0] = [line.encode()] * rng.choice([1, 1, 5])
+    path.write_bytes(b"\n".join(lines))
+
+
+def many_lines(folder: Path, rng: random.Random) -> None:
+    """A log of up to 17 MB of short lines."""
+    path = _file_of(folder, rng, ".log", ".txt")
+    line = rng.choice(
+        ["", "a", "step:1/2 train_loss:1 train_time:1ms", "a val_loss:1 val_bpb:1", "Code size: 1 bytes"]
+    )
+    path.write_bytes(
+        _data(path) + f"{line}\n".encode() * (rng.choice([10_000, 17_000_000]) // (len(line) + 1))
+    )
+
+
+def large_file(folder: Path, rng: random.Random) -> None:
+    """A file that says to have far more bytes than can be read; on disk it has none of them."""
+    path = _file_of(folder, rng, ".log", ".py", ".json", ".md", ".txt", ".bin")
+    with path.open("ab") as file:
+        file.truncate(rng.choice([LARGE_BYTES, 50 * LARGE_BYTES]))
+
+
+VALUES: list[Any] = [
+    None, True, -1, 0, 10**400, 1.5, float("nan"), float("inf"), "", "\ud800", "\x1b[2J", "a\nb",
+    "9" * 5_000, [], {}, [1, None, "x", {}], {"a": {"b": []}}, {"42": {"val_bpb": "x"}}, {"1": None},
+    [[[]]], "../../etc/passwd", [10**400],
+]  # fmt: skip
+KEYS = [
+    "val_bpb", "val_loss", "val_bpb_std", "seeds", "seed_results", "bytes_total", "bytes_code", "date",
+    "track", "format", "files", "comparison", "hardware", "gpu", "losses", "phases", "limits", "artifact",
+    "config", "code", "overrides", "versions", "steps", "seed", "metric", "name", "compliance",
+]  # fmt: skip
+
+
+def change_json(folder: Path, rng: random.Random) -> None:
+    """Values of submission.json or a summary become of another type, at the top or one level deeper."""
+    path = _file_of(folder, rng, ".json")
+    try:
+        value = json.loads(_data(path))
+    except (ValueError, RecursionError):  # what an earlier damage did
+        value = {}
+    target = value if isinstance(value, dict) else {}
+    for _ in range(rng.randint(1, 4)):
+        inner = [item for item in target.values() if isinstance(item, dict) and item]
+        place = rng.choice(inner) if inner and rng.random() < 0.5 else target
+        place[rng.choice([*place, *KEYS])] = rng.choice(VALUES)
+    path.write_text(json.dumps(target), encoding="utf-8")
+
+
+def deep_json(folder: Path, rng: random.Random) -> None:
+    path = _file_of(folder, rng, ".json")
+    depth = rng.choice([1_000, 100_000])
+    path.write_text(rng.choice(["[" * depth, '{"a":' * depth, "[" * depth + "]" * depth]))
+
+
+def leaving_file_names(folder: Path, rng: random.Random) -> None:
+    """submission.json lists files that are no files of the folder."""
+    path = folder / "submission.json"
+    names = ["/dev/zero", "../../../../etc/passwd", "a" * 5_000, "a\0b", "", ".", "/proc/self/mem", "helpers"]
+    try:
+        value = json.loads(_data(path))
+    except (ValueError, RecursionError):  # what an earlier damage did
+        value = {}
+    if isinstance(value, dict):
+        value["files"] = {name: rng.choice(["0" * 64, None, 3]) for name in names}
+        value["format"] = "records/1"
+        path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def _shell(program: bytes, rng: random.Random) -> bytes:
+    """A script that decompresses and executes `program`."""
+    packed = base64.b85encode(lzma.compress(program, preset=rng.choice([0, 6])))
+    return (
+        b"import lzma,base64\nexec(lzma.decompress(base64.b85decode("
+        + repr(packed.decode()).encode()
+        + b")))"
+    )
+
+
+@cache
+def _expanding(count: int) -> bytes:
+    """A few bytes that expand to `count` spaces."""
+    return lzma.compress(b" " * count)
+
+
+PROGRAMS = [  # each hard on a parser in its own way
+    lambda n: b"a;" * n,
+    lambda n: b"a," * n,
+    lambda n: b"[]," * n,
+    lambda n: b"-" * n + b"1",
+    lambda n: b"(" * n,
+    lambda n: b"a" + b".a" * n,
+    lambda n: b"1+" * n + b"1",
+    lambda n: b"not " * n + b"1",
+    lambda n: b"f'" + b"{a}" * n + b"'",
+    lambda n: b"lambda:" * n + b"1",
+    lambda n: b"import a\n" * n,
+    lambda n: b"from " + b" " * n,
+    lambda n: b"import " + b"a, " * n,
+    lambda n: b"subprocess.run(" + b" " * n + b"(\n",
+    lambda n: b"os.system('a')\n" * n + b"(",
+    lambda n: b"'a.py' " * n + b"(",
+    lambda n: b"exec(" * 80 + b"a" + b")" * 80 + b"\n" + b"eval(x)\n" * n,
+    lambda n: b"".join(b" " * i + b"if a:\n" for i in range(min(n, 2_000))),
+    lambda n: b"# -*- coding: utf-7 -*-\n" + b"+AGE-" * n,
+]
+
+
+def hard_program(folder: Path, rng: random.Random) -> None:
+    program = rng.choice(PROGRAMS)(rng.choice([1_000, 20_000, 100_000, 500_000]))
+    if rng.random() < 0.5:
+        program = _shell(program, rng)
+    _file_of(folder, rng, ".py").write_bytes(program)
+
+
+def wrapped_often(folder: Path, rng: random.Random) -> None:
+    program = PROGRAM.encode()
+    for _ in range(rng.randint(2, 14)):
+        program = _shell(program, rng)
+    _file_of(folder, rng, ".py").write_bytes(program)
+
+
+def expanding_payload(folder: Path, rng: random.Random) -> None:
+    packed = _expanding(rng.choice([2**20, 2**26, 2**28]))
+    for _ in range(rng.randint(0, 2)):
+        packed = lzma.compress(packed)
+    encoded = rng.choice([base64.b85encode, base64.b64encode, base64.a85encode])(packed)
+    _file_of(folder, rng, ".py").write_bytes(
+        b"exec(decompress(decode(" + repr(encoded.decode()).encode() + b")))"
+    )
+
+
+def add_links(folder: Path, rng: random.Random) -> None:
+    targets = [
+        "/etc",
+        "/dev/zero",
+        "/dev/stdin",
+        "..",
+        ".",
+        "nowhere",
+        "train_gpt.py",
+        "/proc/self",
+        str(folder),
+    ]
+    names = [
+        "train.log",
+        "train_gpt.py",
+        "submission.json",
+        "README.md",
+        "more",
+        "summary_seed1.json",
+        "link.py",
+    ]
+    for name in rng.sample(names, rng.randint(1, 4)):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            continue
+        path.unlink(missing_ok=True)
+        path.symlink_to(rng.choice([*targets, name]))
+
+
+def add_pipes(folder: Path, rng: random.Random) -> None:
+    """Pipes, which block whoever opens them, and folders in the place of files."""
+    for name in rng.sample(
+        ["train.log", "train_gpt.py", "submission.json", "README.md", "requirements.txt"], 2
+    ):
+        path = folder / name
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+            os.mkfifo(path) if rng.random() < 0.5 else path.mkdir()
+
+
+def strange_names(folder: Path, rng: random.Random) -> None:
+    names = [
+        b"train\xff\xfe.log",
+        b"train\nseed1.log",
+        b"\x1b[31mred.py",
+        b"seed" + b"9" * 200 + b".log",
+        b"-rf.txt",
+    ]
+    for name in rng.sample(names, rng.randint(1, 4)):
+        place = os.path.join(os.fsencode(folder), name)
+        with open(place, "wb") as file:
+            file.write(_data(_any_file(folder, rng)))
+
+
+def many_files(folder: Path, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        for number in range(2_500):
+            (folder / f"train_seed{number}.log").touch()
+        return
+    place = folder
+    for _ in range(rng.choice([10, 100])):
+        place = place / "deep"
+    place.mkdir(parents=True, exist_ok=True)
+
+
+Damage = Callable[[Path, random.Random], None]
+DAMAGES: list[Damage] = [
+    flip_bytes, flip_bytes, cut_short, remove_file, repeat_part, insert_noise, other_encoding, swap_files,
+    change_numbers, change_numbers, long_line, long_line, many_lines, large_file, change_json, change_json,
+    change_json, deep_json, leaving_file_names, hard_program, hard_program, wrapped_often,
+    expanding_payload, add_links, add_pipes, strange_names, many_files,
+]  # fmt: skip
+
+
+def damaged(base: Path, place: Path, rng: random.Random) -> tuple[Path, list[str]]:
+    """A copy of `base` in `place` with one to three damages, and their names."""
+    folder = place / base.parent.name / base.name
+    shutil.copytree(base, folder)
+    names = []
+    for damage in rng.sample(DAMAGES, rng.randint(1, DAMAGES_MAX)):
+        try:
+            damage(folder, rng)
+        except OSError:  # an earlier damage took away what this one needs
+            continue
+        names.append(damage.__name__)
+    return folder, names
+
+
+# ---- the run
+
+
+@dataclass
+class Outcome:
+    """What the cases took and where the audit failed; `stopped`: it was ended by its limits."""
+
+    cases: int = 0
+    cpu_seconds: float = 0.0
+    slowest: tuple[float, int] = (0.0, -1)
+    peak: tuple[int, int] = (0, -1)
+    errors: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    damages: Counter[str] = field(default_factory=Counter)
+
+    def ok(self) -> bool:
+        """No error, and nothing beyond the bars; what the limits stopped took SECONDS_MAX and is named."""
+        return not self.errors and self.slowest[0] <= SECONDS_MAX and self.peak[0] <= BYTES_MAX
+
+
+def run_case(auditor: Auditor, bases: list[Path], seed: int, case: int, outcome: Outcome) -> Report | None:
+    """Damage and audit one folder, and note what came of it."""
+    rng = random.Random(f"{seed}/{case}")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        folder, names = damaged(rng.choice(bases), Path(place), rng)
+        outcome.cases += 1
+        outcome.damages.update(names)
+        try:
+            report = auditor.report(folder)
+            printable(render(str(folder), report.findings, Mode.AGREED, quiet=False)).encode("utf-8")
+            json.dumps([finding.as_json(Mode.AGREED) for finding in report.findings])
+        except Exception as error:  # this is what must not happen, whatever it is
+            outcome.errors.append(f"case {case} ({', '.join(names)}): {type(error).__name__}: {error}")
+            return None
+    for finding in report.findings:
+        if finding.check == UNFINISHED:
+            listed = outcome.stopped if "was stopped" in finding.text else outcome.errors
+            listed.append(f"case {case} ({', '.join(names)}): {finding.text}")
+    outcome.cpu_seconds += report.cpu_seconds
+    outcome.slowest = max(outcome.slowest, (report.cpu_seconds, case))
+    outcome.peak = max(outcome.peak, (report.peak_bytes, case))
+    return report
+
+
+def run_cases(cases: int, seed: int, first: int = 0) -> Outcome:
+    """Audit `cases` damaged folders, from number `first` on."""
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory() as place, Auditor() as auditor:
+        bases = sound_folders(Path(place))
+        for case in tqdm(range(first, first + cases), desc="damaged folders", disable=None):
+            run_case(auditor, bases, seed, case, outcome)
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Audit damaged records folders.")
+    parser.add_argument("--cases", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--case", type=int, help="only this one, with its report")
+    args = parser.parse_args()
+    if args.case is not None:
+        outcome = Outcome()
+        with tempfile.TemporaryDirectory() as place, Auditor() as auditor:
+            report = run_case(auditor, sound_folders(Path(place)), args.seed, args.case, outcome)
+        if report is not None:
+            print(printable(render(f"case {args.case}", report.findings, Mode.AGREED, quiet=False)))
+    else:
+        outcome = run_cases(args.cases, args.seed, args.first)
+    for line in (*outcome.errors, *outcome.stopped):
+        print(printable(line))
+    print(
+        f"{outcome.cases} folders: {len(outcome.errors)} errors, {len(outcome.stopped)} stopped by a limit;"
+        f" {outcome.cpu_seconds:.1f} s of computing in all, {outcome.slowest[0]:.2f} s for the slowest (case"
+        f" {outcome.slowest[1]}), {outcome.peak[0] / 1e6:.0f} MB at most (case {outcome.peak[1]})"
+    )
+    return 0 if outcome.ok() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
