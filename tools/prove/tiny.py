@@ -89,7 +89,7 @@ def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
 
 
 def switched_off(config: Any) -> list[str]:
-    """Settings that are zero: features that these settings leave off, so that nothing is proved about them."""
+    """Settings that are zero: features that are off, so that nothing is proved about them."""
     return [name for name, value in config.as_env().items() if value in ("0", "0.0") and name != "SEED"]
 
 

@@ -26,7 +26,7 @@ class Public:
     def __init__(
         self, path: Path, settings: Mapping[str, str], replacements: tuple[upstream.Replacement, ...]
     ) -> None:
-        every: tuple[Any, ...] = (*upstream.REPLACEMENTS, *replacements)
+        every = [*upstream.REPLACEMENTS, *replacements]
         with mock.patch.object(upstream, "REPLACEMENTS", every):
             self.running = upstream.Upstream(path, settings)
         self.namespace = self.running._namespace
@@ -42,7 +42,7 @@ class Public:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += SEED_SCALE * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(SEED_SCALE * torch.randn(parameter.shape, generator=generator))
         return model
 
     def evaluate(self, name: str, record: Record, *arguments: Any, **named: Any) -> float:
