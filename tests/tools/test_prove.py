@@ -1,38 +1,50 @@
-"""The proofs pass what is honest and kill every scorer that is not."""
+"""The proofs pass what is honest and refute every script that is not, each by the probe named for it."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import train_gpt
 from tools.check.findings import Finding, Level, Mode
-from tools.prove import probes, prove, rehearsal
-from tools.prove.mutants import MUTANTS, honest, with_scorer
+from tools.prove import foreign, mutants, network, probes, prove, questions, ranks, rehearsal, tiny
+from tools.prove.mutants import trial
+from tools.prove.mutants.legal import LEGAL, OF_RANKS
 
-KILLED_BY = {
-    "adapt-then-score": "B5",
-    "one-token-past-the-chunk": "B2",
-    "pre-quantization-ttt": "B5",
-    "rescore": "B3",
-    "min-over-passes": "B3",
-    "target-in-key-cache": "B2",
-    "gate-on-the-realised-token": "B2",
-    "unnormalised-mixture": "B2",
-    "random-scores": "B14",
-    "dropped-tail": "B3",
-    "double-tail": "B3",
-    "weights-not-restored": "B6",
-    "warm-up-on-validation": "B7",
-    "cross-document-smear": "B9",
-    "wrong-byte-table": "B10",
-    "calibration-on-validation": "B8",
-}
-LOGGED = ["adapt-then-score", "pre-quantization-ttt", "rescore", "min-over-passes"]
+SCRIPT = Path(train_gpt.__file__)
+# A handful for each probe, the quick ones; all of them are tried by a slow test.
+QUICK = [
+    *mutants.SELF_TEST,
+    "next-chunk-in-the-second-epoch",
+    "attention-looks-ahead",
+    "counts-carried-legal-roundtrip-sliding",
+    "pick-carried-sliding-legal-roundtrip",
+    "weights-carried-roundtrip-legal-sliding",
+    "long-match-cache",
+    "expert-by-hindsight",
+    "shift-on-scored-targets",
+    "learning-rate-picked-by-score",
+    "shorter-text",
+    "dropped-tail",
+    "more-bytes",
+    "flattering-log",
+    "last-chunk-first",
+    "other-weights-scored",
+    "cross-document-attention",
+    "document-starts-counted",
+    "better-on-second-sight",
+    "unquantized-weights-scored",
+    "average-picked-by-validation",
+    "sidecar-ignored",
+]
+KNOWN_SURVIVORS = ["learning-rate-picked-by-score", "unquantized-weights-scored"]
 
 
 @pytest.fixture(scope="module")
@@ -41,62 +53,136 @@ def subject() -> probes.Subject:
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> rehearsal.Laboratory:
-    return rehearsal.build_laboratory(tmp_path_factory.mktemp("laboratory"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("laboratories")
 
 
 def failures(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level(Mode.AGREED) is Level.FAIL]
 
 
-def test_every_mutant_has_an_expected_killer() -> None:
-    assert set(KILLED_BY) == set(MUTANTS) and len(MUTANTS) >= 14
+# --- mutants ---
 
 
-@pytest.mark.parametrize("name", sorted(MUTANTS))
-def test_a_mutant_is_killed(name: str, subject: probes.Subject, laboratory: rehearsal.Laboratory) -> None:
-    killer = prove.kill(subject, name, laboratory)
+def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None:
+    assert len(mutants.MUTANTS) >= 16 + 30
+    assert set(KNOWN_SURVIVORS) < set(mutants.MUTANTS) and set(QUICK) <= set(mutants.MUTANTS)
+    asked = {mutant.probe for mutant in mutants.MUTANTS.values()}
+    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17"}
+    orders = {name.split("-", 2)[2] for name in mutants.MUTANTS if name.startswith("counts-carried")}
+    assert len(orders) == 6
+
+
+def killed(name: str, folder: Path) -> None:
+    killer = mutants.kill(SCRIPT, name, folder)
     assert killer is not None, f"{name} survived"
-    assert killer.check == KILLED_BY[name], killer
-    assert any(character.isdigit() for character in killer.text) or name == "weights-not-restored"
+    assert killer.check == mutants.MUTANTS[name].probe
+    if killer.check in ("B1", "B2", "B4", "B9", "B10"):
+        assert any(character.isdigit() for character in killer.text), "a refutation names target and size"
 
 
-@pytest.mark.parametrize("name", LOGGED)
-def test_the_black_box_alone_finds_what_the_log_of_events_finds(name: str, subject: probes.Subject) -> None:
-    with MUTANTS[name](subject) as mutant:
-        sums = list(probes.kraft_sums(mutant, "score_ttt", [0, 32]))
-    assert [finding.check for finding in failures(sums)] == ["B2"]
+@pytest.mark.parametrize("name", QUICK)
+def test_a_mutant_is_killed_by_its_probe(name: str, folder: Path) -> None:
+    killed(name, folder)
 
 
-def test_a_flip_does_not_see_one_token_too_many_but_sees_whole_chunks(subject: probes.Subject) -> None:
-    with MUTANTS["adapt-then-score"](subject) as mutant:
-        assert failures(list(probes.future_flip(mutant, "score_ttt", [30])))
-    with MUTANTS["one-token-past-the-chunk"](subject) as mutant:
-        assert not failures(list(probes.future_flip(mutant, "score_ttt", [32, 33])))
+@pytest.mark.slow
+def test_all_mutants_are_killed_by_their_probes(folder: Path) -> None:
+    before = time.process_time()
+    for name in mutants.MUTANTS:
+        killed(name, folder)
+    print(f"{len(mutants.MUTANTS)} mutants, {time.process_time() - before:.0f} s of CPU")
 
 
-def test_the_mould_of_the_mutants_is_legal(subject: probes.Subject) -> None:
-    with with_scorer(honest)(subject) as mould:
-        findings = [
-            *probes.ledger_order(mould, "score_ttt"),
-            *probes.kraft_sums(mould, "score_ttt", [0, 32]),
-            *probes.future_flip(mould, "score_ttt", [20, 140]),
-        ]
-    assert not failures(findings)
+def test_the_mould_of_the_mutants_is_legal() -> None:
+    script = mutants.load_script(SCRIPT)
+    trial.scorer(trial.honest)(script)
+    assert not failures(list(prove.scoring(probes.make_subject(script), thorough=False)))
 
 
-@pytest.mark.parametrize("name", probes.SCORERS)
-def test_our_scorers_pass_at_the_edges(name: str, subject: probes.Subject) -> None:
-    edges = [1, 16, 33, 40, 96, 149]
+def test_a_flip_does_not_see_one_token_too_many_but_sums_do(subject: probes.Subject) -> None:
+    script = mutants.mutated(SCRIPT, "one-token-past-the-chunk")
+    case = probes.make_subject(script).case()
+    assert not failures(list(questions.future(case, [32, 33])))
+    assert failures(list(questions.kraft(case, [32], and_changes=False)))
+
+
+def test_a_flip_does_not_see_a_choice_by_the_total_but_a_suffix_does() -> None:
+    case = probes.make_subject(mutants.mutated(SCRIPT, "learning-rate-picked-in-private")).case()
+    assert not failures(list(questions.future(case, [140])))
+    assert failures(list(questions.future(case, [], [64])))
+
+
+def test_only_phrases_that_repeat_show_a_cache_of_long_matches() -> None:
+    case = probes.make_subject(mutants.mutated(SCRIPT, "long-match-cache")).case("score_ttt")
+    repeats = questions.Case(case.ask, questions.repeating(case.tokens), 12, case.place)
+    assert not failures(list(questions.kraft(case, [77])))
+    assert failures(list(questions.kraft(repeats, [77])))
+
+
+# --- what is legal ---
+
+
+@pytest.mark.parametrize("name", sorted(set(LEGAL) - {"ledger-renamed", "evaluate-renamed"}))
+def test_a_legal_change_is_not_refuted(name: str) -> None:
+    script = mutants.mutated(SCRIPT, name)
+    subject = probes.make_subject(script)
+    case = subject.case()
     findings = [
-        *probes.ledger_order(subject, name),
-        *probes.determinism(subject, name),
-        *probes.kraft_sums(subject, name, [0, 15, 32, 39, 148]),
-        *probes.future_flip(subject, name, edges),
-        *(probes.document_isolation(subject, name) if name != "score_ttt" else ()),
+        *probes.ledger_order(subject),
+        *questions.repetition(case),
+        *questions.kraft(case, [0, 32]),
+        *questions.future(case, [60], [64]),
     ]
     assert not failures(findings)
-    assert {"B1", "B2", "B3", "B4", "B5", "B6", "B14"} <= {finding.check for finding in findings}
+    assert len(findings) >= 20
+
+
+RENAMED = [("ledger-renamed", "Ledger"), ("evaluate-renamed", "evaluate")]
+
+
+@pytest.mark.parametrize(("name", "missing"), RENAMED)
+def test_a_name_that_is_not_there_leaves_all_not_checked(name: str, missing: str) -> None:
+    assert missing in probes.ENTRY_POINT
+    assert not hasattr(mutants.mutated(SCRIPT, name), missing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_another_split_over_ranks_is_not_refuted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "RANKS", (2,))
+    subject = probes.make_subject(mutants.mutated(SCRIPT, name))
+    findings = list(prove.rank_invariance(subject, SCRIPT, tmp_path, mutant=name))
+    assert len(findings) == 3 and not failures(findings), findings
+
+
+def test_equal_bits_are_asked_of_equal_batches_alone(subject: probes.Subject) -> None:
+    nats = [1.0, 2.0]
+    alone = {"a": {"nats": nats, "batches": ["x", "y"], "learns": False}}
+    moved = [1.0, 2.0 + 1e-6]
+    same = [{"a": {"nats": moved, "batches": [batch], "learns": False}} for batch in "xy"]
+    others = [{"a": {"nats": moved, "batches": [batch], "learns": False}} for batch in "xz"]
+    assert failures(ranks.compare(subject, alone, same))
+    assert not failures(ranks.compare(subject, alone, others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_no_false_alarm(seed: int) -> None:
+    assert not failures(list(prove.scoring(probes.make_subject(train_gpt, seed), thorough=True)))
+
+
+# --- our own script ---
+
+
+def test_our_evaluation_passes_at_the_edges(subject: probes.Subject) -> None:
+    findings = list(prove.scoring(subject, thorough=False))
+    assert not failures(findings)
+    assert {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"} == {finding.check for finding in findings}
+    labels = {finding.where for finding in findings if finding.check == "B2"}
+    assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
 
 
 def test_our_evaluation_reads_nothing_before_its_timers(subject: probes.Subject) -> None:
@@ -104,10 +190,82 @@ def test_our_evaluation_reads_nothing_before_its_timers(subject: probes.Subject)
     assert finding.level(Mode.AGREED) is Level.INFO and finding.text.startswith("0 ")
 
 
+def test_our_defaults_keep_every_feature_when_they_are_shrunk() -> None:
+    default = train_gpt.Config()
+    settings, shrunk = tiny.shrink(default, tiny.FOR_SCORER)
+    small = train_gpt.Config.from_env(settings)
+    same = [
+        "num_layers", "num_heads", "num_kv_heads", "mlp_mult", "num_loops", "loop_start", "loop_end",
+        "parallel_start_layer", "parallel_mode", "ttt_epochs", "ttt_lr", "ttt_momentum", "xsa_last_n",
+        "doc_mask", "smear_gate_enabled", "skip_gates_enabled", "sparse_attn_gate_enabled", "ttt_enabled",
+    ]  # fmt: skip
+    assert all(getattr(small, name) == getattr(default, name) for name in same)
+    assert 0 < small.rope_dims < small.head_dim
+    assert small.eval_stride < small.eval_length < small.ttt_chunk_tokens < probes.STREAM_TOKENS
+    named = {entry.split()[0] for entry in shrunk}
+    changed = {name for name, value in small.as_env().items() if value != default.as_env()[name]}
+    assert changed - set(tiny.PRIVATE) == named
+
+
+@pytest.mark.parametrize(
+    ("stride", "context", "train"),
+    [("0", "0", "64"), ("64", "64", "64"), ("32", "128", "64"), ("8", "32", "64")],
+)
+def test_shrinking_keeps_the_order_of_lengths(stride: str, context: str, train: str) -> None:
+    given = {"EVAL_STRIDE": stride, "EVAL_SEQ_LEN": context, "TRAIN_SEQ_LEN": train}
+    before = train_gpt.Config.from_env({**given, "TTT_ENABLED": "0", "MODEL_DIM": "256"})
+    after = train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
+    for smaller, larger in (("eval_stride", "eval_length"), ("train_seq_len", "eval_length")):
+        was = np.sign(getattr(before, smaller) - getattr(before, larger))
+        assert np.sign(getattr(after, smaller) - getattr(after, larger)) == was
+    assert (after.eval_stride == 0) == (before.eval_stride == 0)
+
+
+def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> None:
+    laboratory = mutants.laboratory_in(folder)
+    findings = list(mutants.byte_table(subject, laboratory))
+    assert [finding.written for finding in findings] == [Level.INFO, Level.INFO]
+
+    class Lossy:
+        """Gives back other text than it got, whoever asks."""
+
+        def encode(self, text: str) -> list[int]:
+            return list(laboratory.pieces.encode(text.replace("ß", "ss")))
+
+        def decode(self, ids: list[int]) -> str:
+            return str(laboratory.pieces.decode(ids))
+
+    config = train_gpt.Config.from_env(
+        {"TOKENIZER_PATH": str(laboratory.tokenizer), "VOCAB_SIZE": str(tiny.FOR_RUN.vocabulary)}
+    )
+    found = probes.round_trip(subject, config, ["Große"], Lossy())
+    assert found.level(Mode.AGREED) is not Level.INFO
+
+
+# --- verdicts ---
+
+
+def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Finding:
+    return Finding(check, text, "", "", level, level)
+
+
+def test_verdicts_say_no_more_than_was_asked() -> None:
+    everything = [finding(check) for check in prove.PROOFS]
+    assert prove.verdict(everything) == "proven" and prove.exit_status(everything) == prove.PROVEN
+    shrunk = everything[:-1]
+    assert prove.verdict(shrunk).startswith("proven, in shrunk sizes; not asked at full size")
+    quick = [each for each in everything if each.check not in ("B8", "B12", "B17")]
+    assert "proven" not in prove.verdict(quick) and "B12 (artifact)" in prove.verdict(quick)
+    unknown = [*everything, finding("B5", Level.WARN, "not checked: padded")]
+    assert prove.exit_status(unknown) == prove.UNCHECKED and "B5" in prove.verdict(unknown)
+    assert prove.verdict([*unknown, finding("B1", Level.FAIL, "C1")]) == "refuted"
+
+
 def prove_file(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools", "prove", str(path), *options]
-    root = Path(train_gpt.__file__).parent
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=1500, check=False
+    )
 
 
 def test_a_script_without_the_entry_point_is_told_what_was_not_checked(tmp_path: Path) -> None:
@@ -115,18 +273,24 @@ def test_a_script_without_the_entry_point_is_told_what_was_not_checked(tmp_path:
     script.write_text("def build_model(config):\n    return None\n")
     done = prove_file(script, "--json")
     report = json.loads(done.stdout)
-    assert done.returncode == report["status"] == 2
-    assert {finding["check"] for finding in report["findings"]} == {f"B{i}" for i in range(1, 17)}
-    assert all("has no Config, Ledger, score_roundtrip" in finding["text"] for finding in report["findings"])
+    assert done.returncode == report["status"] == prove.UNCHECKED
+    not_checked = [each for each in report["findings"] if each["text"].startswith("not checked")]
+    assert {each["check"] for each in not_checked} >= set(prove.PROOFS) - {"B15"}
+    assert any("has no Config, Ledger, Validation, evaluate" in each["text"] for each in not_checked)
 
 
 def test_a_script_that_does_not_load_or_does_not_exist_is_no_verdict(tmp_path: Path) -> None:
     script = tmp_path / "train_gpt.py"
     script.write_text("import a_package_that_is_not_there\n")
     done = prove_file(script)
-    assert done.returncode == 2 and "a_package_that_is_not_there" in done.stdout
+    assert done.returncode == prove.UNCHECKED and "a_package_that_is_not_there" in done.stdout
     absent = prove_file(tmp_path / "absent.py")
     assert absent.returncode == 2 and "no such file" in absent.stderr
+    no_config = prove_file(SCRIPT, "--config", str(tmp_path / "absent.env"))
+    assert no_config.returncode == 2 and "absent.env: no such file" in no_config.stderr
+
+
+NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
 
 
 def test_the_network_is_refused_and_named(tmp_path: Path) -> None:
@@ -134,30 +298,132 @@ def test_the_network_is_refused_and_named(tmp_path: Path) -> None:
     call = (
         "import socket\ntry:\n    socket.create_connection(('example.org', 80))\nexcept OSError:\n    pass\n"
     )
-    names = "Config = build_model = Ledger = score_roundtrip = score_sliding = score_ttt = None\n"
-    script.write_text(call + names)
+    script.write_text(call + NAMES)
     done = prove_file(script)
     assert done.returncode == 1 and "FAIL B15" in done.stdout and "example.org" in done.stdout
 
 
+def test_a_child_process_reaches_no_network_or_it_is_said(tmp_path: Path) -> None:
+    """The child asks which interfaces there are, and leaves the answer in a file."""
+    script = tmp_path / "train_gpt.py"
+    answer = tmp_path / "interfaces"
+    child = f"import socket; open({str(answer)!r}, 'w').write(repr(socket.if_nameindex()))"
+    script.write_text(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])\n{NAMES}"
+    )
+    done = prove_file(script, "--json")
+    (about,) = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "B15"]
+    if network.namespace_command():
+        assert "'lo'" in answer.read_text() and answer.read_text().count("(") == 1
+        assert "no network is in reach" in about["text"]
+    else:
+        assert about["text"].startswith("not checked for child processes")
+
+
+def test_where_no_namespace_can_be_had_children_are_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "namespace_command", lambda: [])
+    monkeypatch.setattr(network, "is_out_of_reach", lambda: False)
+    monkeypatch.setattr(prove, "_checked", lambda order, folder: [])
+    monkeypatch.setattr(network, "refuse", lambda attempts: None)
+    (found,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
+    assert found.text.startswith("not checked for child processes")
+    assert prove.exit_status([found]) == prove.UNCHECKED
+
+
+def test_a_config_and_the_environment_give_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.env"
+    file.write_text("NUM_LOOPS=1\nTTT_EPOCHS=5\n")
+    monkeypatch.setenv("TTT_EPOCHS", "2")
+    monkeypatch.setenv("A_SECRET_OF_MINE", "x")
+    given = argparse.Namespace(config=file, adapter=None, seed=0, quick=False, full_size=False)
+    order = prove.Order.of_arguments(given, SCRIPT)
+    assert order.settings is not None and "A_SECRET_OF_MINE" not in order.settings
+    config = train_gpt.Config.from_env(order.settings)
+    assert config.num_loops == 1 and config.ttt_epochs == 2 and order.settings_name == "mine.env"
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_our_script_is_proven_by_every_check() -> None:
-    done = prove_file(Path(train_gpt.__file__), "--json")
+    done = prove_file(SCRIPT, "--json")
     report = json.loads(done.stdout)
-    assert done.returncode == 0, [finding for finding in report["findings"] if finding["level"] != "INFO"]
-    assert {finding["check"] for finding in report["findings"]} == {f"B{i}" for i in range(1, 17)}
+    expected = prove.PROVEN if network.namespace_command() else prove.UNCHECKED
+    assert done.returncode == expected, [each for each in report["findings"] if each["level"] != "INFO"]
+    assert {each["check"] for each in report["findings"]} == {prove.NOTE, *prove.PROOFS} - {"B17"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_no_false_alarm(seed: int) -> None:
-    subject = probes.make_subject(train_gpt, seed)
-    for name in subject.scorers:
-        findings = [
-            *probes.ledger_order(subject, name),
-            *probes.determinism(subject, name),
-            *probes.kraft_sums(subject, name),
-            *probes.future_flip(subject, name),
-            *(probes.document_isolation(subject, name) if name != "score_ttt" else ()),
-        ]
-        assert not failures(findings)
+@pytest.mark.timeout(1600)
+def test_a_quick_proof_of_a_config_is_none_and_says_so(tmp_path: Path) -> None:
+    done = prove_file(SCRIPT, "--quick", "--config", str(SCRIPT.parent / "configs" / "cpu_demo.env"))
+    last = done.stdout.splitlines()[-1]
+    assert "not refuted; not run: B8" in last or "not all could be checked" in last
+    assert "proven;" not in last
+
+
+# --- whole runs ---
+
+
+def test_a_run_whose_quantization_is_not_felt_proves_nothing_about_it(folder: Path) -> None:
+    laboratory = mutants.laboratory_in(folder)
+    script = mutants.load_script(SCRIPT)
+    settings, _ = rehearsal.settings_for_runs(script, probes.make_subject(script).config)
+    tight = rehearsal.run_script(script, laboratory, "tight", settings)
+    (felt,) = rehearsal.quantization_felt(script, tight)
+    assert felt.level(Mode.AGREED) is Level.INFO
+    tight.watch.shipped = dict(script.load_artifact(tight.directory / "model.bin")[0].state_dict())
+    (unfelt,) = rehearsal.quantization_felt(script, tight)
+    assert unfelt.text.startswith("not checked")
+
+
+# --- scripts of another kind ---
+
+FOREIGN = '''
+import numpy as np, torch
+class Adapter:
+    vocabulary = 12
+    learns = {"plain": False}
+    edges = (0, 16, 40)
+    def __init__(self, path):
+        self.path = path
+    def model(self, seed):
+        torch.manual_seed(seed)
+        return torch.nn.Embedding(12, 12)
+    def score(self, label, model, tokens, record):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        with torch.no_grad():
+            nats = torch.nn.functional.cross_entropy(model(ids[:-1]), ids[1:], reduction="none")
+        CHANGE
+        record.add(0, nats)
+        return float(nats.mean())
+'''
+CHANGES = {
+    "pass": set(),
+    "nats = nats.clamp(max=1.0)": {"B2"},
+    "nats = nats + nats.mean()": {"B1", "B2"},
+    "record.add(140, nats[140:])": {"B3", "B4"},
+    "nats = nats.clone(); record.add(0, nats); nats = nats[:0] + 1; return 1.0": {"B4"},
+    "model.weight.data += 0.01": {"B6", "B14"},
+}
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_an_adapter_s_script_is_judged_by_what_it_records(change: str, tmp_path: Path) -> None:
+    file = tmp_path / "adapter.py"
+    file.write_text(FOREIGN.replace("CHANGE", change))
+    findings = list(foreign.proofs(SCRIPT, file, 0))
+    found = {each.check for each in failures(findings)}
+    assert bool(found) == bool(CHANGES[change]) and found <= CHANGES[change]
+    assert prove.exit_status(findings) == (prove.REFUTED if found else prove.UNCHECKED)
+    assert {each.check for each in findings} >= set(prove.PROOFS) - {"B15"}
+
+
+def test_a_file_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "adapter.py"
+    file.write_text("x = 1\n")
+    with pytest.raises(foreign.RecordError, match="no class Adapter"):
+        foreign.load_adapter(file, SCRIPT)

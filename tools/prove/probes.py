@@ -1,13 +1,15 @@
-"""Dynamic proofs that a score is legal: a tiny model, a tiny stream, and what holds for any flip of a token.
+"""Dynamic proofs that a score is legal: a tiny model, a tiny stream, and the script's own `evaluate`.
 
-Each probe takes a `Subject` and yields findings; one that fails names positions and numbers. B1-B15 are the
-checks that `tools prove` reports. Flips and Kraft sums treat a scorer as a black box from tokens to nats.
+What is watched is the run of the script: its ledgers, its scorers' calls, its forward passes and its log.
+Each probe takes a `Subject` and yields findings; one that fails names positions and numbers. B1-B17 are the
+checks that `tools prove` reports; `questions` has those that need no look inside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -20,26 +22,32 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from data.shards import BOS_ID
 from tools.check.findings import Finding, fail, info, warn
-from tools.prove import tiny
+from tools.prove import questions, tiny
 
 SCORERS = ("score_roundtrip", "score_sliding", "score_ttt")
-ENTRY_POINT = ("Config", "build_model", "Ledger", *SCORERS)
+ENTRY_POINT = ("Config", "build_model", "Ledger", "Validation", "evaluate", "token_bytes")
 STREAM_TOKENS = 150
 DOCUMENT_STARTS = [0, 11, 40, 41, 96, 131]  # 40 and 41: an empty document
-KRAFT_TOLERANCE = 1e-4
-REPACKING_TOLERANCE = 1e-6  # where a flip makes or unmakes a BOS, rows differ, and with them the rounding
+TEXT_BYTES = 1000  # of the stream; any number that `evaluate` must divide by
 KNOWN_TOKENS = 8  # so many in a row are recognised as validation text
+REPORTED = re.compile(r"(val_loss|val_bpb|scored_tokens|val_bytes):([\d.]+)")
 
 # Takes a model, tokens and a config; returns a ledger.
 Scorer = Callable[[Any, np.ndarray, Any], Any]
 
 
+# ======================================================================================================
+# SUBJECT
+# ======================================================================================================
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A script under audit, its settings, and the scorers to probe.
+    """A script under audit and its settings.
 
-    machine: the rank that models compute on, a `Machine` of the script. None: the only rank, or, of a script
-    that has no `Machine` yet, that of the process group.
+    scorers: functions of the script that score, for those who ask them one by one. name: of the settings, in
+    findings. machine: the rank that models compute on, a `Machine` of the script; None: the only one, or, of
+    a script that has no `Machine` yet, that of the process group.
     """
 
     script: ModuleType
@@ -47,6 +55,7 @@ class Subject:
     scorers: Mapping[str, Scorer]
     seed: int = 0
     machine: Any = None
+    name: str = "tiny"
 
     def model(self) -> Any:
         """The tiny model: every parameter away from its initial value, so that every path counts."""
@@ -67,317 +76,79 @@ class Subject:
         return tokens
 
     def nats(self, name: str, tokens: np.ndarray, model: Any = None) -> np.ndarray:
-        """The nats that a scorer puts in its ledger."""
+        """The nats that one scorer puts in its ledger."""
         ledger = self.scorers[name](model or self.model(), tokens, self.config)
         return np.array(ledger.nats, dtype=np.float64)
 
+    def case(self, only: str = "", tokens: np.ndarray | None = None) -> questions.Case:
+        """The script as a box: all labels as `evaluate` scores them, or one scorer alone."""
+        model = self.model()
+        stream = self.tokens() if tokens is None else tokens
+
+        def ask(asked: np.ndarray) -> dict[str, np.ndarray]:
+            return {label: run.nats for label, run in evaluation(self, asked, model, only).labels.items()}
+
+        def continued(asked: np.ndarray, first: int, unlikely: bool) -> np.ndarray:
+            return continuation(self, model, asked, first, unlikely)
+
+        return questions.Case(ask, stream, self.config.vocab_size, self.place, continued)
+
+    def place(self, label: str, target: int) -> str:
+        """A target in words."""
+        return f"{self.name}: {label}, target {target}, chunk {target // self.config.ttt_chunk_tokens}"
+
 
 def make_subject(script: ModuleType, seed: int = 0, **settings: str) -> Subject:
-    """A subject of the script's own config and scorers."""
-    config = script.Config.from_env({**tiny.SCORER, **settings})
-    return Subject(script, config, {name: getattr(script, name) for name in SCORERS}, seed)
+    """A subject of the script's own config and scorers, with the smallest settings and what is given."""
+    return subject_of(script, {**tiny.SCORER, **settings}, seed)
 
 
-def where(subject: Subject, name: str, target: int) -> str:
-    """A target in words."""
-    return f"{name}, target {target}, chunk {target // subject.config.ttt_chunk_tokens}"
+def subject_of(
+    script: ModuleType, settings: Mapping[str, str], seed: int, name: str = "tiny"
+) -> Subject:
+    """A subject with just these settings."""
+    scorers = {}
+    for scorer in SCORERS:
+        if hasattr(script, scorer):
+            scorers[scorer] = getattr(script, scorer)
+    config = script.Config.from_env(dict(settings))
+    return Subject(script, config, scorers, seed, name=name)
 
 
-def other_token(token: int, config: Any) -> int:
-    """Another token that is no BOS."""
-    return 2 + (int(token) - 1) % (config.vocab_size - 2)
+def continuation(
+    subject: Subject, model: Any, tokens: np.ndarray, first: int, unlikely: bool
+) -> np.ndarray:
+    """The stream with every token from `first` on replaced by what the model holds likeliest, or unlikeliest.
 
-
-# ======================================================================================================
-# BLACK BOX: flips, Kraft sums, documents, repetition
-# ======================================================================================================
-
-
-def future_flip(subject: Subject, name: str, positions: Iterable[int] | None = None) -> Iterator[Finding]:
-    """B1: change token j; no loss of a target before j may move."""
-    tokens = subject.tokens()
-    model = subject.model()
-    before = subject.nats(name, tokens, model)
-    if positions is None:
-        positions = range(1, len(tokens))
-    flips = 0
-    worst = 0.0
-    for j in positions:
-        earlier = before[: j - 1]
-        for new in _replacements(tokens, j, subject.config):
-            flipped = tokens.copy()
-            flipped[j] = new
-            moved = np.abs(subject.nats(name, flipped, model)[: j - 1] - earlier)
-            repacks = BOS_ID in (new, tokens[j])
-            limit = REPACKING_TOLERANCE * np.maximum(1, earlier) if repacks else np.zeros_like(earlier)
-            too_far = ~(moved <= limit)  # so that a NaN is too far
-            flips += 1
-            if too_far.any():
-                yield _moved_loss(subject, name, f"changing token {j} to {new}", moved, too_far)
-                return
-            worst = max(worst, float(moved.max(initial=0.0)))
-    text = f"none of {flips} flips moved an earlier loss (most: {worst:.1e}, where a BOS repacks)"
-    yield info("B1", text, name)
-
-
-def _replacements(tokens: np.ndarray, j: int, config: Any) -> list[int]:
-    """What token j is changed to: another token, and at every fourth place a BOS too."""
-    new_tokens = [other_token(tokens[j], config)]
-    if j % 4 == 0 and tokens[j] != BOS_ID:
-        new_tokens.append(BOS_ID)
-    return new_tokens
-
-
-def _moved_loss(
-    subject: Subject, name: str, change: str, moved: np.ndarray, too_far: np.ndarray
-) -> Finding:
-    first = int(np.argmax(too_far))
-    text = f"C1: {change} moved the loss of target {first} by {moved[first]:.1e}"
-    return fail("B1", text, where(subject, name, first), "score a chunk before anything learns from it")
-
-
-def kraft_positions(subject: Subject) -> list[int]:
-    """First targets of stream, chunks, windows and documents, the last of each, and one in the middle."""
-    config = subject.config
-    targets = STREAM_TOKENS - 1
-    positions = {0, 1, targets // 2, targets - 1}
-    for chunk in range(0, targets, config.ttt_chunk_tokens):
-        positions |= {chunk - 1, chunk}
-    positions |= {config.eval_length - 1, config.eval_length, config.eval_length + config.eval_stride}
-    for start in DOCUMENT_STARTS:
-        positions |= {start - 2, start - 1, start}
-    return sorted(position for position in positions if 0 <= position < targets)
-
-
-def kraft_sums(subject: Subject, name: str, positions: Iterable[int] | None = None) -> Iterator[Finding]:
-    """B2: with the rest fixed, the probabilities of all tokens at one target sum to one."""
-    tokens = subject.tokens()
-    model = subject.model()
-    candidates = subject.config.vocab_size
-    chosen = kraft_positions(subject) if positions is None else list(positions)
-    worst = 0.0
-    for target in chosen:
-        total = 0.0
-        for candidate in range(candidates):
-            changed = tokens.copy()
-            changed[target + 1] = candidate
-            total += math.exp(-subject.nats(name, changed, model)[target])
-        error = abs(total - 1)
-        if not error <= KRAFT_TOLERANCE:  # so that a NaN fails
-            text = f"C2/C3: probabilities of {candidates} candidates at target {target} sum to {total:.4f}"
-            remedy = "score with one normalised distribution, fixed before the target is known"
-            yield fail("B2", text, where(subject, name, target), remedy)
-            return
-        worst = max(worst, error)
-    yield info("B2", f"Kraft sums at {len(chosen)} targets are 1 to {worst:.1e}", name)
-
-
-def document_isolation(subject: Subject, name: str) -> Iterator[Finding]:
-    """B9: with DOC_MASK, no token of a document has a say in the next (scorers that learn are not asked)."""
-    tokens = subject.tokens()
-    model = subject.model()
-    before = subject.nats(name, tokens, model)
-    starts = DOCUMENT_STARTS[1:]
-    for start in starts:
-        if tokens[start - 1] == BOS_ID:  # the document before is empty
-            continue
-        changed = tokens.copy()
-        changed[start - 1] = other_token(tokens[start - 1], subject.config)
-        moved = np.abs(subject.nats(name, changed, model)[start:] - before[start:])
-        if moved.max() > 0:
-            first = start + int(moved.argmax())
-            text = f"token {start - 1} moves target {first} of the next document by {moved.max():.1e}"
-            report = fail if subject.config.doc_mask else warn
-            yield report("B9", text, name, "mask attention and every shift at BOS (#1797, #1851)")
-            return
-    yield info("B9", f"{len(starts)} documents: none depends on the one before", name)
-
-
-def determinism(subject: Subject, name: str) -> Iterator[Finding]:
-    """B14: the same call gives the same ledger, bit for bit."""
-    tokens = subject.tokens()
-    first = subject.nats(name, tokens)
-    second = subject.nats(name, tokens)
-    if np.array_equal(first, second):
-        yield info("B14", "a second run gives the same ledger, bit for bit", name)
-        return
-    target = int(np.argmax(first != second))
-    text = f"a second run gives target {target} other nats"
-    yield fail("B14", text, name, "draw no random numbers in scoring")
-
-
-# ======================================================================================================
-# EVENTS: what a scorer does, in order
-# ======================================================================================================
-
-
-@dataclass
-class Events:
-    """What a scorer did, in order.
-
-    log: pairs of a kind and its value. "record": (first target, how many). "step": None, an optimizer step.
-    "score" and "learn", a forward pass without and with gradients: (rows of inputs, sum of all weights).
+    Documents begin where they did. It is the model's forward pass that is asked, in rows of the context.
     """
-
-    log: list[tuple[str, Any]] = field(default_factory=list)
-
-
-def weight_sum(model: Any) -> float:
-    """A number that changes when a weight does."""
-    return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
-
-
-@contextlib.contextmanager
-def watched(subject: Subject, events: Events) -> Iterator[None]:
-    """Log each ledger entry, optimizer step and forward pass."""
-    model_class = type(subject.model())
-    ledger_class = subject.script.Ledger
-    forward = model_class.forward
-    record = ledger_class.record
-
-    def watched_forward(model: Any, inputs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        kind = "learn" if torch.is_grad_enabled() else "score"
-        events.log.append((kind, (inputs.tolist(), weight_sum(model))))
-        return forward(model, inputs, *rest, **named)
-
-    def watched_record(ledger: Any, start: int, nats: np.ndarray) -> None:
-        record(ledger, start, nats)
-        events.log.append(("record", (start, len(nats))))
-
-    hook = register_optimizer_step_post_hook(lambda *_: events.log.append(("step", None)))
-    with mock.patch.object(model_class, "forward", watched_forward), \
-            mock.patch.object(ledger_class, "record", watched_record):  # fmt: skip
-        try:
-            yield
-        finally:
-            hook.remove()
-
-
-def ledger_order(subject: Subject, name: str) -> Iterator[Finding]:
-    """B3-B6: coverage, write-once, update order and weights, from the events of one run of a scorer."""
-    tokens = subject.tokens()
-    model = subject.model()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    sum_before = weight_sum(model)
-    events = Events()
-    with watched(subject, events):
-        ledger = subject.scorers[name](model, tokens, subject.config)
-    yield from _coverage(ledger, events, name)
-    yield from _write_once(subject, ledger, name)
-    yield from _update_order(tokens, events, name)
-    unchanged = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    yield _weights(events, sum_before, unchanged, name)
-
-
-def _coverage(ledger: Any, events: Events, name: str) -> Iterator[Finding]:
-    """B3: every target has one finite score, in the order of the stream."""
-    nats = np.asarray(ledger.nats)
-    targets = STREAM_TOKENS - 1
-    spans = [value for kind, value in events.log if kind == "record"]
-    counts = np.zeros(max(targets, len(nats)), int)
-    for start, length in spans:
-        counts[start : start + length] += 1
-    missing = np.flatnonzero(counts[:targets] == 0)
-    twice = np.flatnonzero(counts > 1)
-    if len(nats) != targets or not np.isfinite(nats).all() or len(missing):
-        text = f"{targets} targets, {len(nats)} in the ledger, {len(missing)} never recorded {missing[:1]}"
-        yield fail("B3", text, name, "score every target, the tail included")
-    elif len(twice):
-        text = f"{len(twice)} targets recorded more than once, the first is {twice[0]}"
-        yield fail("B3", text, name, "score every target once: no second pass, no choice among passes (C4)")
-    elif spans != sorted(spans):
-        text = f"scoring order is not increasing: {spans[:4]} … (0hq in #402 against merged #1530)"
-        yield warn("B3", text, name, "score in stream order")
-    else:
-        yield info("B3", f"all {targets} targets scored once, in order, the tail included", name)
-
-
-def refusal(script: ModuleType) -> type[Exception]:
-    """What a ledger raises; scripts that were packed before have an exception of their own for it."""
-    return getattr(script, "ScoringError", ValueError)
-
-
-def _write_once(subject: Subject, ledger: Any, name: str) -> Iterator[Finding]:
-    """B4: a ledger refuses a second score of a target, and its headline is its own sum."""
-    script = subject.script
-    nats = np.array(ledger.nats)
-    with contextlib.suppress(refusal(script)):
-        ledger.record(12, np.zeros(1))
-        yield fail("B4", "target 12 took a second score", name, "let the ledger refuse a second write")
-        return
-    text_bytes = 1000  # any number
-    if hasattr(ledger, "score"):
-        score = ledger.score(text_bytes)
-    else:  # a script that was packed before ledgers had one
-        score = script.Validation(subject.tokens(), text_bytes, False).score(ledger)
-    total = math.fsum(nats)
-    bits_per_byte = total / math.log(2) / text_bytes
-    same_bits = math.isclose(score.bits_per_byte, bits_per_byte, rel_tol=1e-9)
-    same_total = math.isclose(score.nats * len(nats), total, rel_tol=1e-9)
-    if not (same_bits and same_total):
-        text = f"headline {score.bits_per_byte} bits per byte, the ledger says {bits_per_byte}"
-        yield fail("B4", text, name, "sum the ledger")
-    else:
-        yield info("B4", "a second write is refused; the headline is the sum of the ledger", name)
-
-
-def _update_order(tokens: np.ndarray, events: Events, name: str) -> Iterator[Finding]:
-    """B5: an update comes after the first score, and learns from rows that end where scoring has been."""
-    stream = tokens.tolist()
-    scored = 0
-    steps = 0
-    for kind, value in events.log:
-        if kind == "record":
-            scored += value[1]
-        elif kind == "step":
-            steps += 1
-            if not scored:
-                text = f"optimizer step {steps} came before the first score"
-                yield fail("B5", text, name, "score first (C3)")
-                return
-        elif kind == "learn":
-            rows, _ = value
-            ends = [_first_end(stream, row) for row in rows]
-            late = [end for end in ends if end < 0 or end > scored]
-            if late:
-                text = f"learns from a row that ends at target {late[0]}, {scored} are scored"
-                yield fail("B5", text, name, "train on `ledger.scored_tokens` alone")
-                return
-    yield info("B5", f"each of {steps} updates came after the scores of what it learned from", name)
-
-
-def _first_end(stream: Sequence[int], row: Sequence[int]) -> int:
-    """Where in the stream the first copy of a row ends; -1 where there is none."""
-    for start in range(len(stream) - len(row) + 1):
-        if stream[start : start + len(row)] == row:
-            return start + len(row)
-    return -1
-
-
-def _weights(events: Events, sum_before: float, unchanged: bool, name: str) -> Finding:
-    """B6: scoring begins with the weights it was given, and leaves them as they were."""
-    sums = [value[1] for kind, value in events.log if kind == "score"]
-    remedy = "restore the weights, and begin with those of the artifact"
-    if not unchanged:
-        return fail("B6", "weights differ after scoring", name, remedy)
-    if sums and sums[0] != sum_before:
-        return fail("B6", "the first score did not use the weights it was given", name, remedy)
-    if name != "score_ttt" and len(set(sums)) > 1:
-        text = "parameters changed during an evaluation without training"
-        return fail("B6", text, name, "score with fixed weights")
-    return info("B6", "scoring began with the weights it was given and left them as they were", name)
+    length = subject.config.eval_length
+    continued = tokens.copy()
+    candidates_V = torch.arange(subject.config.vocab_size)
+    for i in range(first, len(tokens)):
+        if tokens[i] == BOS_ID:
+            continue
+        row_1T = torch.from_numpy(continued[max(0, i - length) : i].astype(np.int64))[None]
+        with torch.no_grad():
+            hidden_VD = model(row_1T)[0, -1:].expand(len(candidates_V), -1)
+            nats_V = model.loss_per_token(hidden_VD, candidates_V)
+        nats_V[BOS_ID] = -math.inf if unlikely else math.inf
+        continued[i] = int(nats_V.argmax() if unlikely else nats_V.argmin())
+    return continued
 
 
 # ======================================================================================================
-# EVALUATION: its warm-up, and the table of bytes
+# EVALUATION, WATCHED: what `evaluate` does and says, label by label
 # ======================================================================================================
 
 
 class RecordingRun:
     """Stands in for a script's Run while its `evaluate` is watched."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Any = None) -> None:
+        self.machine = machine
         self.device = torch.device("cpu")
+        self.directory = None
         self.phase_name = "setup"
         self.phases: dict[str, float] = {}
         self.lines: list[str] = []
@@ -399,6 +170,374 @@ class RecordingRun:
 
     def alive(self) -> None:
         """Accept and forget."""
+
+
+@dataclass
+class Events:
+    """What a run did, in order, each with the phase it was in.
+
+    log: a phase, a kind and its value. "ledger" and "call": a new ledger, a call of a scorer (its name).
+    "record": (number of the ledger, first target, nats). "step": None, an optimizer step. "score" and
+    "learn", a forward pass without and with gradients: (rows of inputs, sum of all weights).
+    """
+
+    log: list[tuple[str, str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class LabelRun:
+    """What `evaluate` did for one label: nats by target as they were recorded, and what it says of them."""
+
+    nats: np.ndarray
+    ledgers: int
+    calls: list[str]
+    spans: list[tuple[int, int]]  # first target and how many, in the order of recording
+    score: Any = None
+    ledger: Any = None
+    twice: int = 0  # targets recorded more than once
+
+    def total(self) -> float:
+        """Nats of all targets, summed exactly."""
+        return math.fsum(self.nats)
+
+
+@dataclass
+class Evaluation:
+    """All labels in the order of the run, its log, and how many ledgers belong to none of them."""
+
+    labels: dict[str, LabelRun]
+    lines: list[str]
+    stray_ledgers: int
+    events: Events
+
+
+def weight_sum(model: Any) -> float:
+    """A number that changes when a weight does."""
+    return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
+
+
+def evaluation(
+    subject: Subject, tokens: np.ndarray, model: Any, only: str = "", passes: bool = False
+) -> Evaluation:
+    """Let the script evaluate a model, and note what its ledgers are given.
+
+    only: a scorer to call instead of `evaluate`; it is the label then. passes: note forward passes and
+    optimizer steps as well.
+    """
+    script = subject.script
+    run = RecordingRun(subject.machine or getattr(model, "machine", None))
+    events = Events()
+    ledgers: list[tuple[str, Any]] = []
+    with watched(subject, run, events, ledgers, model if passes else None):
+        if only:
+            with run.phase(f"eval_{only}"):
+                subject.scorers[only](model, tokens, subject.config)
+            scores: Mapping[str, Any] = {only: None}
+        else:
+            validation = script.Validation(tokens, TEXT_BYTES, "")
+            scores = script.evaluate(model, subject.config, run, validation, "int6")
+    labels = {}
+    for label, score in scores.items():
+        labels[label] = label_run(label, score, events, ledgers, len(tokens) - 1)
+    stray = sum(phase not in [f"eval_{label}" for label in labels] for phase, _ in ledgers)
+    return Evaluation(labels, run.lines, stray, events)
+
+
+def label_run(
+    label: str, score: Any, events: Events, ledgers: list[tuple[str, Any]], targets: int
+) -> LabelRun:
+    """What the events say of one label; a target without a score is NaN."""
+    phase = f"eval_{label}"
+    own = [ledger for at, ledger in ledgers if at == phase]
+    run = LabelRun(np.full(targets, math.nan), len(own), [], [], score, own[-1] if own else None)
+    for at, kind, value in events.log:
+        if at != phase:
+            continue
+        if kind == "call":
+            run.calls.append(value)
+        if kind == "record":
+            start, nats = value
+            run.spans.append((start, len(nats)))
+            stop = start + len(nats)
+            run.twice += int(np.isfinite(run.nats[start:stop]).sum())
+            if stop > targets:  # more targets than the text has: kept, so that it shows
+                run.nats = np.concatenate([run.nats, np.full(stop - targets, math.nan)])
+            run.nats[start:stop] = nats
+    return run
+
+
+@contextlib.contextmanager
+def watched(
+    subject: Subject, run: RecordingRun, events: Events, ledgers: list[tuple[str, Any]], model: Any
+) -> Iterator[None]:
+    """Note each ledger, ledger entry and scorer's call and, with a model, optimizer steps and its passes."""
+    script = subject.script
+    ledger_class = script.Ledger
+    begin = ledger_class.__init__
+    record = ledger_class.record
+
+    def note(kind: str, value: Any) -> None:
+        events.log.append((run.phase_name, kind, value))
+
+    def watched_begin(ledger: Any, *args: Any, **named: Any) -> None:
+        begin(ledger, *args, **named)
+        ledgers.append((run.phase_name, ledger))
+        note("ledger", None)
+
+    def watched_record(ledger: Any, start: int, nats: Any, *rest: Any) -> None:
+        record(ledger, start, nats, *rest)
+        note("record", (int(start), np.array(nats, dtype=np.float64)))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ledger_class, "__init__", watched_begin))
+        stack.enter_context(mock.patch.object(ledger_class, "record", watched_record))
+        depth = [0]
+        for name, function in list(vars(script).items()):
+            if name.startswith("score_") and callable(function):
+                call = counted_call(name, function, depth, note)
+                stack.enter_context(mock.patch.object(script, name, call))
+        if model is not None:
+            forward = type(model).forward
+
+            def watched_forward(self: Any, inputs: torch.Tensor, *rest: Any, **named: Any) -> Any:
+                kind = "learn" if torch.is_grad_enabled() else "score"
+                note(kind, (inputs.tolist(), weight_sum(self)))
+                return forward(self, inputs, *rest, **named)
+
+            stack.enter_context(mock.patch.object(type(model), "forward", watched_forward))
+            hook = register_optimizer_step_post_hook(lambda *_: note("step", None))
+            stack.callback(hook.remove)
+        yield
+
+
+def counted_call(
+    name: str, function: Callable[..., Any], depth: list[int], note: Callable[[str, Any], None]
+) -> Callable[..., Any]:
+    """The function, with a note of each call that comes from no other scorer."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        if depth[0] == 0:
+            note("call", name)
+        depth[0] += 1
+        try:
+            return function(*args, **named)
+        finally:
+            depth[0] -= 1
+
+    return call
+
+
+# ======================================================================================================
+# QUESTIONS, asked of a subject
+# ======================================================================================================
+
+
+def future_flip(
+    subject: Subject, name: str = "", positions: Iterable[int] | None = None
+) -> Iterator[Finding]:
+    """B1 for single flips; name: of one scorer, empty: all labels of `evaluate`."""
+    return questions.future(subject.case(name), positions)
+
+
+def kraft_positions(subject: Subject) -> list[int]:
+    """First targets of stream, chunks, windows and documents, the last of each, and one in the middle."""
+    config = subject.config
+    targets = STREAM_TOKENS - 1
+    positions = {0, 1, targets // 2, targets - 1}
+    for chunk in range(0, targets, config.ttt_chunk_tokens):
+        positions |= {chunk - 1, chunk}
+    positions |= {config.eval_length - 1, config.eval_length, config.eval_length + config.eval_stride}
+    for start in DOCUMENT_STARTS:
+        positions |= {start - 2, start - 1, start}
+    return sorted(position for position in positions if 0 <= position < targets)
+
+
+def kraft_sums(subject: Subject, name: str = "", positions: Iterable[int] | None = None) -> Iterator[Finding]:
+    """B2; name: of one scorer, empty: all labels of `evaluate`."""
+    return questions.kraft(subject.case(name), kraft_positions(subject) if positions is None else positions)
+
+
+def determinism(subject: Subject, name: str = "") -> Iterator[Finding]:
+    """B14; name: of one scorer, empty: all labels of `evaluate`."""
+    return questions.repetition(subject.case(name))
+
+
+def document_isolation(subject: Subject, name: str = "") -> Iterator[Finding]:
+    """B9, asked of the labels that learn nothing; name: of one scorer, empty: all labels of `evaluate`."""
+    watched_run = evaluation(subject, subject.tokens(), subject.model(), name, passes=True)
+    fixed = [label for label in watched_run.labels if not learns(watched_run.events, label)]
+    return questions.isolation(subject.case(name), fixed, subject.config.doc_mask)
+
+
+def learns(events: Events, label: str) -> bool:
+    """Whether a label made a forward pass with gradients, or an optimizer step."""
+    return any(at == f"eval_{label}" and kind in ("learn", "step") for at, kind, _ in events.log)
+
+
+# ======================================================================================================
+# EVENTS: coverage, headline, order of updates, weights
+# ======================================================================================================
+
+
+def ledger_order(subject: Subject, name: str = "") -> Iterator[Finding]:
+    """B3-B6 from the events of one run; name: of one scorer, empty: all labels of `evaluate`."""
+    tokens = subject.tokens()
+    model = subject.model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    sum_before = weight_sum(model)
+    watched_run = evaluation(subject, tokens, model, name, passes=True)
+    if watched_run.stray_ledgers:
+        text = f"{watched_run.stray_ledgers} ledgers are filled outside the phases of all labels"
+        yield fail("B3", text, subject.name, "score a label once, in its own phase (C4)")
+    unchanged = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    for label, run in watched_run.labels.items():
+        yield from _coverage(subject, run, label, len(tokens) - 1)
+        yield from _headline(subject, run, label, watched_run.lines)
+        yield from _write_once(subject, run, label)
+        yield from _update_order(tokens, watched_run.events, label)
+        yield _weights(watched_run.events, sum_before, unchanged, label)
+
+
+def _coverage(subject: Subject, run: LabelRun, label: str, targets: int) -> Iterator[Finding]:
+    """B3: one scorer's call and one ledger; every target has one finite score, in the order of the stream."""
+    missing = np.flatnonzero(~np.isfinite(run.nats[:targets]))
+    where = f"{subject.name}: {label}"
+    if run.ledgers != 1 or len(run.calls) > 1:
+        calls = " ".join(run.calls)
+        text = f"{run.ledgers} ledgers and {len(run.calls)} calls of scorers ({calls}), expected one of each"
+        yield fail("B3", text, where, "score once: no second pass, no choice among passes (C4)")
+    elif len(run.nats) != targets or len(missing):
+        text = (f"{targets} targets, {len(run.nats)} in the ledger, {len(missing)} never recorded "
+                f"{missing[:1]}")
+        yield fail("B3", text, where, "score every target, the tail included")
+    elif run.twice:
+        text = f"{run.twice} targets recorded more than once"
+        yield fail("B3", text, where, "score every target once: no second pass, no choice among passes (C4)")
+    elif run.spans != sorted(run.spans):
+        text = f"scoring order is not increasing: {run.spans[:4]} … (0hq in #402 against merged #1530)"
+        yield warn("B3", text, where, "score in stream order")
+    else:
+        yield info("B3", f"all {targets} targets scored once, in order, the tail included", where)
+
+
+def _headline(subject: Subject, run: LabelRun, label: str, lines: list[str]) -> Iterator[Finding]:
+    """B4: what is returned and logged of a label is the sum of what its ledger was given."""
+    if run.score is None:
+        return
+    expected = {
+        "val_loss": run.total() / len(run.nats),
+        "val_bpb": run.total() / math.log(2) / TEXT_BYTES,
+        "scored_tokens": float(len(run.nats)),
+        "val_bytes": float(TEXT_BYTES),
+    }
+    score = run.score
+    got = {
+        "val_loss": score.nats,
+        "val_bpb": score.bits_per_byte,
+        "scored_tokens": score.scored_tokens,
+        "val_bytes": score.bytes,
+    }
+    said = [("returned", name, float(value), 1e-9 * abs(expected[name])) for name, value in got.items()]
+    printed = 0
+    for line in lines:
+        words = line.split()
+        if not words or not re.fullmatch(rf"(final_\w+_)?{label}(_exact)?", words[0]):
+            continue
+        for name, value in REPORTED.findall(line):
+            digits = len(value.partition(".")[2])
+            said.append((f"logged as {words[0]}", name, float(value), 0.51 * 10.0**-digits))
+            printed += 1
+    where = f"{subject.name}: {label}"
+    for how, name, value, tolerance in said:
+        if not abs(value - expected[name]) <= tolerance:
+            text = f"{how} {name} {value:.10g}, ledger and text give {expected[name]:.10g}"
+            yield fail("B4", text, where, "report the sum of the one ledger")
+            return
+    if not printed:
+        yield warn("B4", "not checked: no log line of this label has val_loss", where, "log the result")
+        return
+    text = f"{printed} logged figures and what is returned are those of the ledger and of the text"
+    yield info("B4", text, where)
+
+
+def refusal(script: ModuleType) -> type[Exception]:
+    """What a ledger raises; scripts that were packed before have an exception of their own for it."""
+    return getattr(script, "ScoringError", ValueError)
+
+
+def _write_once(subject: Subject, run: LabelRun, label: str) -> Iterator[Finding]:
+    """B4: a ledger holds what was recorded, and refuses a second score of a target."""
+    where = f"{subject.name}: {label}"
+    held = np.array(run.ledger.nats, dtype=np.float64) if run.ledger is not None else np.zeros(0)
+    if not np.array_equal(held, run.nats):
+        yield fail("B4", "the ledger holds other nats than it was given", where, "write with `record` alone")
+        return
+    with contextlib.suppress(refusal(subject.script)):
+        run.ledger.record(12, np.zeros(1))
+        yield fail("B4", "target 12 took a second score", where, "let the ledger refuse a second write")
+        return
+    yield info("B4", "the ledger holds what was recorded, and refuses a second write", where)
+
+
+def _update_order(tokens: np.ndarray, events: Events, label: str) -> Iterator[Finding]:
+    """B5: an update comes after the first score, and learns from rows that end where scoring has been."""
+    stream = tokens.tolist()
+    scored = 0
+    steps = 0
+    unknown = 0
+    for at, kind, value in events.log:
+        if at != f"eval_{label}":
+            continue
+        if kind == "record":
+            scored += len(value[1])
+        elif kind == "step":
+            steps += 1
+            if not scored:
+                text = f"optimizer step {steps} came before the first score"
+                yield fail("B5", text, label, "score first (C3)")
+                return
+        elif kind == "learn":
+            rows, _ = value
+            ends = [_first_end(stream, row) for row in rows]
+            unknown += ends.count(-1)
+            late = [end for end in ends if end > scored]
+            if late:
+                text = f"learns from a row that ends at target {late[0]}, {scored} are scored"
+                yield fail("B5", text, label, "train on `ledger.scored_tokens` alone")
+                return
+    if unknown:
+        text = f"not checked: {unknown} rows that it learns from are no part of the text, padded perhaps"
+        yield warn("B5", text, label, "the flips and sums of B1 and B2 decide")
+        return
+    yield info("B5", f"each of {steps} updates came after the scores of what it learned from", label)
+
+
+def _first_end(stream: Sequence[int], row: Sequence[int]) -> int:
+    """Where in the stream the first copy of a row ends; -1 where there is none."""
+    for start in range(len(stream) - len(row) + 1):
+        if stream[start : start + len(row)] == row:
+            return start + len(row)
+    return -1
+
+
+def _weights(events: Events, sum_before: float, unchanged: bool, label: str) -> Finding:
+    """B6: scoring begins with the weights it was given, and leaves them as they were."""
+    phase = f"eval_{label}"
+    sums = [value[1] for at, kind, value in events.log if at == phase and kind == "score"]
+    remedy = "restore the weights, and begin with those of the artifact"
+    if not unchanged:
+        return fail("B6", "weights differ after scoring", label, remedy)
+    if sums and sums[0] != sum_before:
+        return fail("B6", "the first score did not use the weights it was given", label, remedy)
+    if not learns(events, label) and len(set(sums)) > 1:
+        text = "parameters changed during an evaluation without training"
+        return fail("B6", text, label, "score with fixed weights")
+    return info("B6", "scoring began with the weights it was given and left them as they were", label)
+
+
+# ======================================================================================================
+# EVALUATION: its warm-up, and the table of bytes
+# ======================================================================================================
 
 
 def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
@@ -433,7 +572,10 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
 
 
 def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) -> Iterator[Finding]:
-    """B10 and B11: each target's bytes, by the script's table, against the bytes of the decoded documents."""
+    """B10 and B11: each target's bytes, by the script's table, against the bytes of the decoded documents.
+
+    pieces: the same tokenizer, read by the audit itself.
+    """
     config = replace(
         subject.config, tokenizer_path=tokenizer, vocab_size=pieces.vocab_size(), data_path="/absent"
     )
@@ -443,11 +585,9 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
 
     packed: list[int] = []
     decoded_bytes = 0
-    exact = 0
     for text in texts:
         ids = pieces.encode(text)
-        decoded = pieces.decode(ids)
-        expected = len(decoded.encode())
+        expected = len(pieces.decode(ids).encode())
         counted = count([BOS_ID, *ids, BOS_ID])
         if counted != expected:
             ratio = counted / max(expected, 1)
@@ -457,7 +597,6 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
             return
         packed += [BOS_ID, *ids]
         decoded_bytes += expected
-        exact += decoded == text
     counted = count(packed)
     if counted != decoded_bytes:
         got = f"packed documents count {counted} bytes, expected {decoded_bytes}"
@@ -465,4 +604,23 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
         return
     got = f"{len(texts)} texts, alone and packed: {counted} bytes counted, as decoded"
     yield info("B10", got, "token_bytes")
-    yield info("B11", f"tokenizer round trip exact for {exact} of {len(texts)} texts", "tokenizer")
+    yield round_trip(subject, config, texts, pieces)
+
+
+def round_trip(subject: Subject, config: Any, texts: list[str], pieces: Any) -> Finding:
+    """B11: the tokenizer as the script reads it gives every text back that the tokenizer itself does."""
+    if not hasattr(subject.script, "load_tokenizer"):
+        return warn("B11", "not checked: the script has no load_tokenizer", "tokenizer", "offer one")
+    loaded = subject.script.load_tokenizer(config)
+    lossy = 0
+    for text in texts:
+        expected = pieces.decode(pieces.encode(text))
+        got = loaded.decode(loaded.encode(text))
+        if got != expected:
+            found = f"{text!r} comes back as {got!r}, by the tokenizer itself as {expected!r}"
+            return fail("B11", found, "load_tokenizer", "score the text as it is (#1604)")
+        lossy += expected != text
+    if lossy:
+        text = f"{lossy} of {len(texts)} texts do not come back from this tokenizer as they were"
+        return warn("B11", text, "tokenizer", "say so: what is dropped is not scored (#1604)")
+    return info("B11", f"{len(texts)} of {len(texts)} texts come back as they were", "load_tokenizer")

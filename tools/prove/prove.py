@@ -1,6 +1,8 @@
 """`prove PATH`: dynamic proofs of a legal score; exit status 0 proven, 1 refuted, 2 not checked.
 
-The script is loaded in a process of its own without network. Honest scores pass; every mutant must be killed.
+The script runs in a process of its own without network: its `evaluate` on tiny streams, and whole runs of its
+`main`. Two configurations are proved, the smallest one and the script's defaults (or --config), shrunk in
+width, rows and tokens alone. Honest scores pass; every mutant must be killed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,28 +24,33 @@ from typing import Any
 
 from tools import REPO
 from tools.check.findings import Finding, Level, Mode, fail, info, warn
+from tools.prove import network
 from tools.runs.errors import RecordError
 from tools.runs.load import load_script
+from tools.runs.source import read_script
 from tools.runs.writing import json_text
 
-SECONDS_MAX = 600
+SECONDS_MAX = 1800  # of the clock: a machine may be busy
 PROVEN, REFUTED, UNCHECKED = range(3)  # exit statuses
 RANKS = (2, 4)
-RANK_TOLERANCE = 1e-3  # nats; summing gradients in another order, after several updates
 PROOFS = {
     "B1": "future independence", "B2": "normalisation", "B3": "coverage", "B4": "write-once scores",
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
     "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact",
     "B13": "rank invariance", "B14": "determinism", "B15": "no network", "B16": "mutants",
+    "B17": "full size",
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", type=Path, metavar="PATH", help="a train_gpt.py")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="prove these settings, not the defaults")
+    parser.add_argument("--adapter", type=Path, metavar="FILE", help="for a script of another kind: README")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model and stream")
     parser.add_argument(
         "--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run"
     )
+    parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
@@ -50,18 +58,57 @@ def run(args: argparse.Namespace) -> int:
     path = args.script.resolve()
     if not path.is_file():
         raise RecordError(f"{args.script}: no such file; name a train_gpt.py")
+    for name in ("config", "adapter"):
+        given = getattr(args, name)
+        if given is not None and not given.is_file():
+            raise RecordError(f"--{name} {given}: no such file")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        findings = _in_own_process(path, Path(folder), args.seed, args.quick)
+        order = Order.of_arguments(args, path)
+        findings = _in_own_process(order, Path(folder))
     status = exit_status(findings)
     if args.json:
         listed = [finding.as_json(Mode.AGREED) for finding in findings]
-        print(json_text({"script": str(args.script), "status": status, "findings": listed}), end="")
+        report = {"script": str(args.script), "status": status, "verdict": verdict(findings)}
+        print(json_text({**report, "findings": listed}), end="")
     else:
         print(render(findings))
         seconds = time.monotonic() - started
         print(f"{args.script}: {verdict(findings)}; {len(findings)} results in {seconds:.0f} s")
     return status
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a worker is to do; its fields are what JSON can hold.
+
+    settings: of a CONFIG file and of the environment; None: the script's defaults.
+    """
+
+    path: str
+    seed: int = 0
+    quick: bool = False
+    full_size: bool = False
+    settings: dict[str, str] | None = None
+    settings_name: str = "defaults"
+    adapter: str = ""
+
+    @staticmethod
+    def of_arguments(args: argparse.Namespace, path: Path) -> Order:
+        """The order that a command line gives; with --config the environment's settings count as well."""
+        settings = None
+        name = "defaults"
+        if args.config is not None:
+            settings = {**settings_around(path), "CONFIG": str(args.config.resolve())}
+            name = args.config.name
+        adapter = str(args.adapter.resolve()) if args.adapter is not None else ""
+        return Order(str(path), args.seed, args.quick, args.full_size, settings, name, adapter)
+
+
+def settings_around(path: Path) -> dict[str, str]:
+    """The variables of the environment that the script may know: those whose name its text has."""
+    words = set(re.findall(r"[a-z_0-9]+", read_script(path).text.lower()))
+    return {name: value for name, value in os.environ.items() if name.lower() in words}
 
 
 def exit_status(findings: list[Finding]) -> int:
@@ -79,12 +126,19 @@ def verdict(findings: list[Finding]) -> str:
     if status == REFUTED:
         return "refuted"
     if status == UNCHECKED:
-        return "not proven: something could not be checked"
+        checks = sorted({f.check for f in findings if f.text.startswith("not checked")}, key=_number)
+        return f"not proven: not all could be checked ({', '.join(checks)})"
     checked = {finding.check for finding in findings}
     not_run = [f"{check} ({what})" for check, what in PROOFS.items() if check not in checked]
+    if not_run == ["B17 (full size)"]:
+        return "proven, in shrunk sizes; not asked at full size (--full-size)"
     if not_run:
         return f"not refuted; not run: {', '.join(not_run)}"
     return "proven"
+
+
+def _number(check: str) -> int:
+    return int(check[1:])
 
 
 def render(findings: list[Finding]) -> str:
@@ -93,25 +147,36 @@ def render(findings: list[Finding]) -> str:
     lines = []
     for finding in findings:
         level = finding.level(Mode.AGREED)
-        lines.append(f"  {names[level]} {finding.check:3} {finding.text}  [{finding.where}]")
+        name = "note" if finding.check == NOTE else names[level]
+        lines.append(f"  {name} {finding.check:3} {finding.text}  [{finding.where}]")
         if level is not Level.INFO:
             lines.append(f"           -> {finding.remedy}")
     return "\n".join(lines)
 
 
-def _in_own_process(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
+NOTE = "B0"  # what a proof is about: no result
+
+
+# ======================================================================================================
+# PROCESSES
+# ======================================================================================================
+
+
+def _in_own_process(order: Order, folder: Path) -> list[Finding]:
     """The findings of a worker process; what ends it is a finding too."""
     out = folder / "findings.json"
-    command = _worker(path, folder, seed, "quick" if quick else "full")
+    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)))
+    command = [*network.namespace_command(), *_worker(folder, "prove")]
     try:
         done = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=SECONDS_MAX, check=False
-        )
+            command, env=_environment(), capture_output=True, text=True,
+            timeout=SECONDS_MAX * (2 if order.full_size else 1), check=False,
+        )  # fmt: skip
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     except subprocess.TimeoutExpired:
         last = f"no end within {SECONDS_MAX} s"
     if not out.is_file():
-        return not_checked(path, f"the script's process ended early: {last}")
+        return not_checked(Path(order.path), f"the script's process ended early: {last}")
     findings = []
     for stored in json.loads(out.read_text()):
         levels = {reading: Level(stored[reading]) for reading in ("written", "practised")}
@@ -119,9 +184,9 @@ def _in_own_process(path: Path, folder: Path, seed: int, quick: bool) -> list[Fi
     return findings
 
 
-def _worker(path: Path, folder: Path, seed: int, *mode: str) -> list[str]:
+def _worker(folder: Path, *words: str) -> list[str]:
     """The command that `_main` answers."""
-    return [sys.executable, "-B", "-m", "tools.prove.prove", str(path), str(folder), str(seed), *mode]
+    return [sys.executable, "-B", "-m", "tools.prove.prove", str(folder), *words]
 
 
 def _environment() -> dict[str, str]:
@@ -133,140 +198,191 @@ def _environment() -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
+    if sys.platform.startswith("linux"):
+        ours["GLOO_SOCKET_IFNAME"] = network.LOOPBACK
     return keep | ours
 
 
 def not_checked(path: Path, why: str) -> list[Finding]:
     """A warning per proof that could not be run."""
     remedy = (
-        "offer Config.from_env, build_model, Ledger and the scorers score_roundtrip, score_sliding, score_ttt"
+        "offer Config.from_env, build_model, Ledger, Validation, evaluate and token_bytes, or an --adapter"
     )
     return [
         warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()
     ]
 
 
-def proofs(script: ModuleType, folder: Path, seed: int, quick: bool) -> Iterator[Finding]:
+# ======================================================================================================
+# PROOFS
+# ======================================================================================================
+
+
+def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
     """All findings about a script that offers the entry point."""
-    from tools.prove import probes, rehearsal
+    from tools.prove import probes, rehearsal, tiny
 
-    subject = probes.make_subject(script, seed)
-    edges: set[int] = set()  # the tokens on both sides of each critical target
-    for target in probes.kraft_positions(subject):
-        edges |= {target, target + 1}
-    flips = sorted(edges - {0}) if quick else None
-    for name in subject.scorers:
-        yield from probes.ledger_order(subject, name)
-        yield from probes.determinism(subject, name)
-        yield from probes.kraft_sums(subject, name)
-        yield from probes.future_flip(subject, name, flips)
-        if name != "score_ttt":
-            yield from probes.document_isolation(subject, name)
-    yield from probes.evaluation_warmup(subject)
-    if not quick:
-        yield from rank_invariance(subject, Path(script.__file__ or ""), folder)
-    laboratory = rehearsal.build_laboratory(folder)
-    yield from probes.byte_table(subject, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
-    if not quick:
-        watch, first = rehearsal.run_script(script, laboratory, "plain", WARMUP_STEPS="0", TRAIN_PREFETCH="0")
-        yield from rehearsal.data_apart(laboratory, watch)
-        yield from rehearsal.artifact_returns(script, laboratory, first)
-        _, second = rehearsal.run_script(script, laboratory, "warm", WARMUP_STEPS="2", TRAIN_PREFETCH="1")
-        yield from rehearsal.same_result(first, second)
-        yield from surviving_mutants(subject, laboratory)
+    whole = script.Config.from_env(order.settings or {})
+    settings, shrunk = tiny.shrink(whole, tiny.FOR_SCORER)
+    configured = probes.subject_of(script, settings, order.seed, order.settings_name)
+    smallest = probes.make_subject(script, order.seed)
+    yield info(NOTE, f"shrunk for the streams: {'; '.join(shrunk)}", configured.name)
+    yield info(NOTE, f"not exercised: {tiny.NOT_EXERCISED}", configured.name)
+    off = " ".join(tiny.switched_off(whole))
+    yield info(NOTE, f"not exercised, as these settings are 0: {off}", configured.name)
+    yield from scoring(smallest, thorough=not order.quick)
+    yield from scoring(configured, thorough=False)
+    yield from probes.evaluation_warmup(smallest)
+    if not order.quick:
+        yield from rank_invariance(smallest, Path(order.path), folder, configured)
+    laboratory_folder = folder / "laboratory"
+    laboratory_folder.mkdir()
+    laboratory = rehearsal.build_laboratory(laboratory_folder)
+    yield from probes.byte_table(smallest, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
+    if not order.quick:
+        yield from whole_runs(script, laboratory, whole, order.settings_name)
+        yield from surviving_mutants(Path(order.path), folder)
+    if order.full_size:
+        from tools.prove.full_size import full_size
+
+        yield from full_size(script, whole.as_env(), order.seed)
 
 
-def rank_invariance(subject: Any, path: Path, folder: Path) -> Iterator[Finding]:
-    """B13: two and four ranks write the single-rank ledger."""
-    import numpy as np
+def scoring(subject: Any, thorough: bool) -> Iterator[Finding]:
+    """What is asked of a subject's `evaluate`, which each finding names; not thorough: at the edges alone."""
+    for finding in _scoring(subject, thorough):
+        if finding.where.startswith(subject.name):
+            yield finding
+        else:
+            yield dataclasses.replace(finding, where=f"{subject.name}: {finding.where}")
 
-    alone = {name: subject.nats(name, subject.tokens()) for name in subject.scorers}
+
+def _scoring(subject: Any, thorough: bool) -> Iterator[Finding]:
+    from tools.prove import probes, questions
+
+    case = subject.case()
+    edges = [0, subject.config.ttt_chunk_tokens - 1, subject.config.ttt_chunk_tokens, 75]
+    last = len(case.tokens) - 2
+    yield from probes.ledger_order(subject)
+    yield from questions.repetition(case)
+    yield from questions.kraft(case, probes.kraft_positions(subject) if thorough else [*edges, last])
+    suffixes = [35, 64, 118] if thorough else [64]
+    yield from questions.future(case, None if thorough else [20, 60, 140], suffixes)
+    repeating = dataclasses.replace(case, tokens=questions.repeating(case.tokens))
+    for finding in (
+        *questions.kraft(repeating, [50, 77, 140] if thorough else [77]),
+        *questions.future(repeating, [30, 100, 145], [80]),
+    ):
+        yield dataclasses.replace(finding, text=f"{finding.text}; phrases that repeat")
+    yield from probes.document_isolation(subject)
+
+
+def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> Iterator[Finding]:
+    """Three runs of the script's `main`, and its artifact alone."""
+    from tools.prove import rehearsal
+
+    settings, shrunk = rehearsal.settings_for_runs(script, config)
+    yield info(NOTE, f"shrunk for whole runs: {'; '.join(shrunk)}", name)
+    first = rehearsal.run_script(script, laboratory, "first", settings, forged=rehearsal.rising)
+    yield from rehearsal.data_apart(laboratory, first)
+    yield from rehearsal.one_score_each(laboratory, first)
+    yield from rehearsal.figures(laboratory, first)
+    yield from rehearsal.quantization_felt(script, first)
+    yield from rehearsal.artifact_alone(laboratory, first, not network.is_out_of_reach())
+    second = rehearsal.run_script(
+        script, laboratory, "second", settings, rehearsal.SECOND, forged=rehearsal.falling
+    )
+    yield from rehearsal.figures(laboratory, second)
+    yield from rehearsal.unaware_of_validation(first, second)
+    warm = {**settings, "WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1"}
+    warmed = rehearsal.run_script(script, laboratory, "warm", warm, forged=rehearsal.rising)
+    yield from rehearsal.same_result(first, warmed)
+
+
+def rank_invariance(
+    subject: Any, path: Path, folder: Path, *more: Any, mutant: str = ""
+) -> Iterator[Finding]:
+    """B13: several ranks write the ledgers of one. mutant: one that the ranks are made."""
+    from tools.prove import ranks as several
+
+    subjects = [subject, *more]
+    several.stored(subjects, folder)
+    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(Order(str(path)))))
+    alone = [several.ask(each) for each in subjects]
     for ranks in RANKS:
         children = []
         for rank in range(ranks):
-            command = _worker(path, folder, subject.seed, "rank", str(rank), str(ranks))
-            children.append(subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL))
+            command = _worker(folder, "rank", str(rank), str(ranks), mutant)
+            environment = {**os.environ, **_environment()}
+            children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
         codes = [child.wait(timeout=SECONDS_MAX) for child in children]
         if any(codes):
             text = f"{ranks} ranks ended with {codes}"
             yield fail("B13", text, "gloo, CPU", "let every rank join every collective")
             continue
-        ledgers = [np.load(folder / f"ledger_{ranks}_{rank}.npz") for rank in range(ranks)]
-        for name, nats in alone.items():
-            limit = RANK_TOLERANCE if name == "score_ttt" else 0.0
-            worst = np.max([np.abs(ledger[name] - nats) for ledger in ledgers], axis=0)
-            target = int(worst.argmax())
-            text = f"{ranks} ranks: at most {worst[target]:.1e} from the ledger of one, at target {target}"
-            if worst[target] > limit:
-                yield fail("B13", text, name, "share no state before every rank has scored")
-            else:
-                yield info("B13", text, name)
+        found = [json.loads((folder / f"found_{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
+        for number, each in enumerate(subjects):
+            yield from several.compare(each, alone[number], [of_rank[number] for of_rank in found])
 
 
-def surviving_mutants(subject: Any, laboratory: Any) -> Iterator[Finding]:
-    """B16: each mutant must fail some proof."""
-    from tools.prove.mutants import MUTANTS
+def surviving_mutants(path: Path, folder: Path) -> Iterator[Finding]:
+    """B16: a mutant for each probe of scoring must be refuted by it; the tests do this with all of them."""
+    from tools.prove import mutants
 
-    killers = {name: kill(subject, name, laboratory) for name in MUTANTS}
-    survivors = [name for name, finding in killers.items() if finding is None]
+    survivors = []
+    for name in mutants.SELF_TEST:
+        if mutants.kill(path, name, folder) is None:
+            survivors.append(name)
     if survivors:
         text = f"mutants survived: {', '.join(survivors)}"
         yield fail("B16", text, "self-test", "the audit itself is blind")
     else:
-        by = ", ".join(f"{name} ({finding.check})" for name, finding in killers.items() if finding)
-        yield info("B16", f"{len(killers)} of {len(killers)} mutants killed: {by}", "self-test")
+        by = ", ".join(f"{name} ({mutants.MUTANTS[name].probe})" for name in mutants.SELF_TEST)
+        text = f"{len(mutants.SELF_TEST)} mutants of this script killed, of {len(mutants.MUTANTS)}: {by}"
+        yield info("B16", text, "self-test")
 
 
-def kill(subject: Any, name: str, laboratory: Any) -> Finding | None:
-    """The first finding that refutes a mutant; None when it survives."""
-    from tools.prove.mutants import MUTANTS
-
-    with MUTANTS[name](subject) as mutant:
-        for finding in _suspicions(mutant, name, laboratory):
-            if finding.level(Mode.AGREED) is Level.FAIL:
-                return finding
-    return None
+# ======================================================================================================
+# THE WORKER
+# ======================================================================================================
 
 
-def _suspicions(mutant: Any, name: str, laboratory: Any) -> Iterator[Finding]:
-    """The proofs on a mutant, the quick ones first; an exception of the script refutes too."""
-    from tools.prove import probes, rehearsal
-
-    script = mutant.script
-    try:
-        if name == "calibration-on-validation":
-            watch, _ = rehearsal.run_script(script, laboratory, name, WARMUP_STEPS="0", TRAIN_PREFETCH="0")
-            yield from rehearsal.data_apart(laboratory, watch)
-            return
-        yield from probes.byte_table(mutant, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
-        yield from probes.evaluation_warmup(mutant)
-        for scorer in mutant.scorers:
-            yield from probes.ledger_order(mutant, scorer)
-            yield from probes.determinism(mutant, scorer)
-            yield from probes.kraft_sums(mutant, scorer, [0, 15, mutant.config.ttt_chunk_tokens, 70])
-            yield from probes.future_flip(mutant, scorer, [20, 60, 140])
-            if scorer != "score_ttt":
-                yield from probes.document_isolation(mutant, scorer)
-    except (probes.refusal(script), IndexError) as error:
-        text = f"the scorer raised {type(error).__name__}: {error}"
-        yield fail("B3", text, name, "score every target once")
-
-
-def _without_network(attempts: list[str]) -> None:
-    """From now on every socket call in this process is noted and refused."""
-
-    def refuse(event: str, details: Any) -> None:
-        if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
-            attempts.append(f"{event} {details}")
-            raise PermissionError(f"the proof blocks the network: {event}")
-
-    sys.addaudithook(refuse)
-
-
-def _work(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
+def _work(order: Order, folder: Path) -> list[Finding]:
     """Everything the worker finds out."""
+    path = Path(order.path)
     attempts: list[str] = []
-    _without_network(attempts)
+    out_of_reach = network.is_out_of_reach()
+    if out_of_reach:
+        network.start_loopback()
+    network.refuse(attempts)
+    try:
+        findings = _checked(order, folder)
+    except Exception as error:
+        traceback.print_exc()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        findings = not_checked(path, f"the proofs stopped: {type(error).__name__}: {error} ({where})")
+    if attempts:
+        text = f"tried to reach the network: {attempts[0]}"
+        findings.append(fail("B15", text, path.name, "ship all it needs"))
+    elif any(finding.check == "B15" for finding in findings):
+        pass  # nothing of it was run
+    elif out_of_reach:
+        text = "no socket was asked for; no network is in reach of the process or its children"
+        findings.append(info("B15", text, path.name))
+    else:
+        text = "not checked for child processes: no network namespace here; this process asked for no socket"
+        findings.append(warn("B15", text, path.name, "run it on Linux with user namespaces"))
+    return sorted(findings, key=lambda finding: _number(finding.check))
+
+
+def _checked(order: Order, folder: Path) -> list[Finding]:
+    """The proofs of a script that loads and has the names that they need; else what was not checked."""
+    path = Path(order.path)
+    if order.adapter:
+        from tools.prove import foreign
+
+        return list(foreign.proofs(path, Path(order.adapter), order.seed))
     try:
         script = load_script(path)
     except BaseException as error:
@@ -278,50 +394,40 @@ def _work(path: Path, folder: Path, seed: int, quick: bool) -> list[Finding]:
         return not_checked(path, f"it has no {', '.join(missing)}")
     findings: list[Finding] = []
     try:
-        findings.extend(proofs(script, folder, seed, quick))
+        for finding in proofs(script, folder, order):
+            findings.append(finding)
     except Exception as error:
-        traceback.print_exc()
-        text = f"the proofs stopped: {type(error).__name__}: {error}"
-        findings.append(fail("B3", text, path.name, "see its message"))
-    if attempts:
-        text = f"tried to reach the network: {attempts[0]}"
-        findings.append(fail("B15", text, path.name, "ship all it needs"))
-    else:
-        findings.append(info("B15", "no socket was asked for, with all of them blocked", path.name))
-    return sorted(findings, key=lambda finding: int(finding.check[1:]))
+        findings.append(_stopped(script, error, path))
+    return findings
 
 
-def _ledgers_of_a_rank(path: Path, folder: Path, seed: int, rank: int, ranks: int) -> None:
-    """Write the ledgers that one of several ranks ends with."""
-    import numpy as np
-    import torch.distributed as dist
-
+def _stopped(script: ModuleType, error: Exception, path: Path) -> Finding:
+    """What an error says: a score that the script's own ledger refuses is refuted, all else not checked."""
     from tools.prove import probes
 
-    store = f"file://{folder}/store_{ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    script = load_script(path)
-    subject = probes.make_subject(script, seed)
-    if hasattr(script, "Machine"):  # older scripts ask the process group
-        subject = dataclasses.replace(subject, machine=script.Machine(rank, ranks))
-    ledgers: dict[str, Any] = {name: subject.nats(name, subject.tokens()) for name in subject.scorers}
-    np.savez(folder / f"ledger_{ranks}_{rank}.npz", **ledgers)
-    dist.destroy_process_group()
+    traceback.print_exc()
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+    if isinstance(error, probes.refusal(script)) and place.name in ("record", "score", "scored_tokens"):
+        return fail("B3", f"the ledger refused: {text}", path.name, "score every target once, in order")
+    return warn("B3", f"not checked: the proofs stopped: {text}", path.name, "see its message")
 
 
 def _main(arguments: list[str]) -> None:
-    """What a worker does: PATH FOLDER SEED and then `quick`, `full` or `rank RANK RANKS`."""
+    """What a worker does: FOLDER and then `prove` or `rank RANK RANKS MUTANT`."""
     import torch
 
     torch.set_num_threads(1)
-    path = Path(arguments[0])
-    folder = Path(arguments[1])
-    seed = int(arguments[2])
-    mode = arguments[3]
-    if mode == "rank":
-        _ledgers_of_a_rank(path, folder, seed, int(arguments[4]), int(arguments[5]))
+    folder = Path(arguments[0])
+    order = Order(**json.loads((folder / "order.json").read_text()))
+    if arguments[1] == "rank":
+        from tools.prove import mutants, ranks
+
+        path = Path(order.path)
+        script = mutants.mutated(path, arguments[4]) if arguments[4] else load_script(path)
+        ranks.answer(script, folder, int(arguments[2]), int(arguments[3]))
         return
-    findings = [dataclasses.asdict(finding) for finding in _work(path, folder, seed, mode == "quick")]
+    findings = [dataclasses.asdict(finding) for finding in _work(order, folder)]
     (folder / "findings.json").write_text(json.dumps(findings))
 
 

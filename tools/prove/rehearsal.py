@@ -1,12 +1,19 @@
-"""A whole run of a script on synthetic documents, watched: what is read when, what comes back (B7-B14)."""
+"""Whole runs of a script on synthetic documents, watched: what is read when, and what comes out.
+
+B4 and B10 for the figures of a real run, B7, B8 and B14 for what must not change it, B12 for its artifact.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -18,21 +25,25 @@ import sentencepiece
 import torch
 
 from data import shards
-from tools.check.findings import Finding, fail, info
+from tools.check.findings import Finding, fail, info, warn
 from tools.prove import tiny
+from tools.prove.probes import REPORTED
 from tools.runs.folder import CONFIG
 
 GRAM = 8  # tokens that tell validation text from training text
-ARTIFACT_TOLERANCE = 1e-4  # of a score, between the run that reports it and the artifact read back
-TRAINING_SEED, VALIDATION_SEED = 0, 1
+FELT = 0.01  # of the weights' size: what quantization must at least change for a proof about it
+BITS_PER_WEIGHT = 4.0  # that the artifact's limit leaves
+ALONE_SECONDS_MAX = 200
+TRAINING_SEED, FIRST_SEED, SECOND_SEED = 0, 1, 2
+FIRST, SECOND = "first", "second"  # data sets: the same training text, another validation text
 TEXTS = [
     "",
-    " ",
+    "a",
     "a plain line",
     "two  spaces",
-    "café 東京 🙂 \u2581 nul\x00byte",
+    "café 東京 🙂 nul\x00byte",
     "tab\tand\nnewline",
-    "ﬁ ½",
+    "ﬁ ½ Große",
 ]
 
 
@@ -51,23 +62,31 @@ def sample_texts(seed: int, documents: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """A folder with a tokenizer, a training shard and a validation shard."""
+    """A folder with a tokenizer and two data sets; the second has a byte sidecar.
+
+    text_bytes: of all validation documents of each data set, by this module's own count.
+    """
 
     folder: Path
     pieces: sentencepiece.SentencePieceProcessor
+    text_bytes: Mapping[str, int]
 
     @property
     def tokenizer(self) -> Path:
         """The SentencePiece model."""
         return self.folder / "tokenizer.model"
 
-    def tokens(self, split: str) -> np.ndarray:
-        """Token ids of a split."""
-        return np.array(shards.read_shard(shard_path(self.folder, split)))
+    def data(self, name: str) -> Path:
+        """The folder of a data set."""
+        return self.folder / name
 
-    def grams(self, split: str) -> set[bytes]:
+    def tokens(self, split: str, name: str = FIRST) -> np.ndarray:
+        """Token ids of a split."""
+        return np.array(shards.read_shard(shard_path(self.data(name), split)))
+
+    def grams(self, split: str, name: str = FIRST) -> set[bytes]:
         """Every run of GRAM tokens of a split."""
-        rows = np.lib.stride_tricks.sliding_window_view(self.tokens(split).astype(np.int64), GRAM)
+        rows = np.lib.stride_tricks.sliding_window_view(self.tokens(split, name).astype(np.int64), GRAM)
         return {row.tobytes() for row in rows}
 
 
@@ -77,20 +96,55 @@ def shard_path(folder: Path, split: str) -> Path:
 
 
 def build_laboratory(folder: Path) -> Laboratory:
-    """Train a tiny tokenizer and write both shards."""
-    splits = {"train": sample_texts(TRAINING_SEED, 200), "val": sample_texts(VALIDATION_SEED, 12)}
+    """Train a tiny tokenizer that gives every text back, and write both data sets."""
+    training = sample_texts(TRAINING_SEED, 200)
+    validation = {FIRST: sample_texts(FIRST_SEED, 12), SECOND: sample_texts(SECOND_SEED, 15)}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*splits["train"], *splits["val"]]), model_prefix=str(folder / "tokenizer"),
-        vocab_size=int(tiny.RUN["VOCAB_SIZE"]), model_type="bpe", byte_fallback=True,
-        unk_id=0, bos_id=shards.BOS_ID, eos_id=2, character_coverage=1.0, minloglevel=2,
+        sentence_iterator=iter([*training, *validation[FIRST], *validation[SECOND]]),
+        model_prefix=str(folder / "tokenizer"), vocab_size=tiny.FOR_RUN.vocabulary, model_type="bpe",
+        byte_fallback=True, unk_id=0, bos_id=shards.BOS_ID, eos_id=2, character_coverage=1.0, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
     )  # fmt: skip
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    for split, texts in splits.items():
-        ids: list[int] = []
-        for text in texts:
-            ids += [shards.BOS_ID, *pieces.encode(text)]
-        shards.write_shard(shard_path(folder, split), np.array(ids))
-    return Laboratory(folder, pieces)
+    text_bytes = {}
+    for name, texts in validation.items():
+        (folder / name).mkdir()
+        shards.write_shard(shard_path(folder / name, "train"), packed(pieces, training))
+        shards.write_shard(shard_path(folder / name, "val"), packed(pieces, texts))
+        text_bytes[name] = sum(len(text.encode()) for text in texts)
+    # The second data set says itself how many bytes a token stands for: one more at the end of a document,
+    # as if a newline had been there. A script that counts pieces instead is off by one a document.
+    counts = sidecar_counts(pieces, validation[SECOND])
+    shards.write_shard(shard_path(folder / SECOND, "val_bytes"), counts)
+    text_bytes[SECOND] = int(counts.sum())
+    (folder / "text_bytes.json").write_text(json.dumps(text_bytes))
+    return open_laboratory(folder)
+
+
+def open_laboratory(folder: Path) -> Laboratory:
+    """The laboratory that was built in a folder."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return Laboratory(folder, pieces, json.loads((folder / "text_bytes.json").read_text()))
+
+
+def packed(pieces: sentencepiece.SentencePieceProcessor, texts: list[str]) -> np.ndarray:
+    """The ids of documents, a BOS before each."""
+    ids: list[int] = []
+    for text in texts:
+        ids += [shards.BOS_ID, *pieces.encode(text)]
+    return np.array(ids)
+
+
+def sidecar_counts(pieces: sentencepiece.SentencePieceProcessor, texts: list[str]) -> np.ndarray:
+    """Bytes of each token of packed documents: those by which it lengthens the decoded text."""
+    counts: list[int] = []
+    for text in texts:
+        ids = pieces.encode(text)
+        lengths = [len(pieces.decode(ids[:i]).encode()) for i in range(len(ids) + 1)]
+        of_document = np.diff(lengths)
+        of_document[-1] += 1
+        counts += [0, *of_document.tolist()]
+    return np.array(counts)
 
 
 # ======================================================================================================
@@ -106,33 +160,83 @@ class Pass(NamedTuple):
     grams: list[bytes]  # a few runs of GRAM tokens of its inputs
 
 
+# Takes the number of a validation during training; returns the nats that it is made to see.
+Forgery = Callable[[int], float]
+
+
 @dataclass
 class Watch:
-    """The forward passes of a run, in order; `run` is the script's Run once it has begun."""
+    """The forward passes of a run, in order, and the phases in which ledgers were begun.
+
+    run: the script's Run once it has begun. shipped: the weights that were handed to `write_artifact`.
+    forged: replaces what validations see during training, each by one number; None: nothing is replaced.
+    """
 
     passes: list[Pass] = field(default_factory=list)
+    ledgers: list[str] = field(default_factory=list)
     run: Any = None
+    shipped: dict[str, torch.Tensor] = field(default_factory=dict)
+    forged: Forgery | None = None
+
+    @property
+    def phase(self) -> str:
+        """The phase that the run is in."""
+        return self.run.phase_name if self.run else ""
+
+
+def rising(number: int) -> float:
+    """Validation gets worse and worse: the first model looks best."""
+    return 2.0 + 0.1 * number
+
+
+def falling(number: int) -> float:
+    """Validation gets better and better: the last model looks best."""
+    return 9.0 - 0.1 * number
 
 
 @contextlib.contextmanager
 def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
-    """Record the forward passes of whatever the script runs."""
-    forward = script.GPT.forward
+    """Record what a run of the script does."""
+    model_class = type(script.build_model(script.Config.from_env({**tiny.SCORER})))
+    forward = model_class.forward
     start = script.Run.__init__
+    begin = script.Ledger.__init__
+    record = script.Ledger.record
+    write = getattr(script, "write_artifact", None)
 
     def watched_forward(model: Any, inputs_BT: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        phase = watch.run.phase_name if watch.run else ""
         observe = named.get("observe", getattr(model, "observer", None))  # older scripts: an attribute
+        if observe is None and len(rest) > 2:
+            observe = rest[2]
         learns = torch.is_grad_enabled() or observe is not None
-        watch.passes.append(Pass(phase, learns, some_grams(inputs_BT)))
+        watch.passes.append(Pass(watch.phase, learns, some_grams(inputs_BT)))
         return forward(model, inputs_BT, *rest, **named)
 
     def watched_start(run: Any, *args: Any) -> None:
         start(run, *args)
         watch.run = run
 
-    with mock.patch.object(script.GPT, "forward", watched_forward), \
-            mock.patch.object(script.Run, "__init__", watched_start):  # fmt: skip
+    def watched_begin(ledger: Any, *args: Any, **named: Any) -> None:
+        begin(ledger, *args, **named)
+        watch.ledgers.append(watch.phase)
+
+    def watched_record(ledger: Any, first: int, nats: np.ndarray, *rest: Any) -> None:
+        if watch.forged is not None and watch.phase in ("train", "hessians"):
+            nats = np.full_like(nats, watch.forged(len(watch.ledgers)))
+        record(ledger, first, nats, *rest)
+
+    def watched_write(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
+        watch.shipped = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        assert write is not None
+        return write(path, model, *rest, **named)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(model_class, "forward", watched_forward))
+        stack.enter_context(mock.patch.object(script.Run, "__init__", watched_start))
+        stack.enter_context(mock.patch.object(script.Ledger, "__init__", watched_begin))
+        stack.enter_context(mock.patch.object(script.Ledger, "record", watched_record))
+        if write is not None:
+            stack.enter_context(mock.patch.object(script, "write_artifact", watched_write))
         yield
 
 
@@ -145,15 +249,49 @@ def some_grams(inputs_BT: torch.Tensor) -> list[bytes]:
     return grams
 
 
-def run_script(script: ModuleType, laboratory: Laboratory, name: str, **settings: str) -> tuple[Watch, Path]:
-    """Do a whole tiny run in this process; what was watched and its directory. RuntimeError when it fails."""
+def settings_for_runs(script: ModuleType, config: Any) -> tuple[dict[str, str], list[str]]:
+    """A config's settings for a tiny run with an artifact in which quantization is felt; what was shrunk."""
+    settings, shrunk = tiny.shrink(config, tiny.FOR_RUN)
+    settings.update(tiny.RUN)
+    if config.warmdown_iters:
+        settings["WARMDOWN_ITERS"] = tiny.RUN["ITERATIONS"]
+    small = script.Config.from_env(settings)
+    weights = sum(parameter.numel() for parameter in script.build_model(small).parameters())
+    source = Path(script.__file__ or "").read_bytes()
+    code_bytes = len(script.shipped_code(source, small.code_bytes))
+    weight_bytes = 2 * weights  # where the settings fix the bits, there is room for them
+    if small.rate_control:
+        weight_bytes = math.ceil(BITS_PER_WEIGHT * weights / 8)
+    settings["ARTIFACT_BYTES_MAX"] = str(code_bytes + 1200 + weight_bytes)
+    return settings, shrunk
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: what was watched, its directory, and the data set it had."""
+
+    watch: Watch
+    directory: Path
+    data: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Its summary.json."""
+        loaded: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return loaded
+
+
+def run_script(
+    script: ModuleType, laboratory: Laboratory, name: str, settings: Mapping[str, str],
+    data: str = FIRST, forged: Forgery | None = None,
+) -> Outcome:  # fmt: skip
+    """Do a whole tiny run in this process. RuntimeError when it fails."""
     runs = laboratory.folder / "runs"
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
-    environment |= tiny.RUN
-    environment |= {"DATA_PATH": str(laboratory.folder), "TOKENIZER_PATH": str(laboratory.tokenizer)}
-    environment |= {"RUNS_DIR": str(runs), "RUN_ID": name}
     environment |= settings
-    watch = Watch()
+    environment |= {"DATA_PATH": str(laboratory.data(data)), "TOKENIZER_PATH": str(laboratory.tokenizer)}
+    environment |= {"RUNS_DIR": str(runs), "RUN_ID": name}
+    watch = Watch(forged=forged)
     with mock.patch.dict(os.environ, environment, clear=True), \
             mock.patch.object(sys, "argv", [script.__file__]), \
             watched_run(script, watch), \
@@ -161,20 +299,20 @@ def run_script(script: ModuleType, laboratory: Laboratory, name: str, **settings
         status = script.main()
     if status:
         raise RuntimeError(f"the tiny run {name} ended with status {status}; its log is above")
-    return watch, runs / name
+    return Outcome(watch, runs / name, data)
 
 
 # ======================================================================================================
-# FINDINGS
+# FINDINGS OF ONE RUN
 # ======================================================================================================
 
 
-def data_apart(laboratory: Laboratory, watch: Watch) -> Iterator[Finding]:
-    """B8: nothing learns from or calibrates on validation before evaluation, which sees no training text."""
-    training = laboratory.grams("train")
-    validation = laboratory.grams("val")
+def data_apart(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding]:
+    """B8: nothing learns from or calibrates on validation, which sees no training text in evaluation."""
+    training = laboratory.grams("train", outcome.data)
+    validation = laboratory.grams("val", outcome.data)
     before_evaluation = 0
-    for phase, learns, grams in watch.passes:
+    for phase, learns, grams in outcome.watch.passes:
         stolen: set[bytes] = set()
         if phase.startswith("eval_"):
             what = "training text is read"
@@ -189,22 +327,104 @@ def data_apart(laboratory: Laboratory, watch: Watch) -> Iterator[Finding]:
             text = f"{what} in phase {phase!r}: tokens {tokens}"
             yield fail("B8", text, "a whole tiny run", "keep the splits apart (#728)")
             return
-    in_evaluation = len(watch.passes) - before_evaluation
+    in_evaluation = len(outcome.watch.passes) - before_evaluation
     text = (
-        f"{before_evaluation} passes before evaluation, none on validation;"
+        f"{before_evaluation} passes before evaluation, none learns from validation;"
         f" {in_evaluation} in it, none on training text"
     )
     yield info("B8", text, "a whole tiny run")
 
 
-def same_result(first: Path, second: Path) -> Iterator[Finding]:
+def one_score_each(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding]:
+    """B3 and B7 of a whole run: one ledger a label; validation is read in training's checks and in timers."""
+    validation = laboratory.grams("val", outcome.data)
+    training = laboratory.grams("train", outcome.data)
+    where = "a whole tiny run"
+    for phase, _, grams in outcome.watch.passes:
+        timed = phase.startswith("eval_") or phase in ("train", "hessians")
+        if not timed and (validation - training).intersection(grams):
+            text = f"validation text is read in phase {phase!r}, outside the timers of evaluation (#1530)"
+            yield fail("B7", text, where, "warm up on random tokens, score in a timed phase")
+            break
+    labels = list(outcome.summary["losses"])
+    begun = [phase for phase in outcome.watch.ledgers if phase not in ("train", "hessians")]
+    expected = [f"eval_{label}" for label in labels]
+    if begun != expected:
+        text = f"ledgers begun in {begun}, expected one in each of {expected}"
+        yield fail("B3", text, where, "score once: no second pass, no choice among passes (C4)")
+        return
+    yield info("B3", f"{len(labels)} labels, a ledger each, none elsewhere after training", where)
+
+
+def figures(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding]:
+    """B4 and B10 of a whole run: scored tokens and bytes are those of the texts; bpb follows from them."""
+    text_bytes = laboratory.text_bytes[outcome.data]
+    targets = len(laboratory.tokens("val", outcome.data)) - 1
+    where = f"run {outcome.directory.name}"
+    log = (outcome.directory / "log.txt").read_text()
+    for label, loss in outcome.summary["losses"].items():
+        expected = {"val_bytes": text_bytes, "scored_tokens": targets}
+        got = {"val_bytes": loss["bytes"], "scored_tokens": loss["scored_tokens"]}
+        for line in log.splitlines():
+            if f"{label}_exact " in line:
+                printed = dict(REPORTED.findall(line))
+                got |= {f"printed {name}": int(printed[name]) for name in expected if name in printed}
+        for name, value in got.items():
+            right = expected[name.removeprefix("printed ")]
+            if value != right:
+                check = "B10" if "bytes" in name else "B4"
+                text = f"{label}: {name} is {value}, the texts have {right}"
+                yield fail(check, text, where, "count every byte and every target of the text once")
+                return
+        bits = loss["nats"] * targets / math.log(2) / text_bytes
+        if not math.isclose(loss["bits_per_byte"], bits, rel_tol=1e-9):
+            text = f"{label}: {loss['bits_per_byte']} bits per byte, nats and text give {bits}"
+            yield fail("B4", text, where, "divide by the bytes of the text")
+            return
+    yield info("B10", f"{text_bytes} bytes and {targets} targets, as the texts have", where)
+
+
+def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]:
+    """B12: the artifact holds other weights than training left, so that to score those would show."""
+    with contextlib.redirect_stdout(sys.stderr):
+        model, _ = script.load_artifact(outcome.directory / "model.bin")
+    stored = model.state_dict()
+    shipped = outcome.watch.shipped
+    if stored.keys() != shipped.keys():
+        text = "not checked: which weights were handed to `write_artifact` cannot be told"
+        yield warn("B12", text, "model.bin", "offer write_artifact(path, model, ...)")
+        return
+    names = [name for name in stored if stored[name].ndim > 1]
+    difference = math.sqrt(sum(float((stored[name] - shipped[name]).square().sum()) for name in names))
+    size = math.sqrt(sum(float(shipped[name].square().sum()) for name in names))
+    text = f"quantization changed the weights by {difference / size:.1%} of their size"
+    if difference < FELT * size:
+        yield warn("B12", f"not checked: {text}", "model.bin", "a tighter limit would be needed")
+    else:
+        yield info("B12", text, "model.bin")
+
+
+# ======================================================================================================
+# FINDINGS ABOUT TWO RUNS
+# ======================================================================================================
+
+
+def differing(first: Outcome, second: Outcome, losses: bool) -> list[str]:
+    """What of two runs is not the same: stream hash, artifact and, where asked for, losses."""
+    results = []
+    for outcome in (first, second):
+        summary = outcome.summary
+        artifact = hashlib.sha256((outcome.directory / "model.bin").read_bytes()).hexdigest()
+        result = {"stream hash": summary["stream_hash"], "artifact": artifact}
+        if losses:
+            result["losses"] = summary["losses"]
+        results.append(result)
+    return [name for name, value in results[0].items() if value != results[1][name]]
+
+
+def same_result(first: Outcome, second: Outcome) -> Iterator[Finding]:
     """B7 and B14: warm-up and prefetch change neither the artifact nor the losses."""
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (first, second)]
-    results = [
-        {"stream hash": s["stream_hash"], "artifact": s["artifact"]["sha256"], "losses": s["losses"]}
-        for s in summaries
-    ]
-    differs = [name for name, value in results[0].items() if value != results[1][name]]
+    differs = differing(first, second, losses=True)
     for check, what in (("B7", "two warm-up steps"), ("B14", "prefetching loader")):
         if differs:
             text = f"{', '.join(differs)} differ with and without {what}"
@@ -214,25 +434,85 @@ def same_result(first: Path, second: Path) -> Iterator[Finding]:
             yield info(check, text, "two tiny runs")
 
 
-def artifact_returns(script: ModuleType, laboratory: Laboratory, directory: Path) -> Iterator[Finding]:
-    """B12: the artifact on disk has the bytes that were counted, and scores what the run reported."""
-    summary = json.loads((directory / "summary.json").read_text())
-    path = directory / "model.bin"
-    size_bytes = path.stat().st_size
+def unaware_of_validation(first: Outcome, second: Outcome) -> Iterator[Finding]:
+    """B8: another validation text, and other results of validating it, leave every byte of the artifact."""
+    differs = differing(first, second, losses=False)
+    if differs:
+        text = f"{', '.join(differs)} depend on the validation text or on its score during training"
+        yield fail("B8", text, "two tiny runs", "let nothing of validation reach training (#728)")
+    else:
+        text = "two validation texts, with opposite results during training, give the same artifact"
+        yield info("B8", text, "two tiny runs")
+
+
+# ======================================================================================================
+# THE ARTIFACT ALONE
+# ======================================================================================================
+
+
+def artifact_alone(laboratory: Laboratory, outcome: Outcome, has_network: bool) -> Iterator[Finding]:
+    """B12: artifact and shipped script in an empty folder score the same, to the bit, in a fresh process.
+
+    All else is out of reach: the folder of the laboratory has another name for that time, and the process
+    has a home and a folder for temporary files of its own. has_network: whether it could reach a network.
+    """
+    summary = outcome.summary
+    model = outcome.directory / "model.bin"
+    size_bytes = model.stat().st_size
     counted_bytes = summary["artifact"]["bytes"]
-    config = script.Config.from_env({"CONFIG": str(directory / CONFIG)})
-    with contextlib.redirect_stdout(sys.stderr):
-        model, _ = script.load_artifact(path)
-        ledger = script.score_roundtrip(model, laboratory.tokens("val"), config)
-    nats = float(np.sum(ledger.nats))
-    loss = summary["losses"]["roundtrip"]
-    reported = loss["nats"] * loss["scored_tokens"]
     if size_bytes != counted_bytes:
         text = f"artifact has {size_bytes} bytes, {counted_bytes} were counted"
-        yield fail("B12", text, path.name, "count the file that is written")
-    elif abs(nats - reported) > ARTIFACT_TOLERANCE * reported:
-        text = f"artifact scores {nats} nats, the run reported {reported}"
-        yield fail("B12", text, path.name, "score what is read")
-    else:
-        text = f"artifact: {size_bytes} bytes as counted; reloaded it scores the same"
-        yield info("B12", text, path.name)
+        yield fail("B12", text, model.name, "count the file that is written")
+        return
+    folder = laboratory.folder.with_name(f"{laboratory.folder.name}-alone-{outcome.directory.name}")
+    environment = alone_in(folder, laboratory, outcome)
+    hidden = laboratory.folder.with_name(f"{laboratory.folder.name}-hidden")
+    laboratory.folder.rename(hidden)
+    try:
+        command = [sys.executable, "-B", str(folder / "train_gpt.py")]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=ALONE_SECONDS_MAX, check=False,
+        )  # fmt: skip
+    finally:
+        hidden.rename(laboratory.folder)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield fail("B12", f"alone it ends with {done.returncode}: {last}", model.name, "ship all it needs")
+        return
+    alone = json.loads((folder / "runs" / "alone" / "summary.json").read_text())["losses"]
+    for label, loss in summary["losses"].items():
+        if alone.get(label) != loss:
+            text = f"{label}: alone the artifact scores {alone.get(label)}, the run reported {loss}"
+            yield fail("B12", text, model.name, "score what the file gives back, and nothing else")
+            return
+    network = "with the network in reach" if has_network else "without network"
+    text = f"{size_bytes} bytes as counted; alone, {network}, all {len(alone)} labels score the same bits"
+    yield info("B12", text, model.name)
+
+
+def alone_in(folder: Path, laboratory: Laboratory, outcome: Outcome) -> dict[str, str]:
+    """Copy to `folder` what evaluation may have; the environment of its process."""
+    for name in ("home", "temporary", "data"):
+        (folder / name).mkdir(parents=True)
+    shipped = outcome.directory / "train_gpt.shipped.py"
+    if not shipped.is_file():  # an older script
+        shipped = outcome.directory / "train_gpt.py"
+    shutil.copy(shipped, folder / "train_gpt.py")
+    shutil.copy(outcome.directory / "model.bin", folder / "model.bin")
+    shutil.copy(laboratory.tokenizer, folder / "tokenizer.model")
+    for shard in laboratory.data(outcome.data).glob("fineweb_val*.bin"):
+        shutil.copy(shard, folder / "data" / shard.name)
+    environment = {key: os.environ[key] for key in ("PATH", "LANG", "OMP_NUM_THREADS") if key in os.environ}
+    for line in (outcome.directory / CONFIG).read_text().splitlines():
+        name, _, value = line.partition("=")
+        environment[name] = value
+    return environment | {
+        "HOME": str(folder / "home"),
+        "TMPDIR": str(folder / "temporary"),
+        "DATA_PATH": str(folder / "data"),
+        "TOKENIZER_PATH": str(folder / "tokenizer.model"),
+        "RUNS_DIR": str(folder / "runs"),
+        "RUN_ID": "alone",
+        "EVAL_ONLY": str(folder / "model.bin"),
+    }

@@ -1,4 +1,11 @@
-"""Settings of a model so small that a proof can score its stream thousands of times, or do a whole run."""
+"""Settings so small that a proof can score a stream thousands of times, or do a whole run.
+
+Either all of them are given here, or any settings are shrunk: in width, rows and tokens alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 MODEL = {
     "DEVICE": "cpu",
@@ -32,20 +39,113 @@ SCORER = {
     "TTT_LR": "0.3",
 }
 
-# For a whole run: three steps, with a tokenizer that covers every byte and an artifact that fills its budget.
+# For a whole run: a few steps, with validation on the way.
 RUN = {
-    **MODEL,
-    "VOCAB_SIZE": "320",
-    "MODEL_DIM": "32",
-    "TRAIN_SEQ_LEN": "32",
-    "TRAIN_BATCH_TOKENS": "256",
-    "MICRO_BATCH_TOKENS": "128",
-    "VAL_BATCH_SIZE": "2048",
-    "EVAL_STRIDE": "16",
-    "TTT_CHUNK_TOKENS": "128",
     "ITERATIONS": "3",
     "MAX_WALLCLOCK_SECONDS": "0",
-    "EMA_DECAY": "0.5",
+    "WARMDOWN_ITERS": "0",
+    "WARMUP_STEPS": "0",
     "GPTQ_CALIBRATION_BATCHES": "2",
-    "ARTIFACT_BYTES_MAX": "150000",
+    "VAL_LOSS_EVERY": "1",
+    "TRAIN_PREFETCH": "0",
 }
+NOT_EXERCISED = "another device, the compiler, bfloat16 and kernels for GPUs"
+
+# Where nothing of a user's run is to be read or written, whatever the settings say.
+PRIVATE = ("DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY", "VAL_TOKENS_LIMIT",
+           "TRACE_STEPS")
+
+
+class Size(NamedTuple):
+    """What settings are shrunk to."""
+
+    vocabulary: int
+    context: int  # tokens
+    rows: int  # of a batch
+    head_dim: int
+
+
+FOR_SCORER = Size(vocabulary=12, context=16, rows=4, head_dim=4)
+FOR_RUN = Size(vocabulary=320, context=32, rows=4, head_dim=8)
+
+
+def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
+    """The settings of a config, smaller in width, rows and tokens alone, and what was changed, in words.
+
+    Switches, numbers of layers, heads and visits, rates and epochs stay. So does the order
+    stride <= context <= chunk, and which of them are equal or off.
+    """
+    before = config.as_env()
+    values = dict(before)
+    values.update(_smaller_widths(config, size))
+    values.update(_smaller_lengths(config, size))
+    values.update(_smaller_batches(config, size))
+    values.update({"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0"})
+    for name in PRIVATE:
+        values.pop(name, None)
+    values = {name: value for name, value in values.items() if name in before}
+    changed = [f"{name} {before[name]} -> {value}" for name, value in values.items() if value != before[name]]
+    return values, changed
+
+
+def switched_off(config: Any) -> list[str]:
+    """Settings that are zero: features that are off, so that nothing is proved about them."""
+    return [name for name, value in config.as_env().items() if value in ("0", "0.0") and name != "SEED"]
+
+
+def _smaller_widths(config: Any, size: Size) -> dict[str, str]:
+    """Channels and vocabulary: heads stay as many, each narrower, rotated in part if it was."""
+    head_dim = min(config.head_dim, size.head_dim)
+    width = head_dim * config.num_heads
+    rotated = 0
+    if 0 < config.rope_dims < config.head_dim:
+        rotated = head_dim // 2
+    # Tables that are off stay off; a width that needs no projection, as it is the model's, stays so.
+    widths = {}
+    for name in ("bigram_dim", "ve_dim"):
+        if hasattr(config, name):
+            widths[name.upper()] = str(min(getattr(config, name), head_dim))
+    if getattr(config, "bigram_vocab_size", 0):
+        widths["BIGRAM_VOCAB_SIZE"] = str(min(config.bigram_vocab_size, 16))
+    return {
+        **widths,
+        "MODEL_DIM": str(width),
+        "ROPE_DIMS": str(rotated),
+        "GATE_WINDOW": str(min(config.gate_window, width)),
+        "VOCAB_SIZE": str(size.vocabulary),
+    }
+
+
+def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
+    """Context, stride and chunk, in their order."""
+    train = min(config.train_seq_len, size.context)
+    context = train
+    if config.eval_seq_len > config.train_seq_len:
+        context = 2 * train
+    if 0 < config.eval_seq_len < config.train_seq_len:
+        context = train // 2
+    stride = context // 2
+    if config.eval_stride == 0 or config.eval_stride == config.eval_length:
+        stride = min(config.eval_stride, context)
+    lengths = {"TRAIN_SEQ_LEN": str(train), "EVAL_STRIDE": str(stride), "TTT_CHUNK_TOKENS": str(2 * context)}
+    if config.eval_seq_len:
+        lengths["EVAL_SEQ_LEN"] = str(context)
+    if config.rope_train_seq_len:
+        rope = train
+        if config.rope_train_seq_len < config.train_seq_len:
+            rope = train // 2
+        lengths["ROPE_TRAIN_SEQ_LEN"] = str(rope)
+    return lengths
+
+
+def _smaller_batches(config: Any, size: Size) -> dict[str, str]:
+    """Rows of a batch: several of them, and several batches in a chunk."""
+    train = min(config.train_seq_len, size.context)
+    # Eight ranks share a scoring pass; in older scripts it is that of one.
+    sharing = 8 if hasattr(config, "val_pass_tokens") else 1
+    return {
+        "TRAIN_BATCH_TOKENS": str(2 * size.rows * train),
+        "MICRO_BATCH_TOKENS": str(size.rows * train),
+        "VAL_BATCH_SIZE": str(sharing * size.rows * train),
+        "TTT_BATCH_SEQS": str(min(config.ttt_batch_seqs, 2)),
+    }

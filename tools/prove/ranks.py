@@ -1,0 +1,99 @@
+"""Several ranks on one machine score what one rank scored (B13): each is a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tools.check.findings import Finding, fail, info
+from tools.prove import probes
+from tools.prove.probes import Subject
+
+# Nats. What learns sums gradients in another order: the honest difference is at most 6e-6 for the subjects
+# here (20 seeds of the smallest one, 5 of the defaults, two and four ranks), and this is ten times that.
+LEARNING_TOLERANCE = 6e-5
+# Where ranks do not make the same batches of the rows that they score, the kernels round in another way: by
+# 5e-7 at most, and this is ten times that.
+BATCHING_TOLERANCE = 5e-6
+
+
+def ask(subject: Subject) -> dict[str, Any]:
+    """What this process finds: by label the nats, the batches that it scored, and whether it learned."""
+    run = probes.evaluation(subject, subject.tokens(), subject.model(), passes=True)
+    found = {}
+    for label, labelled in run.labels.items():
+        batches = []
+        for at, kind, value in run.events.log:
+            if at == f"eval_{label}" and kind == "score":
+                batches.append(hashlib.sha256(json.dumps(value[0]).encode()).hexdigest())
+        found[label] = {
+            "nats": labelled.nats.tolist(),
+            "batches": batches,
+            "learns": probes.learns(run.events, label),
+        }
+    return found
+
+
+def stored(subjects: list[Subject], folder: Path) -> None:
+    """Leave the settings of the subjects where the processes of the ranks find them."""
+    settings = []
+    for subject in subjects:
+        settings.append({"name": subject.name, "seed": subject.seed, "settings": subject.config.as_env()})
+    (folder / "subjects.json").write_text(json.dumps(settings))
+
+
+def answer(script: Any, folder: Path, rank: int, ranks: int) -> None:
+    """What the process of one rank does: join the others, score every subject, write what it found."""
+    import torch.distributed as dist
+
+    store = f"file://{folder}/store_{ranks}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    found = []
+    for given in json.loads((folder / "subjects.json").read_text()):
+        subject = probes.subject_of(script, given["settings"], given["seed"], given["name"])
+        if hasattr(script, "Machine"):  # older scripts ask the process group
+            machine = script.Machine(rank, ranks, device=torch.device("cpu"))
+            subject = dataclasses.replace(subject, machine=machine)
+        found.append(ask(subject))
+    (folder / f"found_{ranks}_{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def compare(subject: Subject, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> list[Finding]:
+    """Findings about one subject: what one rank found, and what each of several did."""
+    findings = []
+    for label, single in alone.items():
+        where = f"{subject.name}: {label}"
+        nats = np.array(single["nats"])
+        together: Counter[str] = Counter()
+        for found in ranks:
+            together.update(found[label]["batches"])
+        same_batches = together == Counter(single["batches"])
+        if single["learns"]:
+            limit = LEARNING_TOLERANCE
+            why = "gradients are summed in another order"
+        elif same_batches:
+            limit = 0.0
+            why = "the same batches"
+        else:
+            limit = BATCHING_TOLERANCE
+            why = "other batches"
+        differences = []
+        for found in ranks:
+            differences.append(np.abs(np.array(found[label]["nats"]) - nats))
+        worst = np.max(differences, axis=0)
+        target = int(worst.argmax())
+        text = (f"{len(ranks)} ranks ({why}): at most {worst[target]:.1e} from the nats of one, "
+                f"{limit:.0e} allowed, at target {target}")
+        if not (worst <= limit).all():  # so that a NaN is too far
+            findings.append(fail("B13", text, where, "share no state before every rank has scored"))
+        else:
+            findings.append(info("B13", text, where))
+    return findings
