@@ -2200,7 +2200,7 @@ class GPT(nn.Module):
 
     def _weights_by_row(self) -> WeightRows:
         """All parameters but tables, split along the first axis; made once for all visits of a row."""
-        whole = {name: self.get_parameter(name) for name in self.row_names}
+        whole: dict[str, Tensor] = {name: self.get_parameter(name) for name in self.row_names}
         queries, outputs = whole.pop("qo_bank").chunk(2)
         keys, values = whole.pop("kv_bank").chunk(2)
         downs = whole.pop("mlp_down_bank")
@@ -2541,7 +2541,7 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     programs = 2
     tile = SMALL_TILE  # in fp32 large ones spill
     if a.is_cuda:
-        card = torch.cuda.get_device_properties(device)
+        card: Any = torch.cuda.get_device_properties(device)
         programs = card.multi_processor_count
         if a.itemsize == 2:
             has_room = card.shared_memory_per_block_optin >= LARGE_TILE_SHARED_BYTES
