@@ -19,6 +19,8 @@ KEEP ?= 0
 KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
 
 export GOMP_SPINCOUNT ?= 0
+# Make hands what its command line gives to every program; the script would ask whether SEED was meant.
+unexport SEEDS
 
 help:
 	@echo "make TARGET [NAME=value ...]"

@@ -120,7 +120,7 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     assert me.summary("stopped")["artifact"]["sha256"] == me.summary("straight")["artifact"]["sha256"]
 
     # Seeds, a record, its audit, a comparison, drawings.
-    me.do("make seeds SEEDS='1 2' NAME=mine CONFIG=runs/first/config.env", **SHORT)
+    me.do("make seeds SEEDS='1 2' NAME=mine CONFIG=runs/first/config.env", **STEPS)
     identity = "--author Me --github-id me --blurb 'A first try.'"
     me.do(f"python -m tools pack runs/mine-seed* --name MyIdea --track track_mine {identity}")
     (record,) = (me.clone / "records/track_mine").iterdir()
