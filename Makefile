@@ -1,6 +1,6 @@
 # `make` alone lists the targets: the text behind ## of each.
 .DEFAULT_GOAL := help
-.PHONY: help demo seeds test test-slow soak bench docs lint clean
+.PHONY: help demo seeds test test-slow gpu-check soak bench docs lint clean
 
 # The Python that makes the environment.
 PYTHON ?= python3
@@ -55,6 +55,10 @@ test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKER
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(RUN) -m pytest -q -m slow
+
+gpu-check: $(READY) ## the first hour on a GPU: tests, steps, memory and a score, in one report to attach to an issue
+	@$(RUN) data/sample.py
+	@$(RUN) benchmarks/gpu_check.py
 
 soak: $(READY) ## a long run under faults (SOAK_SECONDS=1200)
 	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/faults/soak.py

@@ -357,9 +357,12 @@ class Config(TrainingSettings):
     trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
-    compute_dtype: str = knob("auto", "activations; auto: where fast", among="auto float32 bfloat16")
-    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen sdpa")
+    compute_dtype: str = knob(
+        "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
+        among="auto float32 bfloat16")  # fmt: skip
+    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa")
     fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
+    fused_heads: str = knob("auto", "Triton norm, rotary and XSA; auto: as FUSED_MLP", among="auto 0 1")
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
     save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
@@ -895,6 +898,9 @@ def place_among_ranks(environ: Mapping[str, str]) -> Place:
     return place
 
 
+NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
+
+
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     """The machine that the settings and the launcher's variables describe; joins the other ranks."""
     rank, world_size, local_rank = place_among_ranks(environ)
@@ -904,6 +910,11 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     gpus = torch.cuda.device_count()
     if on_gpu and local_rank >= gpus:
         raise ConfigError(f"DEVICE={config.device}: local rank {local_rank}, {gpus} GPUs; try DEVICE=cpu")
+    # The driver is asked for the number of GPUs, also where torch cannot start on them.
+    if config.device == "auto" and not on_gpu and (gpus > 0 or os.path.exists(NVIDIA_DRIVER)):
+        raise ConfigError(f"DEVICE=auto: this machine has GPUs, but torch {torch.__version__} for CUDA "
+                          f"{torch.version.cuda} cannot use them: an older driver or a CPU build; install a "
+                          "torch that fits, or set DEVICE=cpu")
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -1739,6 +1750,14 @@ class Loader:
             self.waits_ms.append(0.0)
         self.waits_ms[-1] += wait_ms
 
+    def stage_first(self) -> None:
+        """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        try:
+            first = next(self.batches)
+        except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
+            raise self._failure(error) from error
+        self.batches = itertools.chain([first], self.batches)
+
     def _failure(self, error: BaseException) -> LoaderError:
         """What went wrong with the next batch, and where in the stream."""
         # The shard that holds the batch's last sequence is the one it was read from last.
@@ -1959,9 +1978,51 @@ def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat([a * cos + b * sin, b * cos - a * sin, rest], dim=-1)
 
 
+RMS_NORM_EPS = 2.0**-23  # one for every version of torch
+
+
 def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square along the last axis; no weight, and one epsilon for every torch version."""
-    return F.rms_norm(x, (x.size(-1),), eps=2.0**-23)
+    """x over its root mean square along the last axis, without a weight."""
+    return F.rms_norm(x, (x.size(-1),), eps=RMS_NORM_EPS)
+
+
+class Heads(NamedTuple):
+    """What attention reads, (B, T, heads, E)."""
+
+    q_BTHE: Tensor
+    k_BTKE: Tensor
+    v_BTKE: Tensor
+    own_BTKE: Tensor  # the values once more, for XSA: so the gradients of both uses arrive apart
+
+
+def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
+    """Queries, keys and values of attention out of what the projection made of them, side by side.
+
+    Queries and keys are normalised, so that their products are cosines, and rotated; the gain of each query
+    head makes them sharp. Of the heads N those that are no queries are half keys, half values.
+    """
+    key_heads = (qkv_BTNE.size(2) - len(gain_H)) // 2
+    q_BTHE, k_BTKE, v_BTKE = qkv_BTNE.split([len(gain_H), key_heads, key_heads], dim=2)
+    q_BTHE = rotate(rms_norm(q_BTHE), rotary) * gain_H[:, None]
+    k_BTKE = rotate(rms_norm(k_BTKE), rotary)
+    return Heads(q_BTHE, k_BTKE, v_BTKE, v_BTKE)
+
+
+XSA_MIN_SQUARE = 1e-24  # of a value's length, so that nothing is divided by zero
+
+
+def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+    """XSA: each head without its component along the token's own value (PR #287), times the head's gate.
+
+    The component is (y·v / v·v) v: no unit vector is made. The sums are at least in fp32.
+    """
+    wide = torch.promote_types(y_BTHE.dtype, torch.float32)
+    y_BTKGE = y_BTHE.unflatten(2, (v_BTKE.size(2), -1))
+    v_BTK1E = v_BTKE.unsqueeze(3)
+    square_BTK11 = (v_BTK1E * v_BTK1E).sum(-1, keepdim=True, dtype=wide).clamp(min=XSA_MIN_SQUARE)
+    along_BTKG1 = (y_BTKGE * v_BTK1E).sum(-1, keepdim=True, dtype=wide) / square_BTK11
+    rest_BTHE = (y_BTKGE - along_BTKG1 * v_BTK1E).flatten(2, 3)
+    return (rest_BTHE * gate_BTH[..., None]).to(y_BTHE.dtype)
 
 
 def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
@@ -2027,14 +2088,10 @@ Observer = Callable[[str, int, Tensor], None]
 class LayerWeights(NamedTuple):
     """The weights of one layer, in the dtype of the activations; those of features that are off are None."""
 
-    q_DD: Tensor
-    k_KD: Tensor  # here K is all key channels, heads times E
-    v_KD: Tensor
-    o_DD: Tensor
+    qkv_RD: Tensor  # the rows of queries, then of keys, then of values
+    o_DD: Tensor  # with the scale of what attention writes in its rows
     up_FD: Tensor
-    down_DF: Tensor
-    attn_scale_D: Tensor
-    mlp_scale_D: Tensor
+    down_DF: Tensor  # likewise
     resid_keep_D: Tensor
     resid_inject_D: Tensor
     qk_gain_H: Tensor
@@ -2064,6 +2121,8 @@ class GPT(nn.Module):
         self.compute_dtype = torch.float32
         self.attend: Callable[..., Tensor] = attention_sdpa
         self.mlp: Callable[..., Tensor] = mlp_plain
+        self.heads: Callable[..., Heads] = heads_plain
+        self.xsa: Callable[..., Tensor] = xsa_plain
         # Tables of the vocabulary are used as a whole; everything else is read row by row.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
@@ -2088,6 +2147,7 @@ class GPT(nn.Module):
         """
         c = self.settings
         weights = self._weights_by_row()
+        layers = [self._layer_weights(layer, weights) for layer in range(c.num_layers)]
         # Shared by all visits of all layers.
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
         documents = attention_documents(inputs_BT, starts, self.attend, c)
@@ -2101,7 +2161,7 @@ class GPT(nn.Module):
         skips = []
         for layer in encoder:
             lanes = self._split_or_join(layer, lanes)
-            lanes = self._block(layer, lanes, weights, context)
+            lanes = self._block(layer, lanes, layers[layer], context)
             skips.append(lanes[0])
 
         # Second half: every visit takes one of them back, the last one first.
@@ -2109,7 +2169,7 @@ class GPT(nn.Module):
             lanes = self._split_or_join(layer, lanes)
             if skips:
                 lanes[0] = self._add_skip(visit, lanes[0], skips.pop(), weights)
-            lanes = self._block(layer, lanes, weights, context)
+            lanes = self._block(layer, lanes, layers[layer], context)
 
         hidden = rms_norm(join(lanes))
         if observe is not None:
@@ -2139,11 +2199,17 @@ class GPT(nn.Module):
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
 
     def _weights_by_row(self) -> WeightRows:
-        """All parameters but tables, split along the first axis; cast once for all visits of a row."""
-        weights = {}
-        for name in self.row_names:
-            weights[name] = self.get_parameter(name).to(self.compute_dtype).unbind(0)
-        return weights
+        """All parameters but tables, split along the first axis; made once for all visits of a row."""
+        whole = {name: self.get_parameter(name) for name in self.row_names}
+        queries, outputs = whole.pop("qo_bank").chunk(2)
+        keys, values = whole.pop("kv_bank").chunk(2)
+        downs = whole.pop("mlp_down_bank")
+        # One product makes queries, keys and values: it reads activations once, and so do its gradients.
+        whole["qkv"] = torch.cat([queries, keys, values], dim=1)
+        # A scale of what a layer writes is one of its matrix's rows, which are few beside the activations.
+        whole["o"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
+        whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * downs
+        return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
 
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
         """Normalised embeddings (B, T, D), each mixed with the one before it."""
@@ -2204,14 +2270,13 @@ class GPT(nn.Module):
             return lane + skip
         return torch.lerp(skip, lane, weights["skip_gate_SD"][visit].sigmoid())
 
-    def _block(self, layer: int, lanes: list[Tensor], weights: WeightRows, context: Context) -> list[Tensor]:
+    def _block(self, layer: int, lanes: list[Tensor], w: LayerWeights, context: Context) -> list[Tensor]:
         """One visit of one layer.
 
         Sequential: the MLP reads what attention wrote. Parallel: both read first; the same lane (GPT-J,
         PR #1493), or one lane each, into which learned weights mix what both wrote (PR #1529).
         """
         c = self.settings
-        w = self._layer_weights(layer, weights)
         parallel = 0 <= c.parallel_start_layer <= layer
         scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
 
@@ -2240,21 +2305,17 @@ class GPT(nn.Module):
         return [mlp_from + written]
 
     def _layer_weights(self, layer: int, weights: WeightRows) -> LayerWeights:
-        """The rows of one layer. The second half of a bank of two matrices a layer holds the second ones."""
+        """The rows of one layer."""
         c = self.settings
         has_lanes = "lane_mix_P23" in weights and layer >= c.parallel_start_layer
         value_scale = None
         if layer in c.value_layers:
             value_scale = weights["value_layer_scale_N"][c.value_layers.index(layer)]
         return LayerWeights(
-            q_DD=weights["qo_bank"][layer],
-            k_KD=weights["kv_bank"][layer],
-            v_KD=weights["kv_bank"][c.num_layers + layer],
-            o_DD=weights["qo_bank"][c.num_layers + layer],
+            qkv_RD=weights["qkv"][layer],
+            o_DD=weights["o"][layer],
             up_FD=weights["mlp_up_bank"][layer],
-            down_DF=weights["mlp_down_bank"][layer],
-            attn_scale_D=weights["attn_scale_LD"][layer],
-            mlp_scale_D=weights["mlp_scale_LD"][layer],
+            down_DF=weights["mlp_down"][layer],
             resid_keep_D=weights["resid_keep_LD"][layer],
             resid_inject_D=weights["resid_inject_LD"][layer],
             qk_gain_H=weights["qk_gain_LH"][layer],
@@ -2267,36 +2328,32 @@ class GPT(nn.Module):
         """What attention adds to the residual stream, (B, T, D)."""
         c = self.settings
         # Project the input to queries, keys and values, and split them into heads.
-        q_BTHE = F.linear(x_BTD, w.q_DD).unflatten(-1, (c.num_heads, -1))
-        k_BTKE = F.linear(x_BTD, w.k_KD).unflatten(-1, (c.num_kv_heads, -1))
-        v_BTK = F.linear(x_BTD, w.v_KD)
+        qkv_BTNE = F.linear(x_BTD, w.qkv_RD).unflatten(-1, (-1, c.head_dim))
+        heads = self.heads(qkv_BTNE, w.qk_gain_H, context.rotary)
+        v_BTKE = heads.v_BTKE
+        own_BTKE = heads.own_BTKE
         if w.value_scale is not None and context.values_BTK is not None:
-            v_BTK = v_BTK + w.value_scale * context.values_BTK  # what the token says by itself (PR #549)
-        v_BTKE = v_BTK.unflatten(-1, (c.num_kv_heads, -1))
-
-        # Normalise queries and keys, so that their products are cosines: a learned gain makes them sharp.
-        q_BTHE = rotate(rms_norm(q_BTHE), context.rotary) * w.qk_gain_H[:, None]
-        k_BTKE = rotate(rms_norm(k_BTKE), context.rotary)
-        y_BTHE = self.attend(q_BTHE, k_BTKE, v_BTKE, context.documents)
-
-        # XSA: remove the component along the token's own value (PR #287).
-        if layer >= c.num_layers - c.xsa_last_n:
-            y_BTKGE = y_BTHE.unflatten(2, (c.num_kv_heads, -1))
-            own_BTK1E = F.normalize(v_BTKE, dim=-1, eps=1e-12).unsqueeze(3)
-            along_BTKG1 = (y_BTKGE * own_BTK1E).sum(-1, keepdim=True)
-            y_BTHE = (y_BTKGE - along_BTKG1 * own_BTK1E).flatten(2, 3)
+            # What the token says by itself (PR #549).
+            v_BTKE = v_BTKE + (w.value_scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
+            own_BTKE = v_BTKE
+        y_BTHE = self.attend(heads.q_BTHE, heads.k_BTKE, v_BTKE, context.documents)
 
         # Gate each head by a few channels of the input; 0.5 makes the sigmoid less steep (PR #1855).
+        gate_BTH = None
         if w.attn_gate_HW is not None:
-            gate_BTH = F.linear(x_BTD[..., : c.gate_window], w.attn_gate_HW)
-            y_BTHE = y_BTHE * torch.sigmoid(0.5 * gate_BTH)[..., None]
+            gate_BTH = torch.sigmoid(0.5 * F.linear(x_BTD[..., : c.gate_window], w.attn_gate_HW))
+        if layer >= c.num_layers - c.xsa_last_n:
+            open_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1]) if gate_BTH is None else gate_BTH
+            y_BTHE = self.xsa(y_BTHE, own_BTKE, open_BTH)
+        elif gate_BTH is not None:
+            y_BTHE = y_BTHE * gate_BTH[..., None]
 
         # Join the heads and project them back.
         y_BTD = y_BTHE.flatten(2)
         if context.observe is not None:
             context.observe("attn_in", layer, x_BTD)
             context.observe("attn_out", layer, y_BTD)
-        return w.attn_scale_D * F.linear(y_BTD, w.o_DD)
+        return F.linear(y_BTD, w.o_DD)
 
     def _mlp(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
         """What the MLP adds to the residual stream, (B, T, D)."""
@@ -2307,7 +2364,7 @@ class GPT(nn.Module):
             hidden_BTF = F.leaky_relu(F.linear(x_BTD, w.up_FD), slope).square()
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, hidden_BTF)
-        return w.mlp_scale_D * y_ND.view_as(x_BTD)
+        return y_ND.view_as(x_BTD)
 
 
 def join(lanes: list[Tensor]) -> Tensor:
@@ -2325,9 +2382,12 @@ def build_model(config: Config) -> GPT:
 # ============================================================================================================
 # KERNELS — what may replace attention and MLP: the first of a fixed order that agrees with the plain twin.
 # ============================================================================================================
-# Tiles of the kernel: what 228 KB of shared memory hold on an H100; small ones where sums are fp32.
+# Tiles of the MLP's kernel: by the shared memory of a block, 227 KB on an H100, 163 on an A100, 99 on an
+# RTX 4090 or 5090; small ones where sums are fp32.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # for tensor cores
+MEDIUM_TILE = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=2)
 SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
+LARGE_TILE_SHARED_BYTES = 160 << 10  # of a block, that a card must have for the large tile
 
 if triton is not None:
 
@@ -2368,6 +2428,95 @@ if triton is not None:
                 value = factor * tl.where(p > 0, p, slope * slope * p)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
+    @triton.jit
+    def heads_kernel(  # type: ignore[no-untyped-def]
+        qkv, gain, rotary, q, k, v, own_v, d_qkv, d_gain, tokens, T, eps,
+        BACKWARD: tl.constexpr, HAS_OWN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+        HALF: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    ):  # fmt: skip
+        # One head of some tokens. Forward reads qkv and writes queries and keys; backward reads qkv and the
+        # gradients of queries, keys and values, and writes those of qkv and, for each token, of the gain.
+        head = tl.program_id(1)
+        token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        channel = tl.arange(0, BLOCK_E)[None, :]
+        row = token[:, None]
+        inside = (row < tokens) & (channel < E)
+        here = (row * (H + 2 * K) + head) * E + channel
+
+        if head >= H + K:  # values pass; their two gradients add up
+            if BACKWARD:
+                there = (row * K + head - H - K) * E + channel
+                d_x = tl.load(v + there, inside, 0.0).to(tl.float32)
+                if HAS_OWN:
+                    d_x += tl.load(own_v + there, inside, 0.0).to(tl.float32)
+                tl.store(d_qkv + here, d_x.to(d_qkv.dtype.element_ty), inside)
+        else:
+            # Where this head lies in its own tensor, which has other heads than qkv.
+            if head < H:
+                own = q + (row * H + head) * E
+            else:
+                own = k + (row * K + head - H) * E
+            # The reciprocal root mean square and the gain of a row.
+            x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
+            root = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
+            sharp = tl.load(gain + tl.minimum(head, H - 1)).to(tl.float32)
+            sharp = tl.where(head < H, sharp, 1.0)
+            # The partner of a channel in the rotation, and the rotation of this position; others stay.
+            turned = inside & (channel < 2 * HALF)
+            first = channel < HALF
+            partner = tl.where(first, channel + HALF, channel - HALF)
+            angle = (row % T) * HALF + channel % HALF
+            cos = tl.load(rotary + angle, turned, 1.0).to(tl.float32)
+            sin = tl.load(rotary + T * HALF + angle, turned, 0.0).to(tl.float32)
+            sin = tl.where(first, sin, -sin)
+            if BACKWARD:
+                d = tl.load(own + channel, inside, 0.0).to(tl.float32) * cos
+                d -= tl.load(own + partner, turned, 0.0).to(tl.float32) * sin
+                along = tl.sum(d * x, 1)
+                d_x = (root * sharp)[:, None] * (d - x * (root * root * along / E)[:, None])
+                tl.store(d_qkv + here, d_x.to(d_qkv.dtype.element_ty), inside)
+                if head < H:
+                    tl.store(d_gain + token * H + head, along * root, token < tokens)
+            else:
+                x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
+                out = (x * cos + x_partner * sin) * (root * sharp)[:, None]
+                tl.store(own + channel, out.to(q.dtype.element_ty), inside)
+
+    @triton.jit
+    def xsa_kernel(  # type: ignore[no-untyped-def]
+        y, v, gate, out, d_out, d_y, d_v, d_gate, tokens, v_stride, min_square, BACKWARD: tl.constexpr,
+        K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    ):  # fmt: skip
+        # One key head of some tokens, with all query heads of its group.
+        key_head = tl.program_id(1)
+        token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        channel = tl.arange(0, BLOCK_E)[None, :]
+        exists = token < tokens
+        inside = exists[:, None] & (channel < E)
+        own = tl.load(v + token[:, None] * v_stride + key_head * E + channel, inside, 0.0).to(tl.float32)
+        square = tl.maximum(tl.sum(own * own, 1), min_square)
+        d_own = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+        for group in tl.static_range(GROUPS):
+            head = token * (K * GROUPS) + key_head * GROUPS + group
+            here = head[:, None] * E + channel
+            value = tl.load(y + here, inside, 0.0).to(tl.float32)
+            opened = tl.load(gate + head, exists, 0.0).to(tl.float32)
+            share = tl.sum(value * own, 1) / square
+            rest = value - share[:, None] * own
+            if BACKWARD:
+                d = tl.load(d_out + here, inside, 0.0).to(tl.float32)
+                tl.store(d_gate + head, tl.sum(d * rest, 1).to(d_gate.dtype.element_ty), exists)
+                d = d * opened[:, None]
+                along = (tl.sum(d * own, 1) / square)[:, None]
+                tl.store(d_y + here, (d - along * own).to(d_y.dtype.element_ty), inside)
+                d_own -= share[:, None] * d + along * (rest - share[:, None] * own)
+            else:
+                tl.store(out + here, (opened[:, None] * rest).to(out.dtype.element_ty), inside)
+        if BACKWARD:
+            there = (token[:, None] * K + key_head) * E + channel
+            tl.store(d_v + there, d_own.to(d_v.dtype.element_ty), inside)
+
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
@@ -2387,13 +2536,16 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
             raise ValueError(f"TMA reads rows of whole 16 bytes; got {a.shape[1]} and {len(b)} columns")
 
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
+    # It knows the device alone: a tensor in it would stay alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
     programs = 2
     tile = SMALL_TILE  # in fp32 large ones spill
     if a.is_cuda:
-        programs = torch.cuda.get_device_properties(device).multi_processor_count
-    if a.is_cuda and a.itemsize == 2:
-        tile = LARGE_TILE
+        card = torch.cuda.get_device_properties(device)
+        programs = card.multi_processor_count
+        if a.itemsize == 2:
+            has_room = card.shared_memory_per_block_optin >= LARGE_TILE_SHARED_BYTES
+            tile = LARGE_TILE if has_room else MEDIUM_TILE
     linear_leaky_square_kernel[(programs,)](
         a, b, pre, planes[-1], len(a), len(b), a.shape[1], slope, BACKWARD=pre_MN is not None, **tile)
     return planes
@@ -2429,6 +2581,166 @@ class FusedMlp(torch.autograd.Function):
 
 mlp_fused = FusedMlp.apply
 
+# Rows of one program of the kernels of heads: with heads of 64 some 32 values a thread.
+HEAD_ROWS = 32
+
+
+def launch_heads(
+    operands: list[Tensor], parts: list[Tensor], gradients: list[Tensor], own_v: Tensor | None = None
+) -> None:
+    """Run `heads_kernel` on qkv, gain and rotary.
+
+    Forward: without `gradients`, parts are q and k, which it fills. Backward: parts are the gradients of q, k
+    and v, `own_v` the one of the values' second use; it fills `gradients`, those of qkv and gain.
+    """
+    qkv_BTNE, gain_H, rotary = (operand.contiguous() for operand in operands)
+    B, T, N, E = qkv_BTNE.shape
+    H = len(gain_H)
+    heads = N if gradients else (N + H) // 2  # forward leaves the values alone
+    # What one direction does not have is never read: any tensor stands in its place.
+    pointers = [*parts, parts[-1]][:3]
+    heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), heads)](
+        qkv_BTNE, gain_H, rotary, *pointers, parts[-1] if own_v is None else own_v,
+        *(gradients or parts[:2]), B * T, T, RMS_NORM_EPS,
+        BACKWARD=bool(gradients), HAS_OWN=own_v is not None,
+        H=H, K=(N - H) // 2, E=E, HALF=rotary.size(-1),
+        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
+
+
+@torch.library.custom_op("train_gpt::heads", mutates_args=())
+def heads_forward(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of `heads_plain`, in one pass."""
+    q_BTHE, k_BTKE = heads_forward_shape(qkv_BTNE, gain_H, rotary)
+    launch_heads([qkv_BTNE, gain_H, rotary], [q_BTHE, k_BTKE], [])
+    return q_BTHE, k_BTKE
+
+
+@heads_forward.register_fake
+def heads_forward_shape(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernel returns, without its values."""
+    B, T, N, E = qkv_BTNE.shape
+    H = len(gain_H)
+    return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
+
+
+@torch.library.custom_op("train_gpt::heads_backward", mutates_args=())
+def heads_backward(
+    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor,
+    d_q_BTHE: Tensor, d_k_BTKE: Tensor, d_v_BTKE: Tensor, d_own_BTKE: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv and, for each token (B, T, H) in fp32, of the gain."""
+    d_qkv_BTNE = qkv_BTNE.new_empty(qkv_BTNE.shape)
+    d_gain_BTH = qkv_BTNE.new_empty(d_q_BTHE.shape[:3], dtype=torch.float32)
+    parts = [gradient.contiguous() for gradient in (d_q_BTHE, d_k_BTKE, d_v_BTKE)]
+    own_v = None if d_own_BTKE is None else d_own_BTKE.contiguous()
+    launch_heads([qkv_BTNE, gain_H, rotary], parts, [d_qkv_BTNE, d_gain_BTH], own_v)
+    return d_qkv_BTNE, d_gain_BTH
+
+
+@heads_backward.register_fake
+def heads_backward_shape(
+    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor,
+    d_q_BTHE: Tensor, d_k_BTKE: Tensor, d_v_BTKE: Tensor, d_own_BTKE: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What the kernel returns, without its values."""
+    d_gain_BTH = qkv_BTNE.new_empty(d_q_BTHE.shape[:3], dtype=torch.float32)
+    return qkv_BTNE.new_empty(qkv_BTNE.shape), d_gain_BTH
+
+
+class FusedHeads(torch.autograd.Function):
+    """`heads_plain` in one kernel forward and one backward, which reads no queries again for their gain."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv_BTNE, gain_H, rotary)
+        ctx.set_materialize_grads(False)
+        q_BTHE, k_BTKE = heads_forward(qkv_BTNE, gain_H, rotary)
+        # Twice, or their gradients would be added up before they get to the kernel: two passes more.
+        values = -k_BTKE.size(2)
+        return q_BTHE, k_BTKE, qkv_BTNE[:, :, values:], qkv_BTNE[:, :, values:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        qkv_BTNE, gain_H, rotary = ctx.saved_tensors
+        d_qkv_BTNE, d_gain_BTH = heads_backward(qkv_BTNE, gain_H, rotary, *gradients)
+        return d_qkv_BTNE, d_gain_BTH.sum((0, 1)).to(gain_H.dtype), None
+
+
+def heads_fused(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
+    """`heads_plain` by the kernel."""
+    return Heads(*FusedHeads.apply(qkv_BTNE, gain_H, rotary))
+
+
+def launch_xsa(operands: list[Tensor], results: list[Tensor]) -> None:
+    """Run `xsa_kernel`: y, v, gate and, backward, the gradient of the output; into the results."""
+    y_BTHE, v_BTKE, gate_BTH, *rest = operands
+    # The values lie between the other heads of a token: they are read where they are.
+    if v_BTKE.stride()[2:] != (v_BTKE.size(3), 1) or v_BTKE.stride(0) != v_BTKE.size(1) * v_BTKE.stride(1):
+        v_BTKE = v_BTKE.contiguous()
+    operands = [y_BTHE.contiguous(), v_BTKE, *(operand.contiguous() for operand in (gate_BTH, *rest))]
+    B, T, H, E = y_BTHE.shape
+    K = v_BTKE.size(2)
+    backward = len(operands) == 4
+    # What one direction does not have is never read: any tensor stands in its place.
+    out = operands[0] if backward else results[0]
+    d_out = operands[-1]
+    d_results = results if backward else [y_BTHE] * 3
+    xsa_kernel[(triton.cdiv(B * T, HEAD_ROWS), K)](
+        *operands[:3], out, d_out, *d_results, B * T, v_BTKE.stride(1), XSA_MIN_SQUARE,
+        BACKWARD=backward, K=K, GROUPS=H // K, E=E,
+        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
+
+
+@torch.library.custom_op("train_gpt::xsa", mutates_args=())
+def xsa_forward(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+    """`xsa_plain` in one pass."""
+    out_BTHE = y_BTHE.new_empty(y_BTHE.shape)
+    launch_xsa([y_BTHE, v_BTKE, gate_BTH], [out_BTHE])
+    return out_BTHE
+
+
+@xsa_forward.register_fake
+def xsa_forward_shape(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+    """What the kernel returns, without its values."""
+    return y_BTHE.new_empty(y_BTHE.shape)
+
+
+@torch.library.custom_op("train_gpt::xsa_backward", mutates_args=())
+def xsa_backward(
+    y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y, v and gate."""
+    d_y, d_v, d_gate = (tensor.new_empty(tensor.shape) for tensor in (y_BTHE, v_BTKE, gate_BTH))
+    launch_xsa([y_BTHE, v_BTKE, gate_BTH, d_out_BTHE], [d_y, d_v, d_gate])
+    return d_y, d_v, d_gate
+
+
+@xsa_backward.register_fake
+def xsa_backward_shape(
+    y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel returns, without its values."""
+    d_y, d_v, d_gate = (tensor.new_empty(tensor.shape) for tensor in (y_BTHE, v_BTKE, gate_BTH))
+    return d_y, d_v, d_gate
+
+
+class FusedXsa(torch.autograd.Function):
+    """`xsa_plain` in one kernel each way: all sums of a row and what is made of them."""
+
+    @staticmethod
+    def forward(ctx: Any, y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+        ctx.save_for_backward(y_BTHE, v_BTKE, gate_BTH)
+        return xsa_forward(y_BTHE, v_BTKE, gate_BTH)
+
+    @staticmethod
+    def backward(ctx: Any, d_out_BTHE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return xsa_backward(*ctx.saved_tensors, d_out_BTHE)
+
+
+xsa_fused = FusedXsa.apply
+
 
 def load_attention(name: str) -> Callable[..., Tensor]:
     """The attention of this name. ImportError, AttributeError where it is not installed."""
@@ -2436,6 +2748,8 @@ def load_attention(name: str) -> Callable[..., Tensor]:
         return attention_sdpa
     if name == "fa3":
         kernel = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+    elif name == "fa2":
+        kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
     else:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # Packages and versions spell causal attention and grouped heads differently.
@@ -2519,15 +2833,44 @@ class Kernels(NamedTuple):
 
     attend: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
+    heads: Callable[..., Heads]
+    xsa: Callable[..., Tensor]
     report: list[str]  # lines for the log
 
 
 def choose_kernels(c: Config, machine: Machine) -> Kernels:
-    """Attention and MLP for this machine, tried at the real shape; all ranks call it together.
+    """Attention, MLP and what is made of heads, tried at the real shape; all ranks call it together.
 
     `auto` tries them in the order of the speed they are known for; `benchmarks/kernels.py` times them.
     Raises ConfigError for one that was asked for and fails.
     """
+    attend, attention_line = choose_attention(c, machine)
+    fused_mlp, mlp_line = choose_mlp(c, machine)
+    fused_heads, heads_line = choose_heads(c, machine)
+    name = attention_line.removeprefix("attention:").split()[0]
+    return Kernels(
+        attend,
+        mlp_fused if fused_mlp else mlp_plain,
+        heads_fused if fused_heads else heads_plain,
+        xsa_fused if fused_heads else xsa_plain,
+        [attention_line, mlp_line, heads_line, *slow_attention(name, c, machine)],
+    )
+
+
+def slow_attention(name: str, c: Config, machine: Machine) -> list[str]:
+    """A warning where a GPU could attend faster than by the kernel of this name."""
+    if not machine.on_gpu or not c.doc_mask or c.attention != "auto":
+        return []
+    if name == "sdpa":
+        return ["warning: ATTENTION=sdpa with DOC_MASK=1 makes a step about 2.4 times as long: "
+                "install flash_attn_3, flash_attn, or torch 2.10 or later"]  # fmt: skip
+    if name != "fa3":
+        return [f"warning: ATTENTION={name}: a Hopper card takes about 8 % less time with flash_attn_3"]
+    return []
+
+
+def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor], str]:
+    """The attention of this machine, and the line that tells why; as `choose_kernels`."""
     # Queries, keys and values of one micro-batch, with a document border in every 256 tokens or so.
     shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
@@ -2545,27 +2888,60 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
     elif not machine.on_gpu:
         names = ["sdpa"]
     elif c.doc_mask:
-        names = ["fa3", "varlen", "sdpa"]
+        names = ["fa3", "varlen", "fa2", "sdpa"]
     else:
         names = ["fa3", "sdpa"]  # without documents torch's own kernel needs no mask, and is as fast
     # On a CPU torch's own is the only one there is.
-    asked = f"ATTENTION={c.attention}"
-    attend, attention_line = first_that_agrees(asked, names, load_attention_form, qkv, exact, machine)
+    return first_that_agrees(f"ATTENTION={c.attention}", names, load_attention_form, qkv, exact, machine)
 
-    # The MLP: input, up and down matrix, of real sizes.
+
+def kernel_names(setting: str, machine: Machine) -> list[str]:
+    """The forms to try for the value of FUSED_MLP or FUSED_HEADS, in order."""
+    if setting == "1":
+        return ["kernel"]
+    if setting == "auto" and machine.on_gpu:
+        return ["kernel", "plain"]
+    return ["plain"]
+
+
+def choose_mlp(c: Config, machine: Machine) -> tuple[bool, str]:
+    """Whether the MLP's kernel is taken, and the line that tells why; as `choose_kernels`."""
+    # Input, up and down matrix, of real sizes.
+    normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     sizes = [(c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)]
     tensors = [normal(*size) for size in sizes]
     exact = both_passes(mlp_plain, tensors, (c.leaky_slope,))
     forms = {"kernel": Form(mlp_fused, (c.leaky_slope,)), "plain": Form(mlp_plain, (c.leaky_slope,))}
-    if c.fused_mlp == "1":
-        names = ["kernel"]
-    elif c.fused_mlp == "auto" and machine.on_gpu:
-        names = ["kernel", "plain"]
-    else:
-        names = ["plain"]
+    names = kernel_names(c.fused_mlp, machine)
     asked = f"FUSED_MLP={c.fused_mlp}"
-    mlp, mlp_line = first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
-    return Kernels(attend, mlp, [attention_line, mlp_line])
+    chosen, line = first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
+    return chosen is mlp_fused, line
+
+
+def choose_heads(c: Config, machine: Machine) -> tuple[bool, str]:
+    """Whether the kernels before and after attention are taken, and why; as `choose_kernels`."""
+    # What the projection makes of a micro-batch, the gains, and the gates.
+    normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
+    shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
+    qkv_BTNE = normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+    tensors = [qkv_BTNE, normal(c.num_heads), normal(*shape_BT, c.num_heads)]
+    rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
+
+    # Both in a row, with queries for what attention would have made of them.
+    def plain(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor, rotary: Tensor) -> Tensor:
+        q_BTHE, k_BTKE, v_BTKE, own_BTKE = heads_plain(qkv_BTNE, gain_H, rotary)
+        return torch.cat([xsa_plain(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
+
+    def fused(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor, rotary: Tensor) -> Tensor:
+        q_BTHE, k_BTKE, v_BTKE, own_BTKE = heads_fused(qkv_BTNE, gain_H, rotary)
+        return torch.cat([xsa_fused(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
+
+    exact = both_passes(plain, tensors, (rotary,))
+    forms = {"kernel": Form(fused, (rotary,)), "plain": Form(plain, (rotary,))}
+    names = kernel_names(c.fused_heads, machine)
+    asked = f"FUSED_HEADS={c.fused_heads}"
+    chosen, line = first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
+    return chosen is fused, line
 
 
 def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
@@ -2577,6 +2953,8 @@ def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
     model.compute_dtype = machine.dtype
     model.attend = kernels.attend
     model.mlp = kernels.mlp
+    model.heads = kernels.heads
+    model.xsa = kernels.xsa
     return model
 
 
@@ -3011,6 +3389,25 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def even_batch_rows(rows: list[int], most: int) -> int:
+    """Rows of a batch, at most `most`, with which eight ranks finish chunks of so many rows soonest.
+
+    Each rank takes every eighth batch of a chunk, and a batch that is not full takes as long as a full one.
+    The number of ranks is the one of VAL_BATCH_SIZE, so that a batch is the same for any number of them.
+    """
+    rows_of_chunk = np.array(rows)
+    overhead_rows = 2  # what a batch takes besides its rows, in rows: a few milliseconds
+    best = most
+    least = math.inf
+    for size in range(most, 0, -1):
+        rounds = np.ceil(rows_of_chunk / (8 * size)).sum()
+        cost = float(rounds) * (size + overhead_rows)
+        if cost < least:
+            best = size
+            least = cost
+    return best
+
+
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
@@ -3030,6 +3427,8 @@ class WindowScorer:
         tokens = np.asarray(tokens).astype(np.int32)
         begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
+        if self.machine.compiled:  # elsewhere a batch is never filled up, and only its overhead counts
+            self.batch_rows = even_batch_rows([len(chunk) for chunk in self.chunks], self.batch_rows)
         tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
         # Row i: the tokens from i on, one more than T.
         self.host_windows = np.lib.stride_tricks.sliding_window_view(tokens, self.context + 1)
@@ -3153,10 +3552,19 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
-            for parameter in weights:
-                machine.add_up(require_gradient(parameter.grad))
+            add_up_gradients(weights, machine)
             nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
             sgd.step()
+
+
+def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
+    """Replace all gradients by their sums over the ranks, which travel as one; all ranks call it together."""
+    if machine.world_size == 1:
+        return
+    gradients = [require_gradient(weight.grad) for weight in weights]
+    flat = nn.utils.parameters_to_vector(gradients)
+    machine.add_up(flat)
+    nn.utils.vector_to_parameters(flat, gradients)
 
 
 class ProgressReport:
@@ -3189,6 +3597,28 @@ class ProgressReport:
         eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
         self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
                      f"tokens_seen:{ledger.scored} eta:{eta_seconds:.0f}s")
+
+
+def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
+    """Compile all that `evaluate` will run, before its clock; all ranks call it together.
+
+    A scored batch is thrown away, and what is learnt from is made up: no score knows of it.
+    """
+    if not model.machine.compiled:
+        return
+    scorers = [WindowScorer(model, tokens, config, config.eval_length, 32 * config.val_pass_tokens, True)]
+    if config.eval_stride:
+        chunk_tokens = 32 * config.val_pass_tokens
+        scorers.append(WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, True))
+    if config.ttt_enabled:
+        learner = copy.deepcopy(model)
+        made_up = np.full(config.ttt_chunk_tokens + 1, BOS_ID + 1, np.uint16)
+        sgd = torch.optim.SGD(learner.parameters(), lr=0.0, momentum=config.ttt_momentum)
+        learn(learner, sgd, made_up, replace(config, ttt_epochs=1))
+        scorers.append(
+            WindowScorer(learner, tokens, config, config.eval_stride, config.ttt_chunk_tokens, True))
+    for scorer in scorers:
+        scorer.score(scorer.chunks[0][:1])
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
@@ -3314,9 +3744,9 @@ class Quantizer:
     2. Factor the inverse of the damped Hessian.
     3. `quantize`: round column by column; spread each rounding error over the columns still to come.
 
-    Steps 1 and 2 are done once, step 3 for each step size that is tried. Without a Hessian the result is that
-    of rounding to nearest. Raises ArtifactError where weights or Hessians are not finite, or a Hessian has
-    no inverse with any of DAMPING_TRIES.
+    Steps 1 and 2 are done once, step 3 for each step size that is tried. A parameter without any Hessian is
+    rounded to nearest at once. Raises ArtifactError where weights or Hessians are not finite, or a Hessian
+    has no inverse with any of DAMPING_TRIES.
     """
 
     def __init__(
@@ -3328,6 +3758,12 @@ class Quantizer:
             self.spreads_NR = self.weights_NRC.std(dim=2)
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
+        self.damping = damping  # more, where a Hessian needs it
+        self.rounded = not self._has_hessian(parameter.inputs, hessians)
+        if self.rounded:
+            if not self.weights_NRC.isfinite().all():
+                raise ArtifactError(f"{name} is not finite: nothing written; resume from a checkpoint")
+            return
         h_NCC = self._hessians(parameter.inputs, hessians)
         if not (self.weights_NRC.isfinite().all() and h_NCC.isfinite().all()):
             raise ArtifactError(
@@ -3341,7 +3777,6 @@ class Quantizer:
         # A share of the mean diagonal is added, so that every Hessian has an inverse. Where rounding has left
         # one without, a larger share costs a little precision, and giving up would cost the training.
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
-        self.damping = damping
         for tries_left in reversed(range(DAMPING_TRIES)):
             try:
                 self.upper_NCC = inverse_factor(h_NCC, self.damping * mean_N11)
@@ -3355,6 +3790,10 @@ class Quantizer:
         # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
+
+    def _has_hessian(self, inputs: tuple[str, ...], hessians: Hessians) -> bool:
+        """Whether a Hessian was collected for any of the matrices."""
+        return any(site in inputs for site, _ in hessians)
 
     def _hessians(self, inputs: tuple[str, ...], hessians: Hessians) -> Tensor:
         """The Hessian of each matrix (N, C, C), float64; the identity where none was collected."""
@@ -3375,6 +3814,17 @@ class Quantizer:
         # A scale is an eighth of an octave: one byte a row, and no table of scales.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = row_scales(exponents_NR)
+        if self.rounded:
+            codes_NRC = (self.weights_NRC / scales_NR[:, :, None]).clamp(-levels, levels).round().char()
+        else:
+            codes_NRC = self._compensate(scales_NR, levels)
+        return QuantizedWeights(
+            codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(),
+            exponents_NR.T.cpu().numpy(),
+        )
+
+    def _compensate(self, scales_NR: Tensor, levels: float) -> Tensor:
+        """Codes (N, R, C), column by column: those to come make up for the errors of those before."""
         work_NRC = self.used_NRC.clone()
         for column in range(work_NRC.size(2)):
             values_NR = work_NRC[:, :, column]
@@ -3386,11 +3836,7 @@ class Quantizer:
             work_NRC[:, :, column] = codes_NR
         # Back to the order in which the model has its columns.
         back_NC = self.order_NC.argsort(dim=1)
-        codes_NRC = work_NRC.take_along_dim(back_NC[:, None], 2).char()
-        return QuantizedWeights(
-            codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(),
-            exponents_NR.T.cpu().numpy(),
-        )
+        return work_NRC.take_along_dim(back_NC[:, None], 2).char()
 
 
 def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
@@ -3471,23 +3917,29 @@ def encode(arrays: list[np.ndarray]) -> bytes:
         for symbols in array.astype(np.int64) + peak:
             tables, frequencies, starts = model.tables()
             entries = tables + symbols
-            for left in range(0, len(entries), lanes):
-                part = entries[left : left + lanes]
-                slots = starts[part] % SLOTS
-                coded.append((frequencies[part].astype(np.uint16), slots.astype(np.uint16)))
+            # 16 bits each: all of them wait until the last symbol is known.
+            in_table = (starts % SLOTS).astype(np.uint16)
+            coded.append((frequencies.astype(np.uint16)[entries], in_table[entries]))
             model.learn(tables, symbols)
 
     # Backward: rANS gives back last what it took in first.
     states = np.full(lanes, 1 << 16, np.int64)
     words = []
-    for frequencies, starts in reversed(coded):
-        state = states[: len(starts)]
-        # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its low
-        # word away.
-        full = state >> 17 >= frequencies
-        words.append(state[full].astype("<u2").tobytes())
-        quotients, rests = np.divmod(np.where(full, state >> 16, state), frequencies)
-        state[:] = quotients * SLOTS + rests + starts
+    for row_frequencies, row_starts in reversed(coded):
+        wide_frequencies = row_frequencies.astype(np.int64)
+        for left in reversed(range(0, len(row_starts), lanes)):
+            frequencies = wide_frequencies[left : left + lanes]
+            starts = row_starts[left : left + lanes]
+            state = states[: len(starts)]
+            # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its
+            # low word away.
+            full = state >> 17 >= frequencies
+            words.append(state[full].astype("<u2").tobytes())
+            state >>= full * np.int64(16)
+            # Floats divide several times as fast, and here exactly: a quotient of 32 bits that is no whole
+            # number is at least 2**-15 away from one.
+            quotients = (state / frequencies).astype(np.int64)
+            state += quotients * (SLOTS - frequencies) + starts
     head = peaks + lanes.to_bytes(2, "little") + states.astype("<u4").tobytes()
     return b"".join([head, *reversed(words)])
 
@@ -3928,6 +4380,8 @@ class Training:
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
         self.step = state["step"]
+        # The clock does not wait for the first shard to be read.
+        self.loader.stage_first()
         self.started = time.perf_counter() - state["seconds"]
 
     def save(self) -> None:
@@ -4272,14 +4726,14 @@ def main() -> int:
     run = None
     try:
         refuse_arguments(sys.argv[1:])
-        given = read_settings(os.environ).values
+        given, notes = read_settings(os.environ)
         known = known_settings(given)
         # What was found is ours: nothing in it is a former name, or stands for anything else.
         config = Config.from_values({**known.found, **given, **known.fixed})
         run = Run(this_machine(config, os.environ))
         signal.signal(signal.SIGTERM, run.on_signal)
         signal.signal(signal.SIGINT, run.on_signal)
-        return whole_run(config, run, known.notes)
+        return whole_run(config, run, [*notes, *known.notes])
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
@@ -4409,7 +4863,7 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
 def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
 
-    notes: lines for the log, about settings that come from the files of an earlier run.
+    notes: lines for the log about settings.
     """
     directory = choose_directory(config, run.machine)
     loaded = None
@@ -4429,6 +4883,7 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path(ARTIFACT))
         ready_model(model, run.machine, inputs.kernels)
+        compile_evaluation(model, config, inputs.validation.tokens)
     scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)
     if run.machine.rank == 0 and config.checkpoint_every_seconds == 0:
@@ -4720,7 +5175,7 @@ def open_run(
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
         f"dtype:{machine.dtype} compile:{int(machine.compiled)} threads:{torch.get_num_threads()}",
         f"overrides: {' '.join(f'{name}={value}' for name, value in overrides.items())}",
-        *read_settings(os.environ).notes,
+        *notes,
         f"train_loader:dataset:{folder.name} train_shards:{len(inputs.train_shards)}",
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
@@ -4734,7 +5189,6 @@ def open_run(
         f"preflight:ok artifact:estimate {inputs.estimate}",
         *inputs.kernels.report,
         about_dtype(config, machine),
-        *notes,
     ):
         run.log(line)
 

@@ -30,6 +30,7 @@ class Newcomer:
 
     def __init__(self, repo: Path, folder: Path) -> None:
         self.clone = folder / "clone"
+        self.home = folder  # where programs put what is theirs
         subprocess.run(["git", "clone", "--quiet", str(repo), str(self.clone)], check=True)
         # The environment that `make` would fill from the network, in minutes: this one, under its name.
         (self.clone / ".venv/bin").mkdir(parents=True)
@@ -41,7 +42,7 @@ class Newcomer:
     def environment(self, settings: dict[str, str]) -> dict[str, str]:
         """A shell's environment in which `python` is that of the clone."""
         path = f"{self.clone / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
-        return {"PATH": path, "HOME": str(self.clone), "LANG": "C.UTF-8", **settings}
+        return {"PATH": path, "HOME": str(self.home), "LANG": "C.UTF-8", **settings}
 
     def start(self, command: str, **settings: str) -> subprocess.Popen[str]:
         """Start a line of the README."""

@@ -36,6 +36,8 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings over that file")
     parser.add_argument("--attention", default="varlen", choices=["varlen", "fa3", "sdpa"])
     parser.add_argument("--mlp", default="plain", choices=["plain", "kernel"])
+    parser.add_argument("--heads", default="kernel", choices=["plain", "kernel"],
+                        help="norm, rotary and XSA; default: kernel, as `auto` takes on a GPU")  # fmt: skip
     parser.add_argument("--card", default="h100", choices=sorted(CARDS))
     parser.add_argument("--world", type=int, default=8, help="ranks that share a batch")
     parser.add_argument(
@@ -70,7 +72,7 @@ def build(options: argparse.Namespace, replay: bool = True) -> tuple[Tracer, Any
     tracer = Tracer(card, folder, subject.CUSTOM_OPERATIONS, options.keys, replay)
     config = subject.config(options.config, options.set)
     with tracer.fake_mode:
-        model = subject.model(config, options.attention, options.mlp)
+        model = subject.model(config, options.attention, options.mlp, options.heads)
     return tracer, config, model
 
 
@@ -81,6 +83,8 @@ def label_of(options: argparse.Namespace, phase: str) -> str:
         parts.append(options.attention)
     if options.mlp != "plain":
         parts.append(options.mlp)
+    if options.heads != "kernel":
+        parts.append(f"heads-{options.heads}")
     if options.no_inductor:  # or it would overwrite the census with launches
         parts.append("traced")
     return "_".join(parts)

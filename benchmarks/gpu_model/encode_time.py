@@ -15,7 +15,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 MODEL_SYMBOLS = 35.9e6  # integers of the default model's artifact
-SHAPE = (256, 11 * 512)  # of the measured array: 1.44 M of them
+SHAPE = (1536, 22 * 512)  # of the measured array: 17.3 M of them, so that the coder has as many lanes
 DEVIATION = 2.5  # of the codes, in steps; 6-bit codes end at ±31
 
 

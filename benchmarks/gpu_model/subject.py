@@ -34,8 +34,10 @@ def config(path: str = "", settings: Sequence[str] = ()) -> train_gpt.Config:
     return train_gpt.Config.from_env(environ)
 
 
-def model(config: train_gpt.Config, attention: str = "varlen", mlp: str = "plain") -> nn.Module:
-    """The model in bf16 on the fake GPU, with the forms of attention and MLP named; in a FakeTensorMode."""
+def model(
+    config: train_gpt.Config, attention: str = "varlen", mlp: str = "plain", heads: str = "plain"
+) -> nn.Module:
+    """The model in bf16 on the fake GPU, with forms of attention, MLP and heads; in a FakeTensorMode."""
     for method in (train_gpt.GPT.forward, train_gpt.GPT.loss):
         if "looping" not in inspect.signature(method).parameters:
             raise RuntimeError(
@@ -50,6 +52,8 @@ def model(config: train_gpt.Config, attention: str = "varlen", mlp: str = "plain
     gpt.compute_dtype = torch.bfloat16
     gpt.attend = train_gpt.load_attention(attention)
     gpt.mlp = {"plain": train_gpt.mlp_plain, "kernel": train_gpt.mlp_fused}[mlp]
+    gpt.heads = {"plain": train_gpt.heads_plain, "kernel": train_gpt.heads_fused}[heads]
+    gpt.xsa = {"plain": train_gpt.xsa_plain, "kernel": train_gpt.xsa_fused}[heads]
     return gpt
 
 
@@ -87,7 +91,7 @@ def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int
     """Rows and their length in tokens that one of `world_size` ranks passes through the model at once."""
     if phase == "score":
         length = config.eval_length
-        count = max(1, config.val_batch_size // length)
+        count = max(1, config.val_pass_tokens // length)
     elif phase == "ttt":
         length = config.eval_length
         count = max(1, min(config.ttt_batch_seqs, config.ttt_chunk_tokens // length) // world_size)
@@ -113,9 +117,27 @@ def _linear_leaky_square_flop(arguments: Sequence[Any]) -> float:
     return 2 * a_MK.size(0) * a_MK.size(1) * b_NK.size(0)
 
 
+def _heads_flop(arguments: Sequence[Any]) -> float:
+    """Some 16 for each channel of q, k and v: squares, their sum, the rotation and the products.
+
+    The rotated channels are read again as their partners', from the lines of cache that the same program has
+    just read: no bytes of memory.
+    """
+    return 16 * arguments[0].numel()
+
+
+def _xsa_flop(arguments: Sequence[Any]) -> float:
+    """Some 20 for each channel of a query head: three or four sums of products, and what is made of them."""
+    return 20 * arguments[0].numel()
+
+
 # Every custom operation of train_gpt.py, with its FLOP; accounting.py refuses one that is missing here.
 CUSTOM_OPERATIONS: dict[str, Callable[[Sequence[Any]], float]] = {
-    "train_gpt.linear_leaky_square": _linear_leaky_square_flop
+    "train_gpt.linear_leaky_square": _linear_leaky_square_flop,
+    "train_gpt.heads": _heads_flop,
+    "train_gpt.heads_backward": _heads_flop,
+    "train_gpt.xsa": _xsa_flop,
+    "train_gpt.xsa_backward": _xsa_flop,
 }
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
+from tests.support.models import tiny_config
 from tests.support.processes import Ended, Lab
 from tools.check.findings import Level, Mode
 from tools.prove import probes, prove, rehearsal
@@ -595,3 +597,51 @@ def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
     for name in probes.SCORERS:
         found = compiled.nats(name, compiled.tokens())
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
+
+
+# --- batches and graphs of evaluation on GPUs ---
+
+
+@pytest.mark.parametrize("rows", [[110] * 9, [100, 120, 97, 131], [1], [3, 2], [512] * 4])
+def test_batches_of_eight_ranks_are_as_even_as_they_can_be(rows: list[int]) -> None:
+    """No rank idles for long: rounds times rows of a batch stay near the rows that there are."""
+    size = train_gpt.even_batch_rows(rows, 32)
+    assert 1 <= size <= 32
+
+    def row_times(batch: int) -> int:
+        return sum(-(-count // (8 * batch)) * (batch + 2) for count in rows)
+
+    assert row_times(size) == min(row_times(batch) for batch in range(1, 33))
+    if rows == [110] * 9:  # a chunk at the default settings: no rank idles
+        assert size == 14
+
+
+class FewGraphs(train_gpt.Machine):
+    """A machine that says it compiles, and counts what it traces, by the shape of the ids."""
+
+    shapes: ClassVar[list[tuple[str, tuple[int, ...]]]] = []
+
+    def compile(self, function: Any, **options: Any) -> Any:
+        def counted(model: Any, inputs_BT: Any, *rest: Any) -> Any:
+            self.shapes.append((function.__name__, tuple(inputs_BT.shape)))
+            return function(model, inputs_BT, *rest)
+
+        return counted
+
+
+def test_everything_is_compiled_before_the_clock_of_evaluation() -> None:
+    """What `evaluate` runs later has only shapes that were run before, and the weights stay as they are."""
+    config = tiny_config(
+        TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, EVAL_STRIDE=8, VAL_BATCH_SIZE=1024, TTT_BATCH_SEQS=2)
+    model = train_gpt.build_model(config)
+    model.machine = FewGraphs(compiled=True)
+    FewGraphs.shapes.clear()
+    tokens = np.random.default_rng(0).integers(2, config.vocab_size, 300).astype(np.uint16)
+    before = copy.deepcopy(model.state_dict())
+    train_gpt.compile_evaluation(model, config, tokens)
+    compiled = set(FewGraphs.shapes)
+    FewGraphs.shapes.clear()
+    for score in (train_gpt.score_roundtrip, train_gpt.score_sliding, train_gpt.score_ttt):
+        score(model, tokens, config)
+    assert set(FewGraphs.shapes) <= compiled and {name for name, _ in compiled} == {"forward", "loss"}
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())

@@ -240,8 +240,7 @@ def chosen(machine: train_gpt.Machine, **settings: Any) -> tuple[str, str]:
     """The form of the MLP that would run, and its line for the log."""
     kernels = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), machine)
     names = {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}
-    _, line = kernels.report
-    return names[kernels.mlp], line
+    return names[kernels.mlp], kernels.report[1]
 
 
 def twice(x: Tensor) -> Tensor:
@@ -375,7 +374,7 @@ def test_a_kernel_that_one_rank_refuses_runs_on_none() -> None:
     """Three ranks: all can do the attention and the plain MLP, the last one has no kernel."""
     good = (0.0, "error:0.0e+00")
     refused = (math.inf, "PTXAS")
-    found_by_peers = iter([[good, good], [good, refused], [good, good]])
+    found_by_peers = iter([[good, good], [good, refused], [good, good], [good, good]])
     name, line = chosen(OneOfMany(peers=found_by_peers))
     assert name == "plain"
     assert line == "fused_mlp:plain tried: kernel PTXAS | plain error:0.0e+00"
@@ -554,6 +553,20 @@ for capability in map(int, sys.argv[1:]):
             large = tile["BLOCK_M"] >= 64
             assert ("wgmma.mma_async" in binary.asm["ptx"]) == (hopper and large), "Hopper's tensor cores"
             assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == hopper, "TMA"
+    e = 64
+    pointers = ["qkv", "gain", "rotary", "q", "k", "v", "own_v", "d_qkv"]
+    types = dict.fromkeys(pointers, "*bf16") | {"d_gain": "*fp32", "tokens": "i32", "T": "i32", "eps": "fp32"}
+    blocks = {"BLOCK_N": train_gpt.HEAD_ROWS, "BLOCK_E": e}
+    for backward in (False, True):
+        sizes = {"BACKWARD": backward, "HAS_OWN": backward, "H": 8, "K": 4, "E": e, "HALF": 8, **blocks}
+        binary = build(train_gpt.heads_kernel, types, sizes, capability, num_warps=4)
+        assert binary.metadata.shared <= 48 * 1024
+    pointers = ["y", "v", "gate", "out", "d_out", "d_y", "d_v", "d_gate"]
+    types = dict.fromkeys(pointers, "*bf16") | {"tokens": "i32", "v_stride": "i32", "min_square": "fp32"}
+    for backward in (False, True):
+        sizes = {"BACKWARD": backward, "K": 4, "GROUPS": 2, "E": e, **blocks}
+        binary = build(train_gpt.xsa_kernel, types, sizes, capability, num_warps=4)
+        assert binary.metadata.shared <= 48 * 1024
 print("compiled")
 """
 
@@ -573,6 +586,100 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
     assert done.returncode == 0 and done.stdout.strip() == "compiled", done.stderr[-3000:]
 
 
+# (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or
+# few channels rotated, more tokens than one program takes.
+HEAD_SHAPES = [(2, 40, 4, 2, 64, 8), (1, 7, 3, 1, 24, 5), (2, 16, 2, 2, 16, 8), (1, 5, 6, 2, 8, 2)]
+
+
+def random_heads(
+    rows: int, positions: int, heads: int, key_heads: int, channels: int, half: int
+) -> tuple[list[Tensor], Tensor]:
+    """Projected heads, gains and gates; and a rotation. One token's value is zero."""
+    generator = torch.Generator().manual_seed(0)
+    qkv_BTNE = torch.randn(rows, positions, heads + 2 * key_heads, channels, generator=generator)
+    qkv_BTNE[0, 0, -1] = 0
+    gain_H = torch.randn(heads, generator=generator)
+    gate_BTH = torch.rand(rows, positions, heads, generator=generator)
+    angles = torch.randn(positions, 1, half, generator=generator)
+    return [qkv_BTNE, gain_H, gate_BTH], torch.stack([angles.cos(), angles.sin()])
+
+
+def around_attention(heads: Any, xsa: Any, rotary: Tensor, uses: int = 2) -> Callable[..., Tensor]:
+    """What is made of heads before and after attention; uses: how often their values are used."""
+
+    def function(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor) -> Tensor:
+        of = heads(qkv_BTNE, gain_H, rotary.to(qkv_BTNE))
+        q_BTHE = of.q_BTHE * gate_BTH[..., None]
+        if uses == 2:
+            q_BTHE = xsa(of.q_BTHE, of.own_BTKE, gate_BTH)
+        return torch.cat([q_BTHE, of.k_BTKE, of.v_BTKE], dim=2)
+
+    return function
+
+
+@needs_runnable_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", HEAD_SHAPES, ids=str)
+@pytest.mark.parametrize("uses", [1, 2])
+def test_heads_and_xsa_are_as_exact_as_their_twins(
+    shape: tuple[int, ...], dtype: torch.dtype, uses: int, poisoned: None
+) -> None:
+    tensors, rotary = random_heads(*shape)
+    rotary = rotary.to(DEVICE)
+    assert_as_exact_as_plain(
+        around_attention(train_gpt.heads_fused, train_gpt.xsa_fused, rotary, uses),
+        around_attention(train_gpt.heads_plain, train_gpt.xsa_plain, rotary, uses),
+        tensors,
+        dtype,
+    )
+
+
+@needs_runnable_kernels
+def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
+    (qkv_BTNE, gain_H, gate_BTH), rotary = random_heads(*HEAD_SHAPES[0])
+    fused = around_attention(train_gpt.heads_fused, train_gpt.xsa_fused, rotary.to(DEVICE))
+    qkv_BTNE, gain_H, gate_BTH = (t.to(DEVICE) for t in (qkv_BTNE, gain_H, gate_BTH))
+    plain = fused(qkv_BTNE, gain_H, gate_BTH)
+    turned = qkv_BTNE.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(fused(turned, gain_H, gate_BTH.mT.contiguous().mT), plain)
+    # Values of their own, that do not lie between other heads.
+    heads = train_gpt.heads_plain(qkv_BTNE, gain_H, rotary.to(DEVICE))
+    between = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE, gate_BTH)
+    alone = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE.contiguous(), gate_BTH)
+    assert torch.equal(between, alone)
+
+
+@needs_runnable_kernels
+def test_the_model_is_one_graph_with_all_its_kernels() -> None:
+    """Loss and gradients with the kernels of heads, traced in one graph, equal those without."""
+    config = tiny_config(COMPILE=0)
+    model = train_gpt.build_model(config).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+    ids_BT = torch.randint(2, config.vocab_size, (2, config.train_seq_len)).to(DEVICE)
+    plain = model.loss(ids_BT, ids_BT)
+    expected = [plain.detach(), *torch.autograd.grad(plain, list(model.parameters()))]
+    model.heads = train_gpt.heads_fused
+    model.xsa = train_gpt.xsa_fused
+    loss_of = torch.compile(train_gpt.GPT.loss, dynamic=False, fullgraph=True, backend="aot_eager")
+    fused = loss_of(model, ids_BT, ids_BT)
+    found = [fused.detach(), *torch.autograd.grad(fused, list(model.parameters()))]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-9)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("0", "plain"), ("1", "kernel"), ("auto", "plain")])
+def test_fused_heads_is_what_was_asked_for(asked: str, expected: str) -> None:
+    if expected == "kernel" and not CUDA and not triton.knobs.runtime.interpret:
+        pytest.skip("no GPU and no interpreter")
+    kernels = train_gpt.choose_kernels(dataclasses.replace(SMALL, fused_heads=asked), train_gpt.Machine())
+    fused = kernels.heads is train_gpt.heads_fused
+    assert fused == (kernels.xsa is train_gpt.xsa_fused) == (expected == "kernel")
+    assert kernels.report[2].startswith(f"fused_heads:{expected} tried: {expected} error:")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(98_304, 512, 2048), (65_536, 512, 1024), (4_099, 504, 1016)], ids=str)
 def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None:
@@ -588,7 +695,8 @@ def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None
 def test_auto_decides_and_logs_on_a_gpu() -> None:
     machine = train_gpt.Machine(device=torch.device("cuda"), dtype=torch.bfloat16)
     kernels = train_gpt.choose_kernels(train_gpt.Config(micro_batch_tokens=16_384), machine)
-    attention_line, mlp_line = kernels.report
-    assert re.match(r"attention:(fa3|varlen|sdpa) tried: fa3 ", attention_line)
+    attention_line, mlp_line, heads_line, *_ = kernels.report
+    assert re.match(r"attention:(fa3|varlen|fa2|sdpa) tried: fa3 ", attention_line)
+    assert re.match(r"fused_heads:(kernel|plain) tried: kernel ", heads_line)
     assert re.match(r"fused_mlp:(kernel|plain) tried: kernel ", mlp_line)
     assert " error:" in attention_line.split("|")[-1] and " error:" in mlp_line.split("|")[-1]

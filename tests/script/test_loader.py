@@ -345,6 +345,20 @@ def test_seek_reads_nothing_but_the_shard_it_needs(
         assert len(reads) <= 3 and np.array_equal(rows, expected[: len(rows)])
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_batch_staged_before_the_clock_is_the_next_one(
+    shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, expected_hash = stream(shards, 3, train_prefetch=False)
+    reads: list[Path] = []
+    on_read(monkeypatch, reads.append)
+    with open_loader(shards, train_prefetch=prefetch) as loader:
+        loader.stage_first()
+        assert reads, "the first shard has been read"
+        rows = take(loader, 3 * loader.micro_steps)
+        assert np.array_equal(rows, expected) and loader.stream_hash == expected_hash
+
+
 # -- documents -----------------------------------------------------------------------------------------------
 
 

@@ -281,6 +281,37 @@ def test_equals_the_reference(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
 
 
+class DifferentiableReference(Reference):
+    """The reference with gradients, and with the rotation's angles in fp32, as the model has them."""
+
+    def __init__(self, model: GPT, looping: bool) -> None:
+        super().__init__(model, looping)
+        self.w = dict(model.named_parameters())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return train_gpt.rotate(x[:, None], train_gpt.rotary_table(len(x), self.c))[:, 0]
+
+
+@pytest.mark.parametrize("name", ["as by default", "GPT-J", "no head gate", "skips that add", "no XSA"])
+def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
+    """In float64 to ten digits: whatever the model folds, merges or rearranges."""
+    config = tiny(**FEATURES[name])
+    model = random_model(config)
+    parameters = list(model.parameters())
+    ids, targets = random_ids(config), random_ids(config, seed=2)
+    for looping in (False, True):
+        ours = model.loss(ids, targets, looping=looping)
+        theirs = DifferentiableReference(model, looping).nats(ids, targets).mean()
+        assert abs(ours.item() - theirs.item()) <= 1e-10 * theirs.item()
+        found = torch.autograd.grad(ours, parameters)
+        expected = torch.autograd.grad(theirs, parameters)
+        for (parameter, _), gradient, wanted in zip(
+            model.named_parameters(), found, expected, strict=True
+        ):
+            worst = (gradient - wanted).abs().max() / wanted.abs().max()
+            assert worst <= 1e-10, (parameter, looping, worst)
+
+
 @pytest.mark.parametrize(
     ("rows", "row", "expected"),
     [
@@ -539,6 +570,14 @@ def flash_attn_3(
     return packed(q, k, v, cu_seqlens_q, causal, groups=True), None
 
 
+def flash_attn_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+):  # fmt: skip
+    assert dropout_p == 0.0 and softmax_scale is None
+    return packed(q, k, v, cu_seqlens_q, causal, groups=True)
+
+
 def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
     return packed(query, key, value, cu_seq_q, is_causal, groups=False)
 
@@ -562,12 +601,19 @@ def not_finite(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
 def install(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Any) -> None:
     module, function = {
         "fa3": ("flash_attn_interface", "flash_attn_varlen_func"),
+        "fa2": ("flash_attn", "flash_attn_varlen_func"),
         "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
     }[name]
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: kernel}))
 
 
-VERSIONS = [("fa3", flash_attn_3), ("varlen", torch_2_10), ("varlen", torch_2_11), ("varlen", torch_2_13)]
+VERSIONS = [
+    ("fa3", flash_attn_3),
+    ("fa2", flash_attn_2),
+    ("varlen", torch_2_10),
+    ("varlen", torch_2_11),
+    ("varlen", torch_2_13),
+]
 
 
 @pytest.mark.parametrize(("name", "kernel"), VERSIONS, ids=lambda value: getattr(value, "__name__", value))
@@ -636,16 +682,34 @@ def test_the_first_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
     assert attend is not train_gpt.attention_sdpa and line.startswith("attention:fa3 tried: fa3 error:")
 
 
+def test_a_gpu_that_could_attend_faster_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.9, or no FlashAttention-3."""
+
+    def warnings_of(**changes: Any) -> list[str]:
+        report = train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), Card()).report
+        return [line for line in report if line.startswith("warning:")]
+
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    (line,) = warnings_of()
+    assert "ATTENTION=sdpa" in line and "DOC_MASK=1" in line and "flash_attn_3" in line
+    assert warnings_of(DOC_MASK=0) == warnings_of(ATTENTION="sdpa") == []  # fast, or asked for
+    install(monkeypatch, "fa2", flash_attn_2)
+    (line,) = warnings_of()
+    assert "ATTENTION=fa2" in line
+    install(monkeypatch, "fa3", flash_attn_3)
+    assert warnings_of() == []
+
+
 def test_what_fails_on_another_rank_is_taken_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "varlen", torch_2_13)
     fails, agrees = (math.inf, "fails there"), (0.0, "error:0.0e+00")
     machine = Card()
-    monkeypatch.setattr(Card, "peer", iter([agrees, fails, agrees, agrees]))
+    monkeypatch.setattr(Card, "peer", iter([agrees, fails, *[agrees] * 4]))
     attend, line = attention_of(machine)
     assert attend is train_gpt.attention_sdpa and "fa3 ModuleNotFoundError: " in line
-    assert " | varlen fails there | sdpa error:" in line
-    monkeypatch.setattr(Card, "peer", iter([fails] * 3))
-    with pytest.raises(ConfigError, match=r"ATTENTION=auto: fa3 .*varlen fails there \| sdpa fails there; "):
+    assert " | varlen fails there | fa2 " in line and " | sdpa error:" in line
+    monkeypatch.setattr(Card, "peer", iter([fails] * 4))
+    with pytest.raises(ConfigError, match=r"=auto: fa3 .*varlen fails there \| fa2 .*sdpa fails there; "):
         attention_of(machine)
 
 

@@ -370,7 +370,7 @@ def late(source, target):
     return replace(source, target)
 os.replace = late
 """
-    ended = lab.run(fault=LONG_TRAINING + fault)
+    ended = lab.run(fault=LONG_TRAINING + fault, VAL_LOSS_EVERY=0)  # no validation comes between the two
     assert ended.status == 128 + signal.SIGTERM
     assert "ends once the checkpoint under way is on disk" in ended.err
     assert ended.err.splitlines()[-1].endswith(f"continue with RESUME={ended.directory}")

@@ -402,3 +402,20 @@ def test_finding_a_path_looks_upward_from_the_script(
     (tmp_path / "configs").mkdir(parents=True)
     assert train_gpt.find_path("configs").resolve() == (tmp_path / "configs").resolve()
     assert train_gpt.find_path("no/such/thing") == Path("no/such/thing")
+
+
+@pytest.mark.parametrize(("count", "driver"), [(8, "absent"), (0, "there")])
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
+    count: int, driver: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An old driver or a CPU build of torch: the driver tells the number, or its device is there."""
+    monkeypatch.setattr(train_gpt.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: count)
+    (tmp_path / "there").touch()
+    monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / driver))
+    with pytest.raises(ConfigError, match=r"DEVICE=auto: this machine has GPUs, .* DEVICE=cpu"):
+        train_gpt.this_machine(Config(), {})
+    assert not train_gpt.this_machine(Config(device="cpu"), {}).on_gpu  # asked for
+    monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / "absent"))
+    assert not train_gpt.this_machine(Config(), {}).on_gpu

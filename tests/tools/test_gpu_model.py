@@ -23,7 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from benchmarks.gpu_model import accounting, census, eager_parts, fake_gpu, roofline, subject, summary
+from benchmarks.gpu_model import (
+    accounting,
+    census,
+    eager_parts,
+    fake_gpu,
+    memory,
+    roofline,
+    subject,
+    summary,
+)
 from benchmarks.gpu_model.accounting import Recorder, UnknownOperation, Watch
 from benchmarks.gpu_model.inductor import GeneratedKernel
 from benchmarks.gpu_model.tracer import Graph
@@ -205,8 +214,9 @@ class LaunchCounter(TorchDispatchMode):
 
 def launches_of_quantizer(columns: int) -> int:
     """Of one pass of the script's own GPTQ over a matrix."""
-    parameter = train_gpt.Parameter(shape=(2, 3, columns), role="mlp")
-    quantizer = train_gpt.Quantizer("bank", torch.randn(parameter.shape), parameter, {}, damping=0.01)
+    parameter = train_gpt.Parameter(shape=(2, 3, columns), role="mlp", inputs=("x",))
+    hessians = {("x", layer): torch.eye(columns) for layer in range(2)}
+    quantizer = train_gpt.Quantizer("bank", torch.randn(parameter.shape), parameter, hessians, damping=0.01)
     with LaunchCounter() as counter:
         quantizer.quantize(1.0, 31.0)
     return counter.count
@@ -259,6 +269,30 @@ def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
     census.check_visits(tracer, 11, "train")
     with pytest.raises(RuntimeError, match="attends 11 times, expected 17"):
         census.check_visits(tracer, 17, "train_loop")
+
+
+GPU_CONFIGS = ("default_0_4", "gpu_demo", "h100_1gpu", "h200_1gpu", "pr1493", "pr549", "pr591", "pr785",
+               "upstream_baseline")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_a_config_names_a_card_on_which_it_fits(name: str, repo: Path) -> None:
+    """By the formula, in bf16 (the demo: in fp32 too), with a tenth of the smallest card to spare."""
+    path = repo / "configs" / f"{name}.env"
+    first_line = path.read_text(encoding="utf-8").splitlines()[0]
+    cards = [int(number) for number in re.findall(r"(\d+) GB", first_line)]
+    assert cards, f"the first line of {path} names its smallest card"
+    one_gpu = name.endswith("1gpu") or name in ("gpu_demo", "pr591")
+    for bytes_a_value in (2, 4) if name == "gpu_demo" else (2,):
+        needed = memory.predicted_bytes(subject.config(str(path)), 1 if one_gpu else 8, bytes_a_value)
+        assert needed <= 0.9 * min(cards) * 1e9
+
+
+def test_the_formula_of_memory_lies_just_above_the_traced_peak() -> None:
+    """34.96 GiB of the default stack with all kernels, and what the trace of a step does not hold."""
+    path = Path(__file__).parents[2] / "configs" / "default_0_4.env"
+    traced = 34.96 * 2**30 + 35_945_623 * (memory.BYTES_A_PARAMETER - 4)
+    assert traced <= memory.predicted_bytes(subject.config(str(path)), 8) <= 1.1 * traced
 
 
 def launch(kind: str, name: str, shapes: str = "", moved_bytes: float = 1e9) -> dict[str, Any]:
