@@ -49,7 +49,7 @@ TINY_RUN: dict[str, object] = {
     "TTT_BATCH_SEQS": 4,
     "TTT_EPOCHS": 1,
     "GPTQ_CALIBRATION_BATCHES": 4,
-    "ARTIFACT_BYTES_MAX": 300_000,
+    "ARTIFACT_BYTES_MAX": 1_000_000,
     "CODE_BYTES": "raw",
     "RUN_ID": "run",
 }
