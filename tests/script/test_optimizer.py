@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -269,3 +272,46 @@ def test_without_decay_the_average_is_the_last_weights() -> None:
     optimizer, (*_, last) = after_steps([0, 7], EMA_DECAY=0)
     assert all(map(torch.equal, optimizer.average, last))
     assert all(map(torch.equal, optimizer.weights, last))
+
+
+# --- what eight ranks send ---
+
+
+@pytest.fixture
+def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """This process is one of eight whose peers are not there; counts its collectives."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return collective(*tensors, **options)
+
+        return call
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"):
+        monkeypatch.setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
+    yield calls
+    torch.distributed.destroy_process_group()
+
+
+def test_collectives_of_a_step_are_few_and_those_of_learning_are_one(eight_ranks: Counter[str]) -> None:
+    config = tiny_config(TTT_EPOCHS=2, TTT_CHUNK_TOKENS=64, TTT_BATCH_SEQS=1)
+    machine = train_gpt.Machine(rank=0, world_size=8)
+    model = train_gpt.build_model(config)
+    model.machine = machine
+    optimizer = train_gpt.Optimizer(model, config, machine)
+    ids_BT = torch.randint(2, config.vocab_size, (1, config.train_seq_len))
+    model.loss(ids_BT, ids_BT).backward()
+    optimizer.step(1.0, 0.9)
+    # The small tensors travel as one, and the norm of all gradients is one number.
+    banks = len(optimizer.banks)
+    assert banks == 4
+    assert eight_ranks == {"reduce_scatter_tensor": banks, "all_gather_into_tensor": banks, "all_reduce": 2}
+    eight_ranks.clear()
+    tokens = np.full(64 + 1, 2, np.uint16)
+    train_gpt.learn(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens, config)
+    assert eight_ranks == {"all_reduce": 2 * (64 // config.eval_length)}  # one of each step

@@ -439,3 +439,26 @@ def test_a_reloaded_model_and_a_copy_compile_nothing_anew(repo: Path, gpu_model_
         "score a copy of the model",
         "learn from the next chunk",
     } <= counts.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_step_of_the_default_stack_moves_no_more_than_it_did(repo: Path, gpu_model_folder: Path) -> None:
+    """Its bytes and modelled time, with the kernels that `auto` takes on an H100; no graph breaks."""
+    settings = ["--config", "configs/default_0_4.env", "--what", "train", "train_loop", "--keys", "517"]
+    result = run_census(repo, *settings, "--mlp", "kernel", "--out", str(gpu_model_folder), "--tag", "bars")
+    if result.returncode == 2:
+        pytest.skip(result.stderr)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("graph breaks: none") == 2
+    # Gigabytes and milliseconds at most, and TFLOP at least: fewer would be another model.
+    for phase, most_gb, most_ms, least_tflop in (("train", 132, 65, 25.2), ("train_loop", 200, 96, 37.6)):
+        step = json.loads((gpu_model_folder / f"bars_{phase}_kernel.json").read_text(encoding="utf-8"))
+        launches = [one for graph in step["graphs"] for one in graph["launches"]]
+        assert sum(one["moved_bytes"] for one in launches) <= most_gb * 1e9
+        assert sum(one["flop"] for one in launches) >= least_tflop * 1e12
+        assert step["milliseconds"] <= most_ms
+        assert max(graph["peak_bytes"] for graph in step["graphs"]) <= 40 * 2**30
+        # Logits are never kept in fp32.
+        for output in step["graphs"][0]["outputs"]:
+            assert output["dtype"] != "float32" or output["size_bytes"] < 98_304 * 8192

@@ -55,7 +55,7 @@ def _check_declared_seeds(folder: Folder) -> Iterator[Finding]:
     if seeds <= {None}:  # no log says its seed
         return
     for seed in declared:
-        if seed not in seeds and seed not in folder.submitted_seeds():
+        if not isinstance(seed, int) or (seed not in seeds and seed not in folder.submitted_seeds()):
             yield warn("A5", f"seed {seed} is declared, no log is of that seed", folder.name, "add its log")
 
 
