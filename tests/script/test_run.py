@@ -223,7 +223,9 @@ def test_a_phase_that_will_do_nothing_is_a_warning(finished: Ended) -> None:
     config = train_gpt.Config.from_env({**finished.summary["config"], "RUN_ID": ""})
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     validation = train_gpt.Validation(np.zeros(1001, np.uint16), 1000, "")
-    kernels = train_gpt.Kernels(train_gpt.attention_sdpa, train_gpt.mlp_plain, [])
+    kernels = train_gpt.Kernels(
+        train_gpt.attention_sdpa, train_gpt.mlp_plain, train_gpt.heads_plain, train_gpt.xsa_plain, []
+    )
     inputs = train_gpt.Inputs(shards, validation, b"", b"", {}, 1, "", kernels)
     assert train_gpt.idle_phases(config, inputs) == []
     for change, expected in IDLE.items():
