@@ -65,8 +65,8 @@ def variants() -> Iterator[Variant]:
 
     for architecture in ARCHITECTURES:
         for dtype in DTYPES:
-            for tile in ("LARGE", "SMALL"):
-                used = tile == subject.mlp_tile(dtype)
+            for tile in ("LARGE", "MEDIUM", "SMALL"):
+                used = tile == subject.mlp_tile(dtype, SHARED_MEMORY_LIMIT[architecture])
                 if not used and not (dtype == "bf16" and architecture == 90):
                     continue
                 for backward in (False, True):

@@ -143,7 +143,11 @@ CUSTOM_OPERATIONS: dict[str, Callable[[Sequence[Any]], float]] = {
 
 def mlp_kernel() -> tuple[Any, dict[str, dict[str, int]]]:
     """The Triton kernel of the MLP, and its tiles by name: block sizes, `num_warps`, `num_stages`."""
-    tiles = {"LARGE": train_gpt.LARGE_TILE, "SMALL": train_gpt.SMALL_TILE}
+    tiles = {
+        "LARGE": train_gpt.LARGE_TILE,
+        "MEDIUM": train_gpt.MEDIUM_TILE,
+        "SMALL": train_gpt.SMALL_TILE,
+    }
     return train_gpt.linear_leaky_square_kernel, {name: dict(tile) for name, tile in tiles.items()}
 
 
@@ -154,9 +158,11 @@ def mlp_kernel_types(dtype: str) -> dict[str, str]:
     return {**pointers, **sizes, "slope": "fp32"}
 
 
-def mlp_tile(dtype: str) -> str:
-    """The tile that the script takes for a dtype on a GPU."""
-    return "SMALL" if dtype == "fp32" else "LARGE"
+def mlp_tile(dtype: str, shared_bytes: int) -> str:
+    """The tile that the script takes for a dtype on a GPU whose blocks have so much shared memory."""
+    if dtype == "fp32":
+        return "SMALL"
+    return "LARGE" if shared_bytes >= train_gpt.LARGE_TILE_SHARED_BYTES else "MEDIUM"
 
 
 # ======================================================================================================

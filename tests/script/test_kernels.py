@@ -543,8 +543,10 @@ def build(kernel, types, constants, capability, **options):
 mlp_types = dict.fromkeys(["a", "b", "pre", "out"], "*bf16") | dict.fromkeys("MNK", "i32") | {"slope": "fp32"}
 mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
-    hopper, limit = capability == 90, {80: 163, 90: 227}[capability] * 1024  # bytes of shared memory
-    for tile in (train_gpt.SMALL_TILE, train_gpt.LARGE_TILE):
+    hopper = capability == 90
+    limit = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024  # bytes of shared memory
+    second = train_gpt.LARGE_TILE if limit >= train_gpt.LARGE_TILE_SHARED_BYTES else train_gpt.MEDIUM_TILE
+    for tile in (train_gpt.SMALL_TILE, second):
         sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
         options = {name: size for name, size in tile.items() if name not in sizes}
         for backward in (False, True):
@@ -552,7 +554,7 @@ for capability in map(int, sys.argv[1:]):
             assert binary.metadata.shared <= limit, (capability, tile, binary.metadata.shared)
             large = tile["BLOCK_M"] >= 64
             assert ("wgmma.mma_async" in binary.asm["ptx"]) == (hopper and large), "Hopper's tensor cores"
-            assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == hopper, "TMA"
+            assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
     e = 64
     pointers = ["qkv", "gain", "rotary", "q", "k", "v", "own_v", "d_qkv"]
     types = dict.fromkeys(pointers, "*bf16") | {"d_gain": "*fp32", "tokens": "i32", "T": "i32", "eps": "fp32"}
@@ -571,7 +573,10 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize("capability", ["90", pytest.param("80", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "capability",
+    ["90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "89", "100", "120"))],
+)
 def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
     """Triton's compiler needs no GPU. Tiles fit in shared memory; Hopper gets TMA and its tensor cores."""
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
