@@ -305,7 +305,7 @@ def rank_invariance(
     """B13: several ranks write the ledgers of one. mutant: one that the ranks are made."""
     from tools.prove import ranks as several
 
-    subjects = [subject, *more]
+    subjects = [several.in_small_batches(each) for each in (subject, *more)]
     several.stored(subjects, folder)
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(Order(str(path)))))
     alone = [several.ask(each) for each in subjects]

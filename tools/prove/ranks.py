@@ -24,6 +24,14 @@ LEARNING_TOLERANCE = 6e-5
 BATCHING_TOLERANCE = 5e-6
 
 
+def in_small_batches(subject: Subject) -> Subject:
+    """The subject with two rows in a scoring pass: a chunk has several, so that several ranks score it."""
+    config = subject.config
+    sharing = 8 if hasattr(config, "val_pass_tokens") else 1  # ranks among which the setting is divided
+    tokens = sharing * 2 * config.eval_length
+    return dataclasses.replace(subject, config=dataclasses.replace(config, val_batch_size=tokens))
+
+
 def ask(subject: Subject) -> dict[str, Any]:
     """What this process finds: by label the nats, the batches that it scored, and whether it learned."""
     run = probes.evaluation(subject, subject.tokens(), subject.model(), passes=True)

@@ -505,8 +505,9 @@ def alone_in(folder: Path, laboratory: Laboratory, outcome: Outcome) -> dict[str
         shutil.copy(shard, folder / "data" / shard.name)
     environment = {key: os.environ[key] for key in ("PATH", "LANG", "OMP_NUM_THREADS") if key in os.environ}
     for line in (outcome.directory / CONFIG).read_text().splitlines():
-        name, _, value = line.partition("=")
-        environment[name] = value
+        if not line.startswith("#"):
+            name, _, value = line.partition("=")
+            environment[name.strip()] = value.strip()
     return environment | {
         "HOME": str(folder / "home"),
         "TMPDIR": str(folder / "temporary"),
