@@ -54,7 +54,8 @@ def full_size(
         needed = 2 * rows * row_seconds
         left = seconds_max - (time.monotonic() - started)
         if needed > left:
-            text = f"not checked: a suffix replaced, for {what}: {needed:.0f} s, {max(left, 0):.0f} s are left"
+            late = f"{needed:.0f} s, {max(left, 0):.0f} s are left"
+            text = f"not checked: a suffix replaced, for {what}: {late}"
             yield warn("B17", text, "full size", "give it more seconds")
             continue
         case = replace(subject, config=planned)
