@@ -1469,8 +1469,8 @@ def open_shards(pattern: str) -> list[Shard]:
         # The size tells of a download that broke off.
         got = (magic, version, size_bytes)
         expected = (SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES + 2 * tokens)
-        if tokens == 0 and got == expected:
-            raise DataError(f"{path}: a shard of no tokens; export it again, or remove it")
+        if tokens < 1 and (magic, version) == (SHARD_MAGIC, SHARD_VERSION):
+            raise DataError(f"{path}: a shard of {tokens} tokens; export it again, or remove it")
         if got != expected:
             raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
         shards.append(Shard(path, tokens))

@@ -413,8 +413,8 @@ CASES = [
     case("too long", too_long, f"{VAL}|size", FETCH),
     case("other version", other_version, f"{TRAIN}|version|(20240520, 2,", FETCH),
     case("a folder", shard_is_a_folder, f"{TRAIN}|Is a directory", "check DATA_PATH"),
-    case("no tokens", no_tokens, f"{TRAIN}|a shard of no tokens", "export it again"),
-    case("no validation tokens", lambda desk: no_tokens(desk, VAL), f"{VAL}|a shard of no tokens", "export"),
+    case("no tokens", no_tokens, f"{TRAIN}|a shard of 0 tokens", "export it again"),
+    case("no validation tokens", lambda desk: no_tokens(desk, VAL), f"{VAL}|a shard of 0 tokens", "export"),
     case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "expected below VOCAB_SIZE=320"),
     case(
         "id beyond in val", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"

@@ -452,7 +452,8 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Ten
     [
         (True, ["fa3"]),
         (True, ["fa3", "varlen"]),
-        (True, ["fa3", "varlen", "sdpa"]),
+        (True, ["fa3", "varlen", "fa2"]),
+        (True, ["fa3", "varlen", "fa2", "sdpa"]),
         (False, ["fa3"]),
         (False, ["fa3", "sdpa"]),
     ],
@@ -506,10 +507,11 @@ def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.Mo
 
 
 @needs_runnable_kernels
+@pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("is_cuda", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_large_tiles_are_for_tensor_cores(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype
+def test_large_tiles_are_for_tensor_cores_with_room_for_them(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, has_room: bool
 ) -> None:
     launched: list[dict[str, Any]] = []
 
@@ -517,13 +519,16 @@ def test_large_tiles_are_for_tensor_cores(
         """A CPU tensor that may call itself a GPU's."""
 
     monkeypatch.setattr(Card, "is_cuda", is_cuda, raising=False)
-    card = SimpleNamespace(multi_processor_count=2)
+    room = train_gpt.LARGE_TILE_SHARED_BYTES if has_room else train_gpt.LARGE_TILE_SHARED_BYTES - 1
+    card = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=room)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     kernel = {(2,): lambda *_, **options: launched.append(options)}
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
     a, b = (torch.zeros(8, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
     train_gpt.linear_leaky_square._init_fn(a, b, None, 0.5)
-    tile = train_gpt.LARGE_TILE if is_cuda and dtype != torch.float32 else train_gpt.SMALL_TILE
+    tile = train_gpt.SMALL_TILE
+    if is_cuda and dtype != torch.float32:
+        tile = train_gpt.LARGE_TILE if has_room else train_gpt.MEDIUM_TILE
     assert launched == [{"BACKWARD": False, **tile}]
 
 
