@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tests.support.processes import ONE_THREAD, PRELOAD, SERVER, environment
 from train_gpt import Machine
 
 DEADLINE = timedelta(seconds=60)  # for ranks that wait for one another in vain
@@ -24,11 +24,13 @@ def on_ranks(count: int, folder: Path, function: Callable[..., None], *arguments
     folder: an empty one, where the ranks meet. The function stands at the top of its module, so that another
     process finds it.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["train_gpt"])
     meeting_place = f"file://{folder}/meeting_place"
-    torch.multiprocessing.start_processes(
-        as_one_rank, (count, meeting_place, function, arguments), nprocs=count, start_method="forkserver"
-    )
+    # All processes of the tests come from one server: whoever is first starts it, and as all others would.
+    SERVER.set_forkserver_preload(PRELOAD.split())
+    with environment(ONE_THREAD):
+        torch.multiprocessing.start_processes(
+            as_one_rank, (count, meeting_place, function, arguments), nprocs=count, start_method="forkserver"
+        )
 
 
 def as_one_rank(
