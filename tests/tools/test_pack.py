@@ -197,3 +197,15 @@ def test_a_baseline_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.
     run = make_run(tmp_path / "runs" / "a", 1)
     message = refusal(capsys, tmp_path / "records", [run], "--baseline", str(tmp_path))
     assert "is no run and no record" in message
+
+
+def test_what_nobody_has_proved_is_told_with_the_command_that_proves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("not proved legal by experiment yet: ")
+    command = last.partition(": ")[2].split()
+    assert command[:4] == ["python", "-m", "tools", "prove"]
+    assert command[4:] == [str(folder / "train_gpt_readable.py"), "--config", str(folder / "config.env")]
+    assert all(Path(name).is_file() for name in command[4::2])

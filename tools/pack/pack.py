@@ -104,7 +104,17 @@ def run(args: argparse.Namespace) -> int:
         print(json_text({"folder": str(destination), **packed}), end="")
     else:
         print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
+        print(not_proved(destination))
     return 0
+
+
+def not_proved(folder: Path) -> str:
+    """That packing proves nothing, and the command that would."""
+    script = folder / READABLE_SCRIPT
+    if not script.is_file():
+        script = folder / "train_gpt.py"
+    settings = folder / "config.env"
+    return f"not proved legal by experiment yet: python -m tools prove {script} --config {settings}"
 
 
 def _check_names(args: argparse.Namespace) -> None:

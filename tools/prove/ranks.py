@@ -19,8 +19,8 @@ from tools.prove.probes import Subject
 # Nats. What learns sums gradients in another order: the honest difference is at most 6e-6 for the subjects
 # here (20 seeds of the smallest one, 5 of the defaults, two and four ranks), and this is ten times that.
 LEARNING_TOLERANCE = 6e-5
-# Where ranks do not make the same batches of the rows that they score, the kernels round in another way: by
-# 5e-7 at most, and this is ten times that.
+# Where ranks do not make the same batches of the rows that they score, the kernels round in another way. fp32
+# holds a loss of a few nats to about 5e-7, and this is ten times that: a bound that is chosen, not measured.
 BATCHING_TOLERANCE = 5e-6
 
 
