@@ -999,6 +999,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 CHECKPOINT = "checkpoint.pt"
 ARTIFACT = "model.bin"
+SETTINGS_FILE = "config.env"
+SUMMARY = "summary.json"
 
 
 class Run:
@@ -2904,6 +2906,22 @@ def kernel_names(setting: str, machine: Machine) -> list[str]:
     return ["plain"]
 
 
+def choose_form(
+    setting: str,
+    value: str,
+    forms: dict[str, Form],
+    inputs: list[Tensor],
+    exact: list[Tensor],
+    machine: Machine,
+) -> tuple[bool, str]:
+    """Whether the form "kernel" is taken, rather than "plain", and the line that tells why."""
+    names = kernel_names(value, machine)
+    chosen, line = first_that_agrees(
+        f"{setting}={value}", names, lambda name: forms[name], inputs, exact, machine
+    )
+    return chosen is forms["kernel"].function, line
+
+
 def choose_mlp(c: Config, machine: Machine) -> tuple[bool, str]:
     """Whether the MLP's kernel is taken, and the line that tells why; as `choose_kernels`."""
     # Input, up and down matrix, of real sizes.
@@ -2912,10 +2930,7 @@ def choose_mlp(c: Config, machine: Machine) -> tuple[bool, str]:
     tensors = [normal(*size) for size in sizes]
     exact = both_passes(mlp_plain, tensors, (c.leaky_slope,))
     forms = {"kernel": Form(mlp_fused, (c.leaky_slope,)), "plain": Form(mlp_plain, (c.leaky_slope,))}
-    names = kernel_names(c.fused_mlp, machine)
-    asked = f"FUSED_MLP={c.fused_mlp}"
-    chosen, line = first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
-    return chosen is mlp_fused, line
+    return choose_form("FUSED_MLP", c.fused_mlp, forms, tensors, exact, machine)
 
 
 def choose_heads(c: Config, machine: Machine) -> tuple[bool, str]:
@@ -2938,10 +2953,7 @@ def choose_heads(c: Config, machine: Machine) -> tuple[bool, str]:
 
     exact = both_passes(plain, tensors, (rotary,))
     forms = {"kernel": Form(fused, (rotary,)), "plain": Form(plain, (rotary,))}
-    names = kernel_names(c.fused_heads, machine)
-    asked = f"FUSED_HEADS={c.fused_heads}"
-    chosen, line = first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
-    return chosen is fused, line
+    return choose_form("FUSED_HEADS", c.fused_heads, forms, tensors, exact, machine)
 
 
 def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
@@ -4408,7 +4420,7 @@ class Training:
             if theirs is None:
                 raise ConfigError(f"{name} is newer than {path}; resume with {self.run.path('train_gpt.py')}")
             if theirs != ours:
-                again = self.run.path("config.env")
+                again = self.run.path(SETTINGS_FILE)
                 raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={again}")
         self.load_state(state)
         train_ms = 1e3 * state["seconds"]
@@ -4761,7 +4773,6 @@ EVALUATION_SETTINGS = (
 )  # fmt: skip
 # What belongs to one start of the script: neither taken from a run's config.env nor put there.
 SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")
-SETTINGS_FILE = "config.env"
 
 
 class Known(NamedTuple):
@@ -5076,7 +5087,7 @@ def check_resumable(directory: Path) -> None:
     """ConfigError where a directory does not hold an unfinished run with a checkpoint."""
     if not directory.is_dir():
         why = "there is no such directory"
-    elif (directory / "summary.json").exists():
+    elif (directory / SUMMARY).exists():
         why = f"that run is finished; EVAL_ONLY={directory / ARTIFACT} scores it again"
     elif not (directory / CHECKPOINT).exists():
         why = f"it holds no {CHECKPOINT}; start a new run"
@@ -5103,7 +5114,7 @@ def check_is_new(directory: Path) -> None:
         return
     if not directory.is_dir():
         what = "is a file"
-    elif (directory / "summary.json").exists():
+    elif (directory / SUMMARY).exists():
         what = "holds a finished run"
     elif (directory / CHECKPOINT).exists():
         what = f"holds an unfinished run, which RESUME={directory} goes on with"
@@ -5319,7 +5330,7 @@ def summarize(
     summary["exit"] = "finished"
     if run.machine.rank == 0:
         write_inputs(config, run, inputs)  # a resumed run's settings may be others than it began with
-        write_atomically(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
+        write_atomically(run.path(SUMMARY), (json.dumps(summary, indent=1) + "\n").encode())
     results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
     run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
 
