@@ -145,7 +145,8 @@ class ModelSettings:
     own script. """
 
     # The text: how it is cut, and what a token sees of it.
-    train_seq_len: int = knob(2048, "tokens; one training sequence", 1, 1 << 20)
+    train_seq_len: int = knob(
+        2048, "tokens; one training sequence; with TRAIN_SEQ_LENS the last of them", 1, 1 << 20)
     doc_mask: bool = knob(True, "attention and token shifts stay inside a document; 0: they cross its border")
     vocab_size: int = knob(8192, "tokens in the vocabulary", 4, 65_536)
     # Size.
@@ -258,11 +259,21 @@ class ModelSettings:
         return settings
 
 
+class LengthPart(NamedTuple):
+    """A part of training whose sequences have one length."""
+
+    length: int  # tokens
+    until: float  # where it ends: below 1 a share of the run, from 1 on a step; infinite: it is the last
+
+
 @dataclass(frozen=True)
 class TrainingSettings(ModelSettings):
     """What training makes of the weights: a checkpoint keeps these too, and a resumed run has the same."""
 
     # Which tokens, how many, for how long.
+    train_seq_lens: str = knob(
+        "", "LENGTH:UNTIL ... LENGTH, as 1024:0.1 2048:0.7 3072; growing sequence lengths, each until a "
+        "share of the run or, from 1 on, a step; empty: TRAIN_SEQ_LEN all along")  # fmt: skip
     seed: int = knob(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = knob(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = knob(True, "permute shards and sequences by SEED; 0: file order")
@@ -299,6 +310,51 @@ class TrainingSettings(ModelSettings):
     warmdown_iters: int = knob(
         0, "the same in steps, at the mean step time; 0: the fraction; given as 0 without it: none", 0)
     min_lr: float = knob(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
+
+    @property
+    def length_parts(self) -> list[LengthPart]:
+        """The parts of TRAIN_SEQ_LENS (PR #2014); one where it is empty, none where it cannot be read."""
+        if not self.train_seq_lens:
+            return [LengthPart(self.train_seq_len, math.inf)]
+        number = r"[0-9]{1,8}"
+        share = r"0?\.[0-9]+"
+        if not re.fullmatch(rf"({number}:({number}|{share}) )+{number}", self.train_seq_lens):
+            return []
+        parts = []
+        for entry in self.train_seq_lens.split():
+            length, _, until = entry.partition(":")
+            parts.append(LengthPart(int(length), float(until) if until else math.inf))
+        return parts
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens of a segment: what is shuffled, and what every sequence length cuts into whole sequences."""
+        return math.lcm(*(part.length for part in self.length_parts))
+
+    def rules(self) -> list[Rule]:
+        """What must hold between these settings."""
+        parts = self.length_parts
+        lengths = [part.length for part in parts]
+        ends = [part.until for part in parts]
+        grow = all(a < b for a, b in itertools.pairwise(lengths)) and lengths[:1] > [0]
+        in_order = all(a < b for a, b in itertools.pairwise(ends)) and ends[:1] > [0]
+        of_one_kind = all(end < 1 for end in ends[:-1]) or all(end >= 1 for end in ends[:-1])
+        return [
+            *super().rules(),
+            (len(parts) > 0 and grow and in_order and of_one_kind,
+             "TRAIN_SEQ_LENS as LENGTH:UNTIL ... LENGTH with growing lengths and growing ends, all of them "
+             "shares of the run below 1, or all of them steps; like 1024:0.1 2048:0.7 3072"),
+            (not parts or lengths[-1] == self.train_seq_len,
+             "TRAIN_SEQ_LEN, where it is given, as the last of TRAIN_SEQ_LENS"),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
+        """As for `ModelSettings`; with TRAIN_SEQ_LENS the model is one of its last length."""
+        last = values.get("TRAIN_SEQ_LENS", "").rpartition(" ")[2]
+        if last.isdecimal() and "TRAIN_SEQ_LEN" not in values:
+            values = {**values, "TRAIN_SEQ_LEN": last}
+        return super().from_values(values)
 
 
 @dataclass(frozen=True)
@@ -805,13 +861,16 @@ def shared_values(given: Mapping[str, str], others: Mapping[str, str]) -> int:
 def micro_steps_per_step(config: Config, world_size: int) -> int:
     """Micro-batches of one rank per optimizer step; ConfigError when the batch does not split evenly."""
     wanted = config.train_batch_tokens
-    length = config.train_seq_len
-    # As many whole sequences as one forward pass may hold, and no more than the step gives a rank.
+    length = config.segment_tokens
+    # As many whole segments as one forward pass may hold, and no more than the step gives a rank.
     rows = min(config.micro_batch_tokens // length, wanted // length // world_size)
     tokens_together = world_size * rows * length
     if rows == 0 or wanted % tokens_together != 0:
+        unit = f"TRAIN_SEQ_LEN={length}"
+        if config.train_seq_lens:
+            unit = f"{length}, the least common multiple of TRAIN_SEQ_LENS={config.train_seq_lens},"
         raise ConfigError(f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {world_size} ranks times the "
-                          f"whole TRAIN_SEQ_LEN={length} in MICRO_BATCH_TOKENS={config.micro_batch_tokens}")
+                          f"whole {unit} in MICRO_BATCH_TOKENS={config.micro_batch_tokens}")
     return wanted // tokens_together
 
 
@@ -1414,11 +1473,18 @@ class Shard(NamedTuple):
 
 
 class ShardVisit(NamedTuple):
-    """One pass over a shard, as a part of the stream of sequences."""
+    """One pass over a shard, as a part of the stream of segments."""
 
-    begin: int  # its first sequence's position in the stream
+    begin: int  # its first segment's position in the stream
     shard: Shard
-    order: np.ndarray  # the numbers of its sequences, in the order in which they come
+    order: np.ndarray  # the numbers of its segments, in the order in which they come
+
+
+class LengthStart(NamedTuple):
+    """From which step on sequences have which length."""
+
+    step: int  # of the run, the first is 0
+    length: int  # tokens
 
 
 class StagedBatch(NamedTuple):
@@ -1508,25 +1574,30 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-def sequences_per_epoch(config: TrainingSettings, shards: list[Shard]) -> int:
-    """Whole sequences in all shards: those of one pass over the data."""
-    return sum(max(shard.tokens - 1, 0) // config.train_seq_len for shard in shards)
+def segments_per_epoch(config: TrainingSettings, shards: list[Shard]) -> int:
+    """Whole segments in all shards: those of one pass over the data."""
+    return sum(max(shard.tokens - 1, 0) // config.segment_tokens for shard in shards)
 
 
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
-    """The stream of training sequences, without end, from the shard that holds `position` on.
+    """The stream of training tokens in segments, without end, from the shard that holds `position` on.
 
-    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
-    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
-    Raises DataError if no shard holds a whole sequence.
+    A segment is a sequence. With TRAIN_SEQ_LENS it is the least common multiple M of the lengths: each of
+    them cuts it into whole sequences. So a new length takes what the epoch still has in the order in which
+    the old one would have come to it; no token comes twice, none is lost.
+
+    Each epoch permutes the shards and, within each, its segments. Segment i of a shard is its tokens
+    i M … (i + 1) M inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
+    Raises DataError if no shard holds a whole segment.
     """
-    length = config.train_seq_len
-    # A shard shorter than one sequence has nothing to give.
+    length = config.segment_tokens
+    # A shard shorter than one segment has nothing to give.
     usable = [shard for shard in shards if shard.tokens > length]
     if not usable:
-        raise DataError(f"no training shard holds TRAIN_SEQ_LEN + 1 = {length + 1} tokens; fetch more")
+        unit = "the least common multiple of TRAIN_SEQ_LENS" if config.train_seq_lens else "TRAIN_SEQ_LEN"
+        raise DataError(f"no training shard holds {unit} + 1 = {length + 1} tokens; fetch more")
     sizes = [(shard.tokens - 1) // length for shard in usable]
-    epoch_size = sequences_per_epoch(config, shards)
+    epoch_size = segments_per_epoch(config, shards)
     for epoch in itertools.count(position // epoch_size):
         begin = epoch * epoch_size
         for number in permutation(config, len(usable), epoch).tolist():
@@ -1534,6 +1605,28 @@ def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -
             if begin + sizes[number] > position:
                 yield ShardVisit(begin, usable[number], permutation(config, sizes[number], epoch, number))
             begin += sizes[number]
+
+
+def known_length_starts(config: Config) -> list[LengthStart]:
+    """Where the lengths of training begin, as far as the settings alone say it: always the first.
+
+    Shares of a run of ITERATIONS are steps. Under a clock nobody knows them yet: `Loader.begin_length` is
+    told in time.
+    """
+    parts = config.length_parts
+    starts = [LengthStart(0, parts[0].length)]
+    for before, part in itertools.pairwise(parts):
+        step = before.until
+        if step < 1 and config.max_wallclock_seconds > 0:
+            break
+        if step < 1:
+            # The first step at which so much of the run is over; as a product it may be a rounding off.
+            step = int(before.until * config.iterations)
+            while step < config.iterations and step / config.iterations < before.until:
+                step += 1
+        # In a run of few steps each length has one at least.
+        starts.append(LengthStart(max(int(step), starts[-1].step + 1), part.length))
+    return starts
 
 
 def document_starts(inputs_BT: np.ndarray, config: ModelSettings) -> np.ndarray:
@@ -1568,8 +1661,10 @@ def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
 class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
-    Step k is the sequences [k S, (k + 1) S) of `shard_visits` for any number of ranks; rank r takes the r-th
-    equal part of them, MICRO_BATCH_TOKENS at a time. Raises ConfigError if that does not divide.
+    Step k is the segments [k S, (k + 1) S) of `shard_visits` for any number of ranks; rank r takes the r-th
+    equal part of them, MICRO_BATCH_TOKENS at a time. Each is cut into sequences of the length that the step
+    has: so the stream is a pure function of shards, SEED and `length_starts`. Raises ConfigError if that does
+    not divide.
     """
 
     def __init__(
@@ -1586,14 +1681,15 @@ class Loader:
         # Events before and after each copy, for who wants to know how long it takes.
         self.marks_copies = machine.on_gpu and (config.training_timing_breakdown or self.trace.wanted)
 
-        # Rows are sequences: so many of each step for a rank, so many for one of its micro-batches.
+        # So many segments of each step for a rank, so many for one of its micro-batches.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
-        self.step_rows = config.train_batch_tokens // config.train_seq_len // machine.world_size
-        self.micro_rows = self.step_rows // self.micro_steps
+        self.step_segments = config.train_batch_tokens // config.segment_tokens // machine.world_size
+        self.micro_segments = self.step_segments // self.micro_steps
+        self.length_starts = known_length_starts(config)
 
         # By this a state knows whether it is of the same stream.
         self.fingerprint: dict[str, Any] = {}
-        for name in ("seed", "shuffle", "train_seq_len", "train_batch_tokens"):
+        for name in ("seed", "shuffle", "train_seq_len", "train_seq_lens", "train_batch_tokens"):
             self.fingerprint[name] = getattr(config, name)
         names = repr([(shard.path.name, shard.tokens) for shard in shards]).encode()
         self.fingerprint["shards_sha256"] = hashlib.sha256(names).hexdigest()
@@ -1613,6 +1709,21 @@ class Loader:
         visits = self._ahead("disk", self._read(self.index), 1)
         staged = self._stage(visits, self.index)
         self.batches = self._ahead("stage", staged, self.config.train_prefetch_queue)
+
+    def begin_length(self, start: LengthStart) -> None:
+        """Let another length begin at a step to come; all ranks call it alike, before that step is staged."""
+        # Each of TRAIN_PREFETCH_QUEUE batches may be a whole step.
+        staged_step = self.index // self.micro_steps + self.config.train_prefetch_queue
+        assert start.step > staged_step, f"step {start.step} may be staged: it is at most {staged_step}"
+        self.length_starts = [*self.length_starts, start]
+
+    def length_of(self, step: int) -> int:
+        """Tokens of a sequence in this step."""
+        length = self.length_starts[0].length
+        for start in self.length_starts:
+            if start.step <= step:
+                length = start.length
+        return length
 
     def _ahead(self, stage: str, items: Iterator[Any], count: int) -> Iterator[Any]:
         """The same items, `count` of them made ahead of need by a thread; not so without TRAIN_PREFETCH."""
@@ -1639,53 +1750,59 @@ class Loader:
         return in_order()
 
     def _position(self, index: int) -> int:
-        """Position in the stream of the first sequence of a micro-batch of this rank."""
+        """Position in the stream of the first segment of a micro-batch of this rank."""
         step, micro_step = divmod(index, self.micro_steps)
         rank_part = step * self.machine.world_size + self.machine.rank
-        return rank_part * self.step_rows + micro_step * self.micro_rows
+        return rank_part * self.step_segments + micro_step * self.micro_segments
 
     def _read(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Disk stage: the sequences of each shard (N, T + 1), and those of this rank in their order."""
-        length = self.config.train_seq_len
+        """Disk stage: the segments of each shard (N, M + 1), and those of this rank in their order."""
+        length = self.config.segment_tokens
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
             with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
                 tokens = read_tokens(visit.shard, self.config.vocab_size)
-            sequences_NT = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+            segments_NM = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
-            # Each step is cut into one run of sequences for each rank.
-            owner = positions // self.step_rows % self.machine.world_size
+            # Each step is cut into one run of segments for each rank.
+            owner = positions // self.step_segments % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
-            yield sequences_NT, visit.order[mine]
+            yield segments_NM, visit.order[mine]
 
-    def _sequences(self, visits: Iterator[Any]) -> Iterator[np.ndarray]:
-        """The sequences of this rank (T + 1,), one after the other."""
-        for sequences_NT, order in visits:
+    def _segments(self, visits: Iterator[Any]) -> Iterator[np.ndarray]:
+        """The segments of this rank (M + 1,), one after the other."""
+        for segments_NM, order in visits:
             for number in order.tolist():
-                yield sequences_NT[number]
+                yield segments_NM[number]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        sequences = self._sequences(visits)
+        segments = self._segments(visits)
         for index in itertools.count(first):
             with self.trace.span("stage", "stage", batch=index):
-                batch = self._stage_batch(sequences, index)
+                batch = self._stage_batch(segments, index)
             yield batch
 
-    def _stage_batch(self, sequences: Iterator[np.ndarray], index: int) -> StagedBatch:
-        """The micro-batch of this number, made of the next sequences.
+    def _stage_batch(self, segments: Iterator[np.ndarray], index: int) -> StagedBatch:
+        """The micro-batch of this number, made of the next segments.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
         """
-        shape = (self.micro_rows, self.config.train_seq_len + 1)
+        length = self.length_of(index // self.micro_steps)
+        per_segment = self.config.segment_tokens // length
+        rows = []
+        for segment in itertools.islice(segments, self.micro_segments):
+            for begin in range(0, self.config.segment_tokens, length):
+                rows.append(segment[begin : begin + length + 1])
+        shape = (self.micro_segments * per_segment, length + 1)
         ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
         ids_BT = ids.numpy()  # the same memory
-        rows = list(itertools.islice(sequences, self.micro_rows))
         np.concatenate(rows, out=ids_BT.reshape(-1))
-        # What is hashed is what is sent: the very memory that is copied.
-        sequence_hash = hash_sequences(self._position(index), ids_BT)
+        # What is hashed is what is sent: the very memory that is copied. A sequence has the position that it
+        # would have if its length were that of the whole run.
+        sequence_hash = hash_sequences(self._position(index) * per_segment, ids_BT)
         starts = torch.from_numpy(document_starts(ids_BT[:, :-1], self.config))
         if self.machine.on_gpu:
             starts = starts.pin_memory()
@@ -1764,7 +1881,7 @@ class Loader:
         """What went wrong with the next batch, and where in the stream."""
         # The shard that holds the batch's last sequence is the one it was read from last.
         step = self.index // self.micro_steps
-        last = self._position(self.index) + self.micro_rows - 1
+        last = self._position(self.index) + self.micro_segments - 1
         shard = next(shard_visits(self.config, self.shards, last)).shard
         where = f"rank {self.machine.rank}, step {step}, position {last} of the stream, {shard.path}"
         if isinstance(error, futures.TimeoutError):
@@ -1775,7 +1892,7 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The pass over the data that the next batch belongs to; the first is 1."""
-        return 1 + self._position(self.index) // sequences_per_epoch(self.config, self.shards)
+        return 1 + self._position(self.index) // segments_per_epoch(self.config, self.shards)
 
     def take_waits_ms(self) -> list[float]:
         """How long each step since the last call waited for its batches, in milliseconds."""
@@ -1786,13 +1903,19 @@ class Loader:
     def state_dict(self, total_hash: int) -> dict[str, Any]:
         """A state for all ranks, as JSON: the steps delivered, and the sum of the ranks' hashes of them."""
         assert self.index % self.micro_steps == 0, "a state is of whole steps"
-        return {**self.fingerprint, "step": self.index // self.micro_steps, "stream_hash": total_hash}
+        return {
+            **self.fingerprint,
+            "length_starts": [list(start) for start in self.length_starts],
+            "step": self.index // self.micro_steps,
+            "stream_hash": total_hash,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state ends, on any number of ranks. LoaderError names what would make it differ."""
         for name, value in self.fingerprint.items():
             if state.get(name) != value:
                 raise LoaderError(f"state of other data: {name} is {state.get(name)!r}, expected {value!r}")
+        self.length_starts = [LengthStart(step, length) for step, length in state["length_starts"]]
         self.seek(state["step"])
         if self.machine.rank == 0:  # hashes are added up over the ranks
             self.stream_hash = state["stream_hash"]
@@ -2960,6 +3083,8 @@ def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
     """Move a model to this rank's device, give it the kernels of the run, and set the process's precision."""
     # "high" is TF32 on GPUs, also for COMPUTE_DTYPE=float32; on CPUs products in fp32 stay exact.
     torch.set_float32_matmul_precision("high" if machine.on_gpu else "highest")
+    # Each length of TRAIN_SEQ_LENS is a graph with and one without loops; torch gives up after eight.
+    torch._dynamo.config.recompile_limit = 64
     model.to(machine.device)
     model.machine = machine
     model.compute_dtype = machine.dtype
@@ -4344,6 +4469,7 @@ class Trained(NamedTuple):
     tokens: int
     train_seconds: float
     stream_hash: str
+    train_seq_lens: str  # as the setting, with the steps at which lengths gave way; empty if there was one
 
 
 class Training:
@@ -4490,19 +4616,86 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     return torch.stack([total, norm])
 
 
+class Graph(NamedTuple):
+    """What the steps of a run look like to the compiler, as long as it is the same."""
+
+    length: int  # tokens of a sequence
+    progress: float  # at which there are such steps; it decides whether the looped layers loop
+
+
+# Under a clock a length begins some steps off its share of the run: so far off there must be a graph as well.
+NEAR_PROGRESS = 0.05
+
+
+def graphs_of(config: Config) -> list[Graph]:
+    """The graphs that training needs, or may need: each is compiled before the clock starts."""
+    graphs = []
+    begin = 0.0
+    for part in config.length_parts:
+        end = min(1.0, part.until + NEAR_PROGRESS)
+        if not loop_is_on(begin, config):
+            graphs.append(Graph(part.length, 0.0))
+        if loop_is_on(end, config):
+            graphs.append(Graph(part.length, 1.0))
+        # What share of the run a step will be, nobody knows.
+        begin = max(0.0, part.until - NEAR_PROGRESS) if part.until < 1 else 0.0
+    return graphs
+
+
 def warm_up(training: Training) -> None:
     """Run WARMUP_STEPS real steps of each graph, to compile; then undo it exactly."""
     config = training.config
     before = training.state()
-    graphs = [1.0]  # progress at which each graph runs
-    if loop_is_on(1.0, config) and not loop_is_on(0.0, config):
-        graphs = [0.0, 1.0]
-    for progress in graphs:
-        looping = int(loop_is_on(progress, config))
+    for graph in graphs_of(config):
+        training.loader.length_starts = [LengthStart(0, graph.length)]
+        training.loader.seek(training.step)
+        looping = int(loop_is_on(graph.progress, config))
+        about = f" train_seq_len:{graph.length}" if config.train_seq_lens else ""
         for number in range(1, config.warmup_steps + 1):
-            train_step(training, progress)
-            training.run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping}")
+            train_step(training, graph.progress)
+            training.run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping}{about}")
     training.load_state(before)
+
+
+def announce_length(training: Training, seconds: float, step_seconds: float) -> None:
+    """Tell the loader when the next of TRAIN_SEQ_LENS begins, once its share of the run is near.
+
+    seconds, step_seconds: of training and of a step, by rank 0's clock: the same on all ranks, and so is what
+    follows from them. A step must be known before it is staged, TRAIN_PREFETCH_QUEUE + 1 steps ahead.
+    """
+    config = training.config
+    known = len(training.loader.length_starts)
+    if known == len(config.length_parts):
+        return
+    ahead = config.train_prefetch_queue + 1
+    step = training.step + ahead
+    if run_progress(seconds + ahead * step_seconds, step, config) >= config.length_parts[known - 1].until:
+        start = LengthStart(step, config.length_parts[known].length)
+        training.loader.begin_length(start)
+        log_length(training, start)
+
+
+def log_length(training: Training, start: LengthStart) -> None:
+    """The line of a length and the step, from 1, that is its first."""
+    training.run.log(f"train_seq_len:{start.length} from step:{start.step + 1}",
+                     "length", train_seq_len=start.length, step=start.step + 1)  # fmt: skip
+
+
+def lengths_of_run(training: Training) -> str:
+    """TRAIN_SEQ_LENS in the steps at which its lengths gave way, for a run of fixed steps to see the same."""
+    config = training.config
+    if not config.train_seq_lens:
+        return ""
+    began = {start.length: start.step for start in training.loader.length_starts}
+    entries = []
+    end = 0
+    for part, following in itertools.pairwise(config.length_parts):
+        # One that never began would have after the last step.
+        end = began.get(following.length, max(training.step, end + 1))
+        if end >= training.step:
+            training.run.log(f"warning: TRAIN_SEQ_LENS: no step had sequences of {following.length} tokens")
+        entries.append(f"{part.length}:{end}")
+    return " ".join([*entries, str(config.train_seq_len)])
 
 
 def agree_on_clock_and_signal(training: Training) -> tuple[float, int]:
@@ -4534,6 +4727,8 @@ def train(training: Training) -> None:
     seconds = run.machine.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
+    for start in training.loader.length_starts[1:]:
+        log_length(training, start)
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
@@ -4558,6 +4753,7 @@ def train(training: Training) -> None:
             val_ms = validate_step(training, looping)
 
         progress = run_progress(seconds, training.step, config)
+        announce_length(training, seconds, step_seconds)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
@@ -4924,6 +5120,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             tokens=training.step * config.train_batch_tokens,
             train_seconds=training.seconds,
             stream_hash=f"{stream_hash:016x}",
+            train_seq_lens=lengths_of_run(training),
         )
         with run.phase("quantize"):
             if run.machine.rank == 0 and config.save_float:

@@ -225,6 +225,160 @@ def test_batches_that_do_not_divide_are_refused(
         open_loader(shards, world_size=2, **changes)
 
 
+# -- sequence lengths that change on the way -----------------------------------------------------------------
+
+LENGTHS = "4:3 6:9 12"  # of 384 tokens a step: 96 sequences in three steps, 64 in six, then 32
+CHANGING = {
+    "train_seq_len": 12,
+    "train_seq_lens": LENGTHS,
+    "train_batch_tokens": 384,
+    "micro_batch_tokens": 48,
+}
+
+
+def length_at(step: int) -> int:
+    """The length of LENGTHS in a step."""
+    return 4 if step < 3 else 6 if step < 9 else 12
+
+
+def steps_of(
+    shards: list[Any], count: int, world_size: int = 1, **changes: Any
+) -> tuple[list[np.ndarray], int]:
+    """The sequences of each step, of all ranks, and the sum of their hashes; as CHANGING but for changes."""
+    ranks = [open_loader(shards, rank, world_size, **{**CHANGING, **changes}) for rank in range(world_size)]
+    steps = []
+    for _ in range(count):
+        steps.append(np.concatenate([take(loader, loader.micro_steps) for loader in ranks]))
+    total = sum(loader.stream_hash for loader in ranks) % 2**64
+    for loader in ranks:
+        loader.close()
+    return steps, total
+
+
+def test_a_length_cuts_the_tokens_that_any_other_would_have_had(shards: list[Any]) -> None:
+    """Each step has the tokens of a run of the least common multiple, in its order, in shorter cuts."""
+    whole, _ = steps_of(shards, 14, train_seq_lens="", train_seq_len=12)
+    steps, stream_hash = steps_of(shards, 14, train_prefetch=False)
+    expected_hash = 0
+    for step, (rows, segments) in enumerate(zip(steps, whole, strict=True)):
+        length = length_at(step)
+        cuts = [
+            segment[at : at + length + 1].tolist() for segment in segments for at in range(0, 12, length)
+        ]
+        assert rows.tolist() == cuts
+        first = step * 384 // length
+        expected_hash += sum(plain_hash(first + number, row) for number, row in enumerate(cuts))
+    assert stream_hash == expected_hash % 2**64
+    assert f"{stream_hash:016x}" == "fdb40ef395908e3c"  # published runs can be told by it
+
+
+def test_no_token_comes_twice_and_none_is_lost_at_a_change(shards: list[Any]) -> None:
+    """The inputs of an epoch, in which both changes lie: all but less than a segment at each shard's end."""
+    starts = np.cumsum([0, *SIZES])[:-1]
+    expected: list[int] = []
+    for start, size in zip(starts.tolist(), SIZES, strict=True):
+        expected += range(start, start + (size - 1) // 12 * 12)
+    steps, _ = steps_of(shards, -(-len(expected) // 96), train_batch_tokens=96, train_seq_lens="4:5 6:11 12")
+    inputs = np.concatenate([rows[:, :-1].ravel() for rows in steps])
+    assert len(inputs) > 11 * 96
+    assert sorted(inputs[: len(expected)].tolist()) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("prefetch", "depth"), [(False, 2), (True, 1), (True, 7)])
+def test_changing_lengths_are_the_same_for_every_geometry(
+    shards: list[Any], world_size: int, prefetch: bool, depth: int
+) -> None:
+    expected, expected_hash = steps_of(shards, 12, train_prefetch=False)
+    for micro_batch_tokens in (12, 48, 400):
+        steps, stream_hash = steps_of(
+            shards, 12, world_size, micro_batch_tokens=micro_batch_tokens,
+            train_prefetch=prefetch, train_prefetch_queue=depth,
+        )  # fmt: skip
+        assert all(np.array_equal(a, b) for a, b in zip(steps, expected, strict=True))
+        assert stream_hash == expected_hash
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_length_that_is_announced_in_time_is_that_of_the_setting(shards: list[Any], prefetch: bool) -> None:
+    """Under a clock shares become steps on the way, as late as may be; then they can be replayed."""
+    expected, expected_hash = steps_of(shards, 14, train_seq_lens="4:6 6:9 12")
+    clocked = {**CHANGING, "train_seq_lens": "4:0.2 6:0.6 12", "max_wallclock_seconds": 1.0,
+               "train_prefetch": prefetch, "train_prefetch_queue": 5}  # fmt: skip
+    loaders = [open_loader(shards, rank, 2, **clocked) for rank in (0, 1)]
+    for step in range(14):
+        for loader in loaders:
+            if step == 0:
+                loader.begin_length(train_gpt.LengthStart(6, 6))
+            if step == 3:
+                loader.begin_length(train_gpt.LengthStart(9, 12))
+        rows = np.concatenate([take(loader, loader.micro_steps) for loader in loaders])
+        assert np.array_equal(rows, expected[step])
+    assert sum(loader.stream_hash for loader in loaders) % 2**64 == expected_hash
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_length_must_be_told_before_its_step_is_staged(shards: list[Any]) -> None:
+    with open_loader(shards, **CHANGING, train_prefetch_queue=3) as loader:
+        take(loader, 2 * loader.micro_steps)
+        with pytest.raises(AssertionError, match="step 5 may be staged: it is at most 5"):
+            loader.begin_length(train_gpt.LengthStart(5, 12))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_resume_before_at_and_after_each_change(shards: list[Any], prefetch: bool) -> None:
+    """Each step by new loaders on 1, 2 and 4 ranks, the second change announced two steps before it comes."""
+    expected, expected_hash = steps_of(shards, 12, train_prefetch=False)
+    geometry = {**CHANGING, "train_seq_lens": "4:0.2 6:0.6 12", "max_wallclock_seconds": 1.0,
+                "train_prefetch": prefetch, "train_prefetch_queue": 1}  # fmt: skip
+    with open_loader(shards, **geometry) as loader:
+        loader.begin_length(train_gpt.LengthStart(3, 6))
+        state = state_of([loader])
+    for step in range(12):
+        world_size = (1, 2, 4)[step % 3]
+        loaders = [open_loader(shards, rank, world_size, **geometry) for rank in range(world_size)]
+        for loader in loaders:
+            loader.load_state_dict(state)
+            if step == 7:
+                loader.begin_length(train_gpt.LengthStart(9, 12))
+        rows = np.concatenate([take(loader, loader.micro_steps) for loader in loaders])
+        assert np.array_equal(rows, expected[step])
+        state = state_of(loaders)
+        for loader in loaders:
+            loader.close()
+    assert (state["step"], state["stream_hash"]) == (12, expected_hash)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "iterations", "seconds", "expected"),
+    [
+        ("4:0.1 6:0.7 12", 100, 0.0, [(0, 4), (10, 6), (70, 12)]),
+        ("4:0.29 12", 100, 0.0, [(0, 4), (29, 12)]),  # 0.29 * 100 is less than 29 in floating point
+        ("4:0.1 6:0.2 12", 2, 0.0, [(0, 4), (1, 6), (2, 12)]),
+        ("4:0.1 12", 0, 0.0, [(0, 4), (1, 12)]),
+        ("4:7 12", 100, 600.0, [(0, 4), (7, 12)]),
+        ("4:0.1 12", 100, 600.0, [(0, 4)]),
+        ("", 100, 600.0, [(0, 12)]),
+    ],
+)  # fmt: skip
+def test_where_lengths_begin_as_far_as_settings_say_it(
+    lengths: str, iterations: int, seconds: float, expected: list[tuple[int, int]]
+) -> None:
+    config = make_config(
+        train_seq_len=12, train_seq_lens=lengths, iterations=iterations, max_wallclock_seconds=seconds
+    )
+    assert train_gpt.known_length_starts(config) == expected
+
+
+def test_shards_and_batches_that_are_too_small_for_all_lengths_are_refused(tmp_path: Path) -> None:
+    files = write_shards(tmp_path / "small", (12,))
+    with pytest.raises(train_gpt.DataError, match=r"multiple of TRAIN_SEQ_LENS \+ 1 = 13 tokens"):
+        next(train_gpt.shard_visits(make_config(**CHANGING), files, 0))
+    with pytest.raises(train_gpt.ConfigError, match="12, the least common multiple of TRAIN_SEQ_LENS=4:3"):
+        open_loader(files, **{**CHANGING, "micro_batch_tokens": 11})
+
+
 # -- stream hash ---------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,36 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
 
 
+def test_lengths_under_a_clock_go_on_where_they_stopped_and_can_be_replayed(lab: Lab) -> None:
+    """Stopped when the second length is announced and has not begun; then whole; then in fixed steps."""
+    changes: dict[str, Any] = {
+        "MAX_WALLCLOCK_SECONDS": 1.7,
+        "GPTQ_RESERVE_SECONDS": 0.5,
+        "ITERATIONS": 100000,
+        "TRAIN_SEQ_LENS": "8:0.3 16:0.6 32",
+        "GPTQ_CALIBRATION_BATCHES": 2,
+    }
+    started = lab.start(fault=counted_clock(signal_at=8), **changes)
+    ended = started.wait()
+    assert ended.status == 128 + signal.SIGTERM, ended.err
+    last = lab.succeed(fault=counted_clock(), RESUME=ended.directory, **changes)
+    whole = lab.elsewhere("straight").succeed(fault=counted_clock(), **changes)
+    # A step takes 0.04 of 1.2 seconds: three tenths are over after the ninth.
+    for one in (last, whole):
+        assert one.summary["train_seq_lens"] == "8:9 16:18 32"
+        assert re.findall(r"^(train_seq_len:\d+ from step:\d+)$", one.out, re.M) == [
+            "train_seq_len:16 from step:10", "train_seq_len:32 from step:19"
+        ]  # fmt: skip
+    assert last.summary["stream_hash"] == whole.summary["stream_hash"]
+    assert last.summary["losses"] == whole.summary["losses"]
+    assert last.summary["artifact"]["sha256"] == whole.summary["artifact"]["sha256"]
+    again = lab.elsewhere("replayed").succeed(
+        MAX_WALLCLOCK_SECONDS=0, ITERATIONS=whole.summary["steps"], TRAIN_PREFETCH_QUEUE=5,
+        TRAIN_SEQ_LENS=whole.summary["train_seq_lens"],
+    )  # fmt: skip
+    assert again.summary["stream_hash"] == whole.summary["stream_hash"]
+
+
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab, finished: Ended) -> None:
     started = lab.start(CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=1, VAL_BATCH_SIZE=256, TTT_ENABLED=0)
     started.wait_for("final_int6_roundtrip_exact")

@@ -25,6 +25,9 @@ TRAIN_SEQ_LEN=0 : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=-128 : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=1.5 : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN= : TRAIN_SEQ_LEN
+TRAIN_SEQ_LENS=1024:0.1 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=2048 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=0:0.1,2048 : TRAIN_SEQ_LENS
 TRAIN_SEQ_LEN=2k : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=99999999 : TRAIN_SEQ_LEN
 TRAIN_BATCH_TOKENS=5e5 : TRAIN_BATCH_TOKENS
@@ -328,6 +331,7 @@ BIGRAM_VOCAB_SIZE VE_ENABLED VE_LAYERS
 """  # to others, by a cross-check
 FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
 FREE["trace_steps"] = st.sampled_from(["", "1:2", "100:110"])
+FREE["train_seq_lens"] = st.sampled_from(["", "1024:0.1 2048", "512:100 1024:2000 2048"])
 
 
 @given(st.fixed_dictionaries({}, optional=FREE))
