@@ -3356,6 +3356,24 @@ def loop_is_on(progress: float, c: ModelSettings) -> bool:
     return c.num_loops > 0 and progress >= c.enable_looping_at
 
 
+def next_length(
+    known: list[LengthStart], elapsed_seconds: float, step_seconds: float, step: int, c: Config
+) -> LengthStart | None:
+    """Where the next of TRAIN_SEQ_LENS begins, once its share of the run is near; None: not yet, or no more.
+
+    known: what is known already. step_seconds: of a step to come. A step must be known before it is staged:
+    so it lies TRAIN_PREFETCH_QUEUE + 1 steps ahead of the one that is next.
+    """
+    parts = c.length_parts
+    if len(known) == len(parts):
+        return None
+    ahead = c.train_prefetch_queue + 1
+    progress = run_progress(elapsed_seconds + ahead * step_seconds, step + ahead, c)
+    if progress < parts[len(known) - 1].until:
+        return None
+    return LengthStart(step + ahead, parts[len(known)].length)
+
+
 # ============================================================================================================
 # EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
@@ -4657,24 +4675,6 @@ def warm_up(training: Training) -> None:
     training.load_state(before)
 
 
-def announce_length(training: Training, seconds: float, step_seconds: float) -> None:
-    """Tell the loader when the next of TRAIN_SEQ_LENS begins, once its share of the run is near.
-
-    seconds, step_seconds: of training and of a step, by rank 0's clock: the same on all ranks, and so is what
-    follows from them. A step must be known before it is staged, TRAIN_PREFETCH_QUEUE + 1 steps ahead.
-    """
-    config = training.config
-    known = len(training.loader.length_starts)
-    if known == len(config.length_parts):
-        return
-    ahead = config.train_prefetch_queue + 1
-    step = training.step + ahead
-    if run_progress(seconds + ahead * step_seconds, step, config) >= config.length_parts[known - 1].until:
-        start = LengthStart(step, config.length_parts[known].length)
-        training.loader.begin_length(start)
-        log_length(training, start)
-
-
 def log_length(training: Training, start: LengthStart) -> None:
     """The line of a length and the step, from 1, that is its first."""
     training.run.log(f"train_seq_len:{start.length} from step:{start.step + 1}",
@@ -4727,8 +4727,9 @@ def train(training: Training) -> None:
     seconds = run.machine.gather(training.seconds)[0]
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
-    for start in training.loader.length_starts[1:]:
-        log_length(training, start)
+    loader = training.loader
+    for known in loader.length_starts[1:]:
+        log_length(training, known)
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
@@ -4753,7 +4754,11 @@ def train(training: Training) -> None:
             val_ms = validate_step(training, looping)
 
         progress = run_progress(seconds, training.step, config)
-        announce_length(training, seconds, step_seconds)
+        # By rank 0's clock, as progress is: so all ranks find the same step.
+        start = next_length(loader.length_starts, seconds, step_seconds, training.step, config)
+        if start is not None:
+            loader.begin_length(start)
+            log_length(training, start)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1

@@ -1,29 +1,38 @@
 """What each part of the default stack brings at equal seconds, at a width that two CPU cores can train.
 
     python benchmarks/ablation.py --data DIR --tokenizer FILE [--seconds 120] [--seeds 1337 42 2025]
-        [--only "default stack" upstream_baseline] [--clock cpu] [--keep]
+        [--only "default stack" upstream_baseline] [--clock cpu] [--steps 200] [--keep]
+        [--arm lengths] [--runs FOLDER]
 
-Rows: the default stack, `upstream_baseline.env` at the same width, depth, batch and sequence length, that
-baseline under the default's schedule, and the default stack with one part off at a time. The baseline's
-schedule, which counts steps, is taken in shares of its own 13,780-step run. All runs of a seed see the same
-tokens in the same order and are scored on the same validation targets, without overlap, by their averaged
-weights, before any quantization. `--clock wall` counts seconds. `--clock cpu` counts the CPU seconds of
-the process over its threads, which is what the wall would show on an idle machine: the choice where others
-share the cores. Seeds are the outer loop, so that drift of the machine meets every row alike. With `--keep`,
-runs join those stored from the same script and machine, so that a process on each core may share a table.
+Rows of `--arm parts`: the default stack, `upstream_baseline.env` at the same width, depth, batch and sequence
+length, that baseline under the default's schedule, and the default stack with one part off at a time. The
+baseline's schedule, which counts steps, is taken in shares of its own 13,780-step run. Rows of `--arm
+lengths`: the default stack with sequences of one length, and with TRAIN_SEQ_LENS growing in the proportions
+of PR #2014; each is scored with the context that its training ended with.
+
+All runs of a seed see the same tokens in the same order and are scored on the same validation targets,
+without overlap, by their averaged weights, before any quantization. `--clock wall` counts seconds. `--clock
+cpu` counts the CPU seconds of the process over its threads, which is what the wall would show on an idle
+machine: the choice where others share the cores. `--steps` counts steps instead. Seeds are the outer loop, so
+that drift of the machine meets every row alike.
+
+With `--keep`, runs join those stored from the same script and machine, so that a process on each core may
+share a table. With `--runs FOLDER` each run is kept there as a file: what is there is not measured again, and
+several processes share the work, one run each at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +51,7 @@ from train_gpt import GPT, Config, Machine  # noqa: E402
 Rows = dict[str, list[dict[str, Any]]]
 TITLE = "What each part brings at equal seconds"
 DEFAULT = "default stack"
-HEADER = "| stack | parameters | steps | val_bpb | std | minus default | n |"
+HEADER = "| stack | parameters | steps | val_bpb | std | minus {} | n |"
 # Geometry, the same for every row; the vocabulary is the tokenizer's.
 SMALL = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
@@ -83,6 +92,15 @@ ONE_OFF = {
     "no gradient clipping": {"GRAD_CLIP_NORM": "0"},
     "no weight average": {"EMA_DECAY": "0"},
 }
+# Sequence lengths in the proportions of PR #2014, which has 1,024, 2,048 and 3,072 tokens: the last or the
+# middle one for all of the run, or growing. Each is scored with the context that its training ended with.
+LAST_LENGTH = {"TRAIN_SEQ_LEN": "384", "EVAL_SEQ_LEN": "384"}
+LENGTHS_GEOMETRY = {"TRAIN_BATCH_TOKENS": "3072", "MICRO_BATCH_TOKENS": "3072", "VAL_BATCH_SIZE": "49152"}
+LENGTHS = {
+    "one length, the last": {**LAST_LENGTH},
+    "one length, the middle one": {"TRAIN_SEQ_LEN": "256", "EVAL_SEQ_LEN": "256"},
+    "three lengths": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "128:0.1 256:0.7 384"},
+}
 
 
 def default_schedule() -> dict[str, str]:
@@ -101,8 +119,12 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
         "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
         "VAL_TOKENS_LIMIT": str(arguments.val_tokens), "ITERATIONS": "1000000",
     }  # fmt: skip
+    if arguments.steps:
+        common.update({"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(arguments.steps)})
     baseline = {"CONFIG": str(REPO / "configs/upstream_baseline.env"), **common, **BASELINE_SCHEDULE}
     default = {**common, **DEFAULT_SMALL}
+    if arguments.arm == "lengths":
+        return {name: {**default, **LENGTHS_GEOMETRY, **changes} for name, changes in LENGTHS.items()}
     return {
         DEFAULT: default,
         "upstream_baseline": baseline,
@@ -128,9 +150,14 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     with contextlib.closing(loader):
         start = now()
         while True:
-            progress = train_gpt.run_progress(now() - start, step, config)
+            seconds = now() - start
+            progress = train_gpt.run_progress(seconds, step, config)
             if progress >= 1.0:
                 break
+            mean_seconds = seconds / max(step, 1)
+            length = train_gpt.next_length(loader.length_starts, seconds, mean_seconds, step, config)
+            if length is not None:
+                loader.begin_length(length)
             looping = train_gpt.loop_is_on(progress, config)
             for _ in range(loader.micro_steps):
                 batch = loader.next_batch()
@@ -148,7 +175,10 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     """Train and score one stack: its parameters, optimizer steps, bits per byte of the averaged weights."""
     config = Config.from_env({**settings, "SEED": str(seed)})
     model = train_gpt.build_model(config)
-    steps = train(config, model, clock(kind))
+    now = clock(kind)
+    start = now()
+    steps = train(config, model, now)
+    seconds = now() - start
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_*.bin")
     tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
     if config.val_tokens_limit:
@@ -157,7 +187,49 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     text_bytes = int(train_gpt.token_bytes(tokens, config).sum())
     score = train_gpt.score_roundtrip(model, tokens, config, looping=looping).score(text_bytes)
     count = sum(parameter.numel() for parameter in model.parameters())
-    return {"seed": seed, "parameters": count, "steps": steps, "val_bpb": score.bits_per_byte}
+    return {
+        "seed": seed, "parameters": count, "steps": steps, "seconds": seconds, "val_bpb": score.bits_per_byte
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether this process alone may write the file; a process that dies gives its claim back."""
+    with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield not path.exists()
+
+
+def share_runs(
+    folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str
+) -> Rows:
+    """Measure what no file of the folder holds and no other process measures; all rows the folder then has.
+
+    about: what all its runs must have in common; SystemExit where the folder holds others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    common = folder / "common.txt"
+    if not common.exists():
+        common.write_text(about, encoding="utf-8")
+    if common.read_text(encoding="utf-8") != about:
+        raise SystemExit(f"{folder}: runs of other conditions, see {common}; name another folder for --runs")
+    paths = {(seed, name): folder / f"{name.replace(' ', '_')}-seed{seed}.json" for seed, name in order}
+    for seed, name in order:
+        path = paths[seed, name]
+        with claimed(path) as mine:
+            if mine:
+                run = measure(stack[name], seed, kind)
+                print(f"{name}: {run}", file=sys.stderr, flush=True)
+                train_gpt.write_atomically(path, json.dumps(run).encode())
+    rows: Rows = {name: [] for name in stack}
+    for (_, name), path in paths.items():
+        if path.exists():
+            rows[name].append(json.loads(path.read_text(encoding="utf-8")))
+    return {name: runs for name, runs in rows.items() if runs}
 
 
 def row(name: str, runs: list[dict[str, Any]], default: list[dict[str, Any]]) -> str:
@@ -168,7 +240,11 @@ def row(name: str, runs: list[dict[str, Any]], default: list[dict[str, Any]]) ->
     steps = statistics.mean(run["steps"] for run in runs)
     spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
     gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
-    gain = f"{statistics.mean(gains):+.4f}" if gains and name != DEFAULT else "-"
+    gain = "-"
+    if gains and runs is not default:
+        gain = f"{statistics.mean(gains):+.4f}"
+        if len(gains) > 1:
+            gain += f" ± {statistics.stdev(gains) / len(gains) ** 0.5:.4f}"
     size = f"{runs[0]['parameters']:,}"
     return f"| {name} | {size} | {steps:.0f} | {mean:.4f} | {spread} | {gain} | {len(scores)} |"
 
@@ -177,16 +253,20 @@ def tables(measured: dict[str, Any]) -> list[str]:
     """What was held equal, and a line per stack."""
     rows = measured["rows"]
     geometry = measured["geometry"]
+    reference = DEFAULT if DEFAULT in rows else next(iter(rows))
+    header = HEADER.format(reference)
+    budget = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
+    if measured.get("steps"):
+        budget = f"{measured['steps']} steps"
     choices = " ".join(f"{name}={value}" for name, value in measured["default"].items())
     size = "{NUM_LAYERS} layers × {MODEL_DIM}, {TRAIN_BATCH_TOKENS} tokens a step, {TRAIN_SEQ_LEN} a sequence"
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
     scored = f"{measured['val_tokens']:,}" if measured["val_tokens"] else "all"
     return [
-        f"`{measured['data']}`, {measured['seconds']:g} s of training by the {measured['clock']} clock; "
-        f"{size.format(**geometry)}; seeds {' '.join(map(str, seeds))}; {scored} validation targets. The "
-        f"default's choices at this depth: {choices}.",
-        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
-        *(row(name, runs, rows.get(DEFAULT, [])) for name, runs in rows.items()),
+        f"`{measured['data']}`, {budget}; {size.format(**geometry)}; seeds {' '.join(map(str, seeds))}; "
+        f"{scored} validation targets. The default's choices at this depth: {choices}.",
+        "", header, "|" + "---|" * (header.count("|") - 1),
+        *(row(name, runs, rows[reference]) for name, runs in rows.items()),
     ]  # fmt: skip
 
 
@@ -208,6 +288,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--seconds", type=float, default=120.0, help="training time of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
+    parser.add_argument("--steps", type=int, default=0, help="training steps of each run, instead of seconds")
+    parser.add_argument("--arm", choices=["parts", "lengths"], default="parts", help="which rows")
+    parser.add_argument("--runs", type=Path, help="keep each run there; go on with what is there")
     parser.add_argument("--only", nargs="+", help="names of the rows to measure; all by default")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score; 0: all")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
@@ -220,13 +303,29 @@ def main() -> None:
     if unknown := set(arguments.only or []) - stack.keys():
         parser.error(f"--only {sorted(unknown)}: expected names among {list(stack)}")
     chosen = [name for name in stack if not arguments.only or name in arguments.only]
-    measure({**stack[DEFAULT], "MAX_WALLCLOCK_SECONDS": "1"}, 0, arguments.clock)  # thread pools and caches
     name = f"ablation-{arguments.data.name}-{arguments.seconds:g}s"
+    geometry = SMALL
+    if arguments.arm == "lengths":
+        name = f"ablation-lengths-{arguments.data.name}-{arguments.seconds:g}s"
+        geometry = {**SMALL, **LENGTHS_GEOMETRY, "TRAIN_SEQ_LEN": "128, 256 or 384"}
+    if arguments.steps:
+        name = f"{name.rpartition('-')[0]}-{arguments.steps}steps"
     measured = {
         "data": arguments.data.name, "seconds": arguments.seconds, "clock": arguments.clock,
-        "val_tokens": arguments.val_tokens, "geometry": SMALL, "default": DEFAULT_SMALL, "rows": {},
+        "val_tokens": arguments.val_tokens, "geometry": geometry, "default": DEFAULT_SMALL, "rows": {},
     }  # fmt: skip
-    for seed, row_name in itertools.product(arguments.seeds, chosen):
+    if arguments.steps:
+        measured["steps"] = arguments.steps
+    order = list(itertools.product(arguments.seeds, chosen))
+    first = {**stack[chosen[0]], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "10000"}
+    measure(first, 0, arguments.clock)  # thread pools and caches
+    if arguments.runs:
+        alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
+        about = json.dumps({**alike, **measured}, indent=1)
+        measured["rows"] = share_runs(arguments.runs, stack, order, arguments.clock, about)
+        results.finish(name, before, measured, arguments.keep)
+        return
+    for seed, row_name in order:
         run = measure(stack[row_name], seed, arguments.clock)
         print(f"{row_name}: {run}", file=sys.stderr, flush=True)
         rows = stored_rows(name, before, measured) if arguments.keep else measured["rows"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import train_gpt
-from benchmarks import coder, results, speed
+from benchmarks import ablation, coder, results, speed
 from tools.markdown import refresh
 from tools.prove.probes import make_subject
 
@@ -79,3 +79,40 @@ def test_what_is_not_kept_is_only_printed(empty: Path, capsys: pytest.CaptureFix
     assert "## Entropy coder" in capsys.readouterr().out
     assert [path.name for path in empty.iterdir()] == ["RESULTS.md"]
     assert "Entropy coder" not in (empty / "RESULTS.md").read_text()
+
+
+def test_runs_that_a_folder_holds_are_not_measured_again_and_a_claim_is_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[str, int]] = []
+
+    def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
+        measured.append((settings["NAME"], seed))
+        return {"seed": seed}
+
+    monkeypatch.setattr(ablation, "measure", measure)
+    stack = {"one row": {"NAME": "one"}, "other": {"NAME": "two"}}
+    order = [(seed, name) for seed in (1, 2) for name in stack]
+    with ablation.claimed(tmp_path / "other-seed1.json") as mine:  # as another process that is at it
+        assert mine
+        rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike")
+    assert measured == [("one", 1), ("one", 2), ("two", 2)]
+    assert rows == {"one row": [{"seed": 1}, {"seed": 2}], "other": [{"seed": 2}]}
+    rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike")
+    assert measured[3:] == [("two", 1)]
+    assert rows["other"] == [{"seed": 1}, {"seed": 2}]
+    with pytest.raises(SystemExit, match="runs of other conditions"):
+        ablation.share_runs(tmp_path, stack, order, "cpu", "another script")
+
+
+def test_lengths_are_compared_on_the_same_tokens_and_steps() -> None:
+    geometry = {**ablation.SMALL, **ablation.LENGTHS_GEOMETRY, "VOCAB_SIZE": "320"}
+    configs = {}
+    for name, changes in ablation.LENGTHS.items():
+        configs[name] = train_gpt.Config.from_env({**geometry, **ablation.DEFAULT_SMALL, **changes})
+    growing = configs.pop("three lengths")
+    assert [part.length for part in growing.length_parts] == [128, 256, 384]
+    assert growing.eval_length == 384
+    for config in (growing, *configs.values()):
+        assert config.train_batch_tokens == growing.train_batch_tokens
+        assert train_gpt.micro_steps_per_step(config, 1) == 1
