@@ -133,6 +133,7 @@ def find_path(path: str) -> Path:
 
 
 Settings = TypeVar("Settings", bound="ModelSettings")
+LORA_TARGET = "(q|k|v|o|mlp|head)"  # one entry of TTT_LORA_TARGETS
 Rule = tuple[bool, str]  # whether it holds, and what is expected, in the names of settings
 
 
@@ -380,12 +381,30 @@ class Config(TrainingSettings):
     eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
     eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
+    ttt_mode: str = knob("sgd", "what learns: all weights; or low-rank adapters, for each document its own",
+                         among="sgd lora")  # fmt: skip
+    # TTT_MODE=sgd: the weights learn from the text chunk by chunk.
     ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
     ttt_epochs: int = knob(3, "passes over each scored chunk", 0)
     ttt_momentum: float = knob(0.9, "SGD", 0, 0.9999)
     ttt_chunk_tokens: int = knob(32_768, "targets scored before the next update", 1)
     ttt_batch_seqs: int = knob(32, "sequences of one SGD step, all ranks together", 1)
     ttt_grad_clip: float = knob(1.0, "bound on the gradient norm; 0: none", 0)
+    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names and values of PR #1855.
+    ttt_lora_targets: str = knob(
+        "q,k,v,o,mlp,head", "what has adapters: projections, attention and MLP as a whole, output head",
+        pattern=f"{LORA_TARGET}(,{LORA_TARGET})*")  # fmt: skip
+    ttt_lora_rank: int = knob(80, "rank of an adapter", 1, 4096)
+    ttt_lora_alpha: float = knob(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK", 0)
+    ttt_lora_lr: float = knob(1e-4, "AdamW, adapters", 0)
+    ttt_beta1: float = knob(0.0, "AdamW, adapters", 0, 0.9999)
+    ttt_beta2: float = knob(0.99, "AdamW, adapters", 0, 0.99999)
+    ttt_weight_decay: float = knob(0.5, "decoupled weight decay of adapters", 0)
+    ttt_chunk_size: int = knob(48, "targets of a document scored before the next step of its adapters", 1)
+    ttt_early_chunks: str = knob(
+        "", "UNTIL:SIZE,…: another TTT_CHUNK_SIZE in a document's first UNTIL targets; empty: none",
+        pattern="([1-9][0-9]{0,8}:[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}:[1-9][0-9]{0,8})*)?")  # fmt: skip
+    ttt_batch_size: int = knob(64, "documents that learn side by side on one rank; bounds memory", 1)
     # --- the data and their way to the device ---
     data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
     tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
@@ -441,6 +460,17 @@ class Config(TrainingSettings):
         return max(1, self.val_batch_size // 8)
 
     @property
+    def lora_targets(self) -> list[str]:
+        """What has adapters with TTT_MODE=lora."""
+        return self.ttt_lora_targets.split(",")
+
+    @property
+    def early_chunks(self) -> list[tuple[int, int]]:
+        """The pairs (until, size) of TTT_EARLY_CHUNKS, in targets."""
+        pairs = re.findall(r"(\d+):(\d+)", self.ttt_early_chunks)
+        return [(int(until), int(size)) for until, size in pairs]
+
+    @property
     def traced_steps(self) -> range:
         """The steps of TRACE_STEPS, the first of a run is 1; empty where it is empty, or no A:B."""
         if not re.fullmatch(r"[0-9]+:[0-9]+", self.trace_steps):
@@ -452,6 +482,9 @@ class Config(TrainingSettings):
         """What must hold between these settings."""
         chunk = self.ttt_chunk_tokens
         whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
+        by_sgd = self.ttt_enabled and self.ttt_mode == "sgd"
+        untils = [until for until, _ in self.early_chunks]
+        longest_chunk = max([self.ttt_chunk_size, *(size for _, size in self.early_chunks)])
         reserve = self.gptq_reserve_seconds if self.gptq else 0.0
         clock = self.max_wallclock_seconds
         plain_name = os.sep not in self.run_id and not self.run_id.startswith(".")
@@ -459,8 +492,14 @@ class Config(TrainingSettings):
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
-            (not self.ttt_enabled or whole_strides,
-             "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED"),
+            (not by_sgd or whole_strides,
+             "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED "
+             "with TTT_MODE=sgd"),
+            (len(set(self.lora_targets)) == len(self.lora_targets), "TTT_LORA_TARGETS each once"),
+            (untils == sorted(set(untils)), "TTT_EARLY_CHUNKS with rising numbers before the colons"),
+            (self.ttt_mode == "sgd" or longest_chunk <= self.eval_length,
+             "TTT_CHUNK_SIZE and sizes of TTT_EARLY_CHUNKS <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for "
+             "TTT_MODE=lora"),
             (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
             (plain_name, "RUN_ID as a plain name"),
             (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B, numbers with A < B"),
@@ -647,9 +686,12 @@ FORMER_NAMES = [
                "GLOBAL_TTT_CHUNK_TOKENS GLOBAL_TTT_BATCH_SEQS GLOBAL_TTT_WARMUP_START_LR "
                "GLOBAL_TTT_WARMUP_CHUNKS GLOBAL_TTT_GRAD_CLIP GLOBAL_TTT_RESPECT_DOC_BOUNDARIES",
                "TTT_ENABLED=1 trains chunk by chunk, not in phases; leave it out"),
-    FormerName("TTT_CHUNK_SIZE TTT_BATCH_SIZE TTT_GRAD_STEPS TTT_WEIGHT_DECAY TTT_BETA1 TTT_BETA2 "
-               "TTT_OPTIMIZER TTT_LORA_RANK TTT_LORA_ALPHA TTT_LORA_LR TTT_K_LORA TTT_O_LORA TTT_MLP_LORA "
-               "TTT_WARM_START_A", "TTT_ENABLED=1 trains all weights, with no adapters; leave it out"),
+    FormerName("TTT_K_LORA TTT_O_LORA TTT_MLP_LORA", "TTT_LORA_TARGETS lists what has adapters with "
+               "TTT_MODE=lora; leave it out there", "1"),
+    FormerName("TTT_OPTIMIZER", "adapters learn with AdamW", "adam adamw"),
+    FormerName("TTT_GRAD_STEPS", "adapters take one step a chunk", "1"),
+    FormerName("TTT_WARM_START_A", "every document's adapters are drawn anew, so that no score depends on "
+               "other documents; set it to 0", "0"),
     FormerName("CONTROL_TENSOR_NAME_PATTERNS INT8_KEEP_FLOAT_FP32_NAME_PATTERNS", "parameter_table says how "
                "a parameter is trained and stored, not its name; leave it out"),
     FormerName("GENERATE GENERATE_TOKENS GENERATE_TEMPERATURE GENERATE_TOP_K", "python -m tools generate "
@@ -676,6 +718,14 @@ FORMER_NAMES = [
         USE_LZMA USE_ZSTD VAL_MAX_TOKENS WARMDOWN_FRACTION WARMDOWN_SHAPE WEIGHT_DECAY YARN_MAX_LEN
         """, "of another public script, and no setting here; leave it out"),
 ]  # fmt: skip
+
+
+# What only one way of test-time training reads.
+SETTINGS_OF_TTT_MODE = {
+    "sgd": "TTT_LR TTT_EPOCHS TTT_MOMENTUM TTT_CHUNK_TOKENS TTT_BATCH_SEQS TTT_GRAD_CLIP",
+    "lora": "TTT_LORA_TARGETS TTT_LORA_RANK TTT_LORA_ALPHA TTT_LORA_LR TTT_BETA1 TTT_BETA2 TTT_WEIGHT_DECAY "
+            "TTT_CHUNK_SIZE TTT_EARLY_CHUNKS TTT_BATCH_SIZE",
+}  # fmt: skip
 
 
 class GivenSettings(NamedTuple):
@@ -709,6 +759,11 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
         if name in environ and resolved["TIE_EMBEDDINGS"] == "1":
             reason = "no effect with TIE_EMBEDDINGS=1: TIED_EMBED_LR is the rate of embedding and head"
             said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
+    for mode, names in SETTINGS_OF_TTT_MODE.items():
+        for name in names.split():
+            if name in environ and resolved["TTT_MODE"] != mode:
+                reason = f"no effect with TTT_MODE={resolved['TTT_MODE']}; it is of TTT_MODE={mode}"
+                said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
 
     notes = []
     errors = []
@@ -2079,13 +2134,18 @@ def visit_order(c: ModelSettings, looping: bool) -> tuple[list[int], list[int]]:
     return layers[:half], layers[half:]
 
 
-def rotary_table(length: int, c: ModelSettings, device: torch.device | None = None) -> Tensor:
-    """Cosines and sines (2, T, 1, rotated/2); for more than the trained length the base grows (PR #549)."""
+def rotary_table(
+    length: int, c: ModelSettings, device: torch.device | None = None, longest: int = 0
+) -> Tensor:
+    """Cosines and sines (2, T, 1, rotated/2); for more than the trained length the base grows (PR #549).
+
+    longest: tokens of the longest input that is to have this base; 0: this one.
+    """
     rotated = c.rotated_dims
     base = c.rope_base
     trained_length = c.rope_train_seq_len or c.train_seq_len
     # Longer inputs turn more slowly, so that no angle goes beyond those of training.
-    stretch = max(length, c.train_seq_len) / trained_length
+    stretch = max(longest or length, c.train_seq_len) / trained_length
     if stretch > 1 and rotated > 2:
         base *= stretch ** (rotated / (rotated - 2))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
@@ -2225,6 +2285,29 @@ class LayerWeights(NamedTuple):
     value_scale: Tensor | None  # of the value embedding, in the layers that add it
 
 
+class Adapter(NamedTuple):
+    """A low-rank matrix of each row of a batch: what it adds to an output is B A x (arXiv 2106.09685)."""
+
+    a_BRI: Tensor  # R: the rank; I: channels of the input
+    b_BOR: Tensor  # O: channels of the output
+
+    def __call__(self, x_BTI: Tensor) -> Tensor:
+        """What it adds, (B, T, O)."""
+        return (x_BTI @ self.a_BRI.mT) @ self.b_BOR.mT
+
+
+# The adapters of one visit, by what they belong to: q, k and v are those of projections, o and mlp go around
+# attention and MLP as a whole, from the input of the branch to its output (PR #1530), head is of the logits.
+Adapters = dict[str, Adapter]
+
+
+def adapted(y_BTO: Tensor, x_BTI: Tensor, adapters: Adapters, name: str) -> Tensor:
+    """y with what its adapter makes of x; y itself where there is none."""
+    if name not in adapters:
+        return y_BTO
+    return y_BTO + adapters[name](x_BTI)
+
+
 class Context(NamedTuple):
     """What is computed once in a forward pass and shared by all visits; values made of the ids go here."""
 
@@ -2264,17 +2347,20 @@ class GPT(nn.Module):
         starts: Tensor | None = None,
         looping: bool = True,
         observe: Observer | None = None,
+        adapters: list[Adapters] | None = None,
+        longest: int = 0,
     ) -> Tensor:
         """Hidden states (B, T, D) after the last norm.
 
         starts: as in `Batch`; found here if they are not given. looping: whether the NUM_LOOPS extra passes
-        run. observe: is called with what each matrix multiplies; calibration listens there.
+        run. observe: is called with what each matrix multiplies; calibration listens there. adapters: of each
+        visit, in the order of the visits; test-time training learns them. longest: as in `rotary_table`.
         """
         c = self.settings
         weights = self._weights_by_row()
         layers = [self._layer_weights(layer, weights) for layer in range(c.num_layers)]
         # Shared by all visits of all layers.
-        rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device).to(self.compute_dtype)
+        rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device, longest).to(self.compute_dtype)
         documents = attention_documents(inputs_BT, starts, self.attend, c)
         x0 = self._embed(inputs_BT, weights)
         values = self._embed_values(inputs_BT, weights)
@@ -2282,11 +2368,13 @@ class GPT(nn.Module):
 
         # First half: every visit keeps what it leaves in the first lane.
         encoder, decoder = visit_order(c, looping)
+        if adapters is None:
+            adapters = [{}] * (len(encoder) + len(decoder))
         lanes = [x0]
         skips = []
-        for layer in encoder:
+        for visit, layer in enumerate(encoder):
             lanes = self._split_or_join(layer, lanes)
-            lanes = self._block(layer, lanes, layers[layer], context)
+            lanes = self._block(layer, lanes, layers[layer], context, adapters[visit])
             skips.append(lanes[0])
 
         # Second half: every visit takes one of them back, the last one first.
@@ -2294,7 +2382,7 @@ class GPT(nn.Module):
             lanes = self._split_or_join(layer, lanes)
             if skips:
                 lanes[0] = self._add_skip(visit, lanes[0], skips.pop(), weights)
-            lanes = self._block(layer, lanes, layers[layer], context)
+            lanes = self._block(layer, lanes, layers[layer], context, adapters[len(encoder) + visit])
 
         hidden = rms_norm(join(lanes))
         if observe is not None:
@@ -2306,10 +2394,17 @@ class GPT(nn.Module):
         head = "token_embedding_VD" if self.settings.tie_embeddings else "output_head_VD"
         return F.linear(hidden_ND, self.get_parameter(head).to(hidden_ND.dtype))
 
-    def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap)."""
+    def loss_per_token(
+        self, hidden_ND: Tensor, targets_N: Tensor, added_NV: Tensor | None = None
+    ) -> Tensor:
+        """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap).
+
+        added_NV: what an adapter adds to the logits.
+        """
         softcap = self.settings.logit_softcap
         logits_NV = self.logits(hidden_ND)
+        if added_NV is not None:
+            logits_NV = logits_NV + added_NV
         # A sum over the vocabulary needs more digits than bfloat16 has.
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         if softcap:
@@ -2395,7 +2490,9 @@ class GPT(nn.Module):
             return lane + skip
         return torch.lerp(skip, lane, weights["skip_gate_SD"][visit].sigmoid())
 
-    def _block(self, layer: int, lanes: list[Tensor], w: LayerWeights, context: Context) -> list[Tensor]:
+    def _block(
+        self, layer: int, lanes: list[Tensor], w: LayerWeights, context: Context, adapters: Adapters
+    ) -> list[Tensor]:
         """One visit of one layer.
 
         Sequential: the MLP reads what attention wrote. Parallel: both read first; the same lane (GPT-J,
@@ -2408,7 +2505,7 @@ class GPT(nn.Module):
         # Attention reads the first lane, with some of the embeddings mixed in again; of two lanes, the lanes
         # themselves stay as they are.
         mixed = torch.addcmul(w.resid_keep_D * lanes[0], w.resid_inject_D, context.x0_BTD)
-        attended = self._attention(layer, rms_norm(mixed) * scale, w, context)
+        attended = self._attention(layer, rms_norm(mixed) * scale, w, context, adapters)
 
         # The MLP reads the second lane if there is one.
         if len(lanes) == 2:
@@ -2417,7 +2514,7 @@ class GPT(nn.Module):
             mlp_from = mixed
         else:
             mlp_from = mixed + attended
-        written = self._mlp(layer, rms_norm(mlp_from) * scale, w, context)
+        written = self._mlp(layer, rms_norm(mlp_from) * scale, w, context, adapters)
 
         # Each lane keeps some of itself and takes some of both outputs.
         if w.lane_mix_23 is not None and len(lanes) == 2:
@@ -2449,11 +2546,21 @@ class GPT(nn.Module):
             value_scale=value_scale,
         )
 
-    def _attention(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
+    def _attention(
+        self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context, adapters: Adapters
+    ) -> Tensor:
         """What attention adds to the residual stream, (B, T, D)."""
         c = self.settings
         # Project the input to queries, keys and values, and split them into heads.
-        qkv_BTNE = F.linear(x_BTD, w.qkv_RD).unflatten(-1, (-1, c.head_dim))
+        qkv_BTR = F.linear(x_BTD, w.qkv_RD)
+        if not adapters.keys().isdisjoint("qkv"):
+            kv_width = c.num_kv_heads * c.head_dim
+            q_BTD, k_BTK, v_BTK = qkv_BTR.split([c.model_dim, kv_width, kv_width], dim=-1)
+            q_BTD = adapted(q_BTD, x_BTD, adapters, "q")
+            k_BTK = adapted(k_BTK, x_BTD, adapters, "k")
+            v_BTK = adapted(v_BTK, x_BTD, adapters, "v")
+            qkv_BTR = torch.cat([q_BTD, k_BTK, v_BTK], dim=-1)
+        qkv_BTNE = qkv_BTR.unflatten(-1, (-1, c.head_dim))
         heads = self.heads(qkv_BTNE, w.qk_gain_H, context.rotary)
         v_BTKE = heads.v_BTKE
         own_BTKE = heads.own_BTKE
@@ -2478,9 +2585,11 @@ class GPT(nn.Module):
         if context.observe is not None:
             context.observe("attn_in", layer, x_BTD)
             context.observe("attn_out", layer, y_BTD)
-        return F.linear(y_BTD, w.o_DD)
+        return adapted(F.linear(y_BTD, w.o_DD), x_BTD, adapters, "o")
 
-    def _mlp(self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context) -> Tensor:
+    def _mlp(
+        self, layer: int, x_BTD: Tensor, w: LayerWeights, context: Context, adapters: Adapters
+    ) -> Tensor:
         """What the MLP adds to the residual stream, (B, T, D)."""
         slope = self.settings.leaky_slope
         y_ND = self.mlp(x_BTD.flatten(0, 1), w.up_FD, w.down_DF, slope)
@@ -2489,7 +2598,7 @@ class GPT(nn.Module):
             hidden_BTF = F.leaky_relu(F.linear(x_BTD, w.up_FD), slope).square()
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, hidden_BTF)
-        return y_ND.view_as(x_BTD)
+        return adapted(y_ND.view_as(x_BTD), x_BTD, adapters, "mlp")
 
 
 def join(lanes: list[Tensor]) -> Tensor:
@@ -3375,7 +3484,7 @@ def next_length(
 
 
 # ============================================================================================================
-# EVALUATION — every target is scored once, in order, before anything learns from it; a ledger enforces it.
+# EVALUATION — every target is scored once, before anything learns from it; a ledger enforces it.
 # ============================================================================================================
 
 
@@ -3397,7 +3506,7 @@ class Validation(NamedTuple):
 
 
 class Ledger:
-    """Nats of every target of a token stream (target i is token i + 1), each written once, in order; fp64."""
+    """Nats of every target of a token stream (target i is token i + 1), in fp64, each written once."""
 
     def __init__(self, tokens: np.ndarray | Tensor) -> None:
         self._tokens = np.array(tokens)
@@ -3407,12 +3516,15 @@ class Ledger:
         self.nats.flags.writeable = False
 
     def record(self, start: int, nats: np.ndarray) -> None:
-        """Write the next targets, from `start` on. ValueError for any other, and for what is no number."""
-        # In order and once; this is the only place that writes.
+        """Write some targets, from `start` on. ValueError for one that has a score, and for no number."""
+        # In any order and once; this is the only place that writes.
         stop = start + len(nats)
-        if start != self.scored or stop > len(self.nats):
-            raise ValueError(f"got targets {start}..{stop}, expected target {self.scored} next, and none "
-                             f"beyond {len(self.nats)}")
+        if start < 0 or stop > len(self.nats):
+            raise ValueError(f"got targets {start}..{stop}, expected none beyond {len(self.nats)}")
+        unscored = np.isnan(self.nats[start:stop])
+        if not unscored.all():
+            raise ValueError(f"got targets {start}..{stop}, but target {start + int(unscored.argmin())} has "
+                             "its score: each is scored once")
         finite = np.isfinite(nats)
         if not finite.all():
             raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite")
@@ -3421,7 +3533,9 @@ class Ledger:
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop: all that an update may learn from. ValueError if one is not scored yet."""
-        if stop > self.scored + 1:  # token i + 1 is target i; token 0 is nobody's target
+        # Token i + 1 is target i; token 0 is nobody's target.
+        scored = np.isfinite(self.nats[max(start - 1, 0) : max(stop - 1, 0)])
+        if start < 0 or stop > len(self._tokens) or not scored.all():
             raise ValueError(f"tokens {start}..{stop} are not all scored: nothing may learn from them yet")
         return self._tokens[start:stop].copy()
 
@@ -3429,7 +3543,8 @@ class Ledger:
         """The result, for text of so many bytes. ValueError when a target was never scored."""
         missing = len(self.nats) - self.scored
         if missing:
-            raise ValueError(f"{missing} targets were never scored, the first is {self.scored}")
+            first = int(np.isnan(self.nats).argmax())
+            raise ValueError(f"{missing} targets were never scored, the first is {first}")
         nats = float(self.nats.sum())
         return Score(nats / self.scored, nats / math.log(2) / bytes_total, self.scored, bytes_total)
 
@@ -3660,10 +3775,16 @@ def score_roundtrip(
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
-    """Sliding windows with legal test-time training (PRs #549, #1493): score a chunk, then learn from it.
+    """Legal test-time training in the way of TTT_MODE; the weights given stay as they are."""
+    if config.ttt_mode == "lora":
+        return score_documents(model, tokens, config, progress)
+    return score_chunks(model, tokens, config, progress)
 
-    A copy of the model learns, with SGD: the weights given stay as they are. Nothing is learnt from the last
-    chunk, as nothing is scored after it.
+
+def score_chunks(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
+    """Sliding windows with test-time training (PRs #549, #1493): score a chunk, then learn from it.
+
+    A copy of the model learns, with SGD; not from the last chunk, as nothing is scored after it.
     """
     ledger = Ledger(tokens)
     # The caller's weights stay as they are.
@@ -3722,6 +3843,273 @@ def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
     nn.utils.vector_to_parameters(flat, gradients)
 
 
+# The constants of SplitMix64 as signed numbers.
+SPLITMIX_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+SPLITMIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+SPLITMIX_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def shifted(bits: Tensor, places: int) -> Tensor:
+    """64 bits shifted to the right; a tensor's own shift copies the sign in, which is masked out."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def splitmix(state: Tensor) -> Tensor:
+    """The next 64 bits of SplitMix64 (Steele, Lea, Flood 2014) after each state, as int64.
+
+    Sums and products wrap around. The same on every device, and every number by itself.
+    """
+    bits = state + SPLITMIX_STEP
+    bits = (bits ^ shifted(bits, 30)) * SPLITMIX_FIRST
+    bits = (bits ^ shifted(bits, 27)) * SPLITMIX_SECOND
+    return bits ^ shifted(bits, 31)
+
+
+def draw_uniform(keys_N: Tensor, count: int) -> Tensor:
+    """`count` numbers in [-1, 1) of each key's own, (N, count), fp32."""
+    steps = SPLITMIX_STEP * torch.arange(count, device=keys_N.device)
+    bits_NC = splitmix(keys_N[:, None] + steps)
+    # The 24 leading bits, which fp32 holds.
+    return shifted(bits_NC, 40).float() * 2.0**-23 - 1
+
+
+LORA_TARGETS = ("q", "k", "v", "o", "mlp", "head")
+ADAPTER_EPS = 1e-10  # of AdamW: gradients of one document's chunk are small (PR #1855)
+
+
+class DocumentAdapters:
+    """The adapters of documents that learn side by side, and their optimizer.
+
+    Each document has its own, drawn of SEED and its number in the text alone, and learns by itself: AdamW
+    takes every number for itself, and the loss is a sum over documents. So nothing depends on which documents
+    are neighbours, but for rounding.
+    """
+
+    def __init__(self, model: GPT, config: Config, documents: np.ndarray) -> None:
+        """documents: their numbers in the text."""
+        c = model.settings
+        encoder, decoder = visit_order(c, looping=True)
+        self.visits = len(encoder) + len(decoder)
+        self.config = config
+        self.dtype = model.compute_dtype
+        kv_width = c.num_kv_heads * c.head_dim
+        outputs = {"q": c.model_dim, "k": kv_width, "v": kv_width, "o": c.model_dim, "mlp": c.model_dim,
+                   "head": c.vocab_size}  # fmt: skip
+        device = next(model.parameters()).device
+        numbers_B = torch.from_numpy(documents.astype(np.int64)).to(device)
+        master = torch.promote_types(self.dtype, torch.float32)
+
+        # A and B of all visits: (visits, B, rank, inputs) and (visits, B, outputs, rank). The head is visited
+        # once. B begins at zero, so that the first chunk is scored by the model as it is.
+        self.a: dict[str, nn.Parameter] = {}
+        self.b: dict[str, nn.Parameter] = {}
+        for name in config.lora_targets:
+            visits = 1 if name == "head" else self.visits
+            a_NBRI = torch.stack([self._draw(name, visit, numbers_B, c.model_dim) for visit in range(visits)])
+            b_NBOR = a_NBRI.new_zeros(visits, len(documents), outputs[name], config.ttt_lora_rank)
+            self.a[name] = nn.Parameter(a_NBRI.to(master))
+            self.b[name] = nn.Parameter(b_NBOR.to(master))
+        self.adamw = torch.optim.AdamW(
+            [*self.a.values(), *self.b.values()], lr=config.ttt_lora_lr,
+            betas=(config.ttt_beta1, config.ttt_beta2), eps=ADAPTER_EPS, weight_decay=config.ttt_weight_decay,
+        )  # fmt: skip
+
+    def _draw(self, name: str, visit: int, numbers_B: Tensor, inputs: int) -> Tensor:
+        """The first A of one visit, (B, rank, inputs), uniform within ±1 / sqrt(inputs)."""
+        rank = self.config.ttt_lora_rank
+        # One key of SEED, projection, visit and document, each number mixed in after the other.
+        key_B = torch.full_like(numbers_B, self.config.seed)
+        for number in (LORA_TARGETS.index(name), visit, numbers_B):
+            key_B = splitmix(key_B) + number
+        return draw_uniform(key_B, rank * inputs).view(-1, rank, inputs) / math.sqrt(inputs)
+
+    def of_visits(self, rows: int) -> list[Adapters]:
+        """What `GPT.forward` takes: the adapters of the first `rows` documents, visit by visit."""
+        found: list[Adapters] = [{} for _ in range(self.visits)]
+        for name in self.a.keys() - {"head"}:
+            for visit, adapter in enumerate(self._adapters(name, rows)):
+                found[visit][name] = adapter
+        return found
+
+    def added_logits(self, hidden_BTD: Tensor) -> Tensor | None:
+        """What the head's adapters add to the logits (N, V) of some of the first documents."""
+        if "head" not in self.a:
+            return None
+        (adapter,) = self._adapters("head", len(hidden_BTD))
+        return adapter(hidden_BTD).flatten(0, 1)
+
+    def _adapters(self, name: str, rows: int) -> list[Adapter]:
+        """The adapters of one name, in the dtype of activations; the scale of what they add is in A."""
+        scale = self.config.ttt_lora_alpha / self.config.ttt_lora_rank
+        a_NBRI = (scale * self.a[name][:, :rows]).to(self.dtype)
+        b_NBOR = self.b[name][:, :rows].to(self.dtype)
+        return [Adapter(a_BRI, b_BOR) for a_BRI, b_BOR in zip(a_NBRI, b_NBOR, strict=True)]
+
+
+class Chunk(NamedTuple):
+    """One chunk of the documents of a batch. Places count from the beginning of a document."""
+
+    rows: int  # documents that reach this chunk, the first ones of the batch
+    learning: int  # those of them that go on after it
+    first: int  # the first token of the window
+    start: int  # the first target of the chunk
+    stop: int  # the end of both
+
+
+class DocumentScorer:
+    """Scores documents side by side, chunk by chunk, with adapters that learn from what is scored."""
+
+    def __init__(self, model: GPT, tokens: np.ndarray, config: Config, ledger: Ledger) -> None:
+        """model: its weights are not to be changed, nor to have gradients."""
+        self.model = model
+        self.machine = model.machine
+        self.config = config
+        self.ledger = ledger
+        self.device = next(model.parameters()).device
+        # Rows and lengths differ from round to round: one graph for all of them.
+        self.forward = self.machine.compile(GPT.forward, dynamic=True, fullgraph=True)
+        self.tokens = np.asarray(tokens)
+        # Document d has the targets begins[d] .. begins[d] + lengths[d]: the first BOS after it is its last.
+        begins = np.union1d([0], np.flatnonzero(self.tokens[:-1] == BOS_ID))
+        self.begins = begins
+        self.lengths = np.diff(np.append(begins, len(self.tokens) - 1))
+
+    def batches(self) -> list[np.ndarray]:
+        """The numbers of all documents in batches of similar length, the longest first; so within a batch."""
+        longest_first = np.argsort(-self.lengths, kind="stable")
+        size = self.config.ttt_batch_size
+        return [longest_first[at : at + size] for at in range(0, len(longest_first), size)]
+
+    def batches_of_rank(self) -> list[np.ndarray]:
+        """Those of this rank. Each batch goes to the rank that has least to do, before anything is scored."""
+        loads = np.zeros(self.machine.world_size)
+        mine = []
+        for batch in self.batches():
+            rank = int(loads.argmin())
+            loads[rank] += self.cost_tokens(batch)
+            if rank == self.machine.rank:
+                mine.append(batch)
+        return mine
+
+    def cost_tokens(self, batch: np.ndarray) -> int:
+        """Tokens that pass through the model for a batch, and what a round takes besides, as tokens."""
+        overhead_tokens = 8192  # the few milliseconds that a pass takes at least
+        cost = 0
+        for chunk in self.chunks(batch):
+            cost += chunk.rows * (chunk.stop - chunk.first) + overhead_tokens
+        return cost
+
+    def chunks(self, batch: np.ndarray) -> Iterator[Chunk]:
+        """The chunks of a batch, in order.
+
+        Where a chunk ends depends on its place alone, not on how long the document will be: that is not known
+        yet. Its window ends with it, and is EVAL_SEQ_LEN long if there is as much before.
+        """
+        lengths = self.lengths[batch]
+        start = 0
+        while start < lengths[0]:
+            size = self.config.ttt_chunk_size
+            for until, early_size in reversed(self.config.early_chunks):
+                if start < until:
+                    size = early_size
+            stop = start + size
+            first = max(0, stop - self.config.eval_length)
+            rows = int((lengths > start).sum())
+            learning = int((lengths > stop).sum())
+            yield Chunk(rows, learning, first, start, stop)
+            start = stop
+
+    def score(self, batch: np.ndarray) -> None:
+        """Score the documents of a batch, and let the adapters of each learn from it on the way."""
+        adapters = DocumentAdapters(self.model, self.config, batch)
+        for chunk in self.chunks(batch):
+            # The last chunk of the longest document: nothing learns any more.
+            with torch.set_grad_enabled(chunk.learning > 0):
+                hidden_BCD = self.read(batch, chunk, adapters)
+            self.record(batch, chunk, hidden_BCD, adapters)
+            if chunk.learning > 0:
+                self.learn(batch, chunk, hidden_BCD, adapters)
+
+    def read(self, batch: np.ndarray, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
+        """Hidden states (B, C, D) at the targets of a chunk, made of what stands before each of them."""
+        begins_B1 = self.begins[batch[: chunk.rows], None]
+        places_T = np.arange(chunk.first, chunk.stop)
+        # Beyond the end of a document stand empty ones, whose states are not used.
+        beyond_BT = places_T >= self.lengths[batch[: chunk.rows], None]
+        ids_BT = self.tokens[np.minimum(begins_B1 + places_T, len(self.tokens) - 1)].astype(np.int64)
+        ids_BT[beyond_BT] = BOS_ID
+        starts = to_device(document_starts(ids_BT, self.config), self.device)
+        torch._dynamo.mark_dynamic(starts, 0)
+        visits = adapters.of_visits(chunk.rows)
+        inputs_BT = to_device(ids_BT, self.device)
+        # All windows have the rotary base of the longest ones, so that adapters learn of one geometry.
+        longest = self.config.eval_length
+        hidden_BTD = self.forward(self.model, inputs_BT, starts, True, None, visits, longest)
+        return hidden_BTD[:, chunk.start - chunk.first :]
+
+    @torch.no_grad()
+    def record(self, batch: np.ndarray, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
+        """Write the scores of a chunk into the ledger."""
+        begins_B1 = self.begins[batch[: chunk.rows], None]
+        targets_BC = begins_B1 + np.arange(chunk.start, chunk.stop)
+        tokens_BC = self.tokens[np.minimum(targets_BC + 1, len(self.tokens) - 1)]
+        nats_BC = self.nats(hidden_BCD, tokens_BC, adapters).double().cpu().numpy()
+        for document, nats_C in zip(batch[: chunk.rows], nats_BC, strict=True):
+            stop = min(chunk.stop, self.lengths[document])
+            self.ledger.record(int(self.begins[document]) + chunk.start, nats_C[: stop - chunk.start])
+
+    @torch.enable_grad()
+    def learn(self, batch: np.ndarray, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
+        """One step of the adapters of the documents that go on, on their chunk as the ledger gives it out."""
+        learning = batch[: chunk.learning]
+        chunks = []
+        for begin in self.begins[learning]:
+            chunks.append(self.ledger.scored_tokens(begin + chunk.start + 1, begin + chunk.stop + 1))
+        nats_BC = self.nats(hidden_BCD[: chunk.learning], np.stack(chunks), adapters)
+        adapters.adamw.zero_grad()
+        nats_BC.mean(1).sum().backward()
+        adapters.adamw.step()
+
+    def nats(self, hidden_BCD: Tensor, targets_BC: np.ndarray, adapters: DocumentAdapters) -> Tensor:
+        """Nats (B, C) of targets; rows are those of the first documents."""
+        targets_N = to_device(targets_BC.astype(np.int64).flatten(), self.device)
+        added_NV = adapters.added_logits(hidden_BCD)
+        return self.model.loss_per_token(hidden_BCD.flatten(0, 1), targets_N, added_NV).view(targets_BC.shape)
+
+    def exchange(self) -> None:
+        """Give all ranks the scores of all; all ranks call it together."""
+        mine_N = np.nan_to_num(self.ledger.nats)
+        nats_N = torch.from_numpy(mine_N).to(self.device)
+        self.machine.add_up(nats_N)
+        everyones_N = nats_N.cpu().numpy()
+        for begin, length in zip(self.begins, self.lengths, strict=True):
+            if np.isnan(self.ledger.nats[begin]):
+                self.ledger.record(int(begin), everyones_N[begin : begin + length])
+
+
+def score_documents(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
+    """Test-time training of each document by itself (PRs #1530, #1667): score a chunk, then take one step.
+
+    Only low-rank adapters learn. Nothing passes from one document to another, so that the order in which they
+    are scored is of no account: the sum of the nats is that of the order of the text. Nothing is learnt from
+    the last chunk of a document.
+    """
+    ledger = Ledger(tokens)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    scorer = DocumentScorer(frozen, tokens, config, ledger)
+    batches = scorer.batches_of_rank()
+    for number, batch in enumerate(batches):
+        scorer.score(batch)
+        if progress:
+            progress(ledger, number, len(batches))
+    # Of several ranks each knows its own documents only, until now.
+    if frozen.machine.world_size > 1:
+        scorer.exchange()
+        if progress:
+            progress(ledger, 0, 1)
+    return ledger
+
+
 class ProgressReport:
     """Lines about a score under way, with the time it still takes: see VAL_PROGRESS_LOG_EVERY."""
 
@@ -3747,8 +4135,9 @@ class ProgressReport:
         if reached == self.told and ledger.scored < targets:
             return
         self.told = reached
-        done = ledger.scored / targets
-        mean = ledger.nats[: ledger.scored].mean()
+        # One of several ranks may have the scores of its own documents alone, until the end.
+        done = max(ledger.scored / targets, (number + 1) / chunks)
+        mean = ledger.nats[np.isfinite(ledger.nats)].mean()
         eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
         self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
                      f"tokens_seen:{ledger.scored} eta:{eta_seconds:.0f}s")
@@ -3765,7 +4154,14 @@ def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
     if config.eval_stride:
         chunk_tokens = 32 * config.val_pass_tokens
         scorers.append(WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, True))
-    if config.ttt_enabled:
+    if config.ttt_enabled and config.ttt_mode == "lora":
+        # Documents of 4, 2, 1 and 1 chunks, in pairs: with gradients and without, one row and several.
+        half = max(1, config.eval_length // 2)
+        made_up = np.full(8 * half + 1, BOS_ID + 1, np.uint16)
+        made_up[[0, 4 * half, 6 * half, 7 * half]] = BOS_ID
+        in_pairs = replace(config, ttt_chunk_size=half, ttt_early_chunks="", ttt_batch_size=2)
+        score_documents(model, made_up, in_pairs)
+    elif config.ttt_enabled:
         learner = copy.deepcopy(model)
         made_up = np.full(config.ttt_chunk_tokens + 1, BOS_ID + 1, np.uint16)
         sgd = torch.optim.SGD(learner.parameters(), lr=0.0, momentum=config.ttt_momentum)
@@ -4969,8 +5365,8 @@ def refuse_arguments(arguments: list[str]) -> None:
 # how it is scored. Of the model it takes nothing: that is the artifact's to say.
 EVALUATION_SETTINGS = (
     "DATA_PATH", "TOKENIZER_PATH", "VAL_TOKENS_LIMIT", "VAL_BATCH_SIZE", "EVAL_SEQ_LEN", "EVAL_STRIDE",
-    "TTT_ENABLED", "TTT_LR", "TTT_EPOCHS", "TTT_MOMENTUM", "TTT_CHUNK_TOKENS", "TTT_BATCH_SEQS",
-    "TTT_GRAD_CLIP", "MAX_EVAL_SECONDS", "ARTIFACT_BYTES_MAX", "CODE_BYTES", "COMPUTE_DTYPE",
+    "TTT_ENABLED", "TTT_MODE", *" ".join(SETTINGS_OF_TTT_MODE.values()).split(), "MAX_EVAL_SECONDS",
+    "ARTIFACT_BYTES_MAX", "CODE_BYTES", "COMPUTE_DTYPE", "SEED",  # of which adapters are drawn
 )  # fmt: skip
 # What belongs to one start of the script: neither taken from a run's config.env nor put there.
 SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")
@@ -5447,10 +5843,13 @@ def idle_phases(config: Config, inputs: Inputs) -> list[str]:
     found = []
     # Nothing is learnt from the last chunk: there must be another one before it.
     targets = len(inputs.validation.tokens) - 1
-    if c.ttt_enabled and targets <= c.ttt_chunk_tokens:
+    if c.ttt_enabled and c.ttt_mode == "lora" and c.ttt_lora_lr == 0:
+        found.append("TTT_ENABLED=1 TTT_MODE=lora learns nothing with TTT_LORA_LR=0")
+    by_sgd = c.ttt_enabled and c.ttt_mode == "sgd"
+    if by_sgd and targets <= c.ttt_chunk_tokens:
         found.append(f"TTT_ENABLED=1 learns nothing: the {targets} targets are one chunk of TTT_CHUNK_TOKENS="
                      f"{c.ttt_chunk_tokens}, and nothing is scored after it")
-    if c.ttt_enabled and (c.ttt_epochs == 0 or c.ttt_lr == 0):
+    if by_sgd and (c.ttt_epochs == 0 or c.ttt_lr == 0):
         found.append(f"TTT_ENABLED=1 learns nothing with TTT_EPOCHS={c.ttt_epochs} TTT_LR={c.ttt_lr:g}")
     if not c.eval_only:
         tokens = sum(shard.tokens for shard in inputs.train_shards)

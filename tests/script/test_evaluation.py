@@ -91,23 +91,27 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
 def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger = Ledger(np.arange(11))
     ledger.record(0, np.ones(4))
-    with pytest.raises(ValueError, match=r"targets 3\.\..*expected target 4 next"):
+    with pytest.raises(ValueError, match=r"targets 3\.\.5, but target 3 has its score"):
         ledger.record(3, np.ones(2))
     with pytest.raises(ValueError, match="target 5 has a loss that is not finite"):
         ledger.record(4, np.array([1.0, np.nan]))
-    with pytest.raises(ValueError, match=r"targets 6\.\..*expected target 4 next"):
-        ledger.record(6, np.ones(2))
     assert ledger.scored == 4
-    with pytest.raises(ValueError, match="6 targets were never scored, the first is 4"):
+    # In any order, but all of them, and each once.
+    ledger.record(6, np.full(3, 0.5))
+    with pytest.raises(ValueError, match=r"targets 4\.\.8, but target 6 has its score"):
+        ledger.record(4, np.ones(4))
+    assert ledger.scored == 7
+    with pytest.raises(ValueError, match="3 targets were never scored, the first is 4"):
         ledger.score(1)
     with pytest.raises(ValueError, match="read-only"):
         ledger.nats[0] = 0.0
-    ledger.record(4, np.full(6, 0.5))
+    ledger.record(9, np.full(1, 0.5))
+    ledger.record(4, np.full(2, 0.5))
     score = ledger.score(7)
     assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7) and len(ledger.nats) == 10
 
 
-@pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2)])
+@pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2), (-1, 1)])
 def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
     with pytest.raises(ValueError, match="none beyond 10"):
         Ledger(np.arange(11)).record(start, np.ones(count))
@@ -126,6 +130,12 @@ def test_updates_get_scored_tokens_only() -> None:
             ledger.scored_tokens(start, stop)
     ledger.scored_tokens(0, 5)[:] = 0
     assert ledger.scored_tokens(0, 1).tolist() == [10]
+    # What lies behind a gap may be learned from, the gap not: token 7 is target 6.
+    ledger.record(6, np.ones(2))
+    assert ledger.scored_tokens(7, 9).tolist() == [17, 18]
+    for start, stop in ((6, 8), (5, 9), (8, 10), (-1, 1)):
+        with pytest.raises(ValueError, match="not all scored"):
+            ledger.scored_tokens(start, stop)
 
 
 def learned_from(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -72,7 +72,6 @@ OUTCOMES = """
     SPARSE_ATTN_GATE_SCALE
 1855 refused - CASEOPS_ENABLED GLOBAL_TTT_MOMENTUM LQER_ASYM_ENABLED LQER_ASYM_GROUP LQER_ENABLED
     LQER_FACTOR_BITS LQER_RANK LQER_TOP_K PHASED_TTT_ENABLED PHASED_TTT_NUM_PHASES PHASED_TTT_PREFIX_DOCS
-    TTT_BETA2 TTT_CHUNK_SIZE TTT_LORA_RANK TTT_WEIGHT_DECAY
 1868 refused - CASEOPS_ENABLED PHASED_TTT_NUM_PHASES
 0 taken -
 542 refused - ATTN_VARIANT
@@ -342,7 +341,8 @@ def test_an_ancestor_names_all_it_depends_on(name: str, repo: Path) -> None:
     ATTN_CLIP_SIGMAS EMBED_CLIP_SIGMAS GPTQ EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED"""
     assert set(stored.split()) <= named.keys()
     if named["TTT_ENABLED"] == "1":
-        assert {key for key in SETTINGS if key.startswith("TTT_")} <= named.keys()
+        of_its_mode = train_gpt.SETTINGS_OF_TTT_MODE[named["TTT_MODE"]].split()
+        assert set(of_its_mode) <= named.keys()
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,8 @@ def test_the_list_of_what_is_found_holds_every_setting_of_the_evaluation() -> No
     own = train_gpt.Config().as_env().keys() - train_gpt.TrainingSettings().as_env().keys()
     how_often_it_is_told = {"VAL_LOSS_EVERY", "VAL_PROGRESS_LOG_EVERY", "VAL_PREFETCH", "EVAL_ONLY"}
     scoring = {name for name in own if name.startswith(("EVAL_", "TTT_", "VAL_"))} - how_often_it_is_told
-    assert scoring <= set(train_gpt.EVALUATION_SETTINGS) <= own
+    # Adapters are drawn of the seed.
+    assert scoring | {"SEED"} <= set(train_gpt.EVALUATION_SETTINGS) <= own | {"SEED"}
 
 
 def test_settings_that_an_artifact_overrides_are_named(finished: Ended, lab: Lab) -> None:
@@ -215,6 +216,7 @@ IDLE = {
     "TTT_CHUNK_TOKENS=1024": "TTT_ENABLED=1 learns nothing: the 1000 targets are one chunk of",
     "TTT_EPOCHS=0": "TTT_ENABLED=1 learns nothing with TTT_EPOCHS=0 TTT_LR=0.005",
     "TTT_LR=0": "TTT_ENABLED=1 learns nothing with TTT_EPOCHS=1 TTT_LR=0",
+    "TTT_MODE=lora TTT_CHUNK_SIZE=16 TTT_LORA_LR=0": "TTT_ENABLED=1 TTT_MODE=lora learns nothing",
     "TRAIN_BATCH_TOKENS=65536": "TRAIN_BATCH_TOKENS=65536 is more than the",
     "ENABLE_LOOPING_AT=1": "NUM_LOOPS=1 is never trained with ENABLE_LOOPING_AT=1",
 }
@@ -227,8 +229,8 @@ def test_a_phase_that_will_do_nothing_is_a_warning(finished: Ended) -> None:
     inputs: Any = SimpleNamespace(train_shards=shards, validation=validation)  # all that is looked at
     assert train_gpt.idle_phases(config, inputs) == []
     for change, expected in IDLE.items():
-        name, value = change.split("=")
-        changed = train_gpt.Config.from_values({**config.as_env(), name: value})
+        pairs = dict(pair.split("=") for pair in change.split())
+        changed = train_gpt.Config.from_values({**config.as_env(), **pairs})
         (found,) = train_gpt.idle_phases(changed, inputs)
         assert found.startswith(f"warning: {expected}"), change
 

@@ -39,6 +39,18 @@ SCORER = {
     "TTT_LR": "0.3",
 }
 
+# Of a scorer with adapters: documents of one chunk and of several, longer and shorter than the context, in
+# batches of several; a learning rate at which adapters move the losses.
+LORA = {
+    "TTT_MODE": "lora",
+    "TTT_LORA_RANK": "2",
+    "TTT_LORA_ALPHA": "2",
+    "TTT_LORA_LR": "0.01",
+    "TTT_CHUNK_SIZE": "8",
+    "TTT_EARLY_CHUNKS": "8:4",
+    "TTT_BATCH_SIZE": "3",
+}
+
 # For a whole run: a few steps, with validation on the way.
 RUN = {
     "ITERATIONS": "3",

@@ -1,0 +1,464 @@
+"""TTT_MODE=lora: each document is scored by itself, as a plain loop over documents does; off is off."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import train_gpt
+from tools.prove import probes, tiny
+from train_gpt import BOS_ID, Config, ConfigError, DocumentAdapters, DocumentScorer, Ledger, Machine
+
+ALL = "q,k,v,o,mlp,head"
+
+
+def subject(**settings: object) -> probes.Subject:
+    changes = {name: str(value) for name, value in settings.items()}
+    return probes.make_subject(train_gpt, **{**tiny.LORA, **changes})
+
+
+def exact_model(lab: probes.Subject) -> Any:
+    """The subject's model in float64, so that rounding does not blur a comparison."""
+    model = lab.model().double()
+    model.compute_dtype = torch.float64
+    return model
+
+
+# --- a plain loop over documents ---
+
+
+class PlainAdapters:
+    """The adapters of one document, written out: weights by name, and AdamW on each number."""
+
+    def __init__(self, model: Any, config: Config, document: int) -> None:
+        self.config = config
+        drawn = DocumentAdapters(model, config, np.array([document]))
+        self.weights = {}
+        for name in config.lora_targets:
+            for visit in range(len(drawn.a[name])):
+                self.weights[name, visit, "a"] = drawn.a[name][visit, 0].detach().clone().requires_grad_()
+                self.weights[name, visit, "b"] = drawn.b[name][visit, 0].detach().clone().requires_grad_()
+        self.means = {key: torch.zeros_like(weight) for key, weight in self.weights.items()}
+        self.squares = {key: torch.zeros_like(weight) for key, weight in self.weights.items()}
+        self.steps = 0
+
+    def added(self, name: str, visit: int, x_TI: torch.Tensor) -> torch.Tensor:
+        if name not in self.config.lora_targets:
+            return torch.zeros(())
+        scale = self.config.ttt_lora_alpha / self.config.ttt_lora_rank
+        return scale * x_TI @ self.weights[name, visit, "a"].T @ self.weights[name, visit, "b"].T
+
+    def step(self, loss: torch.Tensor) -> None:
+        c = self.config
+        self.steps += 1
+        gradients = torch.autograd.grad(loss, list(self.weights.values()))
+        for (key, weight), gradient in zip(self.weights.items(), gradients, strict=True):
+            mean = c.ttt_beta1 * self.means[key] + (1 - c.ttt_beta1) * gradient
+            square = c.ttt_beta2 * self.squares[key] + (1 - c.ttt_beta2) * gradient * gradient
+            self.means[key] = mean
+            self.squares[key] = square
+            unbiased = mean / (1 - c.ttt_beta1**self.steps)
+            size = (square / (1 - c.ttt_beta2**self.steps)).sqrt() + 1e-10
+            with torch.no_grad():
+                weight -= c.ttt_lora_lr * (unbiased / size + c.ttt_weight_decay * weight)
+
+
+class PlainModel(train_gpt.GPT):
+    """The model with one document's adapters, added where its own code knows nothing of them."""
+
+    plain: PlainAdapters
+    visit = 0
+
+    def nats(self, tokens: np.ndarray, first: int, start: int, stop: int, config: Config) -> torch.Tensor:
+        """Of targets start .. stop, in a window from token `first` on."""
+        self.visit = 0
+        ids = torch.from_numpy(tokens[first : stop + 1].astype(np.int64))
+        hidden = self(ids[None, :-1], longest=config.eval_length)[0, start - first :]
+        logits = self.logits(hidden) + self.plain.added("head", 0, hidden)
+        cap = config.logit_softcap
+        targets = ids[start - first + 1 :]
+        return F.cross_entropy(cap * torch.tanh(logits / cap), targets, reduction="none")
+
+    def _attention(self, layer: int, x_BTD: Any, w: Any, context: Any, adapters: Any) -> Any:
+        # Projections are linear: their adapters are a change of the matrix.
+        c = self.settings
+        eye_DD = torch.eye(c.model_dim, dtype=x_BTD.dtype)
+        changes = []
+        widths = [c.model_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+        for name, width in zip("qkv", widths, strict=True):
+            change_DO = self.plain.added(name, self.visit, eye_DD)
+            changes.append(change_DO.expand(c.model_dim, width).T)
+        changed = w._replace(qkv_RD=w.qkv_RD + torch.cat(changes))
+        found = super()._attention(layer, x_BTD, changed, context, {})
+        return found + self.plain.added("o", self.visit, x_BTD)
+
+    def _mlp(self, layer: int, x_BTD: Any, w: Any, context: Any, adapters: Any) -> Any:
+        found = super()._mlp(layer, x_BTD, w, context, {}) + self.plain.added("mlp", self.visit, x_BTD)
+        self.visit += 1
+        return found
+
+
+def plain_scores(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
+    """Document by document and chunk by chunk: a pass that scores, and one more that learns."""
+    plain = PlainModel(model.settings, seed=None).double()
+    plain.load_state_dict(model.state_dict())
+    plain.compute_dtype = model.compute_dtype
+    plain.requires_grad_(False)
+    borders = [0, *(i for i in range(1, len(tokens) - 1) if tokens[i] == BOS_ID), len(tokens) - 1]
+    nats = np.full(len(tokens) - 1, np.nan)
+    for document, (begin, end) in enumerate(itertools.pairwise(borders)):
+        plain.plain = PlainAdapters(plain, config, document)
+        start = begin
+        while start < end:
+            size = config.ttt_chunk_size
+            for until, early in reversed(config.early_chunks):
+                size = early if start - begin < until else size
+            stop = min(start + size, end)
+            # A window of a whole chunk, though the document may end inside it.
+            first = max(begin, start + size - config.eval_length)
+            with torch.no_grad():
+                nats[start:stop] = plain.nats(tokens, first, start, stop, config).numpy()
+            if stop < end:
+                plain.plain.step(plain.nats(tokens, first, start, stop, config).mean())
+            start = stop
+    return nats
+
+
+PLAIN_CASES: list[dict[str, object]] = [
+    {},
+    {"TTT_LORA_TARGETS": "k,o,mlp,head", "TTT_BETA1": 0.9, "TTT_WEIGHT_DECAY": 2, "TTT_EARLY_CHUNKS": ""},
+    {"EVAL_SEQ_LEN": 32, "TTT_LORA_TARGETS": "q", "TTT_BATCH_SIZE": 1},
+    {"NUM_LOOPS": 1, "LOOP_START": 0, "LOOP_END": 1, "PARALLEL_START_LAYER": 1, "TTT_CHUNK_SIZE": 5},
+    {"DOC_MASK": 0, "TTT_LORA_TARGETS": "v,head"},
+]
+
+
+@pytest.mark.parametrize("changes", PLAIN_CASES, ids=str)
+def test_scores_are_those_of_a_plain_loop_over_documents(changes: dict[str, object]) -> None:
+    lab = subject(**changes)
+    model = exact_model(lab)
+    found = lab.nats("score_ttt", lab.tokens(), model)
+    expected = plain_scores(model, lab.tokens(), lab.config)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8)
+    unlearned = subject(**changes, TTT_LORA_LR=0)
+    assert np.abs(found - unlearned.nats("score_ttt", lab.tokens(), model)).max() > 0.01
+    # In fp32, as a run computes: to a millionth of a nat in the mean.
+    in_fp32 = lab.nats("score_ttt", lab.tokens())
+    assert abs(in_fp32.mean() - expected.mean()) < 1e-6
+
+
+def test_without_learning_it_is_the_score_of_the_model_alone() -> None:
+    """With as much context as a document has, by one pass over each document."""
+    lab = subject(TTT_LORA_LR=0, EVAL_SEQ_LEN=64)
+    model = exact_model(lab)
+    tokens = lab.tokens()
+    found = lab.nats("score_ttt", tokens, model)
+    borders = [*np.flatnonzero(tokens == BOS_ID), len(tokens) - 1]
+    for begin, end in itertools.pairwise(borders):
+        row_T = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
+        with torch.no_grad():
+            expected = model.loss_per_token(model(row_T[None, :-1], longest=64)[0], row_T[1:])
+        np.testing.assert_allclose(found[begin:end], expected, atol=1e-9)
+
+
+# --- documents are alone ---
+
+
+def test_a_document_s_scores_do_not_depend_on_which_are_beside_it() -> None:
+    tokens = subject().tokens()
+    model = exact_model(subject())
+    alone = subject(TTT_BATCH_SIZE=1).nats("score_ttt", tokens, model)
+    for size in (2, 3, 64):
+        beside = subject(TTT_BATCH_SIZE=size).nats("score_ttt", tokens, model)
+        np.testing.assert_allclose(beside, alone, rtol=0, atol=1e-9)
+
+
+def test_other_text_in_the_other_documents_changes_no_bit() -> None:
+    lab = subject()
+    tokens = lab.tokens()
+    model = lab.model()
+    before = lab.nats("score_ttt", tokens, model)
+    borders = [*np.flatnonzero(tokens == BOS_ID), len(tokens)]
+    for begin, end in ((borders[1], borders[2]), (borders[3], borders[4])):
+        changed = np.where(tokens == BOS_ID, BOS_ID, 2 + (tokens + 3) % 9).astype(tokens.dtype)
+        changed[begin:end] = tokens[begin:end]
+        after = lab.nats("score_ttt", changed, model)
+        assert np.array_equal(after[begin : end - 1], before[begin : end - 1])
+        assert not np.array_equal(after, before)
+
+
+def test_first_weights_are_drawn_of_the_document_s_number_alone() -> None:
+    lab = subject(TTT_LORA_TARGETS=ALL, TTT_LORA_RANK=3)
+    model = lab.model()
+    several = DocumentAdapters(model, lab.config, np.array([4, 0, 9]))
+    alone = DocumentAdapters(model, lab.config, np.array([9]))
+    for name in lab.config.lora_targets:
+        assert torch.equal(several.a[name][:, 2], alone.a[name][:, 0])
+        assert not several.b[name].any()
+        # Within the bounds, and none like another.
+        a_NBRI = several.a[name].detach()
+        assert float(a_NBRI.abs().max()) <= 1 / math.sqrt(lab.config.model_dim)
+        assert len(a_NBRI.flatten().unique()) > 0.99 * a_NBRI.numel()
+    other_seed = dataclasses.replace(lab.config, seed=lab.config.seed + 1)
+    assert not torch.equal(DocumentAdapters(model, other_seed, np.array([9])).a["q"], alone.a["q"])
+
+
+def test_splitmix_has_the_published_numbers() -> None:
+    """The first three of seed 1234567, as in Rosetta Code and the generator's reference."""
+    state = torch.tensor([1_234_567])
+    found = []
+    for _ in range(3):
+        found.append(int(train_gpt.splitmix(state)) % 2**64)
+        state = state + train_gpt.SPLITMIX_STEP
+    assert found == [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]
+
+
+def test_drawn_numbers_are_uniform() -> None:
+    drawn = train_gpt.draw_uniform(torch.arange(8), 10_000).double()
+    assert -1 <= float(drawn.min()) < -0.999 and 0.999 < float(drawn.max()) < 1
+    assert drawn.mean(1).abs().max() < 0.03 and (drawn.square().mean(1) - 1 / 3).abs().max() < 0.02
+    assert torch.corrcoef(drawn).fill_diagonal_(0).abs().max() < 0.05
+
+
+# --- batches and ranks ---
+
+
+class Together(Machine):
+    """One of several ranks that are threads of this process."""
+
+    meeting: threading.Barrier
+    sums: list[Any]
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        self.sums[self.rank] = tensor.clone()
+        self.meeting.wait()
+        tensor.copy_(torch.stack(self.sums).sum(0))
+        self.meeting.wait()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_together_write_the_ledger_of_one(ranks: int) -> None:
+    lab = subject(TTT_BATCH_SIZE=2)
+    tokens = lab.tokens()
+    alone = lab.nats("score_ttt", tokens)
+    Together.meeting = threading.Barrier(ranks, timeout=60)
+    Together.sums = [None] * ranks
+    found: list[Any] = [None] * ranks
+
+    def score(rank: int) -> None:
+        of_rank = dataclasses.replace(lab, machine=Together(rank, ranks))
+        found[rank] = of_rank.nats("score_ttt", tokens)
+
+    threads = [threading.Thread(target=score, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(nats, alone) for nats in found)
+
+
+def scorer_of(lab: probes.Subject, tokens: np.ndarray, machine: Machine | None = None) -> DocumentScorer:
+    model = lab.model()
+    model.machine = machine or Machine()
+    return DocumentScorer(model, tokens, lab.config, Ledger(tokens))
+
+
+def test_batches_are_dealt_before_anything_is_scored_and_evenly() -> None:
+    lab = subject(TTT_BATCH_SIZE=4)
+    random = np.random.default_rng(0)
+    tokens = random.integers(2, 12, 20_000).astype(np.uint16)
+    tokens[np.unique(random.integers(0, len(tokens), 300))] = BOS_ID
+    whole = scorer_of(lab, tokens)
+    all_batches = [batch.tolist() for batch in whole.batches()]
+    assert sorted(itertools.chain(*all_batches)) == list(range(len(whole.begins)))
+    lengths = [whole.lengths[number] for batch in all_batches for number in batch]
+    assert lengths == sorted(lengths, reverse=True)
+    dealt = []
+    costs = []
+    for rank in range(8):
+        mine = scorer_of(lab, tokens, Machine(rank, 8)).batches_of_rank()
+        dealt += [batch.tolist() for batch in mine]
+        costs.append(sum(whole.cost_tokens(batch) for batch in mine))
+    assert sorted(dealt) == sorted(all_batches)
+    assert max(costs) < 1.1 * min(costs)
+
+
+def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
+    lab = subject(TTT_EARLY_CHUNKS="8:2,20:5", EVAL_SEQ_LEN=16)
+    tokens = np.full(200, 3, np.uint16)
+    tokens[[0, 150]] = BOS_ID
+    scorer = scorer_of(lab, tokens)
+    of_both = [(chunk.first, chunk.start, chunk.stop) for chunk in scorer.chunks(np.array([0, 1]))]
+    of_shorter = [(chunk.first, chunk.start, chunk.stop) for chunk in scorer.chunks(np.array([1]))]
+    assert of_shorter == of_both[: len(of_shorter)]
+    assert [stop - start for _, start, stop in of_both[:8]] == [2, 2, 2, 2, 5, 5, 5, 8]
+    assert all(stop - first == min(stop, 16) for first, _, stop in of_both)
+    rows = [(chunk.rows, chunk.learning) for chunk in scorer.chunks(np.array([0, 1]))]
+    assert rows[0] == (2, 2) and rows[-1] == (1, 0) and sorted(rows, reverse=True) == rows
+
+
+# --- what is learned from ---
+
+
+def test_a_step_learns_from_what_the_ledger_gives_out_and_from_no_last_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = subject(TTT_EARLY_CHUNKS="")
+    given: list[tuple[int, int]] = []
+    steps = [0]
+    original = Ledger.scored_tokens
+
+    def watched(ledger: Ledger, start: int, stop: int) -> np.ndarray:
+        given.append((start, stop))
+        return original(ledger, start, stop)
+
+    step = torch.optim.AdamW.step
+
+    def counted(optimizer: Any, *rest: Any) -> Any:
+        steps[0] += 1
+        return step(optimizer, *rest)
+
+    monkeypatch.setattr(Ledger, "scored_tokens", watched)
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    tokens = lab.tokens()
+    lab.nats("score_ttt", tokens)
+    borders = [*np.flatnonzero(tokens == BOS_ID), len(tokens) - 1]
+    expected = []
+    for begin, end in itertools.pairwise(borders):
+        expected += [(start + 1, start + 9) for start in range(begin, end - 8, 8)]
+    assert sorted(given) == sorted(expected)
+    assert steps[0] < len(expected), "the documents of a batch take a step together"
+
+
+def test_weights_stay_as_they_are_and_have_no_gradients() -> None:
+    lab = subject()
+    model = lab.model()
+    before = copy.deepcopy(model.state_dict())
+    lab.nats("score_ttt", lab.tokens(), model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+
+
+# --- odd texts ---
+
+
+@pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS", "two tokens", "BOS last"])
+def test_odd_texts_are_scored_whole(kind: str) -> None:
+    lab = subject()
+    tokens = lab.tokens()
+    tokens[tokens == BOS_ID] = 3
+    at = {"no BOS": [], "only BOS": range(150), "late BOS": [77, 78], "two tokens": [0], "BOS last": [0, 149]}
+    tokens[list(at[kind])] = BOS_ID
+    if kind == "two tokens":
+        tokens = tokens[:2]
+    model = exact_model(lab)
+    found = lab.nats("score_ttt", tokens, model)
+    np.testing.assert_allclose(found, plain_scores(model, tokens, lab.config), atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", ["sgd", "lora"])
+def test_a_longer_context_than_in_training_is_used(mode: str) -> None:
+    short = subject(TTT_MODE=mode, TTT_CHUNK_TOKENS=64)
+    long = subject(TTT_MODE=mode, TTT_CHUNK_TOKENS=64, EVAL_SEQ_LEN=64)
+    tokens = short.tokens()
+    model = short.model()
+    before = short.nats("score_ttt", tokens, model)
+    after = long.nats("score_ttt", tokens, model)
+    assert np.isfinite(after).all() and abs(after[90] - before[90]) > 1e-3
+    # The first token is alone in both, and has no position to be told from.
+    assert abs(after[0] - before[0]) < 1e-5
+
+
+# --- off ---
+
+
+def test_a_forward_pass_without_adapters_is_the_same_bits_as_with_idle_ones() -> None:
+    lab = subject(TTT_LORA_TARGETS=ALL)
+    model = lab.model()
+    ids_BT = torch.from_numpy(lab.tokens()[:64].astype(np.int64)).view(4, 16)
+    idle = DocumentAdapters(model, lab.config, np.arange(4))
+    with torch.no_grad():
+        without = model(ids_BT)
+        assert torch.equal(model(ids_BT, None, True, None, idle.of_visits(4)), without)
+        targets_N = ids_BT.flatten()
+        plain = model.loss_per_token(without.flatten(0, 1), targets_N)
+        added = idle.added_logits(without)
+        assert torch.equal(model.loss_per_token(without.flatten(0, 1), targets_N, added), plain)
+
+
+@pytest.mark.slow
+def test_compiled_scores_are_the_same() -> None:
+    plain = subject()
+    compiled = dataclasses.replace(plain, machine=Machine(compiled=True))
+    found = compiled.nats("score_ttt", compiled.tokens())
+    np.testing.assert_allclose(found, plain.nats("score_ttt", plain.tokens()), atol=2e-4)
+
+
+def test_all_that_is_compiled_is_compiled_before_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row and several, with gradients and without: what a graph is made for."""
+    lab = subject()
+    model = lab.model()
+    seen: list[tuple[bool, bool]] = []
+
+    class Noting(Machine):
+        def compile(self, function: Any, **options: Any) -> Any:
+            def noted(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> Any:
+                if options.get("dynamic"):
+                    seen.append((torch.is_grad_enabled(), len(inputs_BT) > 1))
+                return function(model, inputs_BT, *rest)
+
+            return noted
+
+    model.machine = Noting(compiled=True)
+    tokens = lab.tokens()
+    train_gpt.compile_evaluation(model, lab.config, tokens)
+    before = set(seen)
+    lab.nats("score_ttt", tokens, model)
+    assert set(seen) == before == {(False, False), (False, True), (True, False), (True, True)}
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"TTT_LORA_TARGETS": "q,q"}, "TTT_LORA_TARGETS each once"),
+        ({"TTT_LORA_TARGETS": "q,w"}, "expected printable text like 'q,k,v,o,mlp,head'"),
+        ({"TTT_EARLY_CHUNKS": "20:2,8:5"}, "rising numbers before the colons"),
+        ({"TTT_EARLY_CHUNKS": "8"}, "TTT_EARLY_CHUNKS='8'"),
+        ({"TTT_CHUNK_SIZE": "17"}, "TTT_CHUNK_SIZE and sizes of TTT_EARLY_CHUNKS <= EVAL_SEQ_LEN"),
+        ({"TTT_EARLY_CHUNKS": "8:17"}, "TTT_CHUNK_SIZE and sizes of TTT_EARLY_CHUNKS <= EVAL_SEQ_LEN"),
+        ({"TTT_LORA_RANK": "0"}, "TTT_LORA_RANK='0'"),
+        ({"TTT_MODE": "both"}, "expected sgd or lora"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused_by_name(given: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        subject(**given)
+
+
+def test_each_mode_has_rules_of_its_own() -> None:
+    """No sliding window is needed for documents, and long chunks of documents are no matter with SGD."""
+    assert subject(EVAL_STRIDE=0).config.eval_stride == 0
+    assert subject(TTT_MODE="sgd", TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
+    with pytest.raises(ConfigError, match="TTT_CHUNK_TOKENS"):
+        subject(TTT_MODE="sgd", EVAL_STRIDE=0)
+
+
+def test_settings_of_the_other_mode_are_told_of() -> None:
+    given = {"TTT_LORA_RANK": "8", "TTT_LR": "0.1"}
+    (note,) = train_gpt.read_settings({**given, "TTT_MODE": "sgd"}).notes
+    assert note == "note: TTT_LORA_RANK=8: no effect with TTT_MODE=sgd; it is of TTT_MODE=lora"
+    (note,) = train_gpt.read_settings({**given, "TTT_MODE": "lora"}).notes
+    assert note == "note: TTT_LR=0.1: no effect with TTT_MODE=lora; it is of TTT_MODE=sgd"
