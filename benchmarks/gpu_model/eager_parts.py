@@ -112,11 +112,11 @@ def measure_head(tracer: Tracer, model: Any, config: Any) -> dict[str, Any]:
     return summarize(f"head in scoring, {SCORED_TARGETS} targets, eager", recorder)
 
 
-def measure_test_time_step(tracer: Tracer, model: Any) -> dict[str, Any]:
+def measure_test_time_step(tracer: Tracer, model: Any, world_size: int) -> dict[str, Any]:
     """What a step of test-time training does after its backward pass: all-reduce, clip, SGD."""
     import torch
-    import torch.distributed as dist
 
+    from benchmarks.gpu_model import subject
     from benchmarks.gpu_model.accounting import Watch
 
     parameters = list(model.parameters())
@@ -124,8 +124,7 @@ def measure_test_time_step(tracer: Tracer, model: Any) -> dict[str, Any]:
     give_gradients(model)
     recorder = tracer.recorder()
     with Watch(recorder):
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad)
+        subject.add_up_gradients(parameters, world_size)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         sgd.step()
         sgd.zero_grad()
@@ -196,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "optimizer_1_rank": measure_optimizer(tracer, model, config, 1),
             "hessians": measure_hessians(tracer, model, config),
             "head": measure_head(tracer, model, config),
-            "test_time_step": measure_test_time_step(tracer, model),
+            "test_time_step": measure_test_time_step(tracer, model, options.world),
             "gptq": measure_gptq(tracer, model),
         }
     dist.destroy_process_group()

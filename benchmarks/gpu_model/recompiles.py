@@ -33,7 +33,7 @@ def count_graphs(options: argparse.Namespace) -> dict[str, int]:
     from benchmarks.gpu_model import subject
 
     with tracer.fake_mode:
-        reloaded = subject.model(config, options.attention, options.mlp)
+        reloaded = subject.model(config, options.attention, options.mlp, options.heads)
         copied = copy.deepcopy(reloaded)
     tracer.start("recompiles")
 

@@ -185,6 +185,11 @@ def optimizer_step(of: Any) -> None:
     of.step(1.0, 0.95, 100)
 
 
+def add_up_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
+    """What test-time training sends between ranks before each of its steps."""
+    train_gpt.add_up_gradients(parameters, train_gpt.Machine(rank=0, world_size=world_size))
+
+
 def collect_hessians(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> None:
     """The Hessians of one micro-batch on one rank."""
     batch = train_gpt.Batch(inputs_BT=inputs_BT, targets_BT=inputs_BT, starts=starts)

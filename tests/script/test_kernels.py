@@ -7,12 +7,14 @@ Triton is first imported; with a GPU the same tests run the compiled kernel, in 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,32 @@ def test_what_tma_cannot_read_is_refused(dim: int, hidden: int, skipped: int) ->
     x_ND = torch.cat((x_ND.new_zeros(skipped), x_ND.flatten()))[skipped:].view_as(x_ND)
     with pytest.raises(ValueError, match=f"16 bytes; got {dim} and {hidden} columns"):
         train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
+
+
+@needs_runnable_kernels
+def test_the_product_of_the_forward_pass_may_lie_anywhere() -> None:
+    """The derivative reads it row by row; other layouts are brought into order, or refused."""
+    d_out_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
+    pre_NF = d_out_ND @ up_FD.t()
+    (expected,) = train_gpt.linear_leaky_square(d_out_ND, down_DF.t(), pre_NF, 0.5)
+    strided = pre_NF.t().contiguous().t()
+    assert not strided.is_contiguous()
+    (found,) = train_gpt.linear_leaky_square(d_out_ND, down_DF.t(), strided, 0.5)
+    assert torch.equal(found, expected)
+    beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
+    with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
+        train_gpt.linear_leaky_square(d_out_ND, down_DF.t(), beside, 0.5)
+
+
+@needs_runnable_kernels
+def test_the_allocator_of_the_kernel_keeps_no_tensor_alive() -> None:
+    """Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long."""
+    x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
+    train_gpt.linear_leaky_square(x_ND, up_FD, None, 0.5)
+    operand = weakref.ref(x_ND)
+    del x_ND
+    gc.collect()
+    assert operand() is None
 
 
 @needs_runnable_kernels
@@ -539,6 +567,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import train_gpt
 
+triton.knobs.nvidia.dump_ptxas_log = True
+
 def build(kernel, types, constants, capability, **options):
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind != "fp32"}
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
@@ -583,7 +613,8 @@ print("compiled")
     ["90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "89", "100", "120"))],
 )
 def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
-    """Triton's compiler needs no GPU. Tiles fit in shared memory; Hopper gets TMA and its tensor cores."""
+    """Triton's compiler needs no GPU. Tiles fit in shared memory and in registers; Hopper gets TMA and its
+    tensor cores."""
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
     environment = {
         **os.environ,
@@ -593,7 +624,9 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
     }
     command = [sys.executable, "-c", COMPILE, capability]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and done.stdout.strip() == "compiled", done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
+    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
+    assert spilled == [("0", "0")] * 8  # two tiles of the MLP, heads and XSA, each forward and backward
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or

@@ -229,6 +229,7 @@ def test_the_column_of_gptq_that_is_measured_launches_as_much_as_the_real_one() 
     with LaunchCounter() as counter:
         eager_parts.quantize_column(work_NRC, scales_NR, upper_NCC, 4)
     assert 16 * counter.count == launches_of_quantizer(24) - launches_of_quantizer(8)
+    assert counter.count <= 8  # what bounds GPTQ on a GPU is how many there are
 
 
 # ======================================================================================================

@@ -1,0 +1,336 @@
+"""What a run asks of a GPU, seen without one: what it waits for, what it compiles, and when it stops.
+
+Nothing here runs on a device: graphs are traced and give zeros, and time is counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_gpt
+from tests.support.models import random_batches, tiny_config
+from train_gpt import GPT, Config, Kernels, Machine, StepResult
+
+# --- no step waits for the device ---
+
+# What needs values before the host can go on: on a GPU each waits for all that was asked for before.
+WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim",
+           "bincount", "allclose", "item")  # fmt: skip
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses operations whose result depends on the values of a tensor; counts the others."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        name = operation.overloadpacket.__name__
+        assert name not in WAITING, f"{operation} makes the host wait for the device"
+        self.count += 1
+        return operation(*arguments, **(keywords or {}))
+
+
+def refuse_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a tensor is already where it is fetched to: only the call can be seen."""
+    for name in ("cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(Tensor, name, lambda *_, name=name: pytest.fail(f"Tensor.{name} waits"))
+
+
+def training_of(config: Config) -> Any:
+    """A training in its first steps, with batches that are on the device already."""
+    machine = Machine()
+    model = train_gpt.build_model(config)
+    batches = itertools.cycle(random_batches(config))
+    loader = SimpleNamespace(micro_steps=2, next_batch=lambda: next(batches), epoch=1)
+    timer = train_gpt.StepTimer(0, machine.on_gpu)
+    run = SimpleNamespace(machine=machine, training=True)
+    return SimpleNamespace(
+        config=config, run=run, loader=loader, timer=timer, trace=timer.trace, model=model,
+        loss=GPT.loss, optimizer=train_gpt.Optimizer(model, config, machine), step=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.9])
+def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without recurrence and with it, gradients clipped and weights averaged."""
+    training = training_of(tiny_config(GRAD_CLIP_NORM=0.3))
+    refuse_fetching(monkeypatch)
+    with NoWaits() as operations:
+        values = train_gpt.train_step(training, progress)
+    assert values.shape == (2,) and operations.count > 500
+
+
+def test_a_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = training_of(tiny_config())
+    monkeypatch.setattr(train_gpt, "squared_norm", lambda tensors: torch.tensor(tensors[0].sum().item()))
+    with pytest.raises(AssertionError, match="makes the host wait"), NoWaits():
+        train_gpt.train_step(training, 0.0)
+
+
+# --- what is compiled, and when ---
+
+
+def outputs_of(graph: Any) -> list[Any]:
+    """What a traced graph returns: of tensors their shape, strides and dtype."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    found = []
+    for node in output.args[0]:
+        value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+        if isinstance(value, Tensor):
+            shape = [number(size) for size in value.shape]
+            strides = [number(stride) for stride in value.stride()]
+            found.append((shape, strides, value.dtype))
+        else:
+            found.append(number(value))
+    return found
+
+
+def number(size: Any) -> Any:
+    """A size as it was in the traced batch; `int` would make the graph one of this size alone."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+class Compiler(Machine):
+    """A machine that traces whole graphs, forward and backward, and counts them; none of them is run."""
+
+    graphs: list[Any] = []  # noqa: RUF012  (of all, as they are compared by value)
+
+    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        if function is train_gpt.orthogonalize:
+            return function
+        return torch.compile(function, backend=self.backend(), **{**options, "fullgraph": True})
+
+    @staticmethod
+    def backend() -> Callable[..., Any]:
+        """The same function each time, as Dynamo looks for what it compiled by it."""
+        return trace_alone
+
+
+def note_graph(graph: Any, _: Any) -> Callable[..., Any]:
+    """A compiler that notes the graph, and returns zeros in its place."""
+    Compiler.graphs.append(graph)
+    outputs = outputs_of(graph)
+
+    def run(arguments: list[Any]) -> list[Any]:
+        arguments.clear()
+        made = []
+        for value in outputs:
+            if isinstance(value, tuple):
+                shape, strides, dtype = value
+                value = torch.empty_strided(shape, strides, dtype=dtype).zero_()
+            made.append(value)
+        return made
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def trace_alone(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=note_graph)(graph, inputs)
+
+
+@pytest.fixture
+def new_graphs() -> Iterator[Callable[[], int]]:
+    """How many graphs, forward and backward ones, were traced since it was last asked."""
+    torch._dynamo.reset()
+    Compiler.graphs.clear()
+
+    def count() -> int:
+        found = len(Compiler.graphs)
+        Compiler.graphs.clear()
+        return found
+
+    yield count
+    torch._dynamo.reset()
+
+
+def on_gpu_kernels() -> Kernels:
+    """What `auto` takes on an H100 without FlashAttention-3, made anew as at each start."""
+    attend = train_gpt.load_attention("varlen")
+    return Kernels(attend, train_gpt.mlp_fused, train_gpt.heads_fused, train_gpt.xsa_fused, [])
+
+
+OUR_KERNELS = ("linear_leaky_square", "heads", "xsa")  # of the forward pass
+
+
+def assert_kernels_in(graph: Any, visits: int) -> None:
+    """Attention and our own kernels, each once a visit, with no form of theirs in other operations."""
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    for name in ("torch_attn._varlen_attn", *(f"train_gpt.{ours}" for ours in OUR_KERNELS)):
+        assert calls.count(f"{name}.default") == visits, name
+
+
+def test_attention_of_torch_and_all_kernels_are_one_graph(new_graphs: Callable[[], int]) -> None:
+    """Forward and backward pass, whatever number of documents."""
+    config = tiny_config(NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, ROPE_DIMS=8)
+    machine = Compiler(dtype=torch.bfloat16, compiled=True)
+    model = train_gpt.ready_model(train_gpt.build_model(config), machine, on_gpu_kernels())
+    loss_of = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+    for batch, every in zip(random_batches(config, count=2), (9, 5), strict=True):
+        batch.inputs_BT[:, ::every] = train_gpt.BOS_ID
+        starts = train_gpt.starts_on_device(batch.inputs_BT, config)
+        loss_of(model, batch.inputs_BT, batch.targets_BT, starts, False).backward()
+    assert_kernels_in(Compiler.graphs[0], visits=1)
+    assert new_graphs() == 2
+
+
+@pytest.mark.slow
+def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
+    new_graphs: Callable[[], int],
+) -> None:
+    """Train, validate, reload, copy, learn, score: torch's own packed attention and all our kernels."""
+    config = tiny_config(
+        MODEL_DIM=32, TRAIN_SEQ_LEN=64, MICRO_BATCH_TOKENS=256, TTT_ENABLED=1, TTT_CHUNK_TOKENS=256,
+        TTT_BATCH_SEQS=2, EVAL_STRIDE=16, VAL_BATCH_SIZE=2048, ROPE_DIMS=8,
+    )  # fmt: skip
+    machine = Compiler(dtype=torch.bfloat16, compiled=True)
+    tokens = np.random.default_rng(0).integers(1, config.vocab_size, 1500).astype(np.uint16)
+
+    # Training: a graph without recurrence and one with it, each with its backward pass.
+    model = train_gpt.ready_model(train_gpt.build_model(config), machine, on_gpu_kernels())
+    loss_of = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+    for batch, looping in itertools.product(random_batches(config, count=3), (False, True)):
+        batch.inputs_BT[:, :: 5 + len(Compiler.graphs)] = train_gpt.BOS_ID  # each time other documents
+        starts = train_gpt.starts_on_device(batch.inputs_BT, config)
+        loss_of(model, batch.inputs_BT, batch.targets_BT, starts, looping).backward()
+    assert_kernels_in(Compiler.graphs[0], visits=config.num_layers)
+    assert new_graphs() == 4
+
+    # Validation inside training: a forward pass with each.
+    for looping in (False, True, False):
+        train_gpt.score_roundtrip(model, tokens, config, looping=looping)
+    assert new_graphs() == 2
+
+    # A reloaded model is another object with the same graphs.
+    reloaded = GPT(config, seed=None)
+    reloaded.load_state_dict(model.state_dict())
+    train_gpt.ready_model(reloaded, machine, on_gpu_kernels())
+    train_gpt.score_roundtrip(reloaded, tokens, config)
+    assert new_graphs() == 0
+
+    # Before the clock of evaluation: sliding windows and those of test-time training have other shapes.
+    train_gpt.compile_evaluation(reloaded, config, tokens)
+    assert 2 <= new_graphs() <= 4
+    for score in (train_gpt.score_roundtrip, train_gpt.score_sliding, train_gpt.score_ttt):
+        score(reloaded, tokens, config)
+        assert new_graphs() == 0, score
+    train_gpt.score_ttt(copy.deepcopy(reloaded), tokens[:900], config)
+    assert new_graphs() == 0
+
+
+# --- the clock ---
+
+
+class Device:
+    """A device that does its steps one after another, while the host runs ahead; time is counted."""
+
+    def __init__(self, plain_seconds: float, looped_seconds: float) -> None:
+        self.seconds = {False: plain_seconds, True: looped_seconds}
+        self.now = 0.0  # of the host
+        self.free = 0.0  # when the device has done all it was asked for
+        self.looped = 0  # steps with recurrence
+
+    def step(self, training: Any, progress: float, val_ms: float = 0.0) -> Any:
+        """In the place of `train_step`: 2 ms for the host to ask, and a device that is busy for longer."""
+        self.now += 0.002
+        looping = train_gpt.loop_is_on(progress, training.config)
+        self.looped += looping
+        self.free = max(self.free, self.now) + self.seconds[looping]
+        return torch.zeros(2)
+
+    def record_event(self) -> Any:
+        ends = self.free
+
+        def synchronize() -> None:
+            self.now = max(self.now, ends)
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+class OnGpu(Machine):
+    """A CPU that calls itself a GPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return True
+
+
+def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
+    """`train` by this device; the steps it took."""
+    unread: list[StepResult] = []
+    run = SimpleNamespace(machine=OnGpu(), stop_signal=0)
+    training: Any = SimpleNamespace(config=config, run=run, step=0, unread=unread)
+    # `seconds` is asked for again and again.
+    training = type("Clocked", (SimpleNamespace,), {"seconds": property(lambda _: device.now)})(
+        **vars(training)
+    )
+    monkeypatch.setattr(train_gpt, "train_step", device.step)
+    monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
+    monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
+    train_gpt.train(training)
+    return training.step
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("switch", [0.35, 0.5, 0.8])
+def test_training_ends_in_time_although_recurrence_makes_steps_longer(
+    slower: float, switch: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is two steps behind, and the host learns late that its steps have become longer."""
+    plain_seconds = 0.1
+    config = tiny_config(
+        MAX_WALLCLOCK_SECONDS=12, GPTQ_RESERVE_SECONDS=2, ITERATIONS=10_000, ENABLE_LOOPING_AT=switch,
+        TRAIN_LOG_EVERY=0,
+    )  # fmt: skip
+    device = Device(plain_seconds, slower * plain_seconds)
+    steps = train_on(device, config, monkeypatch)
+    limit = config.max_wallclock_seconds - config.gptq_reserve_seconds
+    assert steps > device.looped >= 4
+    assert device.free <= limit, "training runs into the time kept for calibration"
+    # And no more than a few steps are given away.
+    assert device.free >= limit - 4 * slower * plain_seconds
+
+
+def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one moment at which a longer step cannot be known before it is over."""
+    for switch in np.linspace(0.94, 1.0, 25):
+        config = tiny_config(
+            MAX_WALLCLOCK_SECONDS=12, GPTQ_RESERVE_SECONDS=2, ITERATIONS=10_000,
+            ENABLE_LOOPING_AT=round(float(switch), 4), TRAIN_LOG_EVERY=0,
+        )  # fmt: skip
+        device = Device(0.1, 0.2)
+        train_on(device, config, monkeypatch)
+        assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
+
+
+# --- kernels are chosen once ---
+
+COUNTED_CHOICES = """
+import torch
+vjp = torch.autograd.functional.vjp
+def counted(*given, **more):
+    print("a form is looked at", flush=True)
+    return vjp(*given, **more)
+torch.autograd.functional.vjp = counted
+"""
+
+
+def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
+    """Chosen anew at reload, a form that trained could be another one than the one that scores."""
+    forms_and_definitions = 3 * 2  # attention, MLP, heads
+    ended = lab.succeed(fault=COUNTED_CHOICES)
+    assert ended.out.count("a form is looked at") == forms_and_definitions
