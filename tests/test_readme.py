@@ -6,12 +6,10 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import tiny
 from tests.support.processes import Ended, Lab
 from tools import docs
 from tools.markdown import refresh
@@ -77,14 +75,6 @@ def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
     assert "kernels" in names and [n for n in names if not (repo / "benchmarks" / f"{n}.py").is_file()] == []
 
 
-LOSS = """
-import torch, train_gpt
-ids_BT = torch.arange(65).view(1, -1) % 64
-model = train_gpt.build_model(train_gpt.Config.from_env(SETTINGS))
-print(model.loss(ids_BT[:, :-1], ids_BT[:, 1:]).item())
-""".replace("SETTINGS", repr(tiny.environment()))
-
-
 def train_losses(ended: Ended) -> list[float]:
     return [event["train_loss"] for event in ended.events if event["event"] == "train"]
 
@@ -93,24 +83,10 @@ def test_the_technique_of_the_readme_works_and_its_off_is_off(
     readme: str, repo: Path, tmp_path: Path, lab: Lab, finished: Ended
 ) -> None:
     patch = readme.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
-    with_it, without = tmp_path / "with", tmp_path / "without"
-    for folder in (with_it, without):
-        folder.mkdir()
-        shutil.copy(repo / "train_gpt.py", folder)
-    subprocess.run(["git", "apply", "-C1", "-"], cwd=with_it, input=patch, text=True, check=True)
-    losses = [
-        subprocess.run(
-            [sys.executable, "-c", LOSS], cwd=folder, check=True, capture_output=True, text=True
-        ).stdout
-        for folder in (with_it, without)
-    ]
-    assert losses[0] == losses[1]
-    script = with_it / "train_gpt.py"
+    shutil.copy(repo / "train_gpt.py", tmp_path)
+    subprocess.run(["git", "apply", "-C1", "-"], cwd=tmp_path, input=patch, text=True, check=True)
+    script = tmp_path / "train_gpt.py"
     off = lab.elsewhere("off").succeed(script=script, EVAL_STRIDE=0, TTT_ENABLED=0)
     assert train_losses(off) == train_losses(finished)
     on = lab.elsewhere("on").succeed(script=script, EVAL_STRIDE=0, TTT_ENABLED=0, Z_LOSS=0.01)
     assert all(one > other for one, other in zip(train_losses(on), train_losses(off), strict=True))
-    (test,) = (with_it / "tests").rglob("test_*.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", str(test)]
-    done = subprocess.run(command, cwd=with_it, capture_output=True, text=True)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

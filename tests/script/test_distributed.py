@@ -176,20 +176,25 @@ def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
     assert ended[0].err.splitlines()[-1] == PEER_IS_GONE
 
 
-@pytest.mark.parametrize("place", ["step:2/", "final_int6_roundtrip_exact"])
-def test_a_rank_that_stalls_ends_its_peers(place: str, lab: Lab) -> None:
-    steps = 100000 if place == "step:2/" else 3
-    ranks = lab.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=15)
-    ranks[0].wait_for(place)
-    ranks[1].send(signal.SIGSTOP)
+def test_a_rank_that_stalls_ends_its_peers(lab: Lab) -> None:
+    """In training and in evaluation, side by side: each waits out its timeout."""
+    runs = {}
+    for place, steps in (("step:2/", 100000), ("final_int6_roundtrip_exact", 3)):
+        folder = lab.elsewhere(f"run{steps}")
+        runs[place] = folder.ranks(2, ITERATIONS=steps, EVAL_STRIDE=1, PEER_TIMEOUT_SECONDS=15)
+    for place, ranks in runs.items():
+        ranks[0].wait_for(place)
+        ranks[1].send(signal.SIGSTOP)
     begin_s = time.monotonic()
-    try:
-        ended = ranks[0].wait(TOGETHER_SECONDS)
-    finally:
-        ranks[1].send(signal.SIGKILL)
-        ranks[1].wait()
-    assert ended.status == 1 and time.monotonic() - begin_s > 10.0
-    assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
+    for ranks in runs.values():
+        try:
+            ended = ranks[0].wait(TOGETHER_SECONDS)
+        finally:
+            ranks[1].send(signal.SIGKILL)
+            ranks[1].wait()
+        assert ended.status == 1
+        assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
+    assert time.monotonic() - begin_s > 10.0  # none of them gave up at once
 
 
 HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(

@@ -804,7 +804,8 @@ def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits none
 from pathlib import Path
 import train_gpt
 from tests.support.loaders import make_config, write_shards

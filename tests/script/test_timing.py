@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import train_gpt
+from tests.support.clock import signal_at_step
 from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, FakeGpu
 from tests.support.processes import REPO, SCRIPT, Ended, Lab, results
 from tests.support.waiting import wait_until
@@ -467,16 +468,13 @@ def test_valid_when_the_run_is_killed(lab: Lab) -> None:
 
 
 def test_a_signal_ends_the_run_as_without_it_and_a_resumed_run_goes_on_with_the_file(lab: Lab) -> None:
-    changes = {"ITERATIONS": 400, "CHECKPOINT_EVERY_SECONDS": 1000, "TRACE_STEPS": "1:1000"}
-    run = lab.start(**changes)
-    run.wait_for("step:10/400")
-    run.send(signal.SIGTERM)
-    ended = run.wait()
+    changes = {"ITERATIONS": 20, "CHECKPOINT_EVERY_SECONDS": 1000, "TRACE_STEPS": "1:1000"}
+    ended = lab.run(fault=signal_at_step(12), **changes)
     assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
     recorded = steps(read(ended.directory / "trace_rank0.json"))
-    assert 10 <= len(recorded) < 400 and recorded == [*range(1, len(recorded) + 1)]
+    assert recorded == [*range(1, 13)]
     again, events = traced(lab, RESUME=ended.directory, **{**changes, "EVAL_STRIDE": 0, "TTT_ENABLED": 0})
-    assert again.directory == ended.directory and steps(events) == [*range(1, 401)]
+    assert again.directory == ended.directory and steps(events) == [*range(1, 21)]
 
 
 def test_every_rank_has_its_file(lab: Lab, finished: Ended) -> None:

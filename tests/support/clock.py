@@ -5,17 +5,21 @@ from __future__ import annotations
 FORWARD_SECONDS = 0.01
 
 # To be run before the script: every forward pass takes FORWARD_SECONDS of the clock that the script reads,
-# nothing else takes any. SIGNAL_AT, when not 0: the process sends itself SIGTERM in this step.
+# nothing else takes any.
 COUNTED_CLOCK = """
-import signal, time, torch
+import time, torch
 now = [0.0]
-steps = [0]
 time.perf_counter = lambda: now[0]
 embedding = torch.nn.functional.embedding
 def counted(*given, **more):
     now[0] += FORWARD_SECONDS
     return embedding(*given, **more)
 torch.nn.functional.embedding = counted
+"""
+
+# To be run before the script: the process sends itself SIGTERM in this step, whenever that comes.
+SIGNAL = """
+import signal, torch
 step = torch.optim.AdamW.step
 def step_and_signal(self, *given):
     result = step(self, *given)
@@ -27,7 +31,12 @@ torch.optim.AdamW.step = step_and_signal
 """
 
 
+def signal_at_step(number: int) -> str:
+    """Python that lets a process stop itself in a step, which lies behind WARMUP_STEPS: SIGNAL."""
+    return SIGNAL.replace("SIGNAL_AT", str(number))
+
+
 def counted_clock(signal_at: int = 0, forward_seconds: float = FORWARD_SECONDS) -> str:
-    """Python that gives a process this clock: COUNTED_CLOCK. `signal_at` lies behind WARMUP_STEPS."""
+    """Python that gives a process this clock: COUNTED_CLOCK; with `signal_at`, `signal_at_step` as well."""
     program = COUNTED_CLOCK.replace("FORWARD_SECONDS", str(forward_seconds))
-    return program.replace("SIGNAL_AT", str(signal_at))
+    return program + signal_at_step(signal_at) if signal_at else program
