@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -803,50 +804,54 @@ def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
         loader.next_batch()
 
 
+ENDS: list[tuple[str, Any, int]] = [
+    ("", None, 0),
+    ("raise RuntimeError('step')", None, 1),
+    ("sys.exit(3)", None, 3),
+    ("while True: time.sleep(1)", signal.SIGINT, -signal.SIGINT),
+    ("while True: loader.next_batch()", signal.SIGINT, -signal.SIGINT),
+    ("while True: loader.next_batch()", signal.SIGTERM, -signal.SIGTERM),
+]
+# A fork of a fresh interpreter for each end, which leaves as Python does: by the end of the program.
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time, torch._dynamo, torch._refs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits none
 from pathlib import Path
 import train_gpt
 from tests.support.loaders import make_config, write_shards
 shards = write_shards(Path({folder!r}))
-loader = train_gpt.Loader(make_config(loader_timeout_seconds=1000), shards, train_gpt.Machine())
-loader.next_batch()
-print("ready", flush=True)
-{end}
+for end, sent in {ends!r}:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        loader = train_gpt.Loader(make_config(loader_timeout_seconds=1000), shards, train_gpt.Machine())
+        loader.next_batch()
+        os.write(writing, b"ready")
+        exec(end)
+        break
+    os.read(reading, 5)
+    if sent:
+        os.kill(child, sent)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    "end,sent,code",
-    [
-        ("", None, 0),
-        ("raise RuntimeError('step')", None, 1),
-        ("sys.exit(3)", None, 3),
-        ("while True: time.sleep(1)", signal.SIGINT, -signal.SIGINT),
-        ("while True: loader.next_batch()", signal.SIGINT, -signal.SIGINT),
-        ("while True: loader.next_batch()", signal.SIGTERM, -signal.SIGTERM),
-    ],
-)
-def test_a_process_that_never_closes_ends(tmp_path: Path, end: str, sent: Any, code: int) -> None:
+def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
     """Normal end, error, exit, Ctrl-C and SIGTERM, without close(): it ends long before its timeout."""
-    script = SCRIPT.format(folder=str(tmp_path / "data"), end=end)
+    ends = [(end, sent and int(sent)) for end, sent, _ in ENDS]
+    script = SCRIPT.format(folder=str(tmp_path / "data"), ends=ends)
     path = os.pathsep.join([str(Path(train_gpt.__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert process.stdout is not None and process.stderr is not None
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
+    )  # fmt: skip
     try:
-        assert process.stdout.readline() == b"ready\n", process.stderr.read().decode()
-        if sent is not None:
-            process.send_signal(sent)
-        process.communicate(timeout=DEADLINE_SECONDS)
+        out, err = process.communicate(timeout=4 * DEADLINE_SECONDS)
     finally:
-        process.kill()
-    assert process.returncode == code
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the one that hangs
+    assert process.returncode == 0, err
+    assert [int(code) for code in out.split()] == [code for _, _, code in ENDS], err
 
 
 # -- long runs -----------------------------------------------------------------------------------------------
