@@ -150,6 +150,19 @@ def test_guarded_imports_and_programs(tmp_path: Path) -> None:
     assert [call.name for call in source.subprocess_calls(script)] == ["lrzip"]
 
 
+def test_one_of_several_ways_is_no_unguarded_import(tmp_path: Path) -> None:
+    """A function that loads what it is asked for is not stopped by what is not installed; a module is."""
+    chosen = "    if name:\n        import_module('flash_attn_interface')\n    else:\n        name = ''\n"
+    (tmp_path / "a.py").write_text(f"def load(name):\n{chosen}\nif FAST:\n    import flash_attn\n")
+    found = {call.name: call.detail for call in source.imports(read_script(tmp_path / "a.py"))}
+    assert found == {"flash_attn_interface": "guarded", "flash_attn": ""}
+
+
+def test_our_script_needs_no_optional_package(repo: Path) -> None:
+    optional = [call for call in source.imports(read_script(repo / "train_gpt.py")) if "flash" in call.name]
+    assert len(optional) == 2 and all(call.detail == "guarded" for call in optional)
+
+
 def _closure_of(folder: Path) -> set[str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     scripts = {path: read_script(path) for path in files if path.suffix == ".py"}

@@ -437,13 +437,7 @@ def import_statements(script: Script) -> list[Import]:
     """Every import in the script, also those by call and, where it does not parse, those its text spells."""
     if isinstance(script.tree, SyntaxError):
         return _spelled_imports(script.text)
-    guarded = {
-        id(inner)
-        for node in script.nodes
-        if isinstance(node, ast.Try) and node.handlers
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+    guarded = _with_another_way(script)
     found = []
     for node in script.nodes:
         if isinstance(node, ast.Import):
@@ -456,6 +450,29 @@ def import_statements(script: Script) -> list[Import]:
         elif isinstance(node, ast.Call) and _called(node) in ("__import__", "import_module") and node.args:
             for name in _literal_words(node.args[0])[:1]:
                 found.append(Import(name, (), node.lineno, id(node) in guarded, False))
+    return found
+
+
+def _with_another_way(script: Script) -> set[int]:
+    """Ids of the nodes without which the script goes on: in a `try`, or one of a function's alternatives."""
+    found = set()
+    # One pass, with what is known of each node's surroundings: (node, whether guarded, whether in a function).
+    stack: list[tuple[ast.AST, bool, bool]] = []
+    if isinstance(script.tree, ast.Module):
+        stack.append((script.tree, False, False))
+    while stack:
+        node, guarded, inside = stack.pop()
+        if guarded:
+            found.add(id(node))
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        alternatives: list[ast.stmt] = []
+        if isinstance(node, ast.Try) and node.handlers:
+            alternatives = node.body
+        elif isinstance(node, ast.If) and node.orelse and inside:
+            alternatives = [*node.body, *node.orelse]
+        chosen = {id(statement) for statement in alternatives}
+        for child in ast.iter_child_nodes(node):
+            stack.append((child, guarded or id(child) in chosen, inside))
     return found
 
 
@@ -478,7 +495,8 @@ def _spelled_imports(text: str) -> list[Import]:
 
 
 def imports(script: Script) -> list[Call]:
-    """Absolute imports anywhere in the script, by top-level module; `detail` is 'guarded' inside a `try`."""
+    """Absolute imports anywhere in the script, by top-level module; `detail` is 'guarded' where the script
+    goes on without: inside a `try`, or in one of a function's alternatives."""
     found = []
     for statement in import_statements(script):
         if not statement.relative:
