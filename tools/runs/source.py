@@ -456,7 +456,7 @@ def import_statements(script: Script) -> list[Import]:
 def _with_another_way(script: Script) -> set[int]:
     """Ids of the nodes without which the script goes on: in a `try`, or one of a function's alternatives."""
     found = set()
-    # One pass, with what is known of each node's surroundings: (node, whether guarded, whether in a function).
+    # One pass, with what is known of each: (node, whether guarded, whether in a function).
     stack: list[tuple[ast.AST, bool, bool]] = []
     if isinstance(script.tree, ast.Module):
         stack.append((script.tree, False, False))
