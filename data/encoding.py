@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import sentencepiece as spm
 
 from data import caseops, shards
 from data.documents import Chunk, DocumentSource
 from data.files import DataError
 from data.shards import ByteTable
 
+PLAIN, CASEOPS, CASEOPS_FUSED = VARIANTS = ("plain", "caseops", "caseops_fused")
 CHUNKS_AHEAD = 2  # per process, finished or under way, beyond the one being written
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 MAX_TOKEN_BYTES = np.iinfo(shards.TOKEN_DTYPE).max
@@ -37,7 +39,7 @@ class EncodingSettings:
 
     source: DocumentSource
     tokenizer_path: str
-    caseops: bool
+    variant: str
     val_documents: int
 
 
@@ -58,10 +60,12 @@ class EncodedChunk:
 class Encoder:
     """A tokenizer with its byte table. Raises DataError for one that cannot mark documents or count bytes."""
 
-    def __init__(self, tokenizer_path: str, use_caseops: bool) -> None:
+    def __init__(self, tokenizer_path: str, variant: str) -> None:
         path = Path(tokenizer_path)
         self.path = path
-        self.use_caseops = use_caseops
+        self.variant = variant
+        self.use_caseops = variant != PLAIN
+        self.fused = variant == CASEOPS_FUSED
         self.tokenizer = shards.load_tokenizer(path)
         # numpy ids skip a Python object per token; older SentencePiece versions have lists alone
         self.token_ids = getattr(self.tokenizer, "EncodeAsNumpy", self.tokenizer.EncodeAsIds)
@@ -71,10 +75,7 @@ class Encoder:
                             "train it with pad, bos, eos, unk = 0, 1, 2, 3")
         if self.tokenizer.piece_to_id(shards.SPACE_PIECE) == self.tokenizer.unk_id():
             raise DataError(f"{path}: no piece for a space alone, so bytes cannot be counted; train another")
-        if use_caseops and any(self.tokenizer.piece_to_id(mark) == self.tokenizer.unk_id()
-                               for mark in caseops.MARKS):
-            raise DataError(f"{path}: no pieces for the CaseOps marks U+E001 to U+E004; "
-                            "give a CaseOps tokenizer or train one with --train-tokenizer")
+        self.require_marks()
         self.byte_values = np.full(self.tokenizer.vocab_size(), -1, dtype=np.int64)
         self.piece_characters = np.zeros(self.tokenizer.vocab_size(), dtype=np.int64)
         for token in np.flatnonzero(self.table.is_text):
@@ -84,9 +85,17 @@ class Encoder:
             else:
                 self.piece_characters[token] = len(piece)
 
+    def require_marks(self) -> None:
+        """Raise DataError where the tokenizer's marks are not those of the variant that it is used for."""
+        found = variant_of(self.tokenizer)
+        if found != self.variant:
+            raise DataError(f"{self.path}: by its pieces from {caseops.FIRST_MARK_ID} on a tokenizer of "
+                            f"--variant {found}, asked for {self.variant}; give --variant {found}, or train "
+                            "another tokenizer with --train-tokenizer")
+
     def transform(self, text: str) -> str:
         """The text that the tokenizer sees."""
-        return caseops.encode(text) if self.use_caseops else text
+        return caseops.encode(text, self.fused) if self.use_caseops else text
 
     def audit(self, text: str, coded: str, tokens: np.ndarray) -> tuple[collections.Counter[str], np.ndarray]:
         """Byte sums of one document (`tokens`: BOS first) and, for CaseOps, bytes per token (else empty).
@@ -105,7 +114,7 @@ class Encoder:
                             f"The document begins {text[:60]!r}")
         if not self.use_caseops:
             return sums, np.zeros(0, dtype=shards.TOKEN_DTYPE)
-        if caseops.decode(coded) != text:
+        if caseops.decode(coded, self.fused) != text:
             raise DataError(f"CaseOps does not give back the document that begins {text[:60]!r}; report it")
         token_bytes = self.token_bytes(coded, tokens)
         sums["sidecar_bytes"] = int(token_bytes.sum())
@@ -129,7 +138,7 @@ class Encoder:
         if ends[-1] != len(normalized):
             raise DataError(f"{self.path}: pieces hold {ends[-1]} characters of a normalised text of "
                             f"{len(normalized)}; this kind of model cannot have a byte sidecar")
-        bytes_before = np.concatenate(([0], np.cumsum(caseops.byte_counts(coded))))
+        bytes_before = np.concatenate(([0], np.cumsum(caseops.byte_counts(coded, self.fused))))
         counts = np.diff(bytes_before[np.asarray(offsets)[ends]], prepend=bytes_before[offsets[0]])
         if counts.max(initial=0) > MAX_TOKEN_BYTES:
             raise DataError(f"a token stands for {counts.max()} bytes, a sidecar holds at most "
@@ -138,15 +147,23 @@ class Encoder:
         return counts
 
 
+def variant_of(tokenizer: spm.SentencePieceProcessor) -> str:
+    """The variant that a tokenizer was trained for, by its marks."""
+    fused = caseops.form_of(tokenizer)
+    if fused is None:
+        return PLAIN
+    return CASEOPS_FUSED if fused else CASEOPS
+
+
 @functools.lru_cache(maxsize=1)
-def cached_encoder(tokenizer_path: str, use_caseops: bool) -> Encoder:
+def cached_encoder(tokenizer_path: str, variant: str) -> Encoder:
     """The encoder of this process; loading one takes longer than a chunk may."""
-    return Encoder(tokenizer_path, use_caseops)
+    return Encoder(tokenizer_path, variant)
 
 
 def encode_chunk(settings: EncodingSettings, chunk: Chunk) -> EncodedChunk:
     """Read, encode and, as far as they are validation, audit the documents of one chunk."""
-    encoder = cached_encoder(settings.tokenizer_path, settings.caseops)
+    encoder = cached_encoder(settings.tokenizer_path, settings.variant)
     val_count = settings.val_documents - chunk.document
     audit: collections.Counter[str] = collections.Counter()
     nothing = np.zeros(0, dtype=shards.TOKEN_DTYPE)

@@ -1,7 +1,7 @@
 """Your own documents as a dataset: train a tokenizer, write shards, prove every validation byte.
 
     python data/export.py --docs docs.jsonl --name my_sp8192 --train-tokenizer 8192
-    python data/export.py --docs docs.jsonl --name my_caseops --train-tokenizer 8192 --variant caseops
+    python data/export.py --docs docs.jsonl --name my_caseops --train-tokenizer 8192 --variant caseops_fused
     python data/export.py --docs docs.jsonl --name my_sp1024 --tokenizer fineweb_1024_bpe.model
 
 Validation is the first --val-docs documents by global index, whatever the number of processes, and the
@@ -31,7 +31,16 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
 
 from data import caseops, documents, shards
 from data.documents import Chunk, DocumentSource
-from data.encoding import EncodedChunk, Encoder, EncodingSettings, available_cores, encoded_chunks
+from data.encoding import (
+    CASEOPS_FUSED,
+    PLAIN,
+    VARIANTS,
+    EncodedChunk,
+    Encoder,
+    EncodingSettings,
+    available_cores,
+    encoded_chunks,
+)
 from data.files import DataError, exclusive, explain_os_error, sha256_file, write_bytes
 from data.progress import Progress, size
 
@@ -57,10 +66,27 @@ class TokenizerRecipe:
 
     source: DocumentSource
     vocab_size: int
-    caseops: bool
+    variant: str
     official: bool
     first_document: int
     documents: int
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the tokenizer, as plain JSON values."""
+        values = {**asdict(self), "source": source_identity(self.source), "sentencepiece": spm.__version__}
+        variant = values.pop("variant")
+        values["caseops"] = variant != PLAIN  # as records say it since before there were two forms
+        if variant == CASEOPS_FUSED:
+            values["fused"] = True
+        return dict(json.loads(json.dumps(values)))
+
+    def coded(self, text: str) -> str:
+        """The text that the tokenizer is to see."""
+        return text if self.variant == PLAIN else caseops.encode(text, self.variant == CASEOPS_FUSED)
+
+    def marks(self) -> tuple[str, ...]:
+        """Pieces that must be in the vocabulary, whole and alone."""
+        return () if self.variant == PLAIN else caseops.marks_of(self.variant == CASEOPS_FUSED)
 
     def texts(self, skipped: collections.Counter[str]) -> Iterator[str]:
         """Training texts; counts in `skipped` those that the length limit makes SentencePiece drop."""
@@ -73,7 +99,7 @@ class TokenizerRecipe:
             for index, text in enumerate(self.source.read(chunk), chunk.document):
                 cleaned = text.replace("\0", " ").strip()
                 if self.first_document <= index < stop and cleaned:
-                    coded = caseops.encode(cleaned) if self.caseops else cleaned
+                    coded = self.coded(cleaned)
                     skipped["documents"] += 1
                     skipped["too_long"] += len(coded.encode()) > self.sentence_bytes()
                     yield coded
@@ -104,7 +130,7 @@ def train_tokenizer(recipe: TokenizerRecipe) -> tuple[bytes, collections.Counter
             model_type="bpe", vocab_size=recipe.vocab_size, hard_vocab_limit=False, character_coverage=0.999,
             byte_fallback=True, split_digits=True, add_dummy_prefix=False, normalization_rule_name="nmt_nfkc",
             max_sentence_length=recipe.sentence_bytes(),
-            user_defined_symbols=list(caseops.MARKS) if recipe.caseops else [],
+            user_defined_symbols=list(recipe.marks()),
             pad_id=shards.PAD_ID, bos_id=shards.BOS_ID, eos_id=shards.EOS_ID, unk_id=shards.UNK_ID)
     except (RuntimeError, SystemError) as error:
         reason = failures[0] if failures else error
@@ -126,8 +152,7 @@ def make_tokenizer(path: Path, recipe: TokenizerRecipe) -> None:
     Raises DataError where `path` holds a tokenizer of another origin.
     """
     record_path = path.with_suffix(".json")
-    identity = {**asdict(recipe), "source": source_identity(recipe.source), "sentencepiece": spm.__version__}
-    identity = json.loads(json.dumps(identity))
+    identity = recipe.identity()
     if path.exists():
         if read_json(record_path).get("recipe") != identity:
             raise DataError(f"{path}: exists and was not made by this command; give another --name, "
@@ -305,7 +330,7 @@ class ExportPlan:
             "documents": source_identity(self.encoding.source),
             "chunk_bytes": documents.CHUNK_BYTES,
             "tokenizer_sha256": sha256_file(Path(self.encoding.tokenizer_path)),
-            "variant": "caseops" if self.encoding.caseops else "plain",
+            "variant": self.encoding.variant,
             "val_documents": self.encoding.val_documents,
             "shard_tokens": self.shard_tokens,
             "max_train_shards": self.max_train_shards,
@@ -320,7 +345,9 @@ class Export:
         self.identity = identity
         self.next = journal.get("next", {"file": 0, "offset": 0, "document": 0})
         self.audit = collections.Counter(journal.get("audit", {}))
-        stems = {"train": "train", "val": "val"} | ({"val_bytes": "val"} if plan.encoding.caseops else {})
+        stems = {"train": "train", "val": "val"}
+        if plan.encoding.variant != PLAIN:
+            stems["val_bytes"] = "val"
         states = journal.get("streams", {})
         self.streams = {
             kind: ShardStream(plan.directory, f"fineweb_{kind}", plan.shard_tokens,
@@ -417,7 +444,7 @@ class Export:
         """The manifest of the finished export."""
         plan = self.plan
         tokenizer_path = Path(plan.encoding.tokenizer_path)
-        encoder = Encoder(plan.encoding.tokenizer_path, plan.encoding.caseops)
+        encoder = Encoder(plan.encoding.tokenizer_path, plan.encoding.variant)
         files: dict[str, Any] = {}
         for stream in self.streams.values():
             files |= stream.state.finished
@@ -526,8 +553,10 @@ def parser() -> argparse.ArgumentParser:
                          help="train as the challenge's exporter does: from document 0 on, validation "
                               f"included, and without documents over {OFFICIAL_SENTENCE_BYTES} bytes")
     command.add_argument("--tokenizer-only", action="store_true", help="stop after training the tokenizer")
-    command.add_argument("--variant", choices=("plain", "caseops"), default="plain",
-                         help="caseops: lossless case transform, with a byte sidecar for validation")
+    command.add_argument("--variant", choices=VARIANTS, default=PLAIN,
+                         help="caseops: lossless case transform, with a byte sidecar for validation; "
+                              "caseops_fused: the same with its marks before the space of a word, a shorter "
+                              "stream (default: %(default)s)")
     command.add_argument("--val-docs", type=positive, default=OFFICIAL_VAL_DOCUMENTS, metavar="N",
                          help="the first N documents are validation (default: the official %(default)s)")
     command.add_argument("--max-train-shards", type=natural, metavar="N", help="stop after N training shards")
@@ -569,7 +598,7 @@ def place_tokenizer(options: argparse.Namespace, source: DocumentSource) -> Path
     if options.train_tokenizer:
         path = folder / f"{options.name}.model"
         first_document = 0 if options.official_tokenizer_recipe else options.val_docs
-        make_tokenizer(path, TokenizerRecipe(source, options.train_tokenizer, options.variant == "caseops",
+        make_tokenizer(path, TokenizerRecipe(source, options.train_tokenizer, options.variant,
                                              options.official_tokenizer_recipe, first_document,
                                              options.tokenizer_docs))
         return path
@@ -618,9 +647,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer_path = place_tokenizer(options, source)
         if options.tokenizer_only:
             return 0
-        use_caseops = options.variant == "caseops"
-        Encoder(str(tokenizer_path), use_caseops)  # refuses an unfit tokenizer before any process starts
-        encoding = EncodingSettings(source, str(tokenizer_path), use_caseops, options.val_docs)
+        Encoder(str(tokenizer_path), options.variant)  # refuses an unfit one before any process starts
+        encoding = EncodingSettings(source, str(tokenizer_path), options.variant, options.val_docs)
         plan = ExportPlan(encoding, directory, options.name, options.shard_tokens, options.max_train_shards,
                           options.source, options.revision)
         print(report(directory, export(plan, options.workers)))

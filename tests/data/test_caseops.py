@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from data import caseops
 
-TITLE, CAPS, NEXT, ESCAPE = caseops.MARKS
-ALPHABET = "aabzAABZ éÉßǅıİſK ’1_\n\t" + "".join(caseops.MARKS) + "\ue000\ue005日\U0001f600\0"
+TITLE, CAPS, NEXT, ESCAPE, SPACE_TITLE, SPACE_CAPS = caseops.FUSED_MARKS
+ALPHABET = "aabzAABZ  éÉßǅıİſK ’1_\n\t" + "".join(caseops.FUSED_MARKS) + "\ue000\ue007\u00a0日\U0001f600\0"
 
 
 @pytest.mark.parametrize(("text", "coded"), [
@@ -37,23 +38,66 @@ def test_what_encode_cannot_write_is_refused(coded: str) -> None:
         caseops.decode(coded)
 
 
-@given(st.text(st.sampled_from(ALPHABET)))
-def test_round_trip_and_bytes(text: str) -> None:
-    coded = caseops.encode(text)
-    assert caseops.decode(coded) == text
+@pytest.mark.parametrize(("text", "coded"), [
+    ("the Word", f"the{SPACE_TITLE} word"), ("the\n\nWORD", f"the{SPACE_CAPS}\n\nword"),
+    ("Word", f"{TITLE}word"), (" Word", f" {TITLE}word"),
+    ("an iPhone", f"an i{NEXT}phone"), ("of McGraw", f"of{SPACE_TITLE} mc{NEXT}graw"),
+    (". I", f".{SPACE_TITLE} i"), ("a\u00a0Word", f"a\u00a0{TITLE}word"), ("(Word", f"({TITLE}word"),
+    (f"{SPACE_CAPS} A", f"{ESCAPE}{SPACE_CAPS}{SPACE_TITLE} a"), (" \t", " \t"), (" É", " É"),
+])
+def test_golden_codes_of_the_fused_form(text: str, coded: str) -> None:
+    assert caseops.encode(text, fused=True) == coded
+    assert caseops.decode(coded, fused=True) == text
+
+
+@pytest.mark.parametrize("coded", [
+    f"a {TITLE}b", f"{SPACE_TITLE}b", f"{SPACE_TITLE} ", f" {SPACE_TITLE} b", f"{SPACE_CAPS} a", SPACE_CAPS,
+    f"{SPACE_TITLE} {TITLE}b", f"{ESCAPE}b", f"{SPACE_TITLE}{SPACE_TITLE} b", f"{SPACE_TITLE} 1",
+])
+def test_what_the_fused_form_cannot_hold_is_refused(coded: str) -> None:
+    with pytest.raises(caseops.CaseOpsError, match="at character"):
+        caseops.decode(coded, fused=True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@given(text=st.one_of(st.text(st.sampled_from(ALPHABET)), st.text()))
+def test_round_trip_and_bytes(fused: bool, text: str) -> None:
+    coded = caseops.encode(text, fused)
+    assert caseops.decode(coded, fused) == text
     assert not any("A" <= character <= "Z" for character in coded)
-    counts = caseops.byte_counts(coded)
+    counts = caseops.byte_counts(coded, fused)
     assert len(counts) == len(coded)
     assert counts.sum() == len(text.encode())
 
 
-@given(st.text(st.sampled_from(ALPHABET)))
-def test_every_code_is_the_code_of_its_text(coded: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@given(coded=st.text(st.sampled_from(ALPHABET)))
+def test_every_code_is_the_code_of_its_text(fused: bool, coded: str) -> None:
     try:
-        text = caseops.decode(coded)
+        text = caseops.decode(coded, fused)
     except caseops.CaseOpsError:
         return
-    assert caseops.encode(text) == coded
+    assert caseops.encode(text, fused) == coded
+
+
+@given(st.text(st.sampled_from(ALPHABET)))
+def test_both_forms_say_the_same(text: str) -> None:
+    """The fused form is the other one with marks moved: the same letters, the same bytes."""
+    forms = [caseops.encode(text, fused) for fused in (False, True)]
+    bare = [code.replace(SPACE_TITLE, "").replace(SPACE_CAPS, "") for code in forms]
+    if SPACE_TITLE not in text and SPACE_CAPS not in text:
+        small = [re.sub("[\ue001\ue002\ue003]", "", code) for code in bare]
+        assert small[0] == small[1]
+        assert len(forms[0]) == len(forms[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@given(coded=st.text(st.sampled_from(ALPHABET)))
+def test_what_a_model_writes_can_be_read_without_marks(fused: bool, coded: str) -> None:
+    """Whatever it is, and wherever it breaks off: marks remain only where they were escaped."""
+    text = caseops.read(coded, fused)
+    assert sum(text.count(mark) for mark in caseops.MARKS) <= coded.count(ESCAPE)
+    assert len(text) <= len(coded)
 
 
 def test_marks_count_nothing_and_escaped_marks_their_own_bytes() -> None:
@@ -66,9 +110,10 @@ def test_round_trip_of_300000_random_strings() -> None:
     generator = random.Random(0)
     for _ in range(300_000):
         text = "".join(generator.choices(ALPHABET, k=generator.randrange(24)))
-        coded = caseops.encode(text)
-        assert caseops.decode(coded) == text
-        assert caseops.byte_counts(coded).sum() == len(text.encode())
+        for fused in (False, True):
+            coded = caseops.encode(text, fused)
+            assert caseops.decode(coded, fused) == text
+            assert caseops.byte_counts(coded, fused).sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)])
@@ -76,6 +121,7 @@ def test_round_trip_of_real_documents(shared_data: Path, stride: int) -> None:
     with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as file:
         for line in itertools.islice(file, 0, None, stride):
             text = json.loads(line)["text"]
-            coded = caseops.encode(text)
-            assert caseops.decode(coded) == text
-            assert caseops.byte_counts(coded).sum() == len(text.encode())
+            for fused in (False, True):
+                coded = caseops.encode(text, fused)
+                assert caseops.decode(coded, fused) == text
+                assert caseops.byte_counts(coded, fused).sum() == len(text.encode())

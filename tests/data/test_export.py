@@ -48,7 +48,7 @@ def models(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     """A tokenizer for each variant, trained by the command."""
     out = tmp_path_factory.mktemp("models")
     made = {}
-    for variant in ("plain", "caseops"):
+    for variant in encoding.VARIANTS:
         arguments = ["--docs", str(docs), "--name", variant, "--out", str(out), "--train-tokenizer", "330",
                      "--val-docs", str(VAL_DOCUMENTS), "--variant", variant, "--tokenizer-only"]
         assert export.main(arguments) == 0
@@ -82,8 +82,8 @@ def expected_stream(docs: Path, model: Path, variant: str) -> list[list[int]]:
     """Tokens per document straight from SentencePiece."""
     tokenizer = spm.SentencePieceProcessor(model_file=str(model))
     texts = [json.loads(line)["text"] for line in docs.read_text(encoding="utf-8").split("\n") if line]
-    if variant == "caseops":
-        texts = [caseops.encode(text) for text in texts]
+    if variant != "plain":
+        texts = [caseops.encode(text, variant == "caseops_fused") for text in texts]
     return [[shards.BOS_ID, *tokenizer.encode(text)] for text in texts]
 
 
@@ -94,7 +94,7 @@ def joined(rows: list[list[int]]) -> list[int]:
 # --- what is written -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["plain", "caseops"])
+@pytest.mark.parametrize("variant", encoding.VARIANTS)
 def test_tokens_splits_and_manifest(docs: Path, models: dict[str, Path], tmp_path: Path,
                                     variant: str) -> None:
     assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
@@ -126,9 +126,10 @@ def check_document_ranges(directory: Path, manifest: dict[str, Any], rows: list[
         assert position == len(owners[kind])
 
 
-def test_sidecar_counts_every_byte_of_the_original(docs: Path, models: dict[str, Path],
-                                                   tmp_path: Path) -> None:
-    assert export.main(arguments(docs, models["caseops"], tmp_path, "--variant", "caseops")) == 0
+@pytest.mark.parametrize("variant", ["caseops", "caseops_fused"])
+def test_sidecar_counts_every_byte_of_the_original(docs: Path, models: dict[str, Path], tmp_path: Path,
+                                                   variant: str) -> None:
+    assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
     counts, tokens = read_stream(tmp_path, "val_bytes"), read_stream(tmp_path, "val")
     assert len(counts) == len(tokens)
     assert (counts[tokens == shards.BOS_ID] == 0).all()
@@ -143,7 +144,7 @@ def test_sidecar_counts_every_byte_of_the_original(docs: Path, models: dict[str,
 
 
 def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, Path]) -> None:
-    encoder = encoding.Encoder(str(models["caseops"]), True)
+    encoder = encoding.Encoder(str(models["caseops"]), "caseops")
     coded = caseops.encode("NASA 🚀\ue001")
     tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
     counts = encoder.token_bytes(coded, tokens)
@@ -152,6 +153,31 @@ def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, P
     first = pieces.index("<0xF0>")
     assert counts[first:first + 4].tolist() == [0, 0, 0, 4]
     assert counts[-1] == 3 and counts.sum() == len("NASA 🚀\ue001".encode())
+
+
+def test_a_fused_mark_comes_before_the_piece_of_the_small_word(models: dict[str, Path]) -> None:
+    encoder = encoding.Encoder(str(models["caseops_fused"]), "caseops_fused")
+    coded = encoder.transform("the Model\n\nThe model")
+    tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
+    pieces = [encoder.tokenizer.id_to_piece(int(token)) for token in tokens[1:]]
+    texts = ("the", "a the", "a model")
+    first, then, model = (encoder.tokenizer.encode(text, out_type=str) for text in texts)
+    title = caseops.SPACE_TITLE
+    assert pieces == [*first, title, *model[1:], title, *then[1:], *model[1:]]
+    counts = encoder.token_bytes(coded, tokens)
+    assert counts.sum() == len("the Model\n\nThe model")
+    assert [count for piece, count in zip(pieces, counts[1:], strict=True)
+            if piece == caseops.SPACE_TITLE] == [0, 0]
+
+
+@pytest.mark.parametrize("variant", encoding.VARIANTS)
+def test_a_tokenizer_of_another_variant_is_refused(models: dict[str, Path], variant: str) -> None:
+    for name, model in models.items():
+        if name == variant:
+            assert encoding.Encoder(str(model), variant).variant == variant
+            continue
+        with pytest.raises(encoding.DataError, match=f"of --variant {name}, asked for {variant}; give"):
+            encoding.Encoder(str(model), variant)
 
 
 def test_max_train_shards_stops_early(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
@@ -427,7 +453,7 @@ def test_unfit_tokenizers_are_refused(docs: Path, models: dict[str, Path], tmp_p
         assert export.main(arguments(docs, model, tmp_path / "out")) == 1
         assert expected in capsys.readouterr().err
     assert export.main(arguments(docs, models["plain"], tmp_path / "out", "--variant", "caseops")) == 1
-    assert "CaseOps marks" in capsys.readouterr().err
+    assert "of --variant plain, asked for caseops" in capsys.readouterr().err
 
 
 # --- tokenizer training ---------------------------------------------------------------------------------
@@ -443,7 +469,7 @@ def test_tokenizer_training_reads_behind_validation_and_keeps_long_documents(tmp
 
     def trained_on(official: bool, first: int, count: int) -> tuple[list[str], dict[str, int]]:
         counts: Any = export.collections.Counter()
-        recipe = export.TokenizerRecipe(source, 300, False, official, first, count)
+        recipe = export.TokenizerRecipe(source, 300, "plain", official, first, count)
         return list(recipe.texts(counts)), dict(counts)
 
     texts, counts = trained_on(False, 4, 10**6)
