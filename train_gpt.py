@@ -3595,18 +3595,117 @@ def piece_bytes(pieces: Any, size: int) -> PieceBytes:
     return PieceBytes(lengths, spaced, is_text)
 
 
+# Pieces of CaseOps (PR #1729): they say how the next word is written, and are no text. A tokenizer has the
+# first four or all of them, from id 4 on. The fourth says that the one behind it is text after all.
+CASE_MARKS = ("\ue001", "\ue002", "\ue003", "\ue004", "\ue005", "\ue006")
+FIRST_MARK_ID = 4
+ESCAPE_ID = 7
+MAKE_AGAIN = "fetch it again with data/fineweb.py, or export it again with data/export.py"
+
+
+def case_marks(pieces: Any) -> list[int]:
+    """The ids of a tokenizer's CaseOps marks, in order; none in a tokenizer of plain text."""
+    ids: list[int] = []
+    for i, mark in enumerate(CASE_MARKS, FIRST_MARK_ID):
+        if i == pieces.vocab_size() or pieces.id_to_piece(i) != mark:
+            break
+        ids.append(i)
+    return ids
+
+
+def read_manifest(folder: Path) -> Any:
+    """What manifest.json of a folder of shards says; None where there is no such file. DataError."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {error}, expected JSON; fetch or export the data again") from error
+
+
+def read_sidecar(folder: Path) -> np.ndarray:
+    """Bytes of original text behind each validation token, by the byte sidecar of a folder of shards, uint16.
+
+    DataError where it has not one count for each token of its shard, or not the sum that the manifest has.
+    """
+    pattern = glob.escape(str(folder))
+    shards = open_shards(f"{pattern}/fineweb_val_[0-9]*.bin")
+    sidecars = open_shards(f"{pattern}/fineweb_val_bytes_*.bin")
+    found = [(sidecar.path.name.replace("_val_bytes_", "_val_"), sidecar.tokens) for sidecar in sidecars]
+    expected = [(shard.path.name, shard.tokens) for shard in shards]
+    if found != expected:
+        raise DataError(f"{folder}: the byte sidecars are of the shards {found} (name, tokens), expected "
+                        f"{expected}; {MAKE_AGAIN}")
+
+    counts = np.concatenate([read_tokens(sidecar) for sidecar in sidecars])
+    # The tool that made the sidecar had the text itself, and noted how many bytes of it are counted.
+    total = int(counts.sum(dtype=np.int64))
+    try:
+        noted = int(read_manifest(folder)["splits"]["val"]["audit"]["sidecar_bytes"])
+    except (LookupError, TypeError, ValueError):
+        raise DataError(f"{folder}/manifest.json: no splits.val.audit.sidecar_bytes, expected the {total} "
+                        f"that fineweb_val_bytes_*.bin sum to; {MAKE_AGAIN}") from None
+    if total != noted:
+        raise DataError(f"{folder}: fineweb_val_bytes_*.bin sum to {total} bytes of text, expected {noted} "
+                        f"by manifest.json; {MAKE_AGAIN}")
+    return counts
+
+
+def check_sidecar(tokens: np.ndarray, counts: np.ndarray, pieces: Any, config: Config) -> None:
+    """DataError where the counts of a byte sidecar cannot be those of these tokens; both shape (tokens,)."""
+    here = f"DATA_PATH={config.data_path}: by fineweb_val_bytes_*.bin"
+    # Each byte counts once: none where there is no text.
+    marks = case_marks(pieces)
+    behind_escape = np.zeros(len(tokens), bool)
+    if marks:
+        behind_escape[1:] = tokens[:-1] == ESCAPE_ID
+    is_mark = np.isin(tokens, marks) & ~behind_escape
+    wrong = np.flatnonzero((counts > 0) & (is_mark | (tokens == BOS_ID)))
+    if len(wrong):
+        at = int(wrong[0])
+        raise DataError(f"{here} validation token {at}, id {tokens[at]}, stands for {counts[at]} bytes, "
+                        f"expected 0: BOS and the marks of CaseOps are no text; {MAKE_AGAIN}")
+    # And no document with text is without bytes; the last one may be cut anywhere.
+    begins = np.flatnonzero(tokens == BOS_ID)
+    if len(begins) > 1:
+        of_document = np.add.reduceat(counts.astype(np.int64), begins)[:-1]
+        lengths = np.diff(begins)
+        empty = np.flatnonzero((of_document == 0) & (lengths > 2))
+        if len(empty):
+            number = int(empty[0])
+            raise DataError(f"{here} validation document {number} has {lengths[number]} tokens and no bytes; "
+                            f"{MAKE_AGAIN}")
+    # Normalising changes characters here and there; most pieces stand for as many bytes as they have. Pieces
+    # of one byte are not asked: several of them may make a character, which counts at the last.
+    of_piece = piece_bytes(pieces, config.vocab_size)
+    expected = (of_piece.lengths + of_piece.spaced)[tokens]
+    asked = (expected > 1) & ~np.isin(tokens, marks)
+    share = float(np.mean(counts[asked] == expected[asked])) if asked.any() else 1.0
+    if share < 0.5:
+        raise DataError(f"{here} only {share:.0%} of validation tokens stand for as many bytes as their "
+                        f"pieces have; {MAKE_AGAIN}")
+
+
 def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
     """Bytes of text that each target stands for: from the byte sidecar of the shards, else from the pieces.
 
-    DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897).
+    DataError for a foreign tokenizer, or one without a lone space, which over-counts (issue #897); for one of
+    CaseOps without a sidecar, whose marks would count as text (#2138); for a sidecar that cannot be right.
     """
     pieces = load_tokenizer(config)
-    sidecar = f"{glob.escape(str(find_path(config.data_path)))}/fineweb_val_bytes_*.bin"
-    if glob.glob(sidecar):
-        counts = np.concatenate([read_tokens(shard) for shard in open_shards(sidecar)])[1 : len(tokens)]
-        if len(counts) < len(tokens) - 1:
-            raise DataError(f"{sidecar}: {len(counts)} counts for {len(tokens) - 1} targets; export it again")
-        return counts.astype(np.int64)
+    folder = find_path(config.data_path)
+    if any(folder.glob("fineweb_val_bytes_*.bin")):
+        counts = read_sidecar(folder)
+        if len(counts) < len(tokens):
+            raise DataError(f"{folder}: {len(counts)} counts in fineweb_val_bytes_*.bin for {len(tokens)} "
+                            f"validation tokens; {MAKE_AGAIN}")
+        counts = counts[: len(tokens)]
+        check_sidecar(tokens, counts, pieces, config)
+        return counts[1:].astype(np.int64)
+    if case_marks(pieces):
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: has CaseOps marks, which are no text, and "
+                        f"{folder} has no fineweb_val_bytes_*.bin that counts without them; {MAKE_AGAIN}")
     if pieces.piece_to_id("▁") == pieces.unk_id():
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a lone space among its pieces")
     of_piece = piece_bytes(pieces, config.vocab_size)
@@ -5562,7 +5661,9 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     listing = [[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)]
     read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": json.dumps(listing).encode()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    compare_ranks({**config.as_env(), **hashes, "torch": torch.__version__}, machine)
+    alike = {**config.as_env(), **hashes, "torch": torch.__version__}
+    alike["bytes of validation text"] = str(validation.bytes_total)
+    compare_ranks(alike, machine)
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
 
@@ -5586,14 +5687,10 @@ def check_tokenizer(config: Config, sha256: str, tokens: np.ndarray) -> None:
     # Two tokenizers may well have as many pieces: then nothing else would show that scores mean nothing.
     path = find_path(config.tokenizer_path)
     manifest = find_path(config.data_path) / "manifest.json"
-    made_by = None
-    if manifest.is_file():
-        try:
-            made_by = json.loads(manifest.read_bytes())["tokenizer"]["sha256"]
-        except (OSError, ValueError) as error:
-            raise DataError(f"{manifest}: {error}, expected JSON; fetch or export the data again") from error
-        except (LookupError, TypeError):
-            made_by = None  # a manifest that says nothing about it
+    try:
+        made_by = read_manifest(manifest.parent)["tokenizer"]["sha256"]
+    except (LookupError, TypeError):
+        made_by = None  # no manifest, or one that says nothing about it
     if made_by is not None:
         if made_by != sha256:
             raise DataError(f"TOKENIZER_PATH={path}: sha256 {sha256}, by {manifest} the shards were made "

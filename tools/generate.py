@@ -1,4 +1,7 @@
-"""`generate`: text that a run's artifact writes after a prompt; needs that file and its tokenizer alone."""
+"""`generate`: text that a run's artifact writes after a prompt; needs that file and its tokenizer alone.
+
+A CaseOps tokenizer is known by its pieces: the prompt is coded for it, and what is written is read back.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sentencepiece
 import torch
 
 import train_gpt
+from data import caseops
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
 
@@ -32,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
         pieces = load_tokenizer(args.artifact, about.tokenizer_sha256, args.tokenizer)
     except (train_gpt.ArtifactError, train_gpt.ConfigError) as error:
         raise RecordError(str(error)) from error
-    print(generate_text(model, pieces, args.prompt, args.tokens, args.temperature, args.top_k, args.seed))
+    fused = caseops.form_of(pieces)
+    prompt = args.prompt if fused is None else caseops.encode(args.prompt, fused)
+    text = generate_text(model, pieces, prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    print(text if fused is None else caseops.read(text, fused))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import huggingface_hub.constants
 import numpy as np
 import pytest
+import sentencepiece as spm
 
 from data import fineweb, shards
 from tests.support import hub_server, tiny
@@ -116,10 +118,22 @@ def test_manifest_pins_the_revision_and_counts_documents(hub: Hub, tmp_path: Pat
 
 def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path,
                                              capsys: pytest.CaptureFixture[str]) -> None:
-    hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(np.ones(SHARD_TOKENS))
+    tokens = np.frombuffer(hub.files[remote("fineweb_val_000000.bin")][shards.HEADER_BYTES:], np.uint16)
+    table = shards.ByteTable.from_sentencepiece(spm.SentencePieceProcessor(
+        model_proto=hub.files["datasets/tokenizers/fineweb_1024_bpe.model"]))
+    counts = np.append(0, table.count(tokens[:-1], tokens[1:]))
+    counts[1000] += 5  # of white space that was dropped
+    hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(counts)
     assert fineweb.main(command(tmp_path / "good")) == 0
-    entry = shards.read_manifest(directory(tmp_path / "good"))["files"]["fineweb_val_bytes_000000.bin"]
+    manifest = shards.read_manifest(directory(tmp_path / "good"))
+    entry = manifest["files"]["fineweb_val_bytes_000000.bin"]
     assert (entry["split"], entry["tokens"]) == ("val", SHARD_TOKENS)
+    audit = {"sidecar_bytes": int(counts.sum()), "piece_bytes": int(counts.sum()) - 5}
+    assert manifest["splits"]["val"]["audit"] == audit
+    hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(counts + (counts > 1))
+    assert fineweb.main(command(tmp_path / "more")) == 1
+    assert re.search(r"count \d+ bytes of text, the pieces of their tokens hold", capsys.readouterr().err)
+    assert not (directory(tmp_path / "more") / shards.MANIFEST_NAME).exists()
     hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(np.ones(SHARD_TOKENS - 1))
     assert fineweb.main(command(tmp_path / "bad")) == 1
     assert "not one for each token" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import re
 import signal
@@ -363,11 +364,14 @@ def test_pieces_count_the_bytes_that_they_decode_to(dataset: Path) -> None:
 
 def test_a_byte_sidecar_takes_precedence(dataset: Path, tmp_path: Path) -> None:
     tokens = np.array([1, 5, 6, 1, 7], np.uint16)
+    write_shard(tmp_path / "fineweb_val_000000.bin", tokens)
     write_shard(tmp_path / "fineweb_val_bytes_000000.bin", np.array([0, 3, 1, 0, 4]))
+    audit = {"splits": {"val": {"audit": {"sidecar_bytes": 8}}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(audit))
     config = byte_config(dataset, DATA_PATH=str(tmp_path))
     assert token_bytes(tokens, config).tolist() == [3, 1, 0, 4]
     assert token_bytes(tokens[:3], config).tolist() == [3, 1]
-    with pytest.raises(DataError, match="4 counts for 5 targets"):
+    with pytest.raises(DataError, match=r"5 counts in .* for 6 validation tokens"):
         token_bytes(np.append(tokens, 8), config)
 
 

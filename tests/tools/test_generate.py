@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import types
 from pathlib import Path
 
 import pytest
 
 import train_gpt
+from data import caseops
+from tests.support import case
 from tests.support.processes import Ended
+from tools import generate
 from tools.__main__ import main
 
 
@@ -76,3 +81,30 @@ def test_an_artifact_may_lie_anywhere(
     assert "--tokenizer" in refused(capsys, alone, "Bale")
     there = written(capsys, finished.directory / "model.bin", "Bale")
     assert written(capsys, alone, "Bale", "--tokenizer", dataset / "tokenizer.model") == there
+
+
+@pytest.mark.parametrize("variant", ["caseops", "caseops_fused"])
+def test_text_in_a_case_transform_is_read_back(
+    variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is fed what the tokenizer was trained on, and a person reads plain text."""
+    settings = train_gpt.Config.from_env(case.make_dataset(tmp_path, variant))
+    tokenizer = Path(settings.tokenizer_path)
+    about = types.SimpleNamespace(tokenizer_sha256=hashlib.sha256(tokenizer.read_bytes()).hexdigest())
+    model = train_gpt.build_model(settings)
+    monkeypatch.setattr(train_gpt, "load_artifact", lambda path: (model, about))
+    pieces = generate.load_tokenizer(tmp_path, about.tokenizer_sha256, str(tokenizer))
+    seen: list[str] = []
+    original = generate.generate_text
+
+    def watched(model: object, pieces: object, prompt: str, *rest: object) -> str:
+        seen.append(prompt)
+        return original(model, pieces, prompt, *rest) + caseops.TITLE  # as if it had been cut off there
+
+    monkeypatch.setattr(generate, "generate_text", watched)
+    capsys.readouterr()
+    prompt = "Bale McGraw of NASA"
+    text = written(capsys, tmp_path / "model.bin", prompt, "--tokens", 30, "--tokenizer", tokenizer)
+    assert seen == [caseops.encode(prompt, variant == "caseops_fused")]
+    assert pieces.decode(pieces.encode(seen[0])) == seen[0]
+    assert text.startswith(prompt) and not text.endswith(f"{caseops.TITLE}\n")

@@ -13,8 +13,20 @@ import numpy as np
 import pytest
 
 import train_gpt
+from data import shards
 from tools.check.findings import Finding, Level, Mode
-from tools.prove import foreign, mutants, network, probes, prove, questions, ranks, rehearsal, tiny
+from tools.prove import (
+    casing,
+    foreign,
+    mutants,
+    network,
+    probes,
+    prove,
+    questions,
+    ranks,
+    rehearsal,
+    tiny,
+)
 from tools.prove.mutants import trial
 from tools.prove.mutants.legal import LEGAL, OF_RANKS
 
@@ -39,6 +51,7 @@ QUICK = [
     "other-weights-scored",
     "cross-document-attention",
     "document-starts-counted",
+    "case-marks-as-text",
     "better-on-second-sight",
     "unquantized-weights-scored",
     "average-picked-by-validation",
@@ -229,6 +242,23 @@ def test_shrinking_keeps_the_order_of_lengths(stride: str, context: str, train: 
         was = np.sign(getattr(before, smaller) - getattr(before, larger))
         assert np.sign(getattr(after, smaller) - getattr(after, larger)) == was
     assert (after.eval_stride == 0) == (before.eval_stride == 0)
+
+
+def test_case_data_is_counted_by_an_audited_sidecar(
+    subject: probes.Subject, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = mutants.laboratory_in(folder).folder
+    findings = list(casing.case_bytes(subject, place))
+    assert [(finding.check, finding.written) for finding in findings] == [("B10", Level.INFO)]
+    monkeypatch.setattr(train_gpt, "read_manifest", lambda folder: made_up_manifest(folder))
+    told = [finding.text for finding in casing.case_bytes(subject, place) if finding.written is Level.WARN]
+    assert len(told) == 2 and all("one byte more than its manifest notes" in text for text in told)
+
+
+def made_up_manifest(folder: Path) -> object:
+    """A manifest that agrees with whatever the sidecar says, as for a script that does not look."""
+    total = sum(int(shards.read_shard(path).sum()) for path in folder.glob("fineweb_val_bytes_*.bin"))
+    return {"splits": {"val": {"audit": {"sidecar_bytes": total}}}}
 
 
 def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> None:

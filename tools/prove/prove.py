@@ -220,7 +220,7 @@ def not_checked(path: Path, why: str) -> list[Finding]:
 
 def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
     """All findings about a script that offers the entry point."""
-    from tools.prove import probes, rehearsal, tiny
+    from tools.prove import casing, probes, rehearsal, tiny
 
     whole = script.Config.from_env(order.settings or {})
     settings, shrunk = tiny.shrink(whole, tiny.FOR_SCORER)
@@ -239,6 +239,7 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
     laboratory_folder.mkdir()
     laboratory = rehearsal.build_laboratory(laboratory_folder)
     yield from probes.byte_table(smallest, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
+    yield from casing.case_bytes(smallest, laboratory_folder)
     if not order.quick:
         yield from whole_runs(script, laboratory, whole, order.settings_name)
         yield from surviving_mutants(Path(order.path), folder)

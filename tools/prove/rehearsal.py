@@ -117,6 +117,8 @@ def build_laboratory(folder: Path) -> Laboratory:
     counts = sidecar_counts(pieces, validation[SECOND])
     shards.write_shard(shard_path(folder / SECOND, "val_bytes"), counts)
     text_bytes[SECOND] = int(counts.sum())
+    audit = {"splits": {"val": {"audit": {"sidecar_bytes": text_bytes[SECOND]}}}}
+    (folder / SECOND / "manifest.json").write_text(json.dumps(audit))
     (folder / "text_bytes.json").write_text(json.dumps(text_bytes))
     return open_laboratory(folder)
 

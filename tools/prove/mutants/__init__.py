@@ -66,7 +66,7 @@ def suspicions(
     script: ModuleType, path: Path, mutant: Mutant, name: str, folder: Path
 ) -> Iterator[Finding]:
     """What the probe named for a mutant finds, the quick questions first."""
-    from tools.prove import probes, prove, questions
+    from tools.prove import casing, probes, prove, questions
 
     subject = probes.make_subject(script)
     case = subject.case()
@@ -90,6 +90,7 @@ def suspicions(
     elif mutant.probe in ("B10", "B11"):
         laboratory = laboratory_in(folder)
         yield from byte_table(subject, laboratory)
+        yield from casing.case_bytes(subject, laboratory.folder)
     elif mutant.probe == "B13":
         yield from prove.rank_invariance(subject, path, folder, mutant=name)
     elif mutant.probe == "B14":

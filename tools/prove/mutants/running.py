@@ -86,6 +86,15 @@ def sidecar_ignored(script: ModuleType) -> None:
     script.token_bytes = table  # type: ignore[attr-defined]
 
 
+def case_marks_as_text(script: ModuleType) -> None:
+    """Pieces of CaseOps are counted like any others where no sidecar says better."""
+
+    def none(pieces: Any) -> list[int]:
+        return []
+
+    script.case_marks = none  # type: ignore[attr-defined]
+
+
 def more_bytes_in_the_run(script: ModuleType) -> None:
     """The text counts for a tenth more bytes than it has, in a real run alone."""
     original = script.read_validation
@@ -408,6 +417,7 @@ RUNNING: dict[str, Mutant] = {
     "characters-as-bytes": Mutant("B10", characters_as_bytes),
     "document-starts-counted": Mutant("B10", document_starts_counted),
     "sidecar-ignored": Mutant("B10", sidecar_ignored, whole_run=True),
+    "case-marks-as-text": Mutant("B10", case_marks_as_text),
     "more-bytes-in-the-run": Mutant("B10", more_bytes_in_the_run, whole_run=True),
     "fewer-targets-in-the-run": Mutant("B4", fewer_targets_in_the_run, whole_run=True),
     "tokenizer-drops-case": Mutant("B11", tokenizer_drops_case),
