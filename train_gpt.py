@@ -24,6 +24,7 @@ N anything flattened or batched, R matrix rows, C matrix columns; in KERNELS M, 
 import ast
 import contextlib
 import copy
+import ctypes
 import difflib
 import errno
 import faulthandler
@@ -435,9 +436,13 @@ class Config(TrainingSettings):
     compute_dtype: str = knob(
         "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
         among="auto float32 bfloat16")  # fmt: skip
-    attention: str = knob("auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa")
+    attention: str = knob(
+        "auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa math")
     fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
     fused_heads: str = knob("auto", "Triton norm, rotary and XSA; auto: as FUSED_MLP", among="auto 0 1")
+    manual_backward: str = knob(
+        "auto", "MLP, heads, norms and loss with derivatives by hand; auto: on a CPU without COMPILE",
+        among="auto 0 1")  # fmt: skip
     checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
     save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
@@ -1012,6 +1017,25 @@ def place_among_ranks(environ: Mapping[str, str]) -> Place:
     return place
 
 
+M_TRIM_THRESHOLD = -1  # numbers of glibc's malloc.h
+M_MMAP_THRESHOLD = -3
+KEPT_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 1 GiB that was freed, on Linux with glibc; elsewhere nothing happens.
+
+    A step on a CPU frees what it computed. Given back to the system, every page of it is zeroed and mapped
+    again in the next step: 7 % of the time of the demo.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+
+
 NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 
 
@@ -1035,6 +1059,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
         has_bfloat16_units = torch.cuda.get_device_capability()[0] >= 8
     else:
         has_bfloat16_units = torch.cpu._is_amx_tile_supported()
+        keep_freed_memory()
 
     # Processors without units for bfloat16 compute in it, but slower than in fp32.
     dtype = torch.bfloat16 if has_bfloat16_units else torch.float32
@@ -2166,9 +2191,10 @@ def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
 RMS_NORM_EPS = 2.0**-23  # one for every version of torch
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square along the last axis, without a weight."""
-    return F.rms_norm(x, (x.size(-1),), eps=RMS_NORM_EPS)
+def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
+    """x over its root mean square along the last axis, times `scale`."""
+    normalized = F.rms_norm(x, (x.size(-1),), eps=RMS_NORM_EPS)
+    return normalized if scale == 1.0 else normalized * scale
 
 
 class Heads(NamedTuple):
@@ -2223,10 +2249,82 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
     return y_BHTE.transpose(1, 2)
 
 
+def pack_heads(x_BTHE: Tensor, key_heads: int) -> Tensor:
+    """(B, T, H, E) to (B K, G T, E): the G query heads that share keys are more rows of one product."""
+    x_BTKGE = x_BTHE.unflatten(2, (key_heads, -1))
+    return x_BTKGE.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1, 2)
+
+
+def unpack_heads(x_NRE: Tensor, shape_BTHE: torch.Size) -> Tensor:
+    """Undo `pack_heads`."""
+    B, T, H, E = shape_BTHE
+    key_heads = len(x_NRE) // B
+    x_BKGTE = x_NRE.view(B, key_heads, H // key_heads, T, E)
+    return x_BKGTE.permute(0, 3, 1, 2, 4).reshape(shape_BTHE)
+
+
+class MathAttention(torch.autograd.Function):
+    """`attention_sdpa` as plain matrix products, for CPUs: its weights are kept, whose number grows as T².
+
+    Shapes in it: N is B K, rows of the batch times key heads; R is G T, query heads of a group times tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
+        B, T, H, E = q_BTHE.shape
+        key_heads = k_BTKE.size(2)
+        q_NRE = pack_heads(q_BTHE, key_heads)
+        # Keys are fewest: they take the scale of the scores.
+        k_NTE = pack_heads(k_BTKE * E**-0.5, key_heads)
+        v_NTE = pack_heads(v_BTKE, key_heads)
+        if mask is None:
+            mask = torch.ones(T, T, dtype=torch.bool, device=q_BTHE.device).tril()[None, None]
+        # Who is not seen has a weight of zero; everyone sees at least itself.
+        scores_NRT = q_NRE @ k_NTE.mT
+        scores_BKGTT = scores_NRT.view(B, key_heads, H // key_heads, T, T)
+        scores_BKGTT.masked_fill_(~mask[:, :, None], -math.inf)
+        weights_NRT = scores_NRT.softmax(-1)
+        ctx.save_for_backward(q_NRE, k_NTE, v_NTE, weights_NRT)
+        return unpack_heads(weights_NRT @ v_NTE, q_BTHE.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_BTHE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_NRE, k_NTE, v_NTE, weights_NRT = ctx.saved_tensors
+        B, T, _, E = d_y_BTHE.shape
+        key_heads = len(k_NTE) // B
+        # Rows of a group's heads are rows of one product, so gradients of what they share are sums already.
+        d_y_NRE = pack_heads(d_y_BTHE, key_heads)
+        d_v_NTE = weights_NRT.mT @ d_y_NRE
+        d_weights_NRT = d_y_NRE @ v_NTE.mT
+        d_scores_NRT = torch.ops.aten._softmax_backward_data(
+            d_weights_NRT, weights_NRT, -1, weights_NRT.dtype)
+        d_q_NRE = d_scores_NRT @ k_NTE
+        d_k_NTE = d_scores_NRT.mT @ q_NRE * E**-0.5
+        shape_BTKE = torch.Size((B, T, key_heads, E))
+        return (
+            unpack_heads(d_q_NRE, d_y_BTHE.shape),
+            unpack_heads(d_k_NTE, shape_BTKE),
+            unpack_heads(d_v_NTE, shape_BTKE),
+            None,
+        )
+
+
+attention_math = MathAttention.apply
+
+
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
     """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu² (PR #493)."""
     hidden_NF = F.leaky_relu(F.linear(x_ND, up_FD), slope).square()
     return F.linear(hidden_NF, down_DF)
+
+
+def cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+    """Nats (N,), at least fp32, of each target under softcap·tanh(logits/softcap); softcap 0: the logits."""
+    # A sum over the vocabulary needs more digits than bfloat16 has.
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if softcap:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    return F.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
@@ -2239,8 +2337,8 @@ def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
 def attention_documents(
     ids_BT: Tensor, starts: Tensor | None, attend: Callable[..., Tensor], c: ModelSettings
 ) -> Tensor | None:
-    """Who sees whom, as `attend` reads it: torch's own kernel a mask, all others the starts of `Batch`."""
-    if attend is not attention_sdpa:
+    """Who sees whom, as `attend` reads it: torch's own and the plain one a mask, others `Batch.starts`."""
+    if attend not in (attention_sdpa, attention_math):
         return starts_on_device(ids_BT, c) if starts is None else starts
     if not c.doc_mask:
         return None
@@ -2331,6 +2429,8 @@ class GPT(nn.Module):
         self.mlp: Callable[..., Tensor] = mlp_plain
         self.heads: Callable[..., Heads] = heads_plain
         self.xsa: Callable[..., Tensor] = xsa_plain
+        self.norm: Callable[..., Tensor] = rms_norm
+        self.cross_entropy: Callable[..., Tensor] = cross_entropy_plain
         # Tables of the vocabulary are used as a whole; everything else is read row by row.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
@@ -2384,7 +2484,7 @@ class GPT(nn.Module):
                 lanes[0] = self._add_skip(visit, lanes[0], skips.pop(), weights)
             lanes = self._block(layer, lanes, layers[layer], context, adapters[len(encoder) + visit])
 
-        hidden = rms_norm(join(lanes))
+        hidden = self.norm(join(lanes))
         if observe is not None:
             observe("hidden", 0, hidden)
         return hidden
@@ -2401,15 +2501,10 @@ class GPT(nn.Module):
 
         added_NV: what an adapter adds to the logits.
         """
-        softcap = self.settings.logit_softcap
         logits_NV = self.logits(hidden_ND)
         if added_NV is not None:
             logits_NV = logits_NV + added_NV
-        # A sum over the vocabulary needs more digits than bfloat16 has.
-        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        if softcap:
-            logits_NV = softcap * torch.tanh(logits_NV / softcap)
-        return F.cross_entropy(logits_NV, targets_N, reduction="none")
+        return self.cross_entropy(logits_NV, targets_N, self.settings.logit_softcap)
 
     def loss(
         self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True
@@ -2449,7 +2544,7 @@ class GPT(nn.Module):
             gate_BT = gate_BT * weights["smear_scale_1"][0]
             previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
             x = torch.addcmul(x, gate_BT[..., None], previous)
-        x = rms_norm(x)
+        x = self.norm(x)
         if c.channel_smear_enabled:
             # A token with none before it is mixed with zero, and keeps its own share (PR #549).
             previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
@@ -2505,7 +2600,7 @@ class GPT(nn.Module):
         # Attention reads the first lane, with some of the embeddings mixed in again; of two lanes, the lanes
         # themselves stay as they are.
         mixed = torch.addcmul(w.resid_keep_D * lanes[0], w.resid_inject_D, context.x0_BTD)
-        attended = self._attention(layer, rms_norm(mixed) * scale, w, context, adapters)
+        attended = self._attention(layer, self.norm(mixed, scale), w, context, adapters)
 
         # The MLP reads the second lane if there is one.
         if len(lanes) == 2:
@@ -2514,7 +2609,7 @@ class GPT(nn.Module):
             mlp_from = mixed
         else:
             mlp_from = mixed + attended
-        written = self._mlp(layer, rms_norm(mlp_from) * scale, w, context, adapters)
+        written = self._mlp(layer, self.norm(mlp_from, scale), w, context, adapters)
 
         # Each lane keeps some of itself and takes some of both outputs.
         if w.lane_mix_23 is not None and len(lanes) == 2:
@@ -2976,10 +3071,167 @@ class FusedXsa(torch.autograd.Function):
 xsa_fused = FusedXsa.apply
 
 
+# On a CPU a step is hundreds of passes over a few hundred KB. Derivatives written by hand read and write less
+# than those that autograd puts together from operators.
+
+
+class ManualMlp(torch.autograd.Function):
+    """`mlp_plain` that keeps one hidden tensor, the activation before its square."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+        active_NF = F.leaky_relu(F.linear(x_ND, up_FD), slope, inplace=True)
+        ctx.save_for_backward(x_ND, up_FD, down_DF, active_NF)
+        ctx.slope = slope
+        return F.linear(active_NF.square(), down_DF)
+
+    @staticmethod
+    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x_ND, up_FD, down_DF, active_NF = ctx.saved_tensors
+        d_active_NF = (d_out_ND @ down_DF).mul_(active_NF).mul_(2)
+        # The activation has the sign of what it was made of.
+        d_pre_NF = torch.ops.aten.leaky_relu_backward(d_active_NF, active_NF, ctx.slope, True)
+        d_down_DF = d_out_ND.t() @ active_NF.square()
+        return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_down_DF, None
+
+
+mlp_manual = ManualMlp.apply
+
+
+def inverse_rms(x: Tensor) -> Tensor:
+    """One over the root mean square along the last axis, which becomes one; at least fp32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return norm.square_().mul_(1.0 / x.size(-1)).add_(RMS_NORM_EPS).rsqrt_()
+
+
+class ManualRmsNorm(torch.autograd.Function):
+    """`rms_norm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        factor = inverse_rms(x).mul_(scale)
+        out = (x * factor).to(x.dtype)
+        # Not x: what comes next keeps `out` as well.
+        ctx.save_for_backward(out, factor)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        out, factor = ctx.saved_tensors
+        # What grows along the row itself is taken out.
+        along = (d_out * out).sum(-1, keepdim=True, dtype=factor.dtype) / (-out.size(-1) * ctx.scale**2)
+        return torch.addcmul(d_out, out, along).mul_(factor).to(out.dtype), None
+
+
+def rms_norm_manual(x: Tensor, scale: float = 1.0) -> Tensor:
+    """`rms_norm` by hand."""
+    return ManualRmsNorm.apply(x, scale)  # type: ignore[no-any-return]
+
+
+def rotate_in_place(x_BTHE: Tensor, rotary: Tensor, backwards: bool = False) -> None:
+    """`rotate` of what is in x, or back."""
+    cos, sin = rotary
+    half = cos.size(-1)
+    a = x_BTHE[..., :half]
+    b = x_BTHE[..., half : 2 * half]
+    sign = -1 if backwards else 1
+    turned_a = torch.addcmul(a * cos, b, sin, value=sign)
+    b.mul_(cos).addcmul_(a, sin, value=-sign)
+    a.copy_(turned_a)
+
+
+class ManualHeads(torch.autograd.Function):
+    """`heads_plain`: norm and gain are one factor of each head, and rotating changes no length."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        queries = len(gain_H)
+        key_heads = (qkv_BTNE.size(2) - queries) // 2
+        qk_BTNE = qkv_BTNE[:, :, :-key_heads]
+        gain_N1 = torch.cat([gain_H, gain_H.new_ones(key_heads)])[:, None]
+        inverse_BTN1 = inverse_rms(qk_BTNE)
+        # Keys have a gain of one.
+        out_BTNE = (qk_BTNE * (inverse_BTN1 * gain_N1)).to(qkv_BTNE.dtype)
+        rotate_in_place(out_BTNE, rotary)
+        ctx.save_for_backward(qkv_BTNE, gain_N1, inverse_BTN1, rotary)
+        ctx.set_materialize_grads(False)
+        values = qkv_BTNE[:, :, -key_heads:]
+        return out_BTNE[:, :, :queries], out_BTNE[:, :, queries:], values, values.view_as(values)
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_q_BTHE: Tensor, d_k_BTKE: Tensor, d_v_BTKE: Tensor, d_own_BTKE: Tensor | None
+    ) -> tuple[Tensor, Tensor, None]:
+        qkv_BTNE, gain_N1, inverse_BTN1, rotary = ctx.saved_tensors
+        queries = d_q_BTHE.size(2)
+        key_heads = d_k_BTKE.size(2)
+        if d_own_BTKE is not None:
+            d_v_BTKE = d_v_BTKE + d_own_BTKE
+        d_qkv_BTNE = torch.cat([d_q_BTHE, d_k_BTKE, d_v_BTKE], dim=2)
+        d_qk_BTNE = d_qkv_BTNE[:, :, :-key_heads]
+        qk_BTNE = qkv_BTNE[:, :, :-key_heads]
+        rotate_in_place(d_qk_BTNE, rotary, backwards=True)
+        # The product with the normalised head is the gradient of its gain; along the head nothing changes.
+        along_BTN1 = (d_qk_BTNE * qk_BTNE).sum(-1, keepdim=True, dtype=inverse_BTN1.dtype) * inverse_BTN1
+        d_gain_H = along_BTN1.sum((0, 1)).flatten()[:queries]
+        factor_BTN1 = inverse_BTN1 * gain_N1
+        # Through the factor as it is, and through what each channel changes of it.
+        d_qk_BTNE.mul_(factor_BTN1)
+        d_qk_BTNE.addcmul_(qk_BTNE, along_BTN1 * inverse_BTN1 * factor_BTN1, value=-1.0 / qkv_BTNE.size(-1))
+        return d_qkv_BTNE, d_gain_H.to(gain_N1.dtype), None
+
+
+def heads_manual(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
+    """`heads_plain` by hand."""
+    return Heads(*ManualHeads.apply(qkv_BTNE, gain_H, rotary))
+
+
+class ManualCrossEntropy(torch.autograd.Function):
+    """`cross_entropy_plain`. tanh(x) is 2·sigmoid(2x) - 1, which takes a fifth of its time."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+        wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        sigmoid_NV = None
+        if softcap:
+            # One number less in all logits changes no probability.
+            sigmoid_NV = (wide_NV * (2 / softcap)).sigmoid_()
+            wide_NV = sigmoid_NV * (2 * softcap)
+        largest_N1 = wide_NV.amax(1, keepdim=True)
+        exponentials_NV = (wide_NV - largest_N1).exp_()
+        sum_N1 = exponentials_NV.sum(1, keepdim=True)
+        target_N1 = wide_NV.gather(1, targets_N[:, None])
+        ctx.save_for_backward(exponentials_NV, sum_N1, sigmoid_NV, targets_N)
+        ctx.dtype = logits_NV.dtype
+        return (sum_N1.log() + largest_N1 - target_N1).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_nats_N: Tensor) -> tuple[Tensor, None, None]:
+        exponentials_NV, sum_N1, sigmoid_NV, targets_N = ctx.saved_tensors
+        d_nats_N1 = d_nats_N[:, None]
+        if sigmoid_NV is not None:
+            d_nats_N1 = 4 * d_nats_N1  # the slope of the softcap is 4·sigmoid·(1 - sigmoid)
+        # Probabilities, less one at the target.
+        d_logits_NV = exponentials_NV * (d_nats_N1 / sum_N1)
+        d_logits_NV.scatter_add_(1, targets_N[:, None], -d_nats_N1)
+        if sigmoid_NV is not None:
+            d_logits_NV = torch.ops.aten.sigmoid_backward(d_logits_NV, sigmoid_NV)
+        return d_logits_NV.to(ctx.dtype), None, None
+
+
+cross_entropy_manual = ManualCrossEntropy.apply
+
+
 def load_attention(name: str) -> Callable[..., Tensor]:
     """The attention of this name. ImportError, AttributeError where it is not installed."""
     if name == "sdpa":
         return attention_sdpa
+    if name == "math":
+        return attention_math  # type: ignore[no-any-return]
     if name == "fa3":
         kernel = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
     elif name == "fa2":
@@ -3069,6 +3321,8 @@ class Kernels(NamedTuple):
     mlp: Callable[..., Tensor]
     heads: Callable[..., Heads]
     xsa: Callable[..., Tensor]
+    norm: Callable[..., Tensor]
+    cross_entropy: Callable[..., Tensor]
     report: list[str]  # lines for the log
 
 
@@ -3079,15 +3333,18 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
     Raises ConfigError for one that was asked for and fails.
     """
     attend, attention_line = choose_attention(c, machine)
-    fused_mlp, mlp_line = choose_mlp(c, machine)
-    fused_heads, heads_line = choose_heads(c, machine)
+    mlp_name, mlp_line = choose_mlp(c, machine)
+    heads_name, heads_line = choose_heads(c, machine)
+    loss_name, loss_lines = choose_loss(c, machine)
     name = attention_line.removeprefix("attention:").split()[0]
     return Kernels(
         attend,
-        mlp_fused if fused_mlp else mlp_plain,
-        heads_fused if fused_heads else heads_plain,
-        xsa_fused if fused_heads else xsa_plain,
-        [attention_line, mlp_line, heads_line, *slow_attention(name, c, machine)],
+        mlp={"kernel": mlp_fused, "manual": mlp_manual, "plain": mlp_plain}[mlp_name],
+        heads={"kernel": heads_fused, "manual": heads_manual, "plain": heads_plain}[heads_name],
+        xsa=xsa_fused if heads_name == "kernel" else xsa_plain,
+        norm=rms_norm_manual if loss_name == "manual" else rms_norm,
+        cross_entropy=cross_entropy_manual if loss_name == "manual" else cross_entropy_plain,
+        report=[attention_line, mlp_line, heads_line, *loss_lines, *slow_attention(name, c, machine)],
     )
 
 
@@ -3101,6 +3358,10 @@ def slow_attention(name: str, c: Config, machine: Machine) -> list[str]:
     if name != "fa3":
         return [f"warning: ATTENTION={name}: a Hopper card takes about 8 % less time with flash_attn_3"]
     return []
+
+
+# Up to this context plain products attend faster than torch's own kernel on a CPU.
+MATH_ATTENTION_TOKENS = 512
 
 
 def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor], str]:
@@ -3120,53 +3381,67 @@ def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor]
     if c.attention != "auto":
         names = [c.attention]
     elif not machine.on_gpu:
-        names = ["sdpa"]
+        # Short contexts are so few weights that they may be kept; a compiler knows torch's own as well.
+        short = c.train_seq_len <= MATH_ATTENTION_TOKENS and not machine.compiled
+        names = ["math", "sdpa"] if short else ["sdpa"]
     elif c.doc_mask:
         names = ["fa3", "varlen", "fa2", "sdpa"]
     else:
         names = ["fa3", "sdpa"]  # without documents torch's own kernel needs no mask, and is as fast
-    # On a CPU torch's own is the only one there is.
     return first_that_agrees(f"ATTENTION={c.attention}", names, load_attention_form, qkv, exact, machine)
 
 
-def kernel_names(setting: str, machine: Machine) -> list[str]:
+def form_names(setting: str, c: Config, machine: Machine) -> list[str]:
     """The forms to try for the value of FUSED_MLP or FUSED_HEADS, in order."""
     if setting == "1":
         return ["kernel"]
     if setting == "auto" and machine.on_gpu:
         return ["kernel", "plain"]
+    return manual_names(c, machine)
+
+
+def manual_names(c: Config, machine: Machine) -> list[str]:
+    """The forms to try for the value of MANUAL_BACKWARD, in order."""
+    if c.manual_backward == "1":
+        return ["manual"]
+    # A compiler fuses operators better than these do.
+    if c.manual_backward == "auto" and not machine.on_gpu and not machine.compiled:
+        return ["manual", "plain"]
     return ["plain"]
 
 
 def choose_form(
-    setting: str,
-    value: str,
+    asked: str,
+    names: list[str],
     forms: dict[str, Form],
     inputs: list[Tensor],
     exact: list[Tensor],
     machine: Machine,
-) -> tuple[bool, str]:
-    """Whether the form "kernel" is taken, rather than "plain", and the line that tells why."""
-    names = kernel_names(value, machine)
-    chosen, line = first_that_agrees(
-        f"{setting}={value}", names, lambda name: forms[name], inputs, exact, machine
-    )
-    return chosen is forms["kernel"].function, line
+) -> tuple[str, str]:
+    """The name of the form that is taken, and the line that tells why; as `first_that_agrees`."""
+    chosen, line = first_that_agrees(asked, names, lambda name: forms[name], inputs, exact, machine)
+    (name,) = [name for name in names if forms[name].function is chosen]
+    return name, line
 
 
-def choose_mlp(c: Config, machine: Machine) -> tuple[bool, str]:
-    """Whether the MLP's kernel is taken, and the line that tells why; as `choose_kernels`."""
+def choose_mlp(c: Config, machine: Machine) -> tuple[str, str]:
+    """The form of the MLP, and the line that tells why; as `choose_kernels`."""
     # Input, up and down matrix, of real sizes.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     sizes = [(c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)]
     tensors = [normal(*size) for size in sizes]
     exact = both_passes(mlp_plain, tensors, (c.leaky_slope,))
-    forms = {"kernel": Form(mlp_fused, (c.leaky_slope,)), "plain": Form(mlp_plain, (c.leaky_slope,))}
-    return choose_form("FUSED_MLP", c.fused_mlp, forms, tensors, exact, machine)
+    forms = {
+        "kernel": Form(mlp_fused, (c.leaky_slope,)),
+        "manual": Form(mlp_manual, (c.leaky_slope,)),
+        "plain": Form(mlp_plain, (c.leaky_slope,)),
+    }
+    names = form_names(c.fused_mlp, c, machine)
+    return choose_form(f"FUSED_MLP={c.fused_mlp}", names, forms, tensors, exact, machine)
 
 
-def choose_heads(c: Config, machine: Machine) -> tuple[bool, str]:
-    """Whether the kernels before and after attention are taken, and why; as `choose_kernels`."""
+def choose_heads(c: Config, machine: Machine) -> tuple[str, str]:
+    """The form of what stands before and after attention, and why; as `choose_kernels`."""
     # What the projection makes of a micro-batch, the gains, and the gates.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
@@ -3175,17 +3450,52 @@ def choose_heads(c: Config, machine: Machine) -> tuple[bool, str]:
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
 
     # Both in a row, with queries for what attention would have made of them.
-    def plain(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor, rotary: Tensor) -> Tensor:
-        q_BTHE, k_BTKE, v_BTKE, own_BTKE = heads_plain(qkv_BTNE, gain_H, rotary)
-        return torch.cat([xsa_plain(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
+    def both(heads: Callable[..., Heads], xsa: Callable[..., Tensor]) -> Form:
+        def function(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor, rotary: Tensor) -> Tensor:
+            q_BTHE, k_BTKE, v_BTKE, own_BTKE = heads(qkv_BTNE, gain_H, rotary)
+            return torch.cat([xsa(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
 
-    def fused(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor, rotary: Tensor) -> Tensor:
-        q_BTHE, k_BTKE, v_BTKE, own_BTKE = heads_fused(qkv_BTNE, gain_H, rotary)
-        return torch.cat([xsa_fused(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
+        return Form(function, (rotary,))
 
-    exact = both_passes(plain, tensors, (rotary,))
-    forms = {"kernel": Form(fused, (rotary,)), "plain": Form(plain, (rotary,))}
-    return choose_form("FUSED_HEADS", c.fused_heads, forms, tensors, exact, machine)
+    forms = {
+        "kernel": both(heads_fused, xsa_fused),
+        "manual": both(heads_manual, xsa_plain),
+        "plain": both(heads_plain, xsa_plain),
+    }
+    exact = both_passes(forms["plain"].function, tensors, (rotary,))
+    names = form_names(c.fused_heads, c, machine)
+    return choose_form(f"FUSED_HEADS={c.fused_heads}", names, forms, tensors, exact, machine)
+
+
+LOSS_CHECK_TOKENS = 256  # as many as show whether a loss is right; those of a batch would take GBs
+
+
+def choose_loss(c: Config, machine: Machine) -> tuple[str, list[str]]:
+    """The form of the last norm and the loss, which other norms have too, and why; as `choose_kernels`."""
+    names = manual_names(c, machine)
+    if names == ["plain"]:
+        return "plain", []
+    # Hidden states and the head.
+    normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
+    tensors = [normal(LOSS_CHECK_TOKENS, c.model_dim), normal(c.vocab_size, c.model_dim)]
+    targets_N = torch.arange(LOSS_CHECK_TOKENS, device=machine.device) % c.vocab_size
+
+    def nats(norm: Callable[..., Tensor], cross_entropy: Callable[..., Tensor]) -> Form:
+        def function(hidden_ND: Tensor, head_VD: Tensor) -> Tensor:
+            logits_NV = F.linear(norm(hidden_ND), head_VD)
+            nats_N1 = cross_entropy(logits_NV, targets_N, c.logit_softcap)[:, None]
+            return nats_N1.expand_as(hidden_ND).to(hidden_ND.dtype)
+
+        return Form(function, ())
+
+    forms = {
+        "manual": nats(rms_norm_manual, cross_entropy_manual),
+        "plain": nats(rms_norm, cross_entropy_plain),
+    }
+    exact = both_passes(forms["plain"].function, tensors, ())
+    asked = f"MANUAL_BACKWARD={c.manual_backward}"
+    name, line = choose_form(asked, names, forms, tensors, exact, machine)
+    return name, [line]
 
 
 def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
@@ -3201,6 +3511,8 @@ def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
     model.mlp = kernels.mlp
     model.heads = kernels.heads
     model.xsa = kernels.xsa
+    model.norm = kernels.norm
+    model.cross_entropy = kernels.cross_entropy
     return model
 
 

@@ -1,18 +1,23 @@
 """What a training step and a scored token cost: the real `Training` and the real scorers, interleaved.
 
     python benchmarks/speed.py [--config configs/cpu_demo.env] [--steps 60] [--targets 20000]
-        [--keep]
+        [--against FILE] [--keep]
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
 machine meets both alike; the two must see the same tokens (stream hash) and print the same losses, or the
 program fails. On a GPU it adds model FLOPs utilization (6 P per token for every visit of a layer and the
 head, plus 6 T D per token and visit for causal attention, over the dense bf16 peak) and, from a profile,
 how the time of the GPU splits into matrix products, attention and everything else.
+
+With --against another version of the script is measured beside this one instead, each with one thread in a
+process of its own and, where there are two, on a core of its own; the turns alternate, and the cores are
+swapped halfway: `--against OLD.py --config benchmarks/demo_0_4.env`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import resource
@@ -32,6 +37,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import results  # noqa: E402
+from benchmarks.turns import Turns, TurnsError  # noqa: E402
 from train_gpt import Config, Training  # noqa: E402
 
 TITLE = "Step time and scoring speed"
@@ -39,6 +45,7 @@ TURN_STEPS = 5
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
 PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
 STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | MiB | n |"
+AGAINST_HEADER = "| config | script | step ms | p20 | p80 | tokens/s | last losses | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
 KINDS = {
     "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "linear_leaky"),
@@ -170,8 +177,70 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     return measured
 
 
+def compare(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
+    """Steps of this script and of another version of it, in turns, each on one core."""
+    # The budget is not what is measured: a longer script must not make the other one fail.
+    env = settings(arguments.config, runs, arguments.set, WARMUP_STEPS="0", ARTIFACT_BYTES_MAX="16000000",
+                   RATE_CONTROL="0")  # fmt: skip
+    scripts = [REPO / "train_gpt.py", arguments.against]
+    times_ms: list[list[float]] = [[], []]
+    losses: list[list[float]] = [[], []]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    with contextlib.ExitStack() as ends:
+        both = []
+        for number, script in enumerate(scripts):
+            both.append(ends.enter_context(Turns(script, {**env, "RUN_ID": f"turns{number}"})))
+        for one in both:  # untimed: first steps allocate, and compile
+            one.steps(TURN_STEPS)
+        turns = math.ceil(arguments.steps / TURN_STEPS)
+        for turn in range(turns):
+            swapped = int(turn >= turns / 2)
+            for number, one in enumerate(both):
+                one.move_to(cores[(number + swapped) % min(2, len(cores))])
+                new_times_ms, new_losses = one.steps(TURN_STEPS)
+                times_ms[number] += new_times_ms
+                losses[number] += new_losses
+    config = Config.from_env(env)
+    return {
+        "config": arguments.config.stem, "against": arguments.against.name, "cores": len(cores[:2]),
+        "tokens_per_step": config.train_batch_tokens, "ms": times_ms, "losses": losses,
+    }  # fmt: skip
+
+
+def comparison_tables(measured: dict[str, Any]) -> list[str]:
+    """The table of two versions."""
+    lines = [AGAINST_HEADER, "|" + "---|" * (AGAINST_HEADER.count("|") - 1)]
+    names = ["train_gpt.py", measured["against"]]
+    for name, times_ms, losses in zip(names, measured["ms"], measured["losses"], strict=True):
+        low, *_, high = statistics.quantiles(times_ms, n=5)
+        median_ms = statistics.median(times_ms)
+        per_second = measured["tokens_per_step"] / median_ms * 1e3
+        lines.append(
+            f"| {measured['config']} | {name} | {median_ms:.2f} | {low:.2f} | {high:.2f} | {per_second:,.0f} "
+            f"| {statistics.mean(losses[-TURN_STEPS:]):.4f} | {len(times_ms)} |"
+        )
+    ours_ms, theirs_ms = (means_of_turns(times_ms) for times_ms in measured["ms"])
+    ratios = [theirs / ours for ours, theirs in zip(ours_ms, theirs_ms, strict=True)]
+    low, *_, high = statistics.quantiles(ratios, n=5) if len(ratios) > 1 else ratios * 2
+    ratio = statistics.median(ratios)
+    return [
+        *lines,
+        "",
+        f"{ratio:.3f} times the tokens per second ({low:.3f} to {high:.3f} from p20 to p80 of "
+        f"{len(ratios)} pairs of turns), one thread each, {measured['cores']} cores.",
+    ]
+
+
+def means_of_turns(times_ms: list[float]) -> list[float]:
+    """Mean milliseconds of a step in each turn."""
+    starts = range(0, len(times_ms), TURN_STEPS)
+    return [statistics.mean(times_ms[start : start + TURN_STEPS]) for start in starts]
+
+
 def tables(measured: dict[str, Any]) -> list[str]:
-    """Both tables of one config."""
+    """Both tables of one config, or the one of two versions."""
+    if "against" in measured:
+        return comparison_tables(measured)
     name = measured["config"]
     tokens = measured["tokens_per_step"]
     gpu = measured["gpu_us"]
@@ -209,12 +278,21 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--steps", type=int, default=60, help="steps with and as many without prefetch")
     parser.add_argument("--targets", type=int, default=20_000, help="validation targets per scorer")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="another version of train_gpt.py")
     parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
     arguments = parser.parse_args()
     before = results.conditions()
     with tempfile.TemporaryDirectory() as runs:
-        measured = measure(arguments, Path(runs))
-    results.finish(f"speed-{arguments.config.stem}", before, measured, arguments.keep)
+        if arguments.against is None:
+            name = f"speed-{arguments.config.stem}"
+            measured = measure(arguments, Path(runs))
+        else:
+            name = f"speed-{arguments.config.stem}-against"
+            try:
+                measured = compare(arguments, Path(runs))
+            except TurnsError as error:
+                raise SystemExit(str(error)) from error
+    results.finish(name, before, measured, arguments.keep)
 
 
 if __name__ == "__main__":

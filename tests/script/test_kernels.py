@@ -267,7 +267,9 @@ class OneOfMany(CallsItselfGpu):
 def chosen(machine: train_gpt.Machine, **settings: Any) -> tuple[str, str]:
     """The form of the MLP that would run, and its line for the log."""
     kernels = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), machine)
-    names = {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}
+    names = {
+        train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel", train_gpt.mlp_manual: "manual"
+    }  # fmt: skip
     return names[kernels.mlp], kernels.report[1]
 
 
@@ -353,9 +355,11 @@ def test_the_worst_rank_decides() -> None:
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
-def test_the_plain_form_runs_on_the_cpu(asked: str) -> None:
-    line = "fused_mlp:plain tried: plain error:0.0e+00"
-    assert chosen(train_gpt.Machine(), fused_mlp=asked) == ("plain", line)
+@pytest.mark.parametrize(("manual", "form"), [("auto", "manual"), ("0", "plain"), ("1", "manual")])
+def test_no_kernel_runs_on_the_cpu(asked: str, manual: str, form: str) -> None:
+    name, line = chosen(train_gpt.Machine(), fused_mlp=asked, manual_backward=manual)
+    assert name == form and line.startswith(f"fused_mlp:{form} tried: {form} error:")
+    assert chosen(train_gpt.Machine(), fused_mlp=asked, manual_backward="0")[1].endswith("error:0.0e+00")
 
 
 def test_without_triton_the_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,7 +717,7 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-9)
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("0", "plain"), ("1", "kernel"), ("auto", "plain")])
+@pytest.mark.parametrize(("asked", "expected"), [("0", "manual"), ("1", "kernel"), ("auto", "manual")])
 def test_fused_heads_is_what_was_asked_for(asked: str, expected: str) -> None:
     if expected == "kernel" and not CUDA and not triton.knobs.runtime.interpret:
         pytest.skip("no GPU and no interpreter")

@@ -723,8 +723,76 @@ def test_without_triton_the_plain_mlp_is_taken(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cpu_attention_passes_its_own_check(dtype: torch.dtype) -> None:
-    assert train_gpt.choose_kernels(tiny(), Machine(dtype=dtype)).attend is train_gpt.attention_sdpa
+def test_forms_for_cpus_pass_their_own_check(dtype: torch.dtype) -> None:
+    kernels = train_gpt.choose_kernels(tiny(), Machine(dtype=dtype))
+    assert kernels[:-1] == MANUAL
+    off = train_gpt.choose_kernels(tiny(MANUAL_BACKWARD=0, ATTENTION="sdpa"), Machine(dtype=dtype))
+    assert off[:-1] == PLAIN
+    # A compiler does better with what it knows; so does torch's own attention where contexts are long.
+    compiled = Machine(dtype=dtype, compiled=True)
+    assert train_gpt.manual_names(tiny(), compiled) == ["plain"]
+    long = tiny(TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=2048, MICRO_BATCH_TOKENS=2048, TTT_CHUNK_TOKENS=1024)
+    assert train_gpt.choose_attention(long, Machine())[0] is train_gpt.attention_sdpa
+
+
+PLAIN = (
+    train_gpt.attention_sdpa, train_gpt.mlp_plain, train_gpt.heads_plain, train_gpt.xsa_plain,
+    train_gpt.rms_norm, train_gpt.cross_entropy_plain,
+)  # fmt: skip
+MANUAL = (
+    train_gpt.attention_math, train_gpt.mlp_manual, train_gpt.heads_manual, train_gpt.xsa_plain,
+    train_gpt.rms_norm_manual, train_gpt.cross_entropy_manual,
+)  # fmt: skip
+
+
+def loss_and_gradients(model: GPT, forms: tuple[Any, ...], ids: Tensor) -> list[Tensor]:
+    """The loss of a batch by these forms, and the gradient of every parameter."""
+    machine = Machine(dtype=model.compute_dtype)
+    train_gpt.ready_model(model, machine, train_gpt.Kernels(*forms, report=[]))
+    loss = model.loss(ids, ids.roll(-1, 1))
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"DOC_MASK": 0, "XSA_LAST_N": 0, "LN_SCALE": 0},
+        {"LOGIT_SOFTCAP": 0, "LEAKY_SLOPE": 0, "NUM_KV_HEADS": 1},
+        {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0},
+    ],
+    ids=["default", "one text", "relu²", "PR #549"],
+)
+def test_derivatives_by_hand_are_those_of_autograd(changes: dict[str, Any]) -> None:
+    """In float64 to 1e-10 of the largest; in bf16, which rounds elsewhere, near the truth as before."""
+    config = tiny(**changes)
+    model, ids = random_model(config), random_ids(config)
+    exact = loss_and_gradients(model, PLAIN, ids)
+    for wanted, found in zip(exact, loss_and_gradients(model, MANUAL, ids), strict=True):
+        assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+    errors = []
+    model.compute_dtype = torch.bfloat16
+    for forms in (PLAIN, MANUAL):
+        found = loss_and_gradients(model, forms, ids)
+        errors.append(0.0)
+        for ours, right in zip(found, exact, strict=True):
+            errors[-1] += float((ours - right).norm() / right.norm())
+    assert errors[1] <= 1.5 * errors[0]
+
+
+def test_the_loss_by_hand_takes_any_logits() -> None:
+    """Far beyond the softcap, and without one as far as fp32 goes; an all but impossible target too."""
+    logits_NV = torch.tensor([[0.0, 300.0, -300.0], [1e4, -1e4, 0.0], [-80.0, 0.0, 80.0]])
+    targets_N = torch.tensor([2, 1, 0])
+    for softcap in (0.0, 5.0, 30.0):
+        found = []
+        for form in (train_gpt.cross_entropy_plain, train_gpt.cross_entropy_manual):
+            leaf_NV = logits_NV.clone().requires_grad_()
+            nats_N = form(leaf_NV, targets_N, softcap)
+            (gradient_NV,) = torch.autograd.grad(nats_N @ torch.tensor([1.0, 0.0, -2.0]), leaf_NV)
+            found.append((nats_N.detach(), gradient_NV))
+        for ours, right in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-6)
 
 
 @torch.library.custom_op("test_model::packed", mutates_args=())

@@ -12,6 +12,7 @@ import pytest
 
 import train_gpt
 from benchmarks import ablation, coder, results, speed
+from benchmarks.turns import Turns, TurnsError
 from tools.markdown import refresh
 from tools.prove.probes import make_subject
 
@@ -116,3 +117,44 @@ def test_lengths_are_compared_on_the_same_tokens_and_steps() -> None:
     for config in (growing, *configs.values()):
         assert config.train_batch_tokens == growing.train_batch_tokens
         assert train_gpt.micro_steps_per_step(config, 1) == 1
+
+
+SCRIPT_OF_SEVEN_STEPS = """
+import os
+import numpy as np
+
+def train_step(training, progress):
+    print("a line of the log")
+    training.append(progress)
+    return np.array([len(training), 0.0])
+
+def main():
+    training = []
+    for _ in range(7):
+        train_step(training, 0.5)
+    return "a message of " + os.environ["WHO"]
+"""
+
+
+def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_OF_SEVEN_STEPS, encoding="utf-8")
+    with Turns(script, {"WHO": "mine"}) as mine, Turns(script, {"WHO": "theirs"}) as theirs:
+        assert mine.steps(3)[1] == [1.0, 2.0, 3.0]
+        assert theirs.steps(1)[1] == [1.0]
+        times_ms, losses = mine.steps(4)
+        assert losses == [4.0, 5.0, 6.0, 7.0] and len(times_ms) == 4 and min(times_ms) > 0
+        with pytest.raises(TurnsError, match=r"(?s)ended instead of taking 1 steps:.*a message of mine"):
+            mine.steps(1)
+
+
+def test_a_comparison_says_how_many_times_the_speed() -> None:
+    """Pairs of turns: what slows the machine for a while slows both."""
+    ours_ms = [10.0] * 5 + [30.0] * 5
+    measured = {
+        "config": "demo", "against": "old.py", "cores": 2, "tokens_per_step": 1024,
+        "ms": [ours_ms, [1.5 * time_ms for time_ms in ours_ms]], "losses": [[3.0] * 10, [4.0] * 10],
+    }  # fmt: skip
+    text = "\n".join(speed.tables(measured))
+    assert "1.500 times the tokens per second (1.500 to 1.500" in text and "2 pairs of turns" in text
+    assert "| demo | old.py | 30.00 | 15.00 | 45.00 | 34,133 | 4.0000 | 10 |" in text

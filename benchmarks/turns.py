@@ -1,0 +1,132 @@
+"""A version of train_gpt.py in a process of its own that trains in turns: so many steps, then it waits.
+
+    python benchmarks/turns.py SCRIPT    # settings in the environment, commands on standard input
+
+The script's own `main` runs; only its `train_step` is replaced by one that waits for its turn first. So any
+version is measured as it really trains, between the end of one step and the end of the next, as long as its
+loop calls the global `train_step(training, ...)` and gets back a tensor whose first element is the loss.
+
+A command is a number of steps, the answer `{"ms": [...], "losses": [...]}`; end of input ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class TurnsError(RuntimeError):
+    """A script ended or answered something else than its turn; the message has the end of what it printed."""
+
+
+class Turns:
+    """The parent's side: start a script, give it turns, end it. Use as a context manager."""
+
+    def __init__(self, script: Path, settings: Mapping[str, str]) -> None:
+        """settings: variables of the script on top of this process's environment, with one thread."""
+        self.script = script
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+        self._printed = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 — closed by `close`
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(script.resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._printed,
+            text=True,
+            env={**os.environ, **threads, **settings},
+        )
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def steps(self, count: int) -> tuple[list[float], list[float]]:
+        """Milliseconds and losses of the next `count` steps. TurnsError where the script ends instead."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(count, file=self._process.stdin, flush=True)
+            answer = json.loads(self._process.stdout.readline())
+        except (OSError, ValueError) as error:
+            self._printed.seek(0)
+            printed = self._printed.read().strip()[-2000:]
+            raise TurnsError(f"{self.script} ended instead of taking {count} steps:\n{printed}") from error
+        return answer["ms"], answer["losses"]
+
+    def move_to(self, core: int) -> None:
+        """Let all threads of the process run on this core alone, where the system knows of that."""
+        if not hasattr(os, "sched_setaffinity"):
+            return
+        for thread in os.listdir(f"/proc/{self._process.pid}/task"):
+            os.sched_setaffinity(int(thread), {core})
+
+    def close(self) -> None:
+        """End the process; safe to call twice."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(timeout=60)
+        self._printed.close()
+
+
+class TakesTurns:
+    """In the place of a script's `train_step`: waits until it is told to go on, and times what goes on."""
+
+    def __init__(self, train_step: Any, answers: Any) -> None:
+        self.train_step = train_step
+        self.answers = answers
+        self.left = 0
+        self.begun = 0.0
+        self.times_ms: list[float] = []
+        self.losses: list[float] = []
+
+    def __call__(self, *arguments: Any) -> Any:
+        """One step of the script, in its turn."""
+        if self.left == 0:
+            self.wait()
+        results = self.train_step(*arguments)
+        self.losses.append(results.tolist()[0])
+        now = time.perf_counter()
+        self.times_ms.append(1e3 * (now - self.begun))
+        self.begun = now
+        self.left -= 1
+        if self.left == 0:
+            print(json.dumps({"ms": self.times_ms, "losses": self.losses}), file=self.answers, flush=True)
+        return results
+
+    def wait(self) -> None:
+        """Read how many steps come next; without an answer the process ends."""
+        command = sys.stdin.readline()
+        if not command:
+            os._exit(0)
+        self.left = int(command)
+        self.times_ms = []
+        self.losses = []
+        self.begun = time.perf_counter()
+
+
+def main() -> None:
+    """Run the script that is named; what it prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    path = sys.argv.pop(1)
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = module  # dataclasses look there for their own module
+    spec.loader.exec_module(module)
+    module.train_step = TakesTurns(module.train_step, answers)
+    sys.exit(module.main())
+
+
+if __name__ == "__main__":
+    main()
