@@ -964,6 +964,13 @@ class Machine:
         """What the device is called in the log."""
         return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
 
+    @property
+    def orthogonalize_dtype(self) -> torch.dtype:
+        """Of the products of Newton-Schulz, which need few digits: bfloat16 where there are units for it."""
+        if self.on_gpu or (self.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
+            return torch.bfloat16
+        return torch.float32
+
     def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """The function, compiled where that is wanted."""
         return torch.compile(function, **options) if self.compiled else function
@@ -3382,7 +3389,8 @@ def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor]
         names = [c.attention]
     elif not machine.on_gpu:
         # Short contexts are so few weights that they may be kept; a compiler knows torch's own as well.
-        short = c.train_seq_len <= MATH_ATTENTION_TOKENS and not machine.compiled
+        longest = max(c.eval_length, *(part.length for part in c.length_parts))
+        short = longest <= MATH_ATTENTION_TOKENS and not machine.compiled
         names = ["math", "sdpa"] if short else ["sdpa"]
     elif c.doc_mask:
         names = ["fa3", "varlen", "fa2", "sdpa"]
@@ -3530,19 +3538,52 @@ POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
 FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
 
-def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz, in bf16 on GPU; contiguous."""
+Quintic = tuple[float, float, float]  # a, b, c of a·x + b·x³ + c·x⁵, for every singular value x
+
+
+def quintics(steps: int, polar_express: bool) -> list[Quintic]:
+    """The polynomials of so many Newton-Schulz iterations; Polar Express ends by repeating its last one."""
+    if not polar_express:
+        return [FIXED_QUINTIC] * steps
+    return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)]
+
+
+def iterate_on_gram(x_NRC: Tensor, iterations: list[Quintic]) -> Tensor:
+    """Newton-Schulz for wide matrices: all but the first and the last of its products are R × R.
+
+    Each iteration multiplies x from the left by q = a + b·g + c·g², a polynomial of the Gram matrix g = x xᵀ,
+    which becomes q g q. Those are differences of large numbers: bfloat16 has too few digits for them.
+    """
+    gram_NRR = x_NRC @ x_NRC.mT
+    product_NRR = torch.eye(x_NRC.size(1), device=x_NRC.device).expand_as(gram_NRR)
+    for number, (a, b, c) in enumerate(iterations, 1):
+        # q without its first term, which `beta` adds wherever q multiplies.
+        rest_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
+        product_NRR = torch.baddbmm(product_NRR, rest_NRR, product_NRR, beta=a)
+        if number < len(iterations):
+            half_NRR = torch.baddbmm(gram_NRR, rest_NRR, gram_NRR, beta=a)
+            gram_NRR = torch.baddbmm(half_NRR, half_NRR, rest_NRR, beta=a)
+    return product_NRR @ x_NRC
+
+
+def orthogonalize(
+    update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz; contiguous.
+
+    dtype: of its products; None: bf16 on GPU, fp32 on CPU.
+    """
     # The product of a matrix with its transpose is smallest for wide ones.
     tall = update_NRC.size(1) > update_NRC.size(2)
     x = update_NRC.mT if tall else update_NRC
-    x = x.to(torch.bfloat16 if update_NRC.is_cuda else torch.float32)
+    x = x.to(dtype or (torch.bfloat16 if update_NRC.is_cuda else torch.float32))
     # The iteration converges for singular values up to one.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for step in range(steps):
-        if polar_express:
-            a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
-        else:
-            a, b, c = FIXED_QUINTIC
+    iterations = quintics(steps, polar_express)
+    if x.dtype == torch.float32 and x.size(2) >= 2 * x.size(1):
+        x = iterate_on_gram(x, iterations)
+        return (x.mT if tall else x).contiguous()
+    for a, b, c in iterations:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
@@ -3691,7 +3732,9 @@ class Optimizer:
         update = gradient.add_(buffer, alpha=momentum)
         if self.config.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-        return self.orthogonalize(update, self.config.muon_backend_steps, self.config.muon_polar_express)
+        c = self.config
+        dtype = self.machine.orthogonalize_dtype
+        return self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, dtype)
 
     def _fill(self, bank: Tensor) -> Tensor:
         """The bank with zero matrices at its end, so that all ranks hold equally many."""

@@ -195,19 +195,44 @@ def test_clipping_is_by_the_global_norm(norm: float, factor: float) -> None:
     assert all(p.grad is None for p in parameters)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 24, 24), (3, 16, 64), (2, 64, 16)])
 @pytest.mark.parametrize(("polar", "low", "high"), [(True, 0.85, 1.15), (False, 0.45, 1.25)])
 def test_orthogonalised_singular_values_are_near_one(
-    shape: tuple[int, ...], polar: bool, low: float, high: float
+    shape: tuple[int, ...], polar: bool, low: float, high: float, dtype: torch.dtype
 ) -> None:
+    """In bfloat16 too, on GPUs and on CPUs with units for it: the same bounds."""
     update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    x = orthogonalize(update, 5, polar)
+    x = orthogonalize(update, 5, polar, dtype)
+    assert x.is_contiguous() and x.dtype == dtype
+    assert torch.equal(x, orthogonalize(update, 5, polar)) == (dtype == torch.float32)
+    x = x.float()
     values = torch.linalg.svdvals(x)
     spread = torch.linalg.svdvals(update)
     strong = values[spread > 0.02 * spread.norm(dim=1, keepdim=True)]
     assert strong.min() > low and strong.max() < high
-    assert x.is_contiguous() and x.dtype == torch.float32
-    assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar), torch.zeros(shape))
+    assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar, dtype).float(), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("polar", [True, False])
+def test_iterations_on_the_gram_matrix_are_the_same(steps: int, polar: bool) -> None:
+    """Against the plain ones in float64, with singular values over five decades; tall matrices too."""
+    noise = torch.randn((2, 16, 64), generator=torch.Generator().manual_seed(0))
+    left, values, right = torch.linalg.svd(noise, full_matrices=False)
+    update = left * (values * torch.logspace(0, -5, 16))[:, None] @ right
+    exact = orthogonalize(update, steps, polar, torch.float64)
+    for found in (orthogonalize(update, steps, polar), orthogonalize(update.mT, steps, polar).mT):
+        assert (found - exact).norm() <= 5e-3 * exact.norm()
+
+
+def test_newton_schulz_takes_bfloat16_where_there_are_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for units in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
+        found = [Machine(dtype=dtype).orthogonalize_dtype for dtype in (torch.bfloat16, torch.float32)]
+        assert found == [torch.bfloat16 if units else torch.float32, torch.float32]
+    cuda = Machine(device=torch.device("cuda"), dtype=torch.float32)
+    assert cuda.orthogonalize_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
