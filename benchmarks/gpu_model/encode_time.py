@@ -1,45 +1,55 @@
-"""CPU seconds of the entropy coder, scaled to the default model.
+"""CPU seconds of writing the artifact of the default model, all passes of the search for its size together.
 
-python -m benchmarks.gpu_model.encode_time
+    python -m benchmarks.gpu_model.encode_time
+
+The weights are drawn: rows of different spread, with heavier tails than a Gaussian. They are rounded to
+nearest; GPTQ, which a run does on its GPU, is in eager_parts.py. One of eight ranks writes, the others wait.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-MODEL_SYMBOLS = 35.9e6  # integers of the default model's artifact
-SHAPE = (1536, 22 * 512)  # of the measured array: 17.3 M of them, so that the coder has as many lanes
-DEVIATION = 2.5  # of the codes, in steps; 6-bit codes end at ±31
 
 
 def main() -> int:
     """The program."""
     from benchmarks.gpu_model import subject
 
-    draws = np.random.default_rng(0).normal(0, DEVIATION, SHAPE)
-    codes = np.clip(np.round(draws), -31, 31).astype(np.int8)
+    config = subject.config()
+    model = subject.drawn_model(config)
+    parts: dict[str, list[float]] = {"encode": [], "quantize": []}
 
-    start = time.process_time()
-    data = subject.encode([codes])
-    encode_seconds = time.process_time() - start
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            start = time.process_time()
+            result = function(*arguments)
+            parts[name].append(time.process_time() - start)
+            return result
 
-    start = time.process_time()
-    (decoded,) = subject.decode(data, [codes.shape])
-    decode_seconds = time.process_time() - start
-    if not np.array_equal(decoded, codes):
-        raise RuntimeError("decode does not invert encode")
+        return run
 
-    scale = MODEL_SYMBOLS / codes.size
-    print(f"{codes.size} symbols, {len(data)} bytes; {MODEL_SYMBOLS / 1e6} M symbols scaled from them")
-    for name, seconds in (("encode", encode_seconds), ("decode", decode_seconds)):
-        print(f"{name} {seconds:.2f} CPU-s, scaled {scale * seconds:.1f}")
+    with tempfile.TemporaryDirectory() as folder, subject.replaced_coder(timed):
+        path = Path(folder) / "model.bin"
+        start = time.process_time()
+        line = subject.write_artifact(path, model, config)
+        write_seconds = time.process_time() - start
+        start = time.process_time()
+        subject.load_artifact(path)
+        read_seconds = time.process_time() - start
+
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{weights:,} weights; {line}")
+    for name, seconds in parts.items():
+        print(f"{name}: {sum(seconds):.2f} CPU-s in {len(seconds)} calls")
+    print(f"write_artifact: {write_seconds:.2f} CPU-s in all; load_artifact: {read_seconds:.2f}")
     return 0
 
 

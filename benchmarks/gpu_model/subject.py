@@ -5,8 +5,10 @@ Import it after `fake_gpu.install`, if that is installed at all: it imports torc
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,11 +208,52 @@ def window_rows(targets: int, context: int, stride: int, begins: np.ndarray, chu
     return train_gpt.window_rows(targets, context, stride, begins, chunk)
 
 
-def encode(arrays: list[np.ndarray]) -> bytes:
-    """Integers to the bytes of an artifact."""
-    return train_gpt.encode(arrays)
+def even_batch_rows(rows: list[int], most: int) -> int:
+    """Rows of a batch of scoring, where chunks have so many rows and a pass at most `most`."""
+    return train_gpt.even_batch_rows(rows, most)
 
 
-def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
-    """The inverse of `encode`."""
-    return train_gpt.decode(data, shapes)
+def document_starts(tokens: np.ndarray, config: train_gpt.Config) -> np.ndarray:
+    """Where the document of each target begins, as scoring asks for it."""
+    return train_gpt.document_start_of_targets(tokens, config)
+
+
+def drawn_model(config: train_gpt.Config) -> nn.Module:
+    """A model whose matrices look about as trained ones do: rows of different spread, heavy tails."""
+    gpt = train_gpt.build_model(config)
+    table = train_gpt.parameter_table(config)
+    random_bits = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            if table[name].role:
+                noise = torch.randn(parameter.shape, generator=random_bits)
+                spread = 0.5 + torch.rand(*parameter.shape[:-1], 1, generator=random_bits)
+                parameter.copy_(0.03 * spread * noise * (1 + 0.15 * noise.abs()))
+    return gpt
+
+
+@contextlib.contextmanager
+def replaced_coder(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it, `wrap("encode", …)` codes and `wrap("quantize", …)` rounds what becomes an artifact."""
+    encode = train_gpt.encode
+    quantize = train_gpt.Quantizer.quantize
+    train_gpt.encode = wrap("encode", encode)
+    train_gpt.Quantizer.quantize = wrap("quantize", quantize)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        train_gpt.encode = encode
+        train_gpt.Quantizer.quantize = quantize  # type: ignore[method-assign]
+
+
+def write_artifact(path: Path, gpt: nn.Module, config: train_gpt.Config) -> str:
+    """The artifact of weights rounded to nearest, beside the shipped script; the line for the log."""
+    script = Path(train_gpt.__file__).read_bytes()
+    budget = config.artifact_bytes_max - len(train_gpt.shipped_code(script, config.code_bytes))
+    return train_gpt.write_artifact(path, gpt, config, {}, 64 * "0", budget)
+
+
+def load_artifact(path: Path) -> nn.Module:
+    """The model that the artifact holds."""
+    gpt, _ = train_gpt.load_artifact(path)
+    return gpt

@@ -21,6 +21,14 @@ from typing import Any
 GIB = 2**30
 SMALL_BYTES = 3e7  # of a launch: casts of weights and stacks of their gradients move less
 GAIN_GRADIENT_BYTES = 1.5e8  # of a launch: the gradient of qk_gain reads whole activations
+# The part that each of the script's own kernels belongs to.
+CUSTOM_PARTS = {
+    "linear_leaky_square": "products of the MLP",
+    "heads": "q and k norm, rotary",
+    "heads_backward": "q and k norm, rotary",
+    "xsa": "XSA and gate",
+    "xsa_backward": "XSA and gate",
+}
 HEADER = (
     "| part | fwd launches | fwd GB | fwd TFLOP | fwd ms | bwd launches | bwd GB | bwd TFLOP | bwd ms |\n"
     "|---|---|---|---|---|---|---|---|---|"
@@ -110,8 +118,8 @@ def part_of(launch: dict[str, Any], sizes: dict[str, int]) -> str:
     """The part of the model that a launch belongs to."""
     if launch["kind"] == "product":
         return product_part(launch["shapes"], sizes)
-    if launch["kind"] == "custom":  # the one there is
-        return "products of the MLP"
+    if launch["kind"] == "custom":
+        return CUSTOM_PARTS[launch["name"].split(".")[1]]
     if launch["kind"] == "attention":
         return "attention"
     if launch["kind"] == "eager":

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
+from benchmarks import kernels
 from benchmarks.gpu_model import (
     accounting,
     census,
@@ -272,8 +273,8 @@ def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
         census.check_visits(tracer, 17, "train_loop")
 
 
-GPU_CONFIGS = ("default_0_4", "gpu_demo", "h100_1gpu", "h200_1gpu", "pr1493", "pr549", "pr591", "pr785",
-               "upstream_baseline")  # fmt: skip
+CONFIGS = Path(__file__).parents[2] / "configs"
+GPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*.env") if path.stem != "cpu_demo")
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)
@@ -308,6 +309,35 @@ def launch(kind: str, name: str, shapes: str = "", moved_bytes: float = 1e9) -> 
     }
 
 
+def test_every_custom_operation_has_a_part() -> None:
+    assert {f"train_gpt.{name}" for name in summary.CUSTOM_PARTS} == set(subject.CUSTOM_OPERATIONS)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(
+    on_gpu: FakeTensorMode, backward: bool
+) -> None:
+    rows, positions, heads, key_heads, channels = 4, 512, 8, 4, 64
+    recorder = Recorder(H100, subject.CUSTOM_OPERATIONS)
+    qkv = gpu(rows, positions, heads + 2 * key_heads, channels)
+    queries, d_queries = (gpu(rows, positions, heads, channels) for _ in range(2))
+    keys, values, own = (gpu(rows, positions, key_heads, channels) for _ in range(3))
+    gate = gpu(rows, positions, heads)
+    around = [qkv, gpu(heads), gpu(2, positions, 1, 8)]
+    with Watch(recorder):
+        if backward:
+            torch.ops.train_gpt.heads_backward(*around, queries, keys, values, own)
+            torch.ops.train_gpt.xsa_backward(queries, values, gate, d_queries)
+        else:
+            torch.ops.train_gpt.heads(*around)
+            torch.ops.train_gpt.xsa(queries, values, gate)
+    costs = kernels.heads_costs(rows * positions, heads, key_heads, channels)
+    counted = [cost.bytes for cost in costs["backward" if backward else "forward"]]
+    # Gains and angles are left out: they are few.
+    for launched, least in zip(recorder.launches, counted, strict=True):
+        assert launched.moved_bytes == pytest.approx(least, rel=0.01)
+
+
 SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
 
 
@@ -319,6 +349,9 @@ SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
         (launch("product", "mm.out", "(98304, 12)@(12, 8) bfloat16"), "products of the gates"),
         (launch("product", "mm.out", "(512, 98304)@(98304, 256) bfloat16"), "products of q, k, v and o"),
         (launch("attention", "torch_attn._varlen_attn.default"), "attention"),
+        (launch("custom", "train_gpt.linear_leaky_square.default"), "products of the MLP"),
+        (launch("custom", "train_gpt.heads_backward.default"), "q and k norm, rotary"),
+        (launch("custom", "train_gpt.xsa.default"), "XSA and gate"),
         (launch("generated", "triton_red_fused__log_softmax_nll_loss_forward_3"), "loss"),
         (launch("generated", "triton_poi_fused__to_copy_1", moved_bytes=1e6), "small"),
         (launch("generated", "triton_poi_fused_add_mul_1"), "residual, norms, scales"),
@@ -452,6 +485,7 @@ def test_a_step_of_the_default_stack_moves_no_more_than_it_did(repo: Path, gpu_m
         pytest.skip(result.stderr)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("graph breaks: none") == 2
+    saved_bytes = {}
     # Gigabytes and milliseconds at most, and TFLOP at least: fewer would be another model.
     for phase, most_gb, most_ms, least_tflop in (("train", 132, 65, 25.2), ("train_loop", 200, 96, 37.6)):
         step = json.loads((gpu_model_folder / f"bars_{phase}_kernel.json").read_text(encoding="utf-8"))
@@ -461,5 +495,10 @@ def test_a_step_of_the_default_stack_moves_no_more_than_it_did(repo: Path, gpu_m
         assert step["milliseconds"] <= most_ms
         assert max(graph["peak_bytes"] for graph in step["graphs"]) <= 40 * 2**30
         # Logits are never kept in fp32.
-        for output in step["graphs"][0]["outputs"]:
+        outputs = step["graphs"][0]["outputs"]
+        for output in outputs:
             assert output["dtype"] != "float32" or output["size_bytes"] < 98_304 * 8192
+        saved_bytes[phase] = sum(output["size_bytes"] for output in outputs)
+    # Six visits more keep 19 widths of the model in bf16 each, and some small sums.
+    a_visit = (saved_bytes["train_loop"] - saved_bytes["train"]) / 6
+    assert a_visit <= 2 * 98_304 * 512 * 19.2
