@@ -28,12 +28,13 @@ from tools.prove import (
     tiny,
 )
 from tools.prove.mutants import trial
-from tools.prove.mutants.legal import LEGAL, OF_RANKS
+from tools.prove.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS, OF_RANKS
 
 SCRIPT = Path(train_gpt.__file__)
 # A handful for each probe, the quick ones; all of them are tried by a slow test.
 QUICK = [
     *mutants.SELF_TEST,
+    *mutants.DOCUMENTS,
     "next-chunk-in-the-second-epoch",
     "attention-looks-ahead",
     "counts-carried-legal-roundtrip-sliding",
@@ -161,6 +162,19 @@ def test_no_legal_change_is_refuted(name: str) -> None:
     assert not failures(asked(probes.make_subject(mutants.mutated(SCRIPT, name)), [0, 32]))
 
 
+@pytest.mark.parametrize("name", sorted(LEGAL_OF_DOCUMENTS))
+def test_a_legal_change_of_the_scorer_of_documents_is_not_refuted(name: str) -> None:
+    documents = probes.make_subject(mutants.mutated(SCRIPT, name), **tiny.LORA)
+    case = documents.case("score_ttt")
+    findings = [
+        *probes.ledger_order(documents, "score_ttt"),
+        *probes.document_isolation(documents, "score_ttt"),
+        *questions.future(case, [60], [64]),
+    ]
+    assert not failures(findings)
+    assert {"B1", "B3", "B4", "B5", "B6", "B9"} == {finding.check for finding in findings}
+
+
 RENAMED = [("ledger-renamed", "Ledger"), ("evaluate-renamed", "evaluate")]
 
 
@@ -192,9 +206,11 @@ def test_equal_bits_are_asked_of_equal_batches_alone(subject: probes.Subject) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, tiny.LORA], ids=["chunks", "documents"])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_false_alarm(seed: int) -> None:
-    assert not failures(list(prove.scoring(probes.make_subject(train_gpt, seed), thorough=True)))
+def test_no_false_alarm(seed: int, settings: dict[str, str]) -> None:
+    subject = probes.make_subject(train_gpt, seed, **settings)
+    assert not failures(list(prove.scoring(subject, thorough=True)))
 
 
 # --- our own script ---
@@ -206,6 +222,14 @@ def test_our_evaluation_passes_at_the_edges(subject: probes.Subject) -> None:
     assert {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"} == {finding.check for finding in findings}
     labels = {finding.where for finding in findings if finding.check == "B2"}
     assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
+
+
+def test_our_scorer_of_documents_passes_at_the_edges() -> None:
+    documents = probes.make_subject(train_gpt, **tiny.LORA)
+    findings = list(prove.scoring(documents, thorough=False))
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
+    isolated = {finding.where for finding in findings if finding.check == "B9"}
+    assert isolated == {"tiny: roundtrip", "tiny: legal_ttt"}
 
 
 def test_our_evaluation_reads_nothing_before_its_timers(subject: probes.Subject) -> None:

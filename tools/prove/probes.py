@@ -93,14 +93,21 @@ class Subject:
 
         return questions.Case(ask, stream, self.config.vocab_size, self.place, continued)
 
+    @property
+    def by_documents(self) -> bool:
+        """Whether test-time training is of each document by itself; older scripts know one way only."""
+        return getattr(self.config, "ttt_mode", "sgd") == "lora"
+
     def place(self, label: str, target: int) -> str:
         """A target in words."""
+        if self.by_documents:
+            return f"{self.name}: {label}, target {target}"
         return f"{self.name}: {label}, target {target}, chunk {target // self.config.ttt_chunk_tokens}"
 
 
-def make_subject(script: ModuleType, seed: int = 0, **settings: str) -> Subject:
+def make_subject(script: ModuleType, seed: int = 0, name: str = "tiny", **settings: str) -> Subject:
     """A subject of the script's own config and scorers, with the smallest settings and what is given."""
-    return subject_of(script, {**tiny.SCORER, **settings}, seed)
+    return subject_of(script, {**tiny.SCORER, **settings}, seed, name)
 
 
 def subject_of(
@@ -178,7 +185,8 @@ class Events:
 
     log: a phase, a kind and its value. "ledger" and "call": a new ledger, a call of a scorer (its name).
     "record": (number of the ledger, first target, nats). "step": None, an optimizer step. "score" and
-    "learn", a forward pass without and with gradients: (rows of inputs, sum of all weights).
+    "pass", a forward pass without and with gradients, and "learn", that the gradients of such a pass are
+    taken: (rows of inputs, sum of all weights).
     """
 
     log: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -297,16 +305,52 @@ def watched(
                 call = counted_call(name, function, depth, note)
                 stack.enter_context(mock.patch.object(script, name, call))
         if model is not None:
-            forward = type(model).forward
+            stack.enter_context(watched_learning(type(model), note))
+        yield
 
-            def watched_forward(self: Any, inputs: torch.Tensor, *rest: Any, **named: Any) -> Any:
-                kind = "learn" if torch.is_grad_enabled() else "score"
-                note(kind, (inputs.tolist(), weight_sum(self)))
-                return forward(self, inputs, *rest, **named)
 
-            stack.enter_context(mock.patch.object(type(model), "forward", watched_forward))
-            hook = register_optimizer_step_post_hook(lambda *_: note("step", None))
-            stack.callback(hook.remove)
+@contextlib.contextmanager
+def watched_learning(model_class: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
+    """Note forward passes, gradients and optimizer steps.
+
+    A pass with gradients teaches nothing by itself: a scorer may record its losses, and learn of it then.
+    It is learned from when gradients are taken, or, should they come in another way, at the next step.
+    """
+    forward = model_class.forward
+    passes: list[Any] = []  # with gradients that nobody has taken
+
+    def learned() -> None:
+        for seen in passes:
+            note("learn", seen)
+        passes.clear()
+
+    def watched_forward(self: Any, inputs: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        seen = (inputs.tolist(), weight_sum(self))
+        if torch.is_grad_enabled():
+            note("pass", seen)
+            passes.append(seen)
+        else:
+            note("score", seen)
+        return forward(self, inputs, *rest, **named)
+
+    def watched_step(*_: Any) -> None:
+        learned()
+        note("step", None)
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def taken(*args: Any, **named: Any) -> Any:
+            learned()
+            return function(*args, **named)
+
+        return taken
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(model_class, "forward", watched_forward))
+        for name in ("backward", "grad"):
+            taken = before(getattr(torch.autograd, name))
+            stack.enter_context(mock.patch.object(torch.autograd, name, taken))
+        hook = register_optimizer_step_post_hook(watched_step)
+        stack.callback(hook.remove)
         yield
 
 
@@ -349,6 +393,8 @@ def kraft_positions(subject: Subject) -> list[int]:
     positions |= {config.eval_length - 1, config.eval_length, config.eval_length + config.eval_stride}
     for start in DOCUMENT_STARTS:
         positions |= {start - 2, start - 1, start}
+        if subject.by_documents:
+            positions |= {start + config.ttt_chunk_size - 1, start + config.ttt_chunk_size}
     return sorted(position for position in positions if 0 <= position < targets)
 
 
@@ -363,10 +409,23 @@ def determinism(subject: Subject, name: str = "") -> Iterator[Finding]:
 
 
 def document_isolation(subject: Subject, name: str = "") -> Iterator[Finding]:
-    """B9, asked of the labels that learn nothing; name: of one scorer, empty: all labels of `evaluate`."""
+    """B9, asked of the labels that learn nothing, and of those that do not score in the order of the text.
+
+    For the latter it is the proof that their order is of no account. name: of one scorer, empty: all labels
+    of `evaluate`.
+    """
     watched_run = evaluation(subject, subject.tokens(), subject.model(), name, passes=True)
-    fixed = [label for label in watched_run.labels if not learns(watched_run.events, label)]
-    return questions.isolation(subject.case(name), fixed, subject.config.doc_mask)
+    fixed = []
+    alone = []
+    for label, run in watched_run.labels.items():
+        if run.spans != sorted(run.spans):
+            alone.append(label)
+        elif not learns(watched_run.events, label):
+            fixed.append(label)
+    case = subject.case(name)
+    yield from questions.isolation(case, fixed, subject.config.doc_mask)
+    if alone:
+        yield from questions.isolation(case, alone, True)
 
 
 def learns(events: Events, label: str) -> bool:
@@ -413,11 +472,24 @@ def _coverage(subject: Subject, run: LabelRun, label: str, targets: int) -> Iter
     elif run.twice:
         text = f"{run.twice} targets recorded more than once"
         yield fail("B3", text, where, "score every target once: no second pass, no choice among passes (C4)")
+    elif run.spans != sorted(run.spans) and in_order_within_documents(subject.tokens(), run.spans):
+        text = (f"all {targets} targets scored once, the tail included, those of a document in order; B9 asks "
+                "whether the order of the documents is of no account")
+        yield info("B3", text, where)
     elif run.spans != sorted(run.spans):
         text = f"scoring order is not increasing: {run.spans[:4]} … (0hq in #402 against merged #1530)"
         yield warn("B3", text, where, "score in stream order")
     else:
         yield info("B3", f"all {targets} targets scored once, in order, the tail included", where)
+
+
+def in_order_within_documents(tokens: np.ndarray, spans: list[tuple[int, int]]) -> bool:
+    """Whether no target was recorded before an earlier one of its document."""
+    recorded = np.zeros(len(tokens) - 1, int)
+    for number, (start, count) in enumerate(spans):
+        recorded[start : start + count] = number
+    falls = np.flatnonzero(np.diff(recorded) < 0) + 1
+    return bool((tokens[falls] == BOS_ID).all())
 
 
 def _headline(subject: Subject, run: LabelRun, label: str, lines: list[str]) -> Iterator[Finding]:
@@ -480,31 +552,32 @@ def _write_once(subject: Subject, run: LabelRun, label: str) -> Iterator[Finding
 
 
 def _update_order(tokens: np.ndarray, events: Events, label: str) -> Iterator[Finding]:
-    """B5: an update comes after the first score, and learns from rows that end where scoring has been."""
+    """B5: an update comes after the first score, and learns from rows all of whose targets are scored."""
     stream = tokens.tolist()
-    scored = 0
+    scored = np.zeros(len(stream), bool)
     steps = 0
     unknown = 0
     for at, kind, value in events.log:
         if at != f"eval_{label}":
             continue
         if kind == "record":
-            scored += len(value[1])
+            start, nats = value
+            scored[start : start + len(nats)] = True
         elif kind == "step":
             steps += 1
-            if not scored:
+            if not scored.any():
                 text = f"optimizer step {steps} came before the first score"
                 yield fail("B5", text, label, "score first (C3)")
                 return
         elif kind == "learn":
-            rows, _ = value
-            ends = [_first_end(stream, row) for row in rows]
-            unknown += ends.count(-1)
-            late = [end for end in ends if end > scored]
-            if late:
-                text = f"learns from a row that ends at target {late[0]}, {scored} are scored"
-                yield fail("B5", text, label, "train on `ledger.scored_tokens` alone")
-                return
+            for row in value[0]:
+                places = without_padding(stream, row)
+                unknown += not places
+                if places and not any(scored[place].all() for place in places):
+                    late = places[0].start + int(scored[places[0]].argmin())
+                    text = f"learns from a row with target {late}, which is not scored; {scored.sum()} are"
+                    yield fail("B5", text, label, "train on `ledger.scored_tokens` alone")
+                    return
     if unknown:
         text = f"not checked: {unknown} rows that it learns from are no part of the text, padded perhaps"
         yield warn("B5", text, label, "the flips and sums of B1 and B2 decide")
@@ -512,18 +585,26 @@ def _update_order(tokens: np.ndarray, events: Events, label: str) -> Iterator[Fi
     yield info("B5", f"each of {steps} updates came after the scores of what it learned from", label)
 
 
-def _first_end(stream: Sequence[int], row: Sequence[int]) -> int:
-    """Where in the stream the first copy of a row ends; -1 where there is none."""
-    for start in range(len(stream) - len(row) + 1):
-        if stream[start : start + len(row)] == row:
-            return start + len(row)
-    return -1
+def without_padding(stream: Sequence[int], row: Sequence[int]) -> list[slice]:
+    """The targets of each copy of a row in the stream, and of the row with fewer BOS at its end.
+
+    Those may be padding, and an empty document before another looks like one with padding.
+    """
+    places = []
+    while row:
+        for start in range(len(stream) - len(row) + 1):
+            if stream[start : start + len(row)] == row:
+                places.append(slice(start, start + len(row)))
+        if row[-1] != BOS_ID:
+            break
+        row = row[:-1]
+    return places
 
 
 def _weights(events: Events, sum_before: float, unchanged: bool, label: str) -> Finding:
     """B6: scoring begins with the weights it was given, and leaves them as they were."""
     phase = f"eval_{label}"
-    sums = [value[1] for at, kind, value in events.log if at == phase and kind == "score"]
+    sums = [value[1] for at, kind, value in events.log if at == phase and kind in ("score", "pass")]
     remedy = "restore the weights, and begin with those of the artifact"
     if not unchanged:
         return fail("B6", "weights differ after scoring", label, remedy)

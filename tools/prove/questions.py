@@ -183,10 +183,10 @@ def repetition(case: Case) -> Iterator[Finding]:
 
 
 def isolation(case: Case, labels: Iterable[str], masked: bool) -> Iterator[Finding]:
-    """B9: no token of a document has a say in the next one.
+    """B9: no token of a document has a say in a later one. Each document is rewritten whole.
 
-    labels: those that learn nothing, of which alone it is asked. masked: whether the settings promise it
-    (DOC_MASK); else a dependence is allowed, and no more than a warning.
+    labels: those of which it is asked. masked: whether the settings promise it (DOC_MASK); else a dependence
+    is allowed, and no more than a warning.
     """
     tokens = case.tokens
     before = case.ask(tokens)
@@ -197,17 +197,20 @@ def isolation(case: Case, labels: Iterable[str], masked: bool) -> Iterator[Findi
     moved = dict.fromkeys(labels, "")
     for start in starts:
         changed = tokens.copy()
-        changed[start - 1] = case.other_token(tokens[start - 1])
+        before_it = np.flatnonzero(tokens[:start] == BOS_ID)
+        begin = before_it[-1] + 1 if len(before_it) else 0
+        for i in range(begin, start):
+            changed[i] = case.other_token(tokens[i])
         after = case.ask(changed)
         for label in moved:
             difference = np.abs(after[label][start:] - before[label][start:])
             if not moved[label] and difference.max(initial=0.0) > 0:
                 target = start + int(difference.argmax())
-                moved[label] = (f"token {start - 1} moves target {target} of the next document "
+                moved[label] = (f"tokens {begin} to {start - 1} move target {target} of a later document "
                                 f"by {difference.max():.1e}")
     for label, text in moved.items():
         if not text:
-            yield info("B9", f"{len(starts)} documents: none depends on the one before", label)
+            yield info("B9", f"{len(starts)} documents: none depends on one before", label)
         else:
             report = fail if masked else warn
             yield report("B9", text, label, "mask attention and every shift at BOS (#1797, #1851)")

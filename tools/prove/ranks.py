@@ -39,7 +39,7 @@ def ask(subject: Subject) -> dict[str, Any]:
     for label, labelled in run.labels.items():
         batches = []
         for at, kind, value in run.events.log:
-            if at == f"eval_{label}" and kind == "score":
+            if at == f"eval_{label}" and kind in ("score", "pass"):
                 batches.append(hashlib.sha256(json.dumps(value[0]).encode()).hexdigest())
         found[label] = {
             "nats": labelled.nats.tolist(),

@@ -43,6 +43,7 @@ SCORER = {
 # batches of several; a learning rate at which adapters move the losses.
 LORA = {
     "TTT_MODE": "lora",
+    "EVAL_STRIDE": "0",
     "TTT_LORA_RANK": "2",
     "TTT_LORA_ALPHA": "2",
     "TTT_LORA_LR": "0.01",
@@ -140,6 +141,10 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
     if config.eval_stride == 0 or config.eval_stride == config.eval_length:
         stride = min(config.eval_stride, context)
     lengths = {"TRAIN_SEQ_LEN": str(train), "EVAL_STRIDE": str(stride), "TTT_CHUNK_TOKENS": str(2 * context)}
+    if getattr(config, "ttt_mode", "sgd") == "lora":
+        lengths["TTT_CHUNK_SIZE"] = str(context // 2)
+        if config.ttt_early_chunks:
+            lengths["TTT_EARLY_CHUNKS"] = f"{context // 2}:{context // 4}"
     if config.eval_seq_len:
         lengths["EVAL_SEQ_LEN"] = str(context)
     if config.rope_train_seq_len:
@@ -155,7 +160,12 @@ def _smaller_batches(config: Any, size: Size) -> dict[str, str]:
     train = min(config.train_seq_len, size.context)
     # Eight ranks share a scoring pass; in older scripts it is that of one.
     sharing = 8 if hasattr(config, "val_pass_tokens") else 1
+    documents = {}
+    if getattr(config, "ttt_mode", "sgd") == "lora":
+        documents = {"TTT_BATCH_SIZE": str(min(config.ttt_batch_size, 3))}
+        documents["TTT_LORA_RANK"] = str(min(config.ttt_lora_rank, 2))
     return {
+        **documents,
         "TRAIN_BATCH_TOKENS": str(2 * size.rows * train),
         "MICRO_BATCH_TOKENS": str(size.rows * train),
         "VAL_BATCH_SIZE": str(sharing * size.rows * train),

@@ -1,8 +1,8 @@
 """Scripts that are wrong or illegal on purpose: the proofs must refute every one, or they are blind (B16).
 
 A mutant changes a freshly loaded script in one thing and names the probe that must kill it. `scoring` has
-those of scorers, `evaluate` and ledger, `running` those of data, bytes, artifact and ranks. `legal` has
-changes that no proof may refute.
+those of scorers, `evaluate` and ledger, `documents` those of adapters that learn from one document, `running`
+those of data, bytes, artifact and ranks. `legal` has changes that no proof may refute.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from types import ModuleType
 from typing import Any
 
 from tools.check.findings import Finding, Level, Mode, fail
-from tools.prove.mutants.legal import LEGAL
+from tools.prove.mutants.documents import DOCUMENTS
+from tools.prove.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
 from tools.prove.mutants.running import RUNNING
 from tools.prove.mutants.scoring import SCORING
 from tools.prove.mutants.trial import Mutant
 from tools.runs.load import load_script
 
-MUTANTS: dict[str, Mutant] = {**SCORING, **RUNNING}
+MUTANTS: dict[str, Mutant] = {**SCORING, **DOCUMENTS, **RUNNING}
 
 # One for each probe of scoring, quick ones: what every full proof tries on the script that it is given.
 SELF_TEST = (
@@ -35,12 +36,23 @@ SELF_TEST = (
     "tokenizer-drops-case",
     "random-scores",
 )
+# And those of them that need a scorer of documents.
+SELF_TEST_OF_DOCUMENTS = ("own-chunk-learned-early", "adapters-kept-from-the-batch-before")
+
+
+def self_test(path: Path) -> list[str]:
+    """What a full proof tries on the script at `path`."""
+    names = [*SELF_TEST]
+    if hasattr(load_script(path), "DocumentScorer"):
+        names += SELF_TEST_OF_DOCUMENTS
+    return names
 
 
 def mutated(path: Path, name: str) -> ModuleType:
     """The script at `path`, loaded afresh and changed: by a mutant, or by a legal change of that name."""
     script = load_script(path)
-    change = LEGAL[name] if name in LEGAL else MUTANTS[name].change
+    legal = {**LEGAL, **LEGAL_OF_DOCUMENTS}
+    change = legal[name] if name in legal else MUTANTS[name].change
     change(script)
     return script
 
@@ -68,7 +80,7 @@ def suspicions(
     """What the probe named for a mutant finds, the quick questions first."""
     from tools.prove import casing, probes, prove, questions
 
-    subject = probes.make_subject(script)
+    subject = probes.make_subject(script, **mutant.settings)
     case = subject.case()
     if mutant.whole_run:
         yield from whole_run(script, mutant, name, folder)

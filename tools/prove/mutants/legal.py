@@ -176,6 +176,37 @@ def other_batches_of_learning(script: ModuleType) -> None:
     script.learn = three  # type: ignore[attr-defined]
 
 
+def one_document_a_batch(script: ModuleType) -> None:
+    """No document has another one beside it."""
+
+    def alone(scorer: Any) -> list[np.ndarray]:
+        return [np.array([document]) for document in range(len(scorer.begins))]
+
+    script.DocumentScorer.batches = alone
+
+
+def batches_in_reverse(script: ModuleType) -> None:
+    """The shortest documents first."""
+    batches = script.DocumentScorer.batches
+    script.DocumentScorer.batches = lambda scorer: batches(scorer)[::-1]
+
+
+def two_passes(script: ModuleType) -> None:
+    """A pass without gradients scores a chunk, a second one learns from it."""
+
+    def score(scorer: Any, batch: np.ndarray) -> None:
+        adapters = script.DocumentAdapters(scorer.model, scorer.config, batch)
+        for chunk in scorer.chunks(batch):
+            with torch.no_grad():
+                hidden_BCD = scorer.read(batch, chunk, adapters)
+            scorer.record(batch, chunk, hidden_BCD, adapters)
+            if chunk.learning:
+                learning = chunk._replace(rows=chunk.learning)
+                scorer.learn(batch, learning, scorer.read(batch, learning, adapters), adapters)
+
+    script.DocumentScorer.score = score
+
+
 LEGAL: dict[str, Callable[[ModuleType], None]] = {
     "ledger-renamed": renamed("Ledger", "Scores"),
     "evaluate-renamed": renamed("evaluate", "all_scores"),
@@ -191,6 +222,12 @@ LEGAL: dict[str, Callable[[ModuleType], None]] = {
     "ranks-split-by-blocks": split_by_blocks,
     "batches-by-ranks": batches_by_ranks,
     "other-batches-of-learning": other_batches_of_learning,
+}
+# Those that change the scorer of documents: they are to be tried with its settings.
+LEGAL_OF_DOCUMENTS: dict[str, Callable[[ModuleType], None]] = {
+    "one-document-a-batch": one_document_a_batch,
+    "batches-in-reverse": batches_in_reverse,
+    "two-passes-a-chunk": two_passes,
 }
 # Those that change what ranks do.
 OF_RANKS = ("ranks-split-by-blocks", "batches-by-ranks")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +18,13 @@ Change = Callable[[ModuleType], None]
 class Mutant:
     """A change and the probe that must kill it.
 
-    whole_run: whether it takes runs of `main` to see it.
+    whole_run: whether it takes runs of `main` to see it. settings: beside the smallest ones.
     """
 
     probe: str
     change: Change
     whole_run: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

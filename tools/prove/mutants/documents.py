@@ -1,0 +1,189 @@
+"""Mutants of the scorer of documents: what adapters learn and when, and what they keep of other documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from tools.prove import tiny
+from tools.prove.mutants.trial import Mutant
+
+# Takes a script, one of its scorers of documents and a batch; scores it.
+ScoreBatch = Callable[[Any, Any, np.ndarray], None]
+
+
+def scored_by(function: ScoreBatch) -> Callable[[ModuleType], None]:
+    """A change that lets `function` score a batch of documents."""
+
+    def change(script: Any) -> None:
+        script.DocumentScorer.score = lambda scorer, batch: function(script, scorer, batch)
+
+    return change
+
+
+def begun(script: Any, scorer: Any, batch: np.ndarray) -> Any:
+    """The adapters of a batch, as the script draws them."""
+    return script.DocumentAdapters(scorer.model, scorer.config, batch)
+
+
+def learn_in_private(
+    scorer: Any, batch: np.ndarray, chunk: Any, adapters: Any, rows: int, beyond: int = 0
+) -> None:
+    """A step on a chunk of the first `rows` documents, and `beyond` targets after it, past the ledger."""
+    longer = chunk._replace(rows=rows, learning=rows, stop=chunk.stop + beyond)
+    places = scorer.begins[batch[:rows], None] + np.arange(longer.start, longer.stop) + 1
+    targets_BC = scorer.tokens[np.minimum(places, len(scorer.tokens) - 1)]
+    with torch.enable_grad():
+        hidden_BCD = scorer.read(batch, longer, adapters)
+        adapters.adamw.zero_grad()
+        scorer.nats(hidden_BCD, targets_BC, adapters).mean(1).sum().backward()
+    adapters.adamw.step()
+
+
+def record_alone(scorer: Any, batch: np.ndarray, chunk: Any, adapters: Any) -> None:
+    """Score a chunk and learn nothing."""
+    with torch.no_grad():
+        hidden_BCD = scorer.read(batch, chunk, adapters)
+    scorer.record(batch, chunk, hidden_BCD, adapters)
+
+
+# ======================================================================================================
+# WHAT ADAPTERS LEARN, AND WHEN
+# ======================================================================================================
+
+
+def learn_then_score(script: Any, scorer: Any, batch: np.ndarray) -> None:
+    """Learn from a chunk, then score it."""
+    adapters = begun(script, scorer, batch)
+    for chunk in scorer.chunks(batch):
+        learn_in_private(scorer, batch, chunk, adapters, chunk.rows)
+        record_alone(scorer, batch, chunk, adapters)
+
+
+def rescored_after_the_last_chunk(script: Any, scorer: Any, batch: np.ndarray) -> None:
+    """Learn from all chunks, the last one too, and record what a second pass says."""
+    adapters = begun(script, scorer, batch)
+    for chunk in scorer.chunks(batch):
+        learn_in_private(scorer, batch, chunk, adapters, chunk.rows)
+    for chunk in scorer.chunks(batch):
+        record_alone(scorer, batch, chunk, adapters)
+
+
+def padding_that_learns(script: Any, scorer: Any, batch: np.ndarray) -> None:
+    """Windows are filled up with the text that follows, and the filling counts in the loss."""
+    adapters = begun(script, scorer, batch)
+    for chunk in scorer.chunks(batch):
+        record_alone(scorer, batch, chunk, adapters)
+        if chunk.learning:
+            learn_in_private(scorer, batch, chunk, adapters, chunk.learning, beyond=3)
+
+
+def own_chunk_early(script: Any, scorer: Any, batch: np.ndarray) -> None:
+    """Score half of a chunk, learn from all of it, score the other half."""
+    adapters = begun(script, scorer, batch)
+    for chunk in scorer.chunks(batch):
+        half = (chunk.start + chunk.stop) // 2
+        lengths = scorer.lengths[batch]
+        record_alone(scorer, batch, chunk._replace(stop=half), adapters)
+        learn_in_private(scorer, batch, chunk, adapters, chunk.rows)
+        reaching = int((lengths > half).sum())
+        if reaching:
+            record_alone(scorer, batch, chunk._replace(start=half, rows=reaching), adapters)
+
+
+# ======================================================================================================
+# WHAT PASSES FROM ONE DOCUMENT TO ANOTHER
+# ======================================================================================================
+
+
+def kept_adapters(script: Any) -> None:
+    """A batch begins with the adapters of the batch before, row by row."""
+    original = script.DocumentAdapters
+    begin = script.DocumentScorer.__init__
+
+    def start_anew(scorer: Any, *args: Any, **named: Any) -> None:
+        begin(scorer, *args, **named)
+        scorer.kept = {}
+
+    def score(scorer: Any, batch: np.ndarray) -> None:
+        kept = scorer.kept.setdefault(len(batch), begun(script, scorer, batch))
+        script.DocumentAdapters = lambda *_: kept
+        try:
+            honest(scorer, batch)
+        finally:
+            script.DocumentAdapters = original
+
+    honest = script.DocumentScorer.score
+    script.DocumentScorer.__init__ = start_anew
+    script.DocumentScorer.score = score
+
+
+def ordered_by_score(script: Any) -> None:
+    """Batches are scored in the order of their losses, the easy ones first; each begins where one ended."""
+    kept_adapters(script)
+    batches_of_rank = script.DocumentScorer.batches_of_rank
+
+    def easy_first(scorer: Any) -> list[np.ndarray]:
+        batches = batches_of_rank(scorer)
+        losses = []
+        for batch in batches:
+            adapters = begun(script, scorer, batch)
+            total = 0.0
+            for chunk in scorer.chunks(batch):
+                places = scorer.begins[batch[: chunk.rows], None] + np.arange(chunk.start, chunk.stop) + 1
+                targets_BC = scorer.tokens[np.minimum(places, len(scorer.tokens) - 1)]
+                with torch.no_grad():
+                    nats = scorer.nats(scorer.read(batch, chunk, adapters), targets_BC, adapters)
+                total += float(nats.mean())
+            losses.append(total)
+        return [batches[i] for i in np.argsort(losses)]
+
+    script.DocumentScorer.batches_of_rank = easy_first
+
+
+def drawn_by_row(script: Any) -> None:
+    """Adapters are drawn of the row in the batch: which that is depends on how long other documents are."""
+    original = script.DocumentAdapters
+
+    def of_rows(model: Any, config: Any, documents: np.ndarray) -> Any:
+        return original(model, config, np.arange(len(documents)))
+
+    script.DocumentAdapters = of_rows
+
+
+def chunks_by_length(script: Any) -> None:
+    """Short documents have short chunks (PR #2014): how short a document is, is not known when it begins."""
+    chunks = script.DocumentScorer.chunks
+
+    def by_length(scorer: Any, batch: np.ndarray) -> Iterator[Any]:
+        from dataclasses import replace
+
+        config = scorer.config
+        if scorer.lengths[batch[0]] < 20:
+            scorer.config = replace(config, ttt_chunk_size=2, ttt_early_chunks="")
+        found = list(chunks(scorer, batch))
+        scorer.config = config
+        yield from found
+
+    script.DocumentScorer.chunks = by_length
+
+
+def mutant(probe: str, change: Callable[[Any], None]) -> Mutant:
+    """One that is tried with adapters."""
+    return Mutant(probe, change, settings=tiny.LORA)
+
+
+DOCUMENTS: dict[str, Mutant] = {
+    "adapters-learn-before-the-score": mutant("B5", scored_by(learn_then_score)),
+    "rescored-after-the-last-chunk": mutant("B5", scored_by(rescored_after_the_last_chunk)),
+    "padding-that-learns": mutant("B5", scored_by(padding_that_learns)),
+    "own-chunk-learned-early": mutant("B2", scored_by(own_chunk_early)),
+    "adapters-kept-from-the-batch-before": mutant("B9", kept_adapters),
+    "batches-ordered-by-score": mutant("B1", ordered_by_score),
+    "adapters-drawn-by-row": mutant("B1", drawn_by_row),
+    "chunks-by-document-length": mutant("B1", chunks_by_length),
+}
