@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import train_gpt
-from benchmarks import ablation, coder, kernels, modelled, results, speed
+from benchmarks import ablation, coder, kernels, modelled, results, speed, ttt
 from benchmarks.turns import Turns, TurnsError
 from tools.markdown import refresh
+from tools.prove import tiny
 from tools.prove.probes import make_subject
 
 
@@ -202,3 +204,36 @@ def test_a_pass_takes_no_less_than_its_launches_and_scales_with_its_rows() -> No
     assert whole / 2 < half < whole
     many = {"launches": 1_000_000, "microseconds": 500.0}
     assert modelled.pass_seconds(step, 1.0, many, 1.0) == pytest.approx(13.0, rel=1e-3)
+# --- test-time training ---
+
+
+def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that really pass through the model, with gradients and without, against the counted ones."""
+    passed = {True: 0, False: 0}
+    forward = train_gpt.GPT.forward
+
+    def counted(model: Any, ids_BT: Any, *rest: Any) -> Any:
+        passed[torch.is_grad_enabled()] += ids_BT.numel()
+        return forward(model, ids_BT, *rest)
+
+    monkeypatch.setattr(train_gpt.GPT, "forward", counted)
+    for settings in (tiny.LORA, {"TTT_EPOCHS": "3"}):
+        subject = make_subject(train_gpt, **settings)
+        tokens = subject.tokens()
+        count = ttt.cost_of_documents if settings is tiny.LORA else ttt.cost_of_chunks
+        cost = count(tokens, subject.config)
+        passed.update({True: 0, False: 0})
+        subject.nats("score_ttt", tokens)
+        assert cost.forward * 149 == pytest.approx(passed[True] + passed[False])
+        assert cost.backward * 149 == pytest.approx(passed[True])
+
+
+def test_a_table_of_test_time_training_has_a_line_for_each_row(tmp_path: Path) -> None:
+    score = {"row": "SGD", "seed": 1, "documents": 3, "data": "x", "bits_per_byte": 2.5, "seconds": 7.0,
+             "scored_tokens": 99, "parameters": 5, "settings": {**ttt.SMALL, "ITERATIONS": "4"}}  # fmt: skip
+    (tmp_path / "score-1.json").write_text(json.dumps(score))
+    other = {**score, "row": "sliding window", "bits_per_byte": 2.6}
+    (tmp_path / "score-2.json").write_text(json.dumps(other))
+    lines = ttt.tables({"scores": ttt.stored(tmp_path)})
+    assert "| SGD | 2.5000 | - | -0.1000 | 7 | 1 |" in lines
+    assert "| sliding window | 2.6000 | - | - | 7 | 1 |" in lines
