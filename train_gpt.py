@@ -11,7 +11,7 @@ with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives bac
 The file reads from top to bottom: a section uses only what stands above it.
 
     SETTINGS · RUN · TIMING · DATA · MODEL · KERNELS · OPTIMIZER · SCHEDULE · EVALUATION
-    QUANTIZE · CODER · ARTIFACT · TRAIN · main
+    TRELLIS · QUANTIZE · CODER · ARTIFACT · TRAIN · main
 
 PR and issue numbers are those of openai/parameter-golf, unless another repository is named; its baseline
 script is called upstream, and log lines keep the words of its lines.
@@ -374,6 +374,7 @@ class Config(TrainingSettings):
     mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
     attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
+    trellis: bool = knob(False, "codes on two grids half a step apart (TCQ); 0: each weight rounded by itself")
     gptq: bool = knob(True, "round with second-order information; 0: to nearest, all else alike")
     gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 1e-6)
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
@@ -4656,6 +4657,124 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 
 
 # ============================================================================================================
+# TRELLIS — codes on two grids, half a step apart; which of them a weight has follows from the codes before it.
+# ============================================================================================================
+
+# Weights that are rounded one by one have errors that fill a cube, of a mean square of step² / 12. A ball of
+# the same volume has 1.53 dB less, and no code of the same entropy can gain more: 0.25 bits a weight.
+#
+# Trellis-coded quantization gets two thirds of that. A code k stands for k steps, or for k and a half: its
+# shift is 0 or 1 half steps. The shift is not stored. It follows from the codes of the rows before:
+#
+#     next shift = parity of the code ^ shift one row before ^ shift two rows before
+#
+# So every code costs what one of a whole step costs, but has a say in three grids to come: among all
+# sequences of codes of a column, the one of least squared error goes where the finer grid helps. The shifts of
+# three rows are a state, and dynamic programming finds that sequence in the trellis of the eight states.
+# (TCQ: Marcellin and Fischer 1990, with an entropy coder: Fischer and Wang 1992; this code of eight states is
+# Ungerboeck's, 1982; on weights without one: Tseng et al., arXiv 2406.11235)
+
+# Rows after which all shifts are 0 again: blocks of rows are searched side by side, which costs 0.01 bits.
+TRELLIS_ROWS = 128
+
+
+class Trellis:
+    """The shifts of an array that is read row by row; every column has a state of its own."""
+
+    def __init__(self, columns: int) -> None:
+        self.rows = 0
+        self.shifts_3C = np.zeros((3, columns), np.int64)  # of the next row, the one before, the one before that
+
+    def follow(self, codes_C: np.ndarray) -> None:
+        """Take in the codes of the next row."""
+        shift_C, before_C, before_that_C = self.shifts_3C
+        next_shift_C = (codes_C & 1) ^ before_C ^ before_that_C
+        self.shifts_3C = np.stack([next_shift_C, shift_C, before_C])
+        self.rows += 1
+        if self.rows % TRELLIS_ROWS == 0:
+            self.shifts_3C[:] = 0
+
+
+def half_steps(codes_RC: np.ndarray) -> np.ndarray:
+    """What codes stand for, in half steps: 2 · code + shift, int16."""
+    trellis = Trellis(codes_RC.shape[1])
+    halves_RC = 2 * codes_RC.astype(np.int16)
+    for codes_C, halves_C in zip(codes_RC, halves_RC, strict=True):
+        halves_C += trellis.shifts_3C[0]
+        trellis.follow(codes_C)
+    return halves_RC
+
+
+# A branch of the trellis goes from the state (shift of a row, of the one before, of the one before that) to the
+# state (next shift, shift, shift before). Its code has the parity that leads to the next shift.
+NEXT, SHIFT, BEFORE, BEFORE_THAT = np.indices((2, 2, 2, 2))
+PARITY = NEXT ^ BEFORE ^ BEFORE_THAT
+
+
+def nearest_path(values_RC: np.ndarray, levels: float) -> np.ndarray:
+    """The half steps (R, C), int16, nearest to each column of `values_RC`, which are in steps.
+
+    Of all that `half_steps` can give for codes in ±levels and up to TRELLIS_ROWS rows, those of least squared
+    error (Viterbi 1967).
+    """
+    rows, columns = values_RC.shape
+    halves_22RC = nearest_halves(values_RC, levels)
+    errors_22RC = np.square(values_RC - 0.5 * halves_22RC)
+
+    # Forward: the least error of all paths to each state, and which of two states the best one came from.
+    costs_222C = np.full((2, 2, 2, columns), np.inf, np.float32)
+    costs_222C[0, 0, 0] = 0.0
+    came_from_R222C = np.empty((rows, 2, 2, 2, columns), bool)
+    for row in range(rows):
+        branches_2222C = costs_222C + errors_22RC[SHIFT, PARITY, row]
+        from_0 = branches_2222C[:, :, :, 0]
+        from_1 = branches_2222C[:, :, :, 1]
+        np.less(from_1, from_0, out=came_from_R222C[row])
+        costs_222C = np.minimum(from_0, from_1)
+
+    # Backward: from the best state at the end, along the branches that led to it.
+    path_RC = np.empty((rows, columns), np.int16)
+    column = np.arange(columns)
+    best_C = costs_222C.reshape(8, columns).argmin(0)
+    next_shift, shift, before = np.unravel_index(best_C, (2, 2, 2))
+    for row in reversed(range(rows)):
+        before_that = came_from_R222C[row, next_shift, shift, before, column].astype(np.int64)
+        parity = next_shift ^ before ^ before_that
+        path_RC[row] = halves_22RC[shift, parity, row, column]
+        next_shift, shift, before = shift, before, before_that
+    return path_RC
+
+
+def nearest_halves(values_RC: np.ndarray, levels: float) -> np.ndarray:
+    """For each shift and each parity of a code in ±levels: the nearest half steps (2, 2, R, C), float32."""
+    halves_22RC = np.empty((2, 2, *values_RC.shape), np.float32)
+    for shift in range(2):
+        for parity in range(2):
+            # Codes of one parity are two steps apart; the largest is levels, rounded, or the one below.
+            largest = round(levels)
+            largest -= (largest + parity) % 2
+            codes_RC = 2 * np.rint((values_RC - shift / 2 - parity) / 2) + parity
+            halves_22RC[shift, parity] = 2 * np.clip(codes_RC, -largest, largest) + shift
+    return halves_22RC
+
+
+def nearest_on_trellis(values_XR: Tensor, levels: float) -> Tensor:
+    """The steps nearest to each row of values in steps, whole ones and halves, along the trellis."""
+    rows = values_XR.size(1)
+    length = min(rows, TRELLIS_ROWS)
+    # Zeros fill the last block of rows, and are dropped after the search.
+    filled_XR = F.pad(values_XR, (0, -rows % length))
+    blocks_LP = filled_XR.reshape(-1, length).T.cpu().numpy()
+    path_PL = torch.from_numpy(nearest_path(blocks_LP, levels).T.astype(np.float32))
+    return path_PL.to(values_XR.device).reshape(filled_XR.shape)[:, :rows] / 2
+
+
+def nearest_code(values: Tensor, levels: float) -> Tensor:
+    """The whole steps nearest to each of the values in steps: plain rounding."""
+    return values.clamp(-levels, levels).round()
+
+
+# ============================================================================================================
 # QUANTIZE — weights to integers: GPTQ, which makes up for each rounding error in the weights still to come.
 # ============================================================================================================
 
@@ -4709,7 +4828,7 @@ def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tu
 class QuantizedWeights(NamedTuple):
     """A parameter as a bank of N matrices (R, C), in integers."""
 
-    codes: np.ndarray  # (R, N * C) int8
+    codes: np.ndarray  # (R, N * C) int8, in steps; along a trellis int16, in half steps
     exponents: np.ndarray  # (R, N) int8: the scale of each row, in eighths of an octave
 
 
@@ -4814,40 +4933,50 @@ class Quantizer:
             found.append(identity_CC if hessian is None else hessian)
         return torch.stack(found).double()
 
-    def quantize(self, step: float, levels: float) -> QuantizedWeights:
-        """Codes of the weights, which are bounded by ±levels steps. step: as by `step_and_levels`."""
+    def quantize(self, step: float, levels: float, trellis: bool = False) -> QuantizedWeights:
+        """Codes of the weights, which are bounded by ±levels steps. step: as by `step_and_levels`.
+
+        trellis: along the rows of a column they follow a trellis; else each is rounded by itself.
+        """
+        nearest = nearest_on_trellis if trellis else nearest_code
         # A scale is an eighth of an octave: one byte a row, and no table of scales.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = row_scales(exponents_NR)
         if self.rounded:
-            codes_NRC = (self.weights_NRC / scales_NR[:, :, None]).clamp(-levels, levels).round().char()
+            values_NCR = (self.weights_NRC / scales_NR[:, :, None]).mT
+            steps_NRC = nearest(values_NCR.flatten(0, 1), levels).view(values_NCR.shape).mT
         else:
-            codes_NRC = self._compensate(scales_NR, levels)
+            steps_NRC = self._compensate(scales_NR, nearest, levels)
+        codes_NRC = (2 * steps_NRC).short() if trellis else steps_NRC.char()
         return QuantizedWeights(
             codes_NRC.transpose(0, 1).flatten(1).cpu().numpy(),
             exponents_NR.T.cpu().numpy(),
         )
 
-    def _compensate(self, scales_NR: Tensor, levels: float) -> Tensor:
-        """Codes (N, R, C), column by column: those to come make up for the errors of those before."""
+    def _compensate(
+        self, scales_NR: Tensor, nearest: Callable[[Tensor, float], Tensor], levels: float
+    ) -> Tensor:
+        """Steps (N, R, C), column by column: those to come make up for the errors of those before."""
         work_NRC = self.used_NRC.clone()
         for column in range(work_NRC.size(2)):
             values_NR = work_NRC[:, :, column]
-            codes_NR = (values_NR / scales_NR).clamp(-levels, levels).round()
-            errors_NR = (values_NR - codes_NR * scales_NR) / self.upper_NCC[:, column, column, None]
+            steps_NR = nearest(values_NR / scales_NR, levels)
+            errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
             # The columns still to come take the error up, each as much as it can make up for.
             shares_N1C = self.upper_NCC[:, column, None, column:]
             work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], shares_N1C, alpha=-1)
-            work_NRC[:, :, column] = codes_NR
+            work_NRC[:, :, column] = steps_NR
         # Back to the order in which the model has its columns.
         back_NC = self.order_NC.argsort(dim=1)
-        return work_NRC.take_along_dim(back_NC[:, None], 2).char()
+        return work_NRC.take_along_dim(back_NC[:, None], 2)
 
 
 def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
     """The weights that codes and exponents stand for, fp32."""
     matrices, rows, columns = bank_shape(shape)
     scales_RN1 = row_scales(torch.from_numpy(quantized.exponents)[:, :, None])
+    if quantized.codes.dtype == np.int16:
+        scales_RN1 /= 2
     weights_RNC = torch.from_numpy(quantized.codes).view(rows, matrices, columns) * scales_RN1
     return weights_RNC.transpose(0, 1).reshape(shape)
 
@@ -4859,9 +4988,13 @@ def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tens
 # A row's frequencies come from the rows before it, in one table per class of columns: no table is stored,
 # none can be forged, and columns of different spread do not share one. Integers, and float operations that
 # IEEE 754 rounds exactly, give the same bytes on every machine. (rANS: Duda, arXiv 1311.2540)
+#
+# Along a trellis each class has a second table, for codes that stand for half a step more: the shift that the
+# codes before led to is known to both sides, and costs nothing.
 SLOTS = 1 << 15  # of a table; a lane's state has 17 to 32 bits, and moves in words of 16
 # Borders of the classes of columns, in 256ths of the mean |code| of a column: four to an octave.
 CLASS_EDGES = np.array([(4 + quarter) << octave for octave in range(12) for quarter in range(4)])
+ALONG_TRELLIS = 128  # in the byte of an array's peak, which needs seven bits
 
 
 class SymbolModel:
@@ -4872,15 +5005,20 @@ class SymbolModel:
     t is entry `t * size + symbol`, and its slots begin at `starts[entry]`. A symbol is a code plus the peak.
     """
 
-    def __init__(self, columns: int, peak: int) -> None:
+    def __init__(self, columns: int, peak: int, along_trellis: bool) -> None:
+        self.trellis = Trellis(columns) if along_trellis else None
         self.peak = peak
         self.size = 2 * peak + 1
         # A first guess for about the middle of each class, with heavier tails than a Gaussian: Student's t
         # with seven degrees of freedom, 64 at its top; 1.5 keeps the narrowest class from being too sure.
         # Products only: powers round differently on different machines, and then decoders would disagree.
         means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
-        bell = 1.0 / (1.0 + np.arange(-peak, peak + 1) ** 2 / (6.0 * means * means + 1.5))
-        self.counts = np.floor(64.0 * bell * bell * bell * bell).astype(np.int64)
+        tables = []
+        for shift in (0.0, 0.5) if along_trellis else (0.0,):
+            values = np.arange(-peak, peak + 1) + shift
+            bell = 1.0 / (1.0 + values**2 / (6.0 * means * means + 1.5))
+            tables.append(np.floor(64.0 * bell * bell * bell * bell))
+        self.counts = np.concatenate(tables).astype(np.int64)
         # As if two rows had come before, with codes of a sixth of the peak.
         self.rows = 2
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
@@ -4895,6 +5033,8 @@ class SymbolModel:
         most_frequent = self.counts.argmax(1)
         frequencies[range(len(frequencies)), most_frequent] += unused
         classes = np.searchsorted(CLASS_EDGES, self.sums_256ths // self.rows, side="right")
+        if self.trellis:
+            classes += self.trellis.shifts_3C[0] * (len(CLASS_EDGES) + 1)
         return classes * self.size, frequencies.ravel(), frequencies.cumsum() - frequencies.ravel()
 
     def learn(self, tables: np.ndarray, symbols: np.ndarray) -> None:
@@ -4902,24 +5042,36 @@ class SymbolModel:
         # Counts only grow: old rows count as much as new ones, as weights have no order in time.
         seen = np.bincount(tables + symbols, minlength=self.counts.size)
         self.counts += seen.reshape(self.counts.shape)
-        self.sums_256ths += np.abs(symbols - self.peak) << 8
+        halves = 2 * (symbols - self.peak)
+        if self.trellis:
+            halves += self.trellis.shifts_3C[0]
+            self.trellis.follow(symbols - self.peak)
+        self.sums_256ths += np.abs(halves) << 7
         self.rows += 1
 
 
 def encode(arrays: list[np.ndarray]) -> bytes:
-    """Bytes of integer arrays (rows, columns) with values in ±MAX_CODE.
+    """Bytes of integer arrays (rows, columns): int8 codes in ±MAX_CODE, or int16 `half_steps` of such codes.
 
     Symbols go to lanes in turn, each with a state of its own, so that numpy codes many at once; a lane costs
-    four bytes. The bytes: peak of each array, number of lanes, states, words in the order they are read.
+    four bytes. The bytes: peak of each array, plus ALONG_TRELLIS where it has half steps; number of lanes,
+    states, words in the order they are read.
     """
     lanes = min(16 + sum(array.size for array in arrays) // 16_384, 1024)
-    peaks = bytes(int(np.abs(array.astype(np.int64)).max(initial=0)) for array in arrays)
 
     # Forward: what the decoder will know of each symbol when it gets there.
+    peaks = b""
     coded = []
-    for array, peak in zip(arrays, peaks, strict=True):
-        model = SymbolModel(array.shape[1], peak)
-        for symbols in array.astype(np.int64) + peak:
+    for array in arrays:
+        codes = array.astype(np.int64)
+        along_trellis = array.dtype == np.int16
+        if along_trellis:
+            codes >>= 1  # the shift goes: it follows from the codes before
+            assert np.array_equal(half_steps(codes), array), "these half steps are on no trellis"
+        peak = int(np.abs(codes).max(initial=0))
+        peaks += bytes([peak + ALONG_TRELLIS if along_trellis else peak])
+        model = SymbolModel(array.shape[1], peak, along_trellis)
+        for symbols in codes + peak:
             tables, frequencies, starts = model.tables()
             entries = tables + symbols
             # 16 bits each: all of them wait until the last symbol is known.
@@ -4950,19 +5102,19 @@ def encode(arrays: list[np.ndarray]) -> bytes:
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Inverse of `encode`, int8. ValueError where the data end early, late, or in the wrong state."""
+    """Inverse of `encode`. ValueError where the data end early, late, or in the wrong state."""
     peaks = data[: len(shapes)]
     rest = data[len(shapes) :]
-    if max(peaks, default=0) > MAX_CODE:
-        raise ValueError(f"a code of {max(peaks)}, expected {MAX_CODE} at most")
     lanes = int.from_bytes(rest[:2], "little")
     states = np.frombuffer(rest, "<u4", lanes, 2).astype(np.int64)
     words = np.frombuffer(rest[2 + 4 * lanes :], "<u2").astype(np.int64)
     used = 0  # words
     arrays = []
-    for (rows, columns), peak in zip(shapes, peaks, strict=True):
+    for (rows, columns), peak_byte in zip(shapes, peaks, strict=True):
+        along_trellis = peak_byte >= ALONG_TRELLIS
+        peak = peak_byte % ALONG_TRELLIS
         array = np.empty((rows, columns), np.int64)
-        model = SymbolModel(columns, peak)
+        model = SymbolModel(columns, peak, along_trellis)
         for symbols in array:
             tables, frequencies, starts = model.tables()
             for left in range(0, columns, lanes):
@@ -4976,7 +5128,8 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
                 state[low] = (state[low] << 16) + words[used : used + len(low)]
                 used += len(low)
             model.learn(tables, symbols)
-        arrays.append((array - peak).astype(np.int8))
+        codes = (array - peak).astype(np.int8)
+        arrays.append(half_steps(codes) if along_trellis else codes)
     if used != len(words) or (states != 1 << 16).any():
         raise ValueError("the words do not end where the arrays end")
     return arrays
@@ -5085,7 +5238,9 @@ def write_artifact(
     def make_file(multiplier: float) -> bytes:
         arrays: list[np.ndarray] = []
         for name, quantizer in quantizers.items():
-            arrays.extend(quantizer.quantize(*step_and_levels(table[name], config, multiplier)))
+            step, levels = step_and_levels(table[name], config, multiplier)
+            trellis = config.trellis and table[name].role != ""
+            arrays.extend(quantizer.quantize(step, levels, trellis))
         return artifact_bytes(config, arrays, tokenizer_sha256)
 
     data, how = fill_budget(config, budget, make_file)
@@ -5182,7 +5337,8 @@ def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
     peaks = parts["weights"][: 2 * len(table) : 2]
     bits = {}
     block_bits = []
-    for (parameter_name, parameter), peak in zip(table.items(), peaks, strict=True):
+    for (parameter_name, parameter), peak_byte in zip(table.items(), peaks, strict=True):
+        peak = peak_byte % ALONG_TRELLIS
         if parameter.role:
             bits[parameter_name] = peak.bit_length() + 1
         if parameter.optimizer == "muon":
@@ -5223,6 +5379,8 @@ def read_model(settings: ModelSettings, coded: bytes) -> GPT:
     # Parameters are in the order of the table, as they were written.
     for number, (name, weights) in enumerate(model.named_parameters()):
         quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
+        if quantized.exponents.dtype != np.int8:
+            raise ValueError(f"the exponents of {name} are half steps, expected whole numbers")
         weights.data.copy_(restore_weights(quantized, table[name].shape))
     return model
 
@@ -5261,6 +5419,8 @@ def check_artifact(config: Config) -> None:
                                 "add it to parameter_table")
         codes_shape, exponents_shape = array_shapes(table[name])
         codes = random_codes.integers(1, 3, codes_shape, np.int8)
+        if config.trellis and table[name].role:
+            codes = half_steps(codes)
         quantized = QuantizedWeights(codes, np.full(exponents_shape, -32, np.int8))
         weights.data.copy_(restore_weights(quantized, table[name].shape))
         arrays.extend(quantized)
