@@ -375,6 +375,9 @@ class Config(TrainingSettings):
     attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
     trellis: bool = knob(False, "codes on two grids half a step apart (TCQ); 0: each weight rounded by itself")
+    column_steps: float = knob(
+        0.0, "finer steps for columns whose errors GPTQ can make up for least: 1 evens all out, 0: one a row",
+        0, 1)
     gptq: bool = knob(True, "round with second-order information; 0: to nearest, all else alike")
     gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 1e-6)
     gptq_calibration_batches: int = knob(64, "micro-batches of training data, all ranks together", 1)
@@ -4844,6 +4847,20 @@ def array_shapes(parameter: Parameter) -> list[tuple[int, int]]:
     return [(rows, matrices * columns), (rows, matrices)]
 
 
+def column_shapes(table: dict[str, Parameter]) -> list[tuple[int, int]]:
+    """Shapes of the exponents of columns (N, C), of each parameter that can have them."""
+    shapes = []
+    for parameter in table.values():
+        if parameter.role:
+            matrices, _, columns = bank_shape(parameter.shape)
+            shapes.append((matrices, columns))
+    return shapes
+
+
+# Steps of columns are at most eight times finer or coarser than those of their rows; in eighths of an octave.
+COLUMN_EXPONENT_MAX = 24
+
+
 def row_scales(exponents: Tensor) -> Tensor:
     """The scales that exponents stand for; fp16 has too few digits to show how machines round `exp2`."""
     return torch.exp2(exponents / 8).half().float()
@@ -4865,7 +4882,7 @@ class Quantizer:
     """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
 
     1. Order the columns by their Hessian diagonal, largest first.
-    2. Factor the inverse of the damped Hessian.
+    2. Factor the inverse of the damped Hessian; with `column_steps`, give every column a step of its own.
     3. `quantize`: round column by column; spread each rounding error over the columns still to come.
 
     Steps 1 and 2 are done once, step 3 for each step size that is tried. A parameter without any Hessian is
@@ -4874,7 +4891,13 @@ class Quantizer:
     """
 
     def __init__(
-        self, name: str, weights: Tensor, parameter: Parameter, hessians: Hessians, damping: float
+        self,
+        name: str,
+        weights: Tensor,
+        parameter: Parameter,
+        hessians: Hessians,
+        damping: float,
+        column_steps: float = 0.0,
     ) -> None:
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
         # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
@@ -4883,6 +4906,10 @@ class Quantizer:
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
         self.damping = damping  # more, where a Hessian needs it
+        # Of each column (N, C), in eighths of an octave: how much coarser its steps are than those of its rows.
+        self.column_exponents_NC: Tensor | None = None
+        if column_steps > 0 and parameter.role:
+            self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
         self.rounded = not self._has_hessian(parameter.inputs, hessians)
         if self.rounded:
             if not self.weights_NRC.isfinite().all():
@@ -4911,6 +4938,9 @@ class Quantizer:
                                         f"set a larger GPTQ_DAMPING than {damping:g}") from error
                 self.damping *= 10
 
+        if self.column_exponents_NC is not None:
+            self.column_exponents_NC = self._even_out(column_steps)
+
         # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
@@ -4932,6 +4962,20 @@ class Quantizer:
                 hessian = hessians.get((inputs[matrix // layers], matrix % layers))
             found.append(identity_CC if hessian is None else hessian)
         return torch.stack(found).double()
+
+    def _even_out(self, column_steps: float) -> Tensor:
+        """Column exponents (N, C) with which a bit brings as much in one column as in another.
+
+        GPTQ's loss is the sum of squares of error / U, with U the column's diagonal entry of the factor: with
+        one step, columns of small U make most of it. The same number of bits loses least where all columns
+        lose alike: with steps in proportion to U (reverse water-filling; WaterSIC, Lifar et al., 2026). Steps
+        in proportion to a smaller power of U trust Hessians of few tokens less.
+        """
+        octaves_NC = self.upper_NCC.diagonal(dim1=1, dim2=2).log2()
+        # Only ratios matter: rate control sets the mean.
+        octaves_NC = column_steps * (octaves_NC - octaves_NC.mean(dim=1, keepdim=True))
+        exponents_NC = (8 * octaves_NC).round().clamp(-COLUMN_EXPONENT_MAX, COLUMN_EXPONENT_MAX).char()
+        return exponents_NC.take_along_dim(self.order_NC.argsort(dim=1), 1)
 
     def quantize(self, step: float, levels: float, trellis: bool = False) -> QuantizedWeights:
         """Codes of the weights, which are bounded by ±levels steps. step: as by `step_and_levels`.
@@ -4958,7 +5002,14 @@ class Quantizer:
     ) -> Tensor:
         """Steps (N, R, C), column by column: those to come make up for the errors of those before."""
         work_NRC = self.used_NRC.clone()
+        column_scales_NC = None
+        if self.column_exponents_NC is not None:
+            column_scales_NC = row_scales(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
+            levels = MAX_CODE  # finer steps need more of them
+        row_scales_NR = scales_NR
         for column in range(work_NRC.size(2)):
+            if column_scales_NC is not None:
+                scales_NR = row_scales_NR * column_scales_NC[:, column, None]
             values_NR = work_NRC[:, :, column]
             steps_NR = nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
@@ -4971,13 +5022,17 @@ class Quantizer:
         return work_NRC.take_along_dim(back_NC[:, None], 2)
 
 
-def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tensor:
-    """The weights that codes and exponents stand for, fp32."""
+def restore_weights(
+    quantized: QuantizedWeights, shape: tuple[int, ...], column_exponents: np.ndarray | None = None
+) -> Tensor:
+    """The weights that codes and exponents stand for, fp32. column_exponents: as `Quantizer` has them."""
     matrices, rows, columns = bank_shape(shape)
     scales_RN1 = row_scales(torch.from_numpy(quantized.exponents)[:, :, None])
     if quantized.codes.dtype == np.int16:
         scales_RN1 /= 2
     weights_RNC = torch.from_numpy(quantized.codes).view(rows, matrices, columns) * scales_RN1
+    if column_exponents is not None:
+        weights_RNC *= row_scales(torch.from_numpy(column_exponents))
     return weights_RNC.transpose(0, 1).reshape(shape)
 
 
@@ -5230,7 +5285,8 @@ def write_artifact(
     quantizers = {}
     damped = ""
     for name, weights in model.named_parameters():
-        quantizer = Quantizer(name, weights, table[name], hessians, config.gptq_damping)
+        quantizer = Quantizer(
+            name, weights, table[name], hessians, config.gptq_damping, config.column_steps)
         quantizers[name] = quantizer
         if quantizer.damping != config.gptq_damping:
             damped += f" damping:{name}={quantizer.damping:g}"
@@ -5241,6 +5297,9 @@ def write_artifact(
             step, levels = step_and_levels(table[name], config, multiplier)
             trellis = config.trellis and table[name].role != ""
             arrays.extend(quantizer.quantize(step, levels, trellis))
+        for quantizer in quantizers.values():
+            if quantizer.column_exponents_NC is not None:
+                arrays.append(quantizer.column_exponents_NC.cpu().numpy())
         return artifact_bytes(config, arrays, tokenizer_sha256)
 
     data, how = fill_budget(config, budget, make_file)
@@ -5249,8 +5308,14 @@ def write_artifact(
 
 
 def artifact_bytes(config: Config, arrays: list[np.ndarray], tokenizer_sha256: str) -> bytes:
-    """The whole file: settings of the model, and codes and exponents of each parameter in turns."""
-    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}
+    """The whole file: settings of the model, and codes and exponents of each parameter in turns.
+
+    With COLUMN_STEPS those of the columns follow, one array for each parameter with a role.
+    """
+    header: dict[str, Any] = {
+        "config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256}  # fmt: skip
+    if config.column_steps > 0:
+        header["column_steps"] = True
     packed_header = zlib.compress(json.dumps(header).encode(), 9)
     coded = encode(arrays)
     head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
@@ -5296,6 +5361,7 @@ class Header(NamedTuple):
 
     settings: ModelSettings
     tokenizer_sha256: str
+    column_steps: bool  # whether the columns have exponents, too
     parts: dict[str, bytes]  # sections by name: config, weights
 
 
@@ -5321,14 +5387,14 @@ def parse_header(data: bytes, name: str) -> Header:
         settings = read_model_settings(header, len(data))
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{name}: section {section}: {error}") from error
-    return Header(settings, header["tokenizer_sha256"], parts)
+    return Header(settings, header["tokenizer_sha256"], "column_steps" in header, parts)
 
 
 def parse_artifact(data: bytes, name: str) -> tuple[GPT, About]:
     """`load_artifact` of a file's bytes; name: what messages call it."""
-    settings, tokenizer_sha256, parts = parse_header(data, name)
+    settings, tokenizer_sha256, column_steps, parts = parse_header(data, name)
     try:
-        model = read_model(settings, parts["weights"])
+        model = read_model(settings, parts["weights"], column_steps)
     except Exception as error:  # whatever the bytes are
         raise ArtifactError(f"{name}: section weights: {error}") from error
 
@@ -5368,20 +5434,27 @@ def read_model_settings(header: dict[str, Any], size_bytes: int) -> ModelSetting
     return settings
 
 
-def read_model(settings: ModelSettings, coded: bytes) -> GPT:
+def read_model(settings: ModelSettings, coded: bytes, column_steps: bool) -> GPT:
     """The model whose weights `encode` made these bytes of. ValueError and others where they are not."""
     table = parameter_table(settings)
     shapes = []
     for parameter in table.values():
         shapes.extend(array_shapes(parameter))
+    if column_steps:
+        shapes.extend(column_shapes(table))
     arrays = decode(coded, shapes)
+    of_columns = iter(arrays[2 * len(table) :])
     model = GPT(settings, seed=None)
     # Parameters are in the order of the table, as they were written.
     for number, (name, weights) in enumerate(model.named_parameters()):
         quantized = QuantizedWeights(arrays[2 * number], arrays[2 * number + 1])
-        if quantized.exponents.dtype != np.int8:
-            raise ValueError(f"the exponents of {name} are half steps, expected whole numbers")
-        weights.data.copy_(restore_weights(quantized, table[name].shape))
+        column_exponents = None
+        if column_steps and table[name].role:
+            column_exponents = next(of_columns)
+        for exponents in (quantized.exponents, column_exponents):
+            if exponents is not None and exponents.dtype != np.int8:
+                raise ValueError(f"exponents of {name} are half steps, expected whole numbers")
+        weights.data.copy_(restore_weights(quantized, table[name].shape, column_exponents))
     return model
 
 
@@ -5413,6 +5486,7 @@ def check_artifact(config: Config) -> None:
     table = parameter_table(config)
     random_codes = np.random.default_rng(0)
     arrays: list[np.ndarray] = []
+    of_columns = []
     for name, weights in trained.named_parameters():
         if name not in table:
             raise ArtifactError(f"{name} is a parameter of the model, and no artifact would hold it; "
@@ -5422,8 +5496,14 @@ def check_artifact(config: Config) -> None:
         if config.trellis and table[name].role:
             codes = half_steps(codes)
         quantized = QuantizedWeights(codes, np.full(exponents_shape, -32, np.int8))
-        weights.data.copy_(restore_weights(quantized, table[name].shape))
+        column_exponents = None
+        if config.column_steps > 0 and table[name].role:
+            matrices, _, columns = bank_shape(table[name].shape)
+            column_exponents = random_codes.integers(-8, 9, (matrices, columns), np.int8)
+            of_columns.append(column_exponents)
+        weights.data.copy_(restore_weights(quantized, table[name].shape, column_exponents))
         arrays.extend(quantized)
+    arrays.extend(of_columns)
 
     # What comes back must be what went in, parameter by parameter.
     reloaded, _ = parse_artifact(artifact_bytes(config, arrays, ""), "an artifact of this model")

@@ -160,6 +160,48 @@ def test_what_is_restored_is_codes_times_scales() -> None:
             assert torch.equal(restored_NRC[matrix], mine * scales[:, None])
 
 
+# --- steps of columns -------------------------------------------------------------------------------------
+
+
+def unequal_bank() -> tuple[Tensor, Tensor]:
+    """Weights and a Hessian whose columns GPTQ can make up for very differently."""
+    weights, hessians = correlated_bank(1, 256, 48)
+    sizes = torch.linspace(-1.5, 1.5, 48).exp()
+    return weights, hessians * sizes[:, None] * sizes
+
+
+def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
+    """Weighted error, and bits of the codes: their entropy column by column."""
+    parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
+    gptq = train_gpt.Quantizer(
+        "mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, 1e-4, column_steps=power)
+    quantized = gptq.quantize(0.25, 127.0)
+    exponents = None
+    if gptq.column_exponents_NC is not None:
+        exponents = gptq.column_exponents_NC.numpy()
+    restored = train_gpt.restore_weights(quantized, tuple(weights.shape), exponents)
+    bits = 0.0
+    for column in quantized.codes.T:
+        shares = torch.from_numpy(column).int().add(127).bincount().double() / len(column)
+        bits -= (torch.xlogy(shares, shares).sum() * len(column) / math.log(2)).item()
+    error = weights - restored
+    return float(torch.einsum("nrc,ncd,nrd->", error, hessians, error)), bits / weights.numel()
+
+
+def test_steps_of_columns_lose_less_at_equal_bits() -> None:
+    """Six decibels are a bit: the error that the same bits would have left with one step."""
+    weights, hessians = unequal_bank()
+    plain_error, plain_bits = with_column_steps(weights, hessians, 0.0)
+    error, bits = with_column_steps(weights, hessians, 1.0)
+    assert error * 4 ** (bits - plain_bits) < 0.75 * plain_error
+
+
+def test_one_step_is_the_limit_of_steps_of_columns() -> None:
+    weights, hessians = unequal_bank()
+    plain = with_column_steps(weights, hessians, 0.0)
+    assert with_column_steps(weights, hessians, 1e-4) == pytest.approx(plain)
+
+
 # --- Hessians -----------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import random
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +16,8 @@ import torch
 import train_gpt
 from tests.support.models import plain_settings, random_batches, trained_like
 from train_gpt import Config
+
+MUTATIONS = int(os.environ.get("MUTATIONS", "40"))  # of a file; more on request
 
 
 def shifts_written_out(codes: list[int]) -> list[int]:
@@ -63,32 +70,50 @@ def test_the_gain_is_that_of_eight_states() -> None:
     assert 0.98 < 10 * np.log10(1 / 12 / error) < 1.10
 
 
-def artifact(config: Config) -> tuple[bytes, train_gpt.GPT, train_gpt.Hessians]:
-    """The file of a model that looks trained, made with a step of a given size."""
+def weighted_error(path: Path, **settings: object) -> float:
+    """Of the first MLP matrices that the file of a model that looks trained gives back."""
+    config = Config.from_env(plain_settings(2, 64, 256, RATE_CONTROL=0, **settings))
     model = trained_like(config)
     hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
-    table = train_gpt.parameter_table(config)
-    arrays: list[np.ndarray] = []
-    for name, weights in model.named_parameters():
-        quantizer = train_gpt.Quantizer(name, weights, table[name], hessians, config.gptq_damping)
-        trellis = config.trellis and table[name].role != ""
-        arrays.extend(quantizer.quantize(*train_gpt.step_and_levels(table[name], config, 1.0), trellis))
-    return train_gpt.artifact_bytes(config, arrays, ""), model, hessians
+    train_gpt.write_artifact(path, model, config, hessians, "", config.artifact_bytes_max)
+    read, _ = train_gpt.load_artifact(path)
+    error = (read.mlp_up_bank - model.mlp_up_bank).detach()
+    weighted = 0.0
+    for layer in range(2):
+        weighted += float(torch.einsum("rc,cd,rd->", error[layer], hessians["mlp_in", layer], error[layer]))
+    return weighted
 
 
-def test_a_model_along_a_trellis_comes_back_with_less_error() -> None:
-    errors = []
-    for trellis in (0, 1):
-        config = Config.from_env(plain_settings(2, 64, 256, TRELLIS=trellis))
-        data, model, hessians = artifact(config)
-        read, about = train_gpt.parse_artifact(data, "file")
-        assert max(about.bits.values()) <= 8
-        error = (read.mlp_up_bank - model.mlp_up_bank).detach()
-        total = 0.0
-        for layer in range(2):
-            total += torch.einsum("rc,cd,rd->", error[layer], hessians["mlp_in", layer], error[layer]).item()
-        errors.append(total)
-    assert errors[1] < 0.85 * errors[0]
+@pytest.mark.parametrize("column_steps", [0, 1])
+def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: int, tmp_path: Path) -> None:
+    rounded = weighted_error(tmp_path / "rounded.bin", COLUMN_STEPS=column_steps)
+    along_trellis = weighted_error(tmp_path / "trellis.bin", COLUMN_STEPS=column_steps, TRELLIS=1)
+    assert along_trellis < 0.88 * rounded
+    sizes = [(tmp_path / name).stat().st_size for name in ("trellis.bin", "rounded.bin")]
+    assert sizes[0] < 1.01 * sizes[1]
+
+
+@pytest.mark.parametrize("settings", [{"TRELLIS": 1}, {"COLUMN_STEPS": 0.5}, {"TRELLIS": 1, "COLUMN_STEPS": 1}])
+def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object], tmp_path: Path) -> None:
+    """Behind right checksums, as whoever forges a file would write them."""
+    config = Config.from_env(plain_settings(1, 16, 32, **settings))
+    train_gpt.check_artifact(config)
+    model = trained_like(config)
+    hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
+    train_gpt.write_artifact(tmp_path / "model.bin", model, config, hessians, "", config.artifact_bytes_max)
+    data = (tmp_path / "model.bin").read_bytes()
+    _, config_bytes, config_crc, _ = train_gpt.HEAD.unpack_from(data)
+    begin = train_gpt.HEAD.size + config_bytes
+    draw = random.Random(0)
+    for _ in range(MUTATIONS):
+        weights = bytearray(data[begin:])
+        for _ in range(draw.randint(1, 3)):
+            weights[int(len(weights) * draw.random() ** 3)] = draw.randrange(256)  # most of them early
+        head = train_gpt.HEAD.pack(train_gpt.MAGIC, config_bytes, config_crc, zlib.crc32(weights))
+        forged = head + data[train_gpt.HEAD.size : begin] + weights
+        with contextlib.suppress(train_gpt.ArtifactError):
+            read, _ = train_gpt.parse_artifact(forged, "forged")
+            assert all(weights.isfinite().all() for weights in read.parameters())
 
 
 def test_exponents_in_half_steps_are_refused() -> None:
@@ -100,5 +125,5 @@ def test_exponents_in_half_steps_are_refused() -> None:
         codes_shape, exponents_shape = train_gpt.array_shapes(parameter)
         arrays.append(np.zeros(codes_shape, np.int8))
         arrays.append(train_gpt.half_steps(np.ones(exponents_shape, np.int8)))
-    with pytest.raises(train_gpt.ArtifactError, match="section weights: the exponents of .* are half steps"):
+    with pytest.raises(train_gpt.ArtifactError, match="section weights: exponents of .* are half steps"):
         train_gpt.parse_artifact(train_gpt.artifact_bytes(config, arrays, ""), "file")
