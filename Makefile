@@ -40,9 +40,11 @@ $(READY): requirements.txt requirements-dev.txt
 
 demo: $(READY) ## train, quantize, score and write text on this machine, in minutes (CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
+	@sed -n 's/^# expect/expect/p' $(CONFIG)
 	@CONFIG=$(CONFIG) RUN_ID=$(NAME) $(RUN) train_gpt.py
-	@$(RUN) -m tools generate runs/$(NAME)/model.bin "The function returns"
 	@$(RUN) -m tools plot runs/$(NAME)
+	@echo; $(RUN) -m tools summary runs/$(NAME)
+	@echo; $(RUN) -m tools generate runs/$(NAME)/model.bin "The function returns"
 
 seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1 2 3" CONFIG=file NAME=run)
 	@$(RUN) data/sample.py

@@ -1180,7 +1180,13 @@ class Run:
             return
         append_line(line, self.path("log.txt"))
         if event:
-            append_line(json.dumps({"event": event, **values}), self.path("metrics.jsonl"))
+            self.record(event, [values])
+
+    def record(self, event: str, entries: list[dict[str, Any]]) -> None:
+        """Events of one kind to metrics.jsonl, all at once; rank 0 only."""
+        if self.machine.rank == 0 and self.directory is not None and entries:
+            lines = [json.dumps({"event": event, **values}) for values in entries]
+            append_line("\n".join(lines), self.path("metrics.jsonl"))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -4136,6 +4142,57 @@ def even_batch_rows(rows: list[int], most: int) -> int:
     return best
 
 
+# A score that takes its time is seen to be at work: so many seconds without a line, at most.
+SILENT_SECONDS = 5.0
+
+
+class ProgressReport:
+    """Lines about a score under way, with the time it still takes: see VAL_PROGRESS_LOG_EVERY."""
+
+    def __init__(self, run: Run, name: str, every: int, batch_tokens: int) -> None:
+        """every: batches of so many tokens between two lines; 0: no lines; -1: twenty in all."""
+        self.run = run
+        self.name = name
+        self.every = every
+        self.batch_tokens = batch_tokens
+        self.told = 0  # how many times `every` had been scored when the last line was printed
+        self.done = 0.0  # share of all chunks
+        self.start = time.perf_counter()
+        self.told_at = self.start
+
+    def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
+        """Log a line after some chunks, and after the last. number: of the chunk, among so many."""
+        if self.every == 0:
+            return
+        # A line where a multiple of this many targets has been passed.
+        targets = len(ledger.nats)
+        interval = self.every * self.batch_tokens
+        if self.every < 0:
+            interval = math.ceil(targets / 20)
+        reached = ledger.scored // interval
+        # One of several ranks may have the scores of its own documents alone, until the end.
+        self.done = max(ledger.scored / targets, (number + 1) / chunks)
+        if reached == self.told and ledger.scored < targets:
+            return
+        self.told = reached
+        self._log(ledger)
+
+    def still_at_work(self, ledger: Ledger) -> None:
+        """Log a line, after a batch or a step of learning, where there has been none for SILENT_SECONDS."""
+        if self.every != 0 and time.perf_counter() - self.told_at >= SILENT_SECONDS:
+            self._log(ledger)
+
+    def _log(self, ledger: Ledger) -> None:
+        self.told_at = time.perf_counter()
+        mean = "-"
+        eta = "-"
+        if self.done > 0:  # before the first chunk nothing is known
+            mean = f"{ledger.nats[np.isfinite(ledger.nats)].mean():.4f}"
+            eta = f"{(self.told_at - self.start) * (1 / self.done - 1):.0f}s"
+        self.run.log(f"val_progress:{self.name} {self.done:.0%} partial_mean_loss:{mean} "
+                     f"tokens_seen:{ledger.scored} eta:{eta}")
+
+
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
@@ -4149,6 +4206,7 @@ class WindowScorer:
         self.context = config.eval_length
         self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = next(model.parameters()).device
+        self.after_batch: Callable[[], None] | None = None
         # The same compiled code serves every scorer and every reloaded model.
         self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
 
@@ -4175,6 +4233,8 @@ class WindowScorer:
         for at in range(first, len(chunk), self.machine.world_size * self.batch_rows):
             rows = chunk[at : at + self.batch_rows]
             nats[rows[0, 1] - begin : rows[-1, 2] - begin] = self._score_batch(rows)
+            if self.after_batch:
+                self.after_batch()
         self.machine.add_up(nats)
         return nats.cpu().numpy()
 
@@ -4203,12 +4263,8 @@ class WindowScorer:
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
 
-# Called after each chunk: (ledger, the chunk's number, how many there are).
-Progress = Callable[[Ledger, int, int], None]
-
-
 def score_sliding(
-    model: GPT, tokens: Any, config: Config, progress: Progress | None = None, looping: bool = True
+    model: GPT, tokens: Any, config: Config, progress: ProgressReport | None = None, looping: bool = True
 ) -> Ledger:
     """Score windows that advance by EVAL_STRIDE, each target with nearly EVAL_SEQ_LEN tokens of context.
 
@@ -4218,6 +4274,8 @@ def score_sliding(
     # Chunks bound nothing here but how often there is something to report.
     chunk_tokens = 32 * config.val_pass_tokens
     scorer = WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, looping)
+    if progress:
+        scorer.after_batch = functools.partial(progress.still_at_work, ledger)
     for number, chunk in enumerate(scorer.chunks):
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
         if progress:
@@ -4226,20 +4284,20 @@ def score_sliding(
 
 
 def score_roundtrip(
-    model: GPT, tokens: Any, config: Config, progress: Progress | None = None, looping: bool = True
+    model: GPT, tokens: Any, config: Config, progress: ProgressReport | None = None, looping: bool = True
 ) -> Ledger:
     """Score windows of EVAL_SEQ_LEN that do not overlap: the cheapest score, with the least context."""
     return score_sliding(model, tokens, replace(config, eval_stride=config.eval_length), progress, looping)
 
 
-def score_ttt(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
+def score_ttt(model: GPT, tokens: Any, config: Config, progress: ProgressReport | None = None) -> Ledger:
     """Legal test-time training in the way of TTT_MODE; the weights given stay as they are."""
     if config.ttt_mode == "lora":
         return score_documents(model, tokens, config, progress)
     return score_chunks(model, tokens, config, progress)
 
 
-def score_chunks(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
+def score_chunks(model: GPT, tokens: Any, config: Config, progress: ProgressReport | None = None) -> Ledger:
     """Sliding windows with test-time training (PRs #549, #1493): score a chunk, then learn from it.
 
     A copy of the model learns, with SGD; not from the last chunk, as nothing is scored after it.
@@ -4249,6 +4307,9 @@ def score_chunks(model: GPT, tokens: Any, config: Config, progress: Progress | N
     learner = copy.deepcopy(model)
     sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
     scorer = WindowScorer(learner, tokens, config, config.eval_stride, config.ttt_chunk_tokens, looping=True)
+    if progress:
+        scorer.after_batch = functools.partial(progress.still_at_work, ledger)
+        sgd.register_step_post_hook(lambda *_: progress.still_at_work(ledger))
     last = len(scorer.chunks) - 1
     for number, chunk in enumerate(scorer.chunks):
         begin = int(chunk[0, 1])
@@ -4423,6 +4484,7 @@ class DocumentScorer:
         self.machine = model.machine
         self.config = config
         self.ledger = ledger
+        self.after_chunk: Callable[[], None] | None = None
         self.device = next(model.parameters()).device
         # Rows and lengths differ from round to round: one graph for all of them.
         self.forward = self.machine.compile(GPT.forward, dynamic=True, fullgraph=True)
@@ -4487,6 +4549,8 @@ class DocumentScorer:
             self.record(batch, chunk, hidden_BCD, adapters)
             if chunk.learning > 0:
                 self.learn(batch, chunk, hidden_BCD, adapters)
+            if self.after_chunk:
+                self.after_chunk()
 
     def read(self, batch: np.ndarray, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
         """Hidden states (B, C, D) at the targets of a chunk, made of what stands before each of them."""
@@ -4545,7 +4609,9 @@ class DocumentScorer:
                 self.ledger.record(int(begin), everyones_N[begin : begin + length])
 
 
-def score_documents(model: GPT, tokens: Any, config: Config, progress: Progress | None = None) -> Ledger:
+def score_documents(
+    model: GPT, tokens: Any, config: Config, progress: ProgressReport | None = None
+) -> Ledger:
     """Test-time training of each document by itself (PRs #1530, #1667): score a chunk, then take one step.
 
     Only low-rank adapters learn. Nothing passes from one document to another, so that the order in which they
@@ -4556,6 +4622,8 @@ def score_documents(model: GPT, tokens: Any, config: Config, progress: Progress 
     frozen = copy.deepcopy(model).requires_grad_(False)
     scorer = DocumentScorer(frozen, tokens, config, ledger)
     batches = scorer.batches_of_rank()
+    if progress:
+        scorer.after_chunk = functools.partial(progress.still_at_work, ledger)
     for number, batch in enumerate(batches):
         scorer.score(batch)
         if progress:
@@ -4566,39 +4634,6 @@ def score_documents(model: GPT, tokens: Any, config: Config, progress: Progress 
         if progress:
             progress(ledger, 0, 1)
     return ledger
-
-
-class ProgressReport:
-    """Lines about a score under way, with the time it still takes: see VAL_PROGRESS_LOG_EVERY."""
-
-    def __init__(self, run: Run, name: str, every: int, batch_tokens: int) -> None:
-        """every: batches of so many tokens between two lines; 0: no lines; -1: twenty in all."""
-        self.run = run
-        self.name = name
-        self.every = every
-        self.batch_tokens = batch_tokens
-        self.told = 0  # how many times `every` had been scored when the last line was printed
-        self.start = time.perf_counter()
-
-    def __call__(self, ledger: Ledger, number: int, chunks: int) -> None:
-        """Log a line after some chunks, and after the last; a `Progress`."""
-        if self.every == 0:
-            return
-        # A line where a multiple of this many targets has been passed.
-        targets = len(ledger.nats)
-        interval = self.every * self.batch_tokens
-        if self.every < 0:
-            interval = math.ceil(targets / 20)
-        reached = ledger.scored // interval
-        if reached == self.told and ledger.scored < targets:
-            return
-        self.told = reached
-        # One of several ranks may have the scores of its own documents alone, until the end.
-        done = max(ledger.scored / targets, (number + 1) / chunks)
-        mean = ledger.nats[np.isfinite(ledger.nats)].mean()
-        eta_seconds = (time.perf_counter() - self.start) * (1 / done - 1)
-        self.run.log(f"val_progress:{self.name} {done:.0%} partial_mean_loss:{mean:.4f} "
-                     f"tokens_seen:{ledger.scored} eta:{eta_seconds:.0f}s")
 
 
 def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
@@ -5600,6 +5635,8 @@ class Training:
         self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
+        self.untold: list[dict[str, Any]] = []  # what metrics.jsonl will say of the steps read since
+        self.waits_ms: list[float] = []  # for batches, of the steps since the last line
         self.started = time.perf_counter()  # shifted forward by time that does not count
 
     @property
@@ -5832,7 +5869,10 @@ def train(training: Training) -> None:
         validate_now = config.val_loss_every > 0 and training.step % config.val_loss_every == 0
 
         # Whatever looks at weights, or ends the run, first wants to know that all steps were good.
-        read_results(training, leave=0 if finished or save_now or validate_now else behind)
+        look_now = finished or save_now or validate_now
+        read_results(training, leave=0 if look_now else behind)
+        if look_now:
+            record_steps(training)
         looping = loop_is_on(progress, config)  # as in the step before
         if finished:
             break
@@ -5894,7 +5934,7 @@ def leave_training(training: Training, number: int) -> None:
 
 
 def read_results(training: Training, leave: int) -> None:
-    """Check and log all steps but the last `leave`, for which the host would wait. FloatingPointError."""
+    """Check and tell all steps but the last `leave`, for which the host would wait. FloatingPointError."""
     config = training.config
     run = training.run
     while len(training.unread) > leave:
@@ -5904,6 +5944,7 @@ def read_results(training: Training, leave: int) -> None:
             result.copied.synchronize()
         loss, norm = result.values.tolist()
         if not math.isfinite(loss + norm):
+            run.record("train", training.untold)  # of this rank alone: the others may be gone
             training.finish_saving()
             checkpoint = run.path(CHECKPOINT)
             saved = checkpoint if checkpoint.exists() else "none"
@@ -5911,30 +5952,68 @@ def read_results(training: Training, leave: int) -> None:
                 f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
                 f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
                 "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
+        training.untold.append(step_event(training, result, loss, norm))
         every = config.train_log_every
-        if every > 0 and (result.step <= FIRST_STEPS or result.step % every == 0):
-            mean_loss = sum(run.machine.gather(loss)) / run.machine.world_size
-            log_step(training, result, mean_loss, norm)
+        told_now = every > 0 and (result.step <= FIRST_STEPS or result.step % every == 0)
+        if told_now or len(training.untold) == STEPS_AT_ONCE:
+            last = record_steps(training)
+            if told_now:
+                log_step(training, last)
 
 
-def log_step(training: Training, result: StepResult, loss: float, norm: float) -> None:
-    """The line of a step, in upstream's words."""
+# Steps that metrics.jsonl gets in one go, at most: files and ranks are not asked in every step.
+STEPS_AT_ONCE = 100
+
+
+def step_event(training: Training, result: StepResult, loss: float, norm: float) -> dict[str, Any]:
+    """What metrics.jsonl says of a step; loss: of this rank."""
+    waits_ms = training.loader.take_waits_ms()
+    training.waits_ms += waits_ms
+    return {
+        "step": result.step,
+        "train_loss": loss,
+        "train_time_ms": 1e3 * training.seconds,
+        "tokens": training.config.train_batch_tokens * result.step,
+        "grad_norm": norm,
+        "progress": result.progress,
+        "data_wait_max_ms": max(waits_ms, default=0.0),
+    }
+
+
+def record_steps(training: Training) -> dict[str, Any]:
+    """Write down the steps read since, with the mean loss of the ranks. All ranks call it together.
+
+    Returns the last of them; empty if there is none.
+    """
+    run = training.run
+    events = training.untold
+    if not events:
+        return {}
+    # The losses of all these steps travel together.
+    losses_of_ranks = run.machine.gather([event["train_loss"] for event in events])
+    for event, losses in zip(events, zip(*losses_of_ranks, strict=True), strict=True):
+        event["train_loss"] = sum(losses) / run.machine.world_size
+    run.record("train", events)
+    training.untold = []
+    return events[-1]
+
+
+def log_step(training: Training, event: dict[str, Any]) -> None:
+    """The line of a step, in upstream's words. event: as `step_event` gave it."""
     config = training.config
-    step = result.step
-    seconds = training.seconds
-    tokens = config.train_batch_tokens * step
+    step = event["step"]
+    train_ms = event["train_time_ms"]
     # Half of the steps waited for less than the first, 1 % for more than the second.
-    p50, p99, most = np.percentile(training.loader.take_waits_ms() or [0.0], [50, 99, 100]).tolist()
-    lr_scale = learning_rate_scale(result.progress, step - 1, config)
+    p50, p99, most = np.percentile(training.waits_ms or [0.0], [50, 99, 100]).tolist()
+    training.waits_ms = []
+    lr_scale = learning_rate_scale(event["progress"], step - 1, config)
+    seconds = train_ms / 1e3
     eta_seconds = seconds / run_progress(seconds, step, config) - seconds
     training.run.log(
-        f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
-        f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} grad_norm:{norm:.3f} "
-        f"eta:{eta_seconds:.0f}s",
-        "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens,
-        grad_norm=norm, progress=result.progress, data_wait_max_ms=most,
-    )  # fmt: skip
+        f"step:{step}/{config.iterations} train_loss:{event['train_loss']:.4f} train_time:{train_ms:.0f}ms "
+        f"step_avg:{train_ms / step:.2f}ms tok_s:{event['tokens'] / seconds:.0f} "
+        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} "
+        f"grad_norm:{event['grad_norm']:.3f} eta:{eta_seconds:.0f}s")
 
 
 def validate_step(training: Training, looping: bool) -> float:

@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: config, code, metrics, curves"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
+    "summary": ("tools.summary", "say in ten lines what a run reached"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
     "board": ("tools.pack.board", "write the leaderboard from the folders"),

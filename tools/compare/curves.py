@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tools.runs.runs import Run
@@ -15,6 +16,7 @@ SLOW_DEVIATIONS = 6.0  # median absolute deviations above the median from which 
 SLOW_SHARE = 0.03  # ... and at least this part above the median
 COMPILE_STEPS = 10  # slow steps up to here are compilation and autotuning, whatever else happens in them
 PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
+SMOOTHED_SHARE = 0.02  # of all samples: how many on either side a smoothed one is the mean of
 DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its cause
 
 
@@ -51,6 +53,23 @@ def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
     return found
 
 
+def smoothed(samples: Sequence[Sample]) -> list[Sample]:
+    """Each sample as the mean of itself and its neighbours, as many before as after; at the ends of fewer.
+
+    A loss that is not finite is left out.
+    """
+    samples = [sample for sample in samples if math.isfinite(sample.value)]
+    sums = [0.0]
+    for sample in samples:
+        sums.append(sums[-1] + sample.value)
+    found = []
+    for i, sample in enumerate(samples):
+        reach = min(round(SMOOTHED_SHARE * len(samples)), i, len(samples) - 1 - i)
+        mean = (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)
+        found.append(replace(sample, value=mean))
+    return found
+
+
 def second_half(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points from the middle of the last one's place on: losses fall steeply before and hardly after."""
     middle = max((x for x, _ in points), default=0.0) / 2
@@ -84,7 +103,8 @@ def validation_bpb(run: Run) -> list[Sample]:
 
 def _samples(run: Run, kind: str, key: str) -> list[Sample]:
     batch = batch_tokens(run)
-    found = []
+    # A resumed run does the steps after its checkpoint once more: the later ones count.
+    found: dict[int, Sample] = {}
     for event in run.events:
         if event.kind != kind or str(event.values.get("label")).startswith(NOT_A_STEP):
             continue
@@ -95,8 +115,8 @@ def _samples(run: Run, kind: str, key: str) -> list[Sample]:
         tokens = event.number("tokens")
         if tokens is None:
             tokens = _product(step, batch)
-        found.append(Sample(step, tokens, _seconds(event.number("train_time_ms")), value))
-    return found
+        found[step] = Sample(step, tokens, _seconds(event.number("train_time_ms")), value)
+    return [found[step] for step in sorted(found)]
 
 
 def _from_points(run: Run, points: Sequence[tuple[int, float | None, float]]) -> list[Sample]:
@@ -124,29 +144,31 @@ def step_times(run: Run) -> list[StepTime]:
     spread = statistics.median(abs(ms - median) for _, _, ms in times)
     limit = median + max(SLOW_DEVIATIONS * spread, SLOW_SHARE * median)
     marked = []
+    waits = {e.step: e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train"}
     for start, stop, ms in times:
         cause = None
         if ms > limit:
-            cause = _cause(start, stop, (ms - median) * (stop - start), run)
+            cause = _cause(start, stop, (ms - median) * (stop - start), run, waits.get(stop))
         marked.append(StepTime(stop, ms, cause))
     return marked
 
 
 def _clock(run: Run) -> list[tuple[int, float]]:
     """(step, milliseconds of training) of every training line; metrics.jsonl has them to more digits."""
-    events = [(e.step, e.number("train_time_ms")) for e in run.events if e.kind == "train"]
-    exact = [(step, ms) for step, ms in events if step is not None and ms is not None]
+    exact = [(s.step, 1e3 * s.seconds) for s in _samples(run, "train", "train_loss") if s.seconds is not None]
     return exact or [(point.step, point.time_ms) for point in run.log.train if point.time_ms is not None]
 
 
-def _cause(start: int, stop: int, excess_ms: float, run: Run) -> str:
-    """Likely cause of `excess_ms` after step `start` up to `stop`: compile, shard, validation or other."""
+def _cause(start: int, stop: int, excess_ms: float, run: Run, waited_ms: float | None) -> str:
+    """Likely cause of `excess_ms` after step `start` up to `stop`: compile, shard, validation or other.
+
+    waited_ms: the longest wait for data; None: the run does not tell.
+    """
     if stop <= COMPILE_STEPS:
         return "compile"
-    waited = [e.number("data_wait_max_ms") or 0.0 for e in run.events if e.kind == "train" and e.step == stop]
-    if sum(waited) >= DATA_SHARE * excess_ms:
+    if waited_ms is not None and waited_ms >= DATA_SHARE * excess_ms:
         return "shard"
-    if not waited and shard_crossings(start, stop, batch_tokens(run) or 0):
+    if waited_ms is None and shard_crossings(start, stop, batch_tokens(run) or 0):
         return "shard"
     return "validation" if any(start <= point.step < stop for point in run.log.validation) else "other"
 

@@ -324,9 +324,9 @@ def charts(found: Difference) -> str:
     figures = []
     for axis in curves.AXES:
         title = f"Training loss by {axis}"
-        figures.append(_chart(found, title, axis, "nats per token", curves.train_loss))
+        figures.append(_chart(found, title, axis, "nats per token", _smooth_loss))
     title = "Training loss, second half"
-    figures.append(_chart(found, title, "steps", "nats per token", curves.train_loss, curves.second_half))
+    figures.append(_chart(found, title, "steps", "nats per token", _smooth_loss, curves.second_half))
     figures.append(_chart(found, "Validation", "steps", "bits per byte", curves.validation_bpb))
     figures.append(_chart(found, "Validation by seconds", "seconds", "bits per byte", curves.validation_bpb))
     lines = []
@@ -337,6 +337,10 @@ def charts(found: Difference) -> str:
     drawn = "".join(figures)
     legend = page.legend({"base": found.base.name, "new": found.new.name})
     return f'{legend}<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def _smooth_loss(run: Run) -> list[curves.Sample]:
+    return curves.smoothed(curves.train_loss(run))
 
 
 Points = list[tuple[float, float]]

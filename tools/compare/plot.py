@@ -1,15 +1,22 @@
-"""`plot RUN…`: loss and bits per byte by steps, tokens and seconds; step times, the slow ones by cause."""
+"""`plot RUN…`: loss and bits per byte by steps, tokens and seconds; step times, the slow ones by cause.
+
+A panel of which the runs say nothing is left out.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.compare import curves
+from tools.runs.errors import RecordError
+from tools.runs.logs import EXACT
 from tools.runs.runs import Run, load_group, output_path
 from tools.runs.writing import figure_path, json_text, write_figure
 
@@ -18,6 +25,8 @@ if TYPE_CHECKING:
 
 CAUSE_COLOURS = {"compile": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
 BINS = 40
+TITLED_MAX = 6  # runs that the title names
+RANKS = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     print(out)
     for found in statistics_of_runs:
         slow = ", ".join(f"{count} by {cause}" for cause, count in found["slow"].items()) or "none"
-        print(f"  {found['run']}: median {found['median_ms']} ms per step; slow intervals: {slow}")
+        print(f"  {found['run']}: median {found['median_ms']} ms per step; slow ones: {slow}")
     return 0
 
 
@@ -61,6 +70,9 @@ def step_statistics(found: Run) -> dict[str, Any]:
     }
 
 
+Panel = Callable[["Axes"], None]
+
+
 def draw(runs: Sequence[Run], out: Path) -> None:
     """Write the figure atomically; no display is needed."""
     import matplotlib
@@ -68,58 +80,103 @@ def draw(runs: Sequence[Run], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    validated = any(curves.validation_bpb(found) for found in runs)
-    rows = 4 if validated else 3
-    figure, axes = pyplot.subplots(rows, 3, figsize=(15, 3.7 * rows), constrained_layout=True)
+    rows = [row for row in panels(runs) if row]
+    columns = math.lcm(*map(len, rows))
+    figure = pyplot.figure(figsize=(15, 3.7 * len(rows)), constrained_layout=True)
+    figure.suptitle(title_of(runs))
     try:
-        for column, axis in enumerate(curves.AXES):
-            _draw_loss(axes[0][column], runs, axis)
-            _draw_series(axes[1][column], runs, axis, _late_loss, "nats per token, second half", "-")
-            if validated:
-                _draw_series(axes[2][column], runs, axis, curves.validation_bpb, "bits per byte", "o-")
-        _draw_times(axes[-1][0], runs)
-        _draw_histogram(axes[-1][1], runs)
-        _draw_causes(axes[-1][2], runs)
-        _draw_legend(axes[0][0], runs)
+        grid = figure.add_gridspec(len(rows), columns)
+        for number, row in enumerate(rows):
+            width = columns // len(row)
+            for place, panel in enumerate(row):
+                panel(figure.add_subplot(grid[number, place * width : (place + 1) * width]))
         write_figure(out, figure, dpi=110)
     finally:
         pyplot.close(figure)
 
 
-Series = Callable[[Run], list[curves.Sample]]
+def title_of(runs: Sequence[Run]) -> str:
+    """The runs by name and result."""
+    return "\n".join(f"{found.name}: {result_of(found)}" for found in runs[:TITLED_MAX])
 
 
-def _draw_series(axes: Axes, runs: Sequence[Run], axis: str, series: Series, unit: str, style: str) -> None:
+def result_of(found: Run) -> str:
+    """All scores of a run in bits per byte, or how far it came."""
+    scores = [final for final in found.log.finals if final.rank > 0 and final.label.endswith(EXACT)]
+    if not scores and found.score:
+        scores = [found.score]
+    if scores:
+        # A run may have been scored more than once: the last score of each kind counts.
+        last = {final.rank: f"{final.bpb:.4f} {RANKS[final.rank]}" for final in scores}
+        return ", ".join(last[rank] for rank in sorted(last)) + ", bits per byte"
+    steps = curves.train_loss(found)
+    return f"no score; {steps[-1].step} steps" if steps else "no score"
+
+
+def panels(runs: Sequence[Run]) -> list[list[Panel]]:
+    """What is drawn, row by row: nothing of which the runs say nothing."""
+    shown = [axis for axis in curves.AXES if any(curves.points(curves.train_loss(r), axis) for r in runs)]
+    rows: list[list[Panel]] = [
+        [partial(_draw_loss, runs=runs, axis=axis, late=False) for axis in shown],
+        [partial(_draw_loss, runs=runs, axis=axis, late=True) for axis in shown],
+    ]
+    if any(curves.validation_bpb(found) for found in runs):
+        rows.append([partial(_draw_bits, runs=runs, axis=axis) for axis in shown or ["steps"]])
+    times = [time for found in runs for time in curves.step_times(found)]
+    if times:
+        rows.append([partial(_draw_times, runs=runs), partial(_draw_histogram, runs=runs)])
+    if any(time.cause for time in times):
+        rows[-1].append(partial(_draw_causes, runs=runs))
+    if not any(rows):
+        raise RecordError(f"{runs[0].name}: the log has no losses and no scores of training: nothing to draw")
+    return rows
+
+
+def _line(axes: Axes, samples: Sequence[curves.Sample], axis: str, style: str, **look: Any) -> None:
+    points = curves.points(samples, axis)
+    if points:
+        xs, ys = zip(*points, strict=True)
+        axes.plot(xs, ys, style, **look)
+
+
+def _label(axes: Axes, axis: str, unit: str) -> None:
     from matplotlib.ticker import EngFormatter
 
-    for index, found in enumerate(runs):
-        points = curves.points(series(found), axis)
-        if points:
-            xs, ys = zip(*points, strict=True)
-            axes.plot(xs, ys, style, color=f"C{index % 10}", linewidth=1, markersize=3, label=found.name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k tokens, not 400000
     axes.set_xlabel(axis)
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
 
 
-def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str) -> None:
-    _draw_series(axes, runs, axis, curves.validation_loss, "", "o")
-    _draw_series(axes, runs, axis, curves.train_loss, "nats per token (o: validation)", "-")
-
-
-def _late_loss(found: Run) -> list[curves.Sample]:
-    """Training loss of the second half of the steps, where it falls slowly."""
-    samples = curves.train_loss(found)
-    middle = max((sample.step for sample in samples), default=0) / 2
-    return [sample for sample in samples if sample.step >= middle]
-
-
-def _draw_legend(axes: Axes, runs: Sequence[Run]) -> None:
+def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str, late: bool) -> None:
+    """Training loss smoothed, each step behind it, and validation; late: the second half alone."""
+    validated = False
     for index, found in enumerate(runs):
-        axes.plot([], [], color=f"C{index % 10}", label=found.name)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[-len(runs) :], labels[-len(runs) :], fontsize=7)
+        loss = curves.train_loss(found)
+        smooth = curves.smoothed(loss)
+        validation = curves.validation_loss(found)
+        if late:
+            middle = max((sample.step for sample in loss), default=0) / 2
+            loss = [sample for sample in loss if sample.step >= middle]
+            smooth = [sample for sample in smooth if sample.step >= middle]
+            validation = [sample for sample in validation if sample.step >= middle]
+        colour = f"C{index % 10}"
+        validated = validated or bool(validation)
+        _line(axes, loss, axis, ".", color=colour, markersize=2, alpha=0.25)
+        _line(axes, smooth, axis, "-", color=colour, linewidth=1.5, label=found.name)
+        _line(axes, validation, axis, "o", color=colour, markersize=5, markeredgecolor="black")
+    unit = "nats per token" + (", second half" if late else "")
+    _label(axes, axis, unit + (" (o: validation)" if validated else ""))
+    if not late:
+        axes.legend(fontsize=7)
+
+
+def _draw_bits(axes: Axes, runs: Sequence[Run], axis: str) -> None:
+    """Bits per byte of validations during training."""
+    for index, found in enumerate(runs):
+        scores = curves.validation_bpb(found)
+        _line(axes, scores, axis, "o-", color=f"C{index % 10}", linewidth=1, markersize=4)
+    _label(axes, axis, "bits per byte, validation")
 
 
 def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
@@ -150,7 +207,7 @@ def _draw_histogram(axes: Axes, runs: Sequence[Run]) -> None:
         if times:
             axes.hist(times, bins=BINS, histtype="step", color=f"C{index % 10}")
     axes.set_xlabel("ms per step")
-    axes.set_ylabel("logged intervals")
+    axes.set_ylabel("logged steps")
     axes.grid(alpha=0.3)
 
 
@@ -159,7 +216,7 @@ def _draw_causes(axes: Axes, runs: Sequence[Run]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     counts = Counter(t.cause for found in runs for t in curves.step_times(found) if t.cause)
-    causes = list(CAUSE_COLOURS)
-    axes.bar(causes, [counts.get(cause, 0) for cause in causes], color=list(CAUSE_COLOURS.values()))
-    axes.set_ylabel("slow intervals")
+    causes = [cause for cause in CAUSE_COLOURS if counts[cause]]
+    axes.bar(causes, [counts[cause] for cause in causes], color=[CAUSE_COLOURS[cause] for cause in causes])
+    axes.set_ylabel("slow steps")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,126 @@
+"""`summary RUN`: what a run reached, in ten lines: scores, plain means on the same text, bytes, speed.
+
+The plain means are `xz -9`, which reads the validation text alone, and a model of pairs of tokens, which has
+read as much of the training text as the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import lzma
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+import train_gpt
+from data import caseops
+from tools.runs.errors import RecordError
+from tools.runs.folder import CONFIG
+from tools.runs.runs import RunDirectory
+from tools.runs.writing import json_text
+
+SCORES = {"roundtrip": "round trip", "sliding_window": "sliding window", "legal_ttt": "test-time training"}
+TOKENS_MAX = 50_000_000  # that the model of pairs counts
+PRIOR_TOKENS = 20.0  # weight of a token's frequency beside what follows the token before
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    directory = RunDirectory(args.run_directory)
+    plain = plain_means(args.run_directory / CONFIG, directory.summary)
+    if args.json:
+        scores = {name: score["bits_per_byte"] for name, score in directory.summary["losses"].items()}
+        print(json_text({"run": directory.run_id, "bits_per_byte": scores, "plain": plain}), end="")
+    else:
+        print("\n".join(lines(directory, plain)))
+    return 0
+
+
+def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
+    """The closing lines of a run."""
+    summary = directory.summary
+    config = summary["config"]
+    found = [f"{directory.run_id}: bits per byte of the validation text, the fewer the better"]
+    for name, label in SCORES.items():
+        score = summary["losses"].get(name)
+        value = f"{score['bits_per_byte']:.4f}" if score else "not asked for"
+        found.append(f"  {label:<20}{value}")
+    for label in ("xz -9", "pairs of tokens"):
+        value = f"{plain[label]:.4f}" if label in plain else f"not known: no data at {config['DATA_PATH']}"
+        found.append(f"  {label:<20}{value}")
+    size = summary["limits"]["artifact_bytes"]
+    found.append(f"size: {size['value']:,} of {size['limit']:,} bytes, code and weights together")
+    seconds = summary["train_seconds"]
+    speed = f", {summary['tokens'] / seconds:,.0f} tokens per second" if seconds else ""
+    counts = f"{summary['steps']:,} steps, {summary['tokens']:,} tokens"
+    found.append(f"training: {counts} in {seconds:.1f} s{speed}")
+    kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
+    drawn = sorted(path.name for path in directory.path.glob("plot.*"))
+    found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
+    found.append(f"again: EVAL_ONLY={directory.path}/model.bin python train_gpt.py")
+    return found
+
+
+def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
+    """Bits per byte of `xz -9` and of pairs of tokens on the validation text; empty without the run's data."""
+    try:
+        config = train_gpt.Config.from_env({"CONFIG": str(settings)})
+        folder = train_gpt.find_path(config.data_path)
+        val_shards = train_gpt.open_shards(f"{glob.escape(str(folder))}/fineweb_val_[0-9]*.bin")
+        train_shards = train_gpt.open_shards(f"{glob.escape(str(folder))}/fineweb_train_*.bin")
+    except (train_gpt.DataError, train_gpt.ConfigError):
+        return {}
+    if not summary["tokens"]:
+        raise RecordError(f"{settings.parent} was not trained: give the run that made its artifact")
+    data = summary["data"]
+    validation = first_tokens(val_shards, data["val_tokens"] + 1)
+    training = first_tokens(train_shards, min(summary["tokens"], TOKENS_MAX))
+    bits = {
+        "xz -9": 8.0 * len(lzma.compress(text_of(validation, config), preset=9)),
+        "pairs of tokens": bits_of_pairs(training, validation, config.vocab_size),
+    }
+    return {name: value / data["val_bytes"] for name, value in bits.items()}
+
+
+def text_of(tokens: np.ndarray, config: train_gpt.Config) -> bytes:
+    """The documents of a stream, decoded, one after the other."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(train_gpt.find_path(config.tokenizer_path)))
+    starts = np.flatnonzero(tokens == train_gpt.BOS_ID)
+    documents = [part[part != train_gpt.BOS_ID].tolist() for part in np.split(tokens, starts)]
+    text = "".join(pieces.decode(documents))
+    fused = caseops.form_of(pieces)
+    return (text if fused is None else caseops.read(text, fused)).encode()
+
+
+def first_tokens(shards: list[Any], count: int) -> np.ndarray:
+    """So many tokens from the beginning of some shards, fewer where there are no more."""
+    parts: list[np.ndarray] = []
+    for shard in shards:
+        missing = count - sum(map(len, parts))
+        if missing > 0:
+            parts.append(np.asarray(train_gpt.read_tokens(shard)[:missing]))
+    return np.concatenate(parts)
+
+
+def bits_of_pairs(training: np.ndarray, validation: np.ndarray, vocab_size: int) -> float:
+    """Bits of all tokens but the first under p(b | a) = (pairs(a, b) + m p(b)) / (tokens(a) + m).
+
+    p(b): frequency, each token counted once more than it occurs; m: PRIOR_TOKENS (MacKay and Peto, 1995).
+    """
+    tokens_V = np.bincount(training, minlength=vocab_size).astype(np.float64)
+    frequency_V = (tokens_V + 1) / (len(training) + vocab_size)
+    before_N, after_N = validation[:-1].astype(np.int64), validation[1:].astype(np.int64)
+    pairs, counts = np.unique(training[:-1].astype(np.int64) * vocab_size + training[1:], return_counts=True)
+    asked_N = before_N * vocab_size + after_N
+    place_N = np.minimum(np.searchsorted(pairs, asked_N), len(pairs) - 1)
+    pairs_N = np.where(pairs[place_N] == asked_N, counts[place_N], 0)
+    odds_N = (pairs_N + PRIOR_TOKENS * frequency_V[after_N]) / (tokens_V[before_N] + PRIOR_TOKENS)
+    return float(-np.log(odds_N).sum() / math.log(2))
