@@ -673,6 +673,17 @@ FORMER_NAMES = [
     FormerName("LATE_QAT LATE_QAT_THRESHOLD QAT_ENABLED QAT_THRESHOLD", "no effect, as in PR #549, where "
                "it reached no bank; training does not quantize here", "*"),
     # What is not here: its off value is taken, and so are numbers of what is off elsewhere by default.
+    FormerName("TRAIN_SEQ_SCHEDULE", "set TRAIN_SEQ_LENS, which says 1024@0.100,2048@0.700,3072@1.000 as "
+               "1024:0.1 2048:0.7 3072"),
+    FormerName("TRAIN_SEQ_SCHEDULE_MODE", "TRAIN_SEQ_LENS counts in shares of the run, by its clock "
+               "if it has one, or in steps", "wallclock"),
+    FormerName("SEQ_CHANGE_WARMUP_STEPS", "TRAIN_SEQ_LENS leaves learning rates as they are", "0"),
+    FormerName("EVAL_INCLUDE_TAIL", "every target is scored, the last ones as well", "1"),
+    FormerName("RECUR_ALPHA_ENABLED", "loop visits are not blended", "0"),
+    FormerName("ASYM_LOGIT_RESCALE", "there is one softcap, LOGIT_SOFTCAP", "0"),
+    FormerName("AWQ_LITE_ENABLED", "all columns of a matrix have the same bits", "0"),
+    FormerName("AWQ_LITE_BITS AWQ_LITE_GROUP_SIZE AWQ_LITE_GROUP_TOP_K", "all columns of a matrix have the "
+               "same bits; leave it out"),
     FormerName("ROPE_YARN", "longer inputs rescale the rotary base; see ROPE_TRAIN_SEQ_LEN", "0"),
     FormerName("GATED_ATTN_ENABLED ATTN_OUT_GATE_ENABLED GATED_ATTENTION",
                "no gate of this form; SPARSE_ATTN_GATE_ENABLED=1 is another one", "0"),
@@ -707,6 +718,7 @@ FORMER_NAMES = [
                "writes text; leave it out"),
     FormerName("GPTQ_RESERVE_MS", "set GPTQ_RESERVE_SECONDS, a thousandth of it"),
     FormerName("TARGET_MB", "set ARTIFACT_BYTES_MAX, of code and artifact together, in bytes"),
+    FormerName("SEQ_LEN_START SEQ_SCHEDULE_FRACTION", "set TRAIN_SEQ_LENS, of lengths and where they end"),
     FormerName("MLP_HIDDEN", "set MLP_MULT, that width over MODEL_DIM", "0"),
     FormerName("STRIDE", "set EVAL_STRIDE"),
     FormerName(
@@ -721,7 +733,7 @@ FORMER_NAMES = [
         MUON_EQ_R NGRAM_WITHIN_BETA NGRAM_WORD_BETA NUM_ATTN_LAYERS NUM_VIRTUAL_LAYERS N_INT6_LAYERS
         OUTER_LAYERS PARALLEL_RESIDUAL POST_GPTQ_EVAL_ONLY QAT QAT_INT6 QUANT_BITS QUANT_BITS_EMBED
         RATIO_LOSS_WEIGHT RECUR_LAYERS RECUR_START_STEP REFINER REFINER_KERNEL REPEAT_UNTIE_MLP
-        REPEAT_UNTIE_MLP_LAYERS ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL
+        REPEAT_UNTIE_MLP_LAYERS ROPE_TYPE SLIDING_BATCH_SIZE SLIDING_EVAL
         SLIDING_EVAL_STRIDE SMEAR SOFTCAP_TYPE TARGET_AVG_CHUNK_LEN TEMP_SCALING TRAINING_DEPTH_RECURRENCE
         TVERSKY_FEATURE_POOLS TVERSKY_MEMBERSHIP TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION USE_BIGRAM_HASH
         USE_LZMA USE_ZSTD VAL_MAX_TOKENS WARMDOWN_FRACTION WARMDOWN_SHAPE WEIGHT_DECAY YARN_MAX_LEN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -329,20 +330,36 @@ def test_values_that_public_scripts_allow(given: str, expected: str) -> None:
 # -- configurations of the ancestors -------------------------------------------------------------------------
 
 
-ANCESTORS = ["upstream_baseline", "pr549", "pr591", "pr785", "pr1493"]
+# With a hash of what their settings resolve to: who changes one on purpose changes it here as well.
+ANCESTORS = {
+    "upstream_baseline": "992b52a9ea08",
+    "pr549": "431fe46211c6",
+    "pr591": "117e87ed9f11",
+    "pr785": "96d26bea3c69",
+    "pr1493": "40901e812e14",
+    "default_0_4": "71a2d49ee01b",
+    "frontier_1855": "a6a44bffd410",
+    "frontier_2014": "be80b03d6224",
+}
 
 
 @pytest.mark.parametrize("name", ANCESTORS)
 def test_an_ancestor_names_all_it_depends_on(name: str, repo: Path) -> None:
     """No later change of a default changes it."""
-    named = train_gpt.read_config_file(str(repo / "configs" / f"{name}.env"))
+    path = repo / "configs" / f"{name}.env"
+    named = train_gpt.read_config_file(str(path))
     assert Config().as_env(train_gpt.TrainingSettings).keys() <= named.keys()
     stored = """ARTIFACT_BYTES_MAX CODE_BYTES RATE_CONTROL MATRIX_BITS EMBED_BITS MLP_CLIP_SIGMAS
     ATTN_CLIP_SIGMAS EMBED_CLIP_SIGMAS GPTQ EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED"""
     assert set(stored.split()) <= named.keys()
+    if named["GPTQ"] == "1":
+        assert {key for key in SETTINGS if key.startswith("GPTQ_")} <= named.keys()
     if named["TTT_ENABLED"] == "1":
         of_its_mode = train_gpt.SETTINGS_OF_TTT_MODE[named["TTT_MODE"]].split()
         assert set(of_its_mode) <= named.keys()
+    resolved = Config.from_env({"CONFIG": str(path)}).as_env()
+    values = json.dumps({key: resolved[key] for key in sorted(named)})
+    assert hashlib.sha256(values.encode()).hexdigest()[:12] == ANCESTORS[name], values
 
 
 @pytest.mark.parametrize(

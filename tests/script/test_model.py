@@ -512,7 +512,9 @@ def test_parameter_counts(name: str, reference: int, difference: int, repo: Path
         assert sum(p.numel() for p in GPT(config, seed=0).parameters()) == count
 
 
-@pytest.mark.parametrize("name", ["cpu_demo.env", "gpu_demo.env", "h200_1gpu.env"])
+@pytest.mark.parametrize(
+    "name", ["cpu_demo.env", "gpu_demo.env", "h200_1gpu.env", "frontier_1855.env", "frontier_2014.env"]
+)
 def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
     _, count = parameters_of(name, repo)
     assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
