@@ -179,7 +179,7 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     start = now()
     steps = train(config, model, now)
     seconds = now() - start
-    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_*.bin")
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")  # no byte sidecar
     tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
     if config.val_tokens_limit:
         tokens = tokens[: config.val_tokens_limit + 1]
