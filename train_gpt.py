@@ -6272,7 +6272,7 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     if loaded is None:
         trained = train_and_ship(config, run, inputs)
     else:
-        trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16)
+        trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16, train_seq_lens="")
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path(ARTIFACT))
         ready_model(model, run.machine, inputs.kernels)

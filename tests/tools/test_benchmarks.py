@@ -160,6 +160,8 @@ def test_a_comparison_says_how_many_times_the_speed() -> None:
     text = "\n".join(speed.tables(measured))
     assert "1.500 times the tokens per second (1.500 to 1.500" in text and "2 pairs of turns" in text
     assert "| demo | old.py | 30.00 | 15.00 | 45.00 | 34,133 | 4.0000 | 10 |" in text
+
+
 def test_steps_with_each_switch_are_compared_with_those_without() -> None:
     times = {"FUSED_MLP=0 FUSED_HEADS=0": [100.0] * 5, "FUSED_MLP=1 FUSED_HEADS=1": [80.0] * 5}
     roof = {"tflops": 600.0, "gb_per_s": 3000.0}
@@ -204,6 +206,8 @@ def test_a_pass_takes_no_less_than_its_launches_and_scales_with_its_rows() -> No
     assert whole / 2 < half < whole
     many = {"launches": 1_000_000, "microseconds": 500.0}
     assert modelled.pass_seconds(step, 1.0, many, 1.0) == pytest.approx(13.0, rel=1e-3)
+
+
 # --- test-time training ---
 
 
