@@ -205,11 +205,13 @@ def claimed(path: Path) -> Iterator[bool]:
 
 
 def share_runs(
-    folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str
-) -> Rows:
+    folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str,
+    measure_one: Callable[[dict[str, str], int, str], dict[str, Any]] = measure,
+) -> Rows:  # fmt: skip
     """Measure what no file of the folder holds and no other process measures; all rows the folder then has.
 
-    about: what all its runs must have in common; SystemExit where the folder holds others.
+    about: what all its runs must have in common; SystemExit where the folder holds others. measure_one: of
+    settings, seed and clock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     common = folder / "common.txt"
@@ -222,7 +224,7 @@ def share_runs(
         path = paths[seed, name]
         with claimed(path) as mine:
             if mine:
-                run = measure(stack[name], seed, kind)
+                run = measure_one(stack[name], seed, kind)
                 print(f"{name}: {run}", file=sys.stderr, flush=True)
                 train_gpt.write_atomically(path, json.dumps(run).encode())
     rows: Rows = {name: [] for name in stack}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import ablation, coder, kernels, modelled, results, speed, ttt
+from benchmarks import ablation, budget, caseops, coder, kernels, modelled, results, speed, ttt
 from benchmarks.turns import Turns, TurnsError
 from tools.markdown import refresh
 from tools.prove import tiny
@@ -241,3 +241,72 @@ def test_a_table_of_test_time_training_has_a_line_for_each_row(tmp_path: Path) -
     lines = ttt.tables({"scores": ttt.stored(tmp_path)})
     assert "| SGD | 2.5000 | - | -0.1000 | 7 | 1 |" in lines
     assert "| sliding window | 2.6000 | - | - | 7 | 1 |" in lines
+
+
+# --- runs that are shared, and tables of them ---
+
+
+def test_runs_are_kept_one_by_one_and_measured_once(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def measured(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
+        asked.append((settings["NAME"], seed))
+        if asked.count(("b", 2)) == 1 and asked[-1] == ("b", 2):
+            raise KeyboardInterrupt
+        return {"seed": seed, "name": settings["NAME"], "kind": kind}
+
+    stack = {name: {"NAME": name} for name in "ab"}
+    order = [(seed, name) for seed in (1, 2) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        ablation.share_runs(tmp_path, stack, order, "cpu", "alike", measured)
+    rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike", measured)
+    assert asked == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("b", 2)]
+    assert {name: [run["seed"] for run in runs] for name, runs in rows.items()} == {"a": [1, 2], "b": [1, 2]}
+    with pytest.raises(SystemExit, match="other conditions"):
+        ablation.share_runs(tmp_path, stack, order, "cpu", "other", measured)
+
+
+def test_every_shape_is_a_model_and_changes_one_thing(shared_data: Path) -> None:
+    arguments = SimpleNamespace(
+        data=shared_data / "datasets/fineweb_sample_sp1024", seconds=1.0, bytes=108_000, width=64, layers=4,
+        tokenizer=shared_data / "tokenizers/fineweb_1024_bpe.model", val_tokens=100,
+    )  # fmt: skip
+    stack: dict[str, Any] = budget.stacks(arguments)  # type: ignore[arg-type]
+    configs = {name: train_gpt.Config.from_env(settings) for name, settings in stack.items()}
+    sizes = {name: train_gpt.count_parameters(config) for name, config in configs.items()}
+    assert sizes["width 0.75"] < sizes["base"] == sizes["coarser MLP"]
+    assert sizes["base"] < sizes["width 1.25"] < sizes["width 1.5"]
+    assert sizes["one layer less"] < sizes["base"] < sizes["one layer more"] < sizes["two layers more"]
+    for config in configs.values():
+        assert config.artifact_bytes_max == 108_000 and config.rate_control and config.gptq
+        train_gpt.estimate_artifact(config, 108_000)  # raises where nothing fits
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    plain = [{"seed": seed, "steps": 10, "val_bpb": 2.0 + seed} for seed in (1, 2, 3)]
+    fused = [{"seed": seed, "steps": 10, "val_bpb": 1.9 + seed} for seed in (3, 2, 1)]
+    found = caseops.difference(fused, plain)
+    assert found is not None and found[0] == pytest.approx(-0.1) and found[1] == pytest.approx(0, abs=1e-9)
+    assert caseops.difference(fused[:1], plain) is None
+    measured = {
+        "docs": "docs.jsonl", "vocabulary": 1024, "seconds": 1.0, "geometry": ablation.SMALL,
+        "texts": {name: {"targets": 100, "bytes": 250} for name in caseops.VARIANTS},
+        "rows": {"plain": plain, "caseops_fused": fused},
+    }  # fmt: skip
+    lines = caseops.tables(measured)
+    assert lines[-1].startswith("| caseops_fused | 2.5000 | 10 |") and "| -0.1000 | 0.0000 | 3 |" in lines[-1]
+
+
+def test_the_frontier_goes_from_small_to_large_and_names_the_best() -> None:
+    def runs(parameters: int, bpb: float) -> list[dict[str, Any]]:
+        common = {"parameters": parameters, "steps": 10, "float_bpb": 2.0, "bytes": 1000}
+        return [{**common, "seed": seed, "val_bpb": bpb + seed} for seed in (1, 2)]
+
+    measured = {
+        "data": "d", "bytes": 1000, "seconds": 1.0, "layers": 4, "width": 64, "val_tokens": 10,
+        "rows": {"base": runs(2000, 2.0), "width 2": runs(8000, 2.3), "width 0.75": runs(1000, 1.9)},
+    }  # fmt: skip
+    lines = budget.tables(measured)
+    assert "Best: width 0.75, 8.00 bits a weight" in lines[0]
+    assert [line.split(" | ")[0] for line in lines[4:]] == ["| width 0.75", "| base", "| width 2"]
+    assert "| 4.00 |" in lines[5] and "| +0.3000 | 0.0000 |" in lines[6]

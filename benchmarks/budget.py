@@ -1,0 +1,216 @@
+"""Which shape fills a byte budget best: few weights of many bits, or many of few, at equal seconds.
+
+    python benchmarks/budget.py --data DIR --tokenizer FILE --runs DIR [--seconds 120] [--bytes 108000]
+        [--width 64] [--layers 4] [--seeds 1337 42 2025] [--only base "width 1.25"] [--threads 1] [--keep]
+
+Shapes vary one thing at a time from a base, and two that trade width for depth; the rest is the default stack
+with the geometry of ablation.py. Each is trained for the same CPU seconds, calibrated, quantized by rate
+control into an artifact of at most --bytes, read back and scored without overlap. So bits per weight follow
+from the shape: the table is the frontier of the two. The default of --bytes is to 247,291 weights what
+16,000,000 are to the default's 35,945,623. Runs are kept in DIR: several processes share the work, and what
+is there is not measured again. Seconds count on this machine: a GPU gives wider layers for less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import train_gpt  # noqa: E402
+from benchmarks import ablation, results  # noqa: E402
+from train_gpt import GPT, Config, Hessians, Machine  # noqa: E402
+
+Runs = list[dict[str, Any]]
+TITLE = "Shapes that fill a budget of bytes"
+BASE = "base"
+HEADER = "| shape | weights | bits a weight | steps | float bpb | val_bpb | std | minus base | error | n |"
+CALIBRATION_BATCHES = 16
+
+
+class Shape:
+    """A model's width, depth and MLP ratio, and settings of its quantization."""
+
+    def __init__(self, width: float = 1.0, layers: int = 0, mlp: float = 4.0, **settings: str) -> None:
+        self.width = width  # times the base's
+        self.layers = layers  # more than the base's
+        self.mlp = mlp
+        self.settings = settings
+
+    def environment(self, width: int, layers: int) -> dict[str, str]:
+        """The variables that make a model of this shape from a base of so many channels and layers."""
+        channels = 16 * round(width * self.width / 16)  # two heads of an even size
+        depth = layers + self.layers
+        return {
+            "MODEL_DIM": str(channels), "NUM_LAYERS": str(depth), "MLP_MULT": str(self.mlp),
+            "XSA_LAST_N": str(depth), "PARALLEL_START_LAYER": str(depth - 1), **self.settings,
+        }  # fmt: skip
+
+
+SHAPES = {
+    BASE: Shape(),
+    "width 0.75": Shape(width=0.75),
+    "width 1.25": Shape(width=1.25),
+    "width 1.5": Shape(width=1.5),
+    "one layer less": Shape(layers=-1),
+    "one layer more": Shape(layers=1),
+    "two layers more": Shape(layers=2),
+    "MLP 3x": Shape(mlp=3.0),
+    "MLP 5x": Shape(mlp=5.0),
+    "MLP 6x": Shape(mlp=6.0),
+    "wider, one layer less": Shape(width=1.25, layers=-1),
+    "narrower, two layers more": Shape(width=0.75, layers=2),
+    # How the same bytes are divided: embeddings and MLP finer or coarser than the default has them.
+    "finer embeddings": Shape(EMBED_CLIP_SIGMAS="10"),
+    "coarser embeddings": Shape(EMBED_CLIP_SIGMAS="20"),
+    "coarser MLP": Shape(MLP_CLIP_SIGMAS="15"),
+}
+
+
+def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Settings of every shape by its name."""
+    asked = argparse.Namespace(
+        data=arguments.data, tokenizer=arguments.tokenizer, seconds=arguments.seconds, steps=0,
+        val_tokens=arguments.val_tokens, arm="parts",
+    )  # fmt: skip
+    default = ablation.stacks(asked)[ablation.DEFAULT]
+    quantization = {
+        "GPTQ": "1", "RATE_CONTROL": "1", "GPTQ_DAMPING": "0.05", "GPTQ_RESERVE_SECONDS": "0",
+        "ARTIFACT_BYTES_MAX": str(arguments.bytes),
+    }  # fmt: skip
+    return {
+        name: {**default, **quantization, **shape.environment(arguments.width, arguments.layers)}
+        for name, shape in SHAPES.items()
+    }
+
+
+@torch.no_grad()
+def calibrated(model: GPT, config: Config) -> Hessians:
+    """Hessians over the first batches of training."""
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
+    with contextlib.closing(train_gpt.Loader(config, shards, Machine())) as loader:
+        batches = [loader.next_batch() for _ in range(CALIBRATION_BATCHES)]
+    return train_gpt.collect_hessians(model, batches, Machine())
+
+
+def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
+    """Train a shape, ship it into the budget, score it before and after."""
+    config = Config.from_env({**settings, "SEED": str(seed)})
+    model = train_gpt.build_model(config)
+    now = ablation.clock(kind)
+    start = now()
+    steps = ablation.train(config, model, now)
+    seconds = now() - start
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
+    validation = train_gpt.read_validation(shards, config)
+    looping = train_gpt.loop_is_on(1.0, config)
+
+    def score(scored: GPT) -> float:
+        ledger = train_gpt.score_roundtrip(scored, validation.tokens, config, looping=looping)
+        return ledger.score(validation.bytes_total).bits_per_byte
+
+    found: dict[str, Any] = {
+        "seed": seed, "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "steps": steps, "seconds": seconds, "float_bpb": score(model),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.bin"
+        hessians = calibrated(model, config)
+        train_gpt.write_artifact(path, model, config, hessians, "0" * 64, config.artifact_bytes_max)
+        found["bytes"] = path.stat().st_size
+        shipped, _ = train_gpt.load_artifact(path)
+    return {**found, "val_bpb": score(shipped)}
+
+
+def bits_per_weight(runs: Runs) -> float:
+    """Bits that a weight has in the artifact, head and scales included."""
+    return 8 * statistics.mean(run["bytes"] for run in runs) / float(runs[0]["parameters"])
+
+
+def row(name: str, runs: Runs, base: Runs) -> str:
+    """A line of the table; the difference is taken seed by seed."""
+    scores = [run["val_bpb"] for run in runs]
+    reference = {run["seed"]: run["val_bpb"] for run in base}
+    gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
+    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
+    gain = error = "-"
+    if gains and name != BASE:
+        gain = f"{statistics.mean(gains):+.4f}"
+        if len(gains) > 1:
+            error = f"{statistics.stdev(gains) / math.sqrt(len(gains)):.4f}"
+    before = statistics.mean(run["float_bpb"] for run in runs)
+    steps = statistics.mean(run["steps"] for run in runs)
+    return (
+        f"| {name} | {runs[0]['parameters']:,} | {bits_per_weight(runs):.2f} | {steps:.0f} | {before:.4f} | "
+        f"{statistics.mean(scores):.4f} | {spread} | {gain} | {error} | {len(scores)} |"
+    )
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """What was held equal, a line per shape from the smallest to the largest, and the best of them."""
+    rows: dict[str, Runs] = measured["rows"]
+    base = rows.get(BASE, [])
+    by_size = sorted(rows, key=lambda name: (rows[name][0]["parameters"], name))
+    best = min(rows, key=lambda name: statistics.mean(run["val_bpb"] for run in rows[name]))
+    seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
+    return [
+        f"`{measured['data']}`, artifacts of at most {measured['bytes']:,} bytes (weights alone); "
+        f"{measured['seconds']:g} CPU seconds of training; base {measured['layers']} layers × "
+        f"{measured['width']}, MLP 4x; seeds {' '.join(map(str, seeds))}; {measured['val_tokens']:,} "
+        "validation targets, bits per byte before quantizing and of the artifact. Best: "
+        f"{best}, {bits_per_weight(rows[best]):.2f} bits a weight.",
+        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
+        *(row(name, rows[name], base) for name in by_size),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Measure what is not measured yet, print the table, and with --keep store it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
+    parser.add_argument("--seconds", type=float, default=120.0, help="CPU seconds of training of each run")
+    parser.add_argument("--bytes", type=int, default=108_000, help="limit of the artifact, without code")
+    parser.add_argument("--width", type=int, default=64, help="channels of the base")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the base")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
+    parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score; 0: all")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    before = results.conditions()
+    stack = stacks(arguments)
+    order = list(itertools.product(arguments.seeds, arguments.only))
+    measured: dict[str, Any] = {
+        "data": arguments.data.name, "seconds": arguments.seconds, "bytes": arguments.bytes,
+        "width": arguments.width, "layers": arguments.layers, "val_tokens": arguments.val_tokens,
+    }  # fmt: skip
+    warm = {**stack[BASE], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "2000"}
+    ablation.measure(warm, 0, "cpu")  # thread pools and caches
+    alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
+    about = json.dumps({**alike, **measured}, indent=1)
+    measured["rows"] = ablation.share_runs(arguments.runs, stack, order, "cpu", about, measure)
+    name = f"budget-{arguments.data.name}-{arguments.bytes}-{arguments.seconds:g}s"
+    results.finish(name, before, measured, arguments.keep)
+
+
+if __name__ == "__main__":
+    main()
