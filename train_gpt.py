@@ -4034,11 +4034,13 @@ def check_sidecar(tokens: np.ndarray, counts: np.ndarray, pieces: Any, config: C
     here = f"DATA_PATH={config.data_path}: by fineweb_val_bytes_*.bin"
     # Each byte counts once: none where there is no text.
     marks = case_marks(pieces)
-    behind_escape = np.zeros(len(tokens), bool)
+    is_mark = np.zeros(config.vocab_size, bool)
+    is_mark[marks] = True
+    no_text = is_mark[tokens]
     if marks:
-        behind_escape[1:] = tokens[:-1] == ESCAPE_ID
-    is_mark = np.isin(tokens, marks) & ~behind_escape
-    wrong = np.flatnonzero((counts > 0) & (is_mark | (tokens == BOS_ID)))
+        no_text[1:] &= tokens[:-1] != ESCAPE_ID
+    no_text |= tokens == BOS_ID
+    wrong = np.flatnonzero(no_text & (counts > 0))
     if len(wrong):
         at = int(wrong[0])
         raise DataError(f"{here} validation token {at}, id {tokens[at]}, stands for {counts[at]} bytes, "
@@ -4056,9 +4058,10 @@ def check_sidecar(tokens: np.ndarray, counts: np.ndarray, pieces: Any, config: C
     # Normalising changes characters here and there; most pieces stand for as many bytes as they have. Pieces
     # of one byte are not asked: several of them may make a character, which counts at the last.
     of_piece = piece_bytes(pieces, config.vocab_size)
-    expected = (of_piece.lengths + of_piece.spaced)[tokens]
-    asked = (expected > 1) & ~np.isin(tokens, marks)
-    share = float(np.mean(counts[asked] == expected[asked])) if asked.any() else 1.0
+    expected = (of_piece.lengths + of_piece.spaced).astype(np.uint16)
+    is_asked = (expected > 1) & ~is_mark
+    asked = is_asked[tokens]
+    share = float(np.mean((counts == expected[tokens])[asked])) if asked.any() else 1.0
     if share < 0.5:
         raise DataError(f"{here} only {share:.0%} of validation tokens stand for as many bytes as their "
                         f"pieces have; {MAKE_AGAIN}")
