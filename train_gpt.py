@@ -1059,6 +1059,18 @@ def keep_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
 
 
+def check_cpp_compiler(environ: Mapping[str, str]) -> None:
+    """ConfigError where torch.compile for CPUs would fail, later and with a message of its linker."""
+    folder = str(Path(torch.__file__).parent)
+    if " " in folder:
+        raise ConfigError(f"COMPILE=1: torch is in {folder!r}, and cannot link what it compiles for a CPU "
+                          "from a path with a space; move the environment, or set COMPILE=0")
+    compiler = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if sys.platform != "win32" and shutil.which(compiler) is None:
+        raise ConfigError(f"COMPILE=1: on a CPU it needs a C++ compiler, and there is no {compiler}; install "
+                          "it, set CXX to another one, or set COMPILE=0")
+
+
 NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 
 
@@ -1089,6 +1101,8 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     if config.compute_dtype != "auto":
         dtype = getattr(torch, config.compute_dtype)
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
+    if compiled and not on_gpu:
+        check_cpp_compiler(environ)
 
     # Tensors on the host go over gloo also on GPUs: the clock is agreed on without asking a device.
     if world_size > 1:
@@ -3324,8 +3338,11 @@ def first_that_agrees(
         error = math.inf
         try:
             form = load(name)
-            # Tested exactly as it will run: compiled, in one graph, with a backward pass.
-            function = machine.compile(form.function, dynamic=False, fullgraph=True)
+            # Tested exactly as it will run: compiled, in one graph, with a backward pass. On a CPU a graph
+            # takes half a minute, and holds no kernel of ours that a compiler might not take.
+            function = form.function
+            if machine.on_gpu:
+                function = machine.compile(function, dynamic=False, fullgraph=True)
             error = 0.0
             for found, wanted in zip(both_passes(function, inputs, form.rest), exact, strict=True):
                 gap = (found[: len(wanted)] - wanted).abs().max() / wanted.abs().max()
@@ -3350,9 +3367,10 @@ class Kernels(NamedTuple):
     mlp: Callable[..., Tensor]
     heads: Callable[..., Heads]
     xsa: Callable[..., Tensor]
-    norm: Callable[..., Tensor]
-    cross_entropy: Callable[..., Tensor]
     report: list[str]  # lines for the log
+    # On GPUs always these.
+    norm: Callable[..., Tensor] = rms_norm
+    cross_entropy: Callable[..., Tensor] = cross_entropy_plain
 
 
 def choose_kernels(c: Config, machine: Machine) -> Kernels:
@@ -3634,7 +3652,10 @@ class Optimizer:
     def __init__(self, model: GPT, c: Config, machine: Machine) -> None:
         self.config = c
         self.machine = machine
-        self.orthogonalize = machine.compile(orthogonalize, dynamic=False)
+        self.orthogonalize = orthogonalize
+        # On a CPU it is all matrix products, which no compiler makes faster.
+        if machine.on_gpu:
+            self.orthogonalize = machine.compile(orthogonalize, dynamic=False)
         self.weights = [parameter.detach() for parameter in model.parameters()]
         # Without an average, what is shipped is what was trained.
         self.average = self.weights
