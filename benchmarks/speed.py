@@ -37,7 +37,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import results  # noqa: E402
-from benchmarks.turns import Turns, TurnsError  # noqa: E402
+from benchmarks.turns import Turn, Turns, TurnsError  # noqa: E402
 from train_gpt import Config, Training  # noqa: E402
 
 TITLE = "Step time and scoring speed"
@@ -45,7 +45,7 @@ TURN_STEPS = 5
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
 PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
 STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | MiB | n |"
-AGAINST_HEADER = "| config | script | step ms | p20 | p80 | tokens/s | last losses | n |"
+AGAINST_HEADER = "| config | script | step ms | p20 | p80 | CPU ms | tokens/s | last losses | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
 KINDS = {
     "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "linear_leaky"),
@@ -183,8 +183,7 @@ def compare(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     env = settings(arguments.config, runs, arguments.set, WARMUP_STEPS="0", ARTIFACT_BYTES_MAX="16000000",
                    RATE_CONTROL="0")  # fmt: skip
     scripts = [REPO / "train_gpt.py", arguments.against]
-    times_ms: list[list[float]] = [[], []]
-    losses: list[list[float]] = [[], []]
+    taken = [Turn([], [], []), Turn([], [], [])]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     with contextlib.ExitStack() as ends:
         both = []
@@ -197,13 +196,13 @@ def compare(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
             swapped = int(turn >= turns / 2)
             for number, one in enumerate(both):
                 one.move_to(cores[(number + swapped) % min(2, len(cores))])
-                new_times_ms, new_losses = one.steps(TURN_STEPS)
-                times_ms[number] += new_times_ms
-                losses[number] += new_losses
+                for all_steps, new in zip(taken[number], one.steps(TURN_STEPS), strict=True):
+                    all_steps.extend(new)
     config = Config.from_env(env)
     return {
         "config": arguments.config.stem, "against": arguments.against.name, "cores": len(cores[:2]),
-        "tokens_per_step": config.train_batch_tokens, "ms": times_ms, "losses": losses,
+        "tokens_per_step": config.train_batch_tokens,
+        "taken": [turn._asdict() for turn in taken],
     }  # fmt: skip
 
 
@@ -211,24 +210,33 @@ def comparison_tables(measured: dict[str, Any]) -> list[str]:
     """The table of two versions."""
     lines = [AGAINST_HEADER, "|" + "---|" * (AGAINST_HEADER.count("|") - 1)]
     names = ["train_gpt.py", measured["against"]]
-    for name, times_ms, losses in zip(names, measured["ms"], measured["losses"], strict=True):
-        low, *_, high = statistics.quantiles(times_ms, n=5)
-        median_ms = statistics.median(times_ms)
+    ours, theirs = (Turn(**taken) for taken in measured["taken"])
+    for name, taken in zip(names, (ours, theirs), strict=True):
+        low, *_, high = statistics.quantiles(taken.ms, n=5)
+        median_ms = statistics.median(taken.ms)
         per_second = measured["tokens_per_step"] / median_ms * 1e3
         lines.append(
-            f"| {measured['config']} | {name} | {median_ms:.2f} | {low:.2f} | {high:.2f} | {per_second:,.0f} "
-            f"| {statistics.mean(losses[-TURN_STEPS:]):.4f} | {len(times_ms)} |"
+            f"| {measured['config']} | {name} | {median_ms:.2f} | {low:.2f} | {high:.2f} "
+            f"| {statistics.median(taken.cpu_ms):.2f} | {per_second:,.0f} "
+            f"| {statistics.mean(taken.losses[-TURN_STEPS:]):.4f} | {len(taken.ms)} |"
         )
-    ours_ms, theirs_ms = (means_of_turns(times_ms) for times_ms in measured["ms"])
-    ratios = [theirs / ours for ours, theirs in zip(ours_ms, theirs_ms, strict=True)]
-    low, *_, high = statistics.quantiles(ratios, n=5) if len(ratios) > 1 else ratios * 2
-    ratio = statistics.median(ratios)
     return [
         *lines,
         "",
-        f"{ratio:.3f} times the tokens per second ({low:.3f} to {high:.3f} from p20 to p80 of "
-        f"{len(ratios)} pairs of turns), one thread each, {measured['cores']} cores.",
+        f"One thread each, {measured['cores']} cores: {ratio_line(ours.ms, theirs.ms)}; "
+        f"by the CPU clock {ratio_line(ours.cpu_ms, theirs.cpu_ms)}.",
     ]
+
+
+def ratio_line(ours_ms: list[float], theirs_ms: list[float]) -> str:
+    """How many times the speed ours has, by the median pair of turns."""
+    pairs = zip(means_of_turns(ours_ms), means_of_turns(theirs_ms), strict=True)
+    ratios = [theirs / ours for ours, theirs in pairs]
+    low, *_, high = statistics.quantiles(ratios, n=5) if len(ratios) > 1 else ratios * 2
+    return (
+        f"{statistics.median(ratios):.3f} times the tokens per second ({low:.3f} to {high:.3f} from p20 to "
+        f"p80 of {len(ratios)} pairs of turns)"
+    )
 
 
 def means_of_turns(times_ms: list[float]) -> list[float]:

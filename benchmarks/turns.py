@@ -6,7 +6,7 @@ The script's own `main` runs; only its `train_step` is replaced by one that wait
 version is measured as it really trains, between the end of one step and the end of the next, as long as its
 loop calls the global `train_step(training, ...)` and gets back a tensor whose first element is the loss.
 
-A command is a number of steps, the answer `{"ms": [...], "losses": [...]}`; end of input ends the process.
+A command is a number of steps, the answer a `Turn` as JSON; end of input ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Turn(NamedTuple):
+    """What some steps took and what they learnt, each by step."""
+
+    ms: list[float]  # by the clock on the wall
+    cpu_ms: list[float]  # of all threads of the process
+    losses: list[float]
 
 
 class TurnsError(RuntimeError):
@@ -50,8 +58,8 @@ class Turns:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def steps(self, count: int) -> tuple[list[float], list[float]]:
-        """Milliseconds and losses of the next `count` steps. TurnsError where the script ends instead."""
+    def steps(self, count: int) -> Turn:
+        """The next `count` steps. TurnsError where the script ends instead."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             print(count, file=self._process.stdin, flush=True)
@@ -60,7 +68,7 @@ class Turns:
             self._printed.seek(0)
             printed = self._printed.read().strip()[-2000:]
             raise TurnsError(f"{self.script} ended instead of taking {count} steps:\n{printed}") from error
-        return answer["ms"], answer["losses"]
+        return Turn(**answer)
 
     def move_to(self, core: int) -> None:
         """Let all threads of the process run on this core alone, where the system knows of that."""
@@ -85,22 +93,22 @@ class TakesTurns:
         self.train_step = train_step
         self.answers = answers
         self.left = 0
-        self.begun = 0.0
-        self.times_ms: list[float] = []
-        self.losses: list[float] = []
+        self.begun = (0.0, 0.0)
+        self.turn = Turn([], [], [])
 
     def __call__(self, *arguments: Any) -> Any:
         """One step of the script, in its turn."""
         if self.left == 0:
             self.wait()
         results = self.train_step(*arguments)
-        self.losses.append(results.tolist()[0])
-        now = time.perf_counter()
-        self.times_ms.append(1e3 * (now - self.begun))
+        self.turn.losses.append(results.tolist()[0])
+        now = (time.perf_counter(), time.process_time())
+        self.turn.ms.append(1e3 * (now[0] - self.begun[0]))
+        self.turn.cpu_ms.append(1e3 * (now[1] - self.begun[1]))
         self.begun = now
         self.left -= 1
         if self.left == 0:
-            print(json.dumps({"ms": self.times_ms, "losses": self.losses}), file=self.answers, flush=True)
+            print(json.dumps(self.turn._asdict()), file=self.answers, flush=True)
         return results
 
     def wait(self) -> None:
@@ -109,9 +117,8 @@ class TakesTurns:
         if not command:
             os._exit(0)
         self.left = int(command)
-        self.times_ms = []
-        self.losses = []
-        self.begun = time.perf_counter()
+        self.turn = Turn([], [], [])
+        self.begun = (time.perf_counter(), time.process_time())
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import train_gpt
 from benchmarks import ablation, budget, caseops, coder, kernels, modelled, results, speed, ttt
-from benchmarks.turns import Turns, TurnsError
+from benchmarks.turns import Turn, Turns, TurnsError
 from tools.markdown import refresh
 from tools.prove import tiny
 from tools.prove.probes import make_subject
@@ -142,10 +142,11 @@ def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(SCRIPT_OF_SEVEN_STEPS, encoding="utf-8")
     with Turns(script, {"WHO": "mine"}) as mine, Turns(script, {"WHO": "theirs"}) as theirs:
-        assert mine.steps(3)[1] == [1.0, 2.0, 3.0]
-        assert theirs.steps(1)[1] == [1.0]
-        times_ms, losses = mine.steps(4)
-        assert losses == [4.0, 5.0, 6.0, 7.0] and len(times_ms) == 4 and min(times_ms) > 0
+        assert mine.steps(3).losses == [1.0, 2.0, 3.0]
+        assert theirs.steps(1).losses == [1.0]
+        turn = mine.steps(4)
+        assert turn.losses == [4.0, 5.0, 6.0, 7.0]
+        assert len(turn.ms) == len(turn.cpu_ms) == 4 and min(turn.ms) > 0
         with pytest.raises(TurnsError, match=r"(?s)ended instead of taking 1 steps:.*a message of mine"):
             mine.steps(1)
 
@@ -153,13 +154,17 @@ def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> N
 def test_a_comparison_says_how_many_times_the_speed() -> None:
     """Pairs of turns: what slows the machine for a while slows both."""
     ours_ms = [10.0] * 5 + [30.0] * 5
+    theirs_ms = [1.5 * time_ms for time_ms in ours_ms]
+    ours = Turn(ours_ms, [8.0] * 10, [3.0] * 10)
+    theirs = Turn(theirs_ms, [10.0] * 10, [4.0] * 10)
     measured = {
         "config": "demo", "against": "old.py", "cores": 2, "tokens_per_step": 1024,
-        "ms": [ours_ms, [1.5 * time_ms for time_ms in ours_ms]], "losses": [[3.0] * 10, [4.0] * 10],
+        "taken": [ours._asdict(), theirs._asdict()],
     }  # fmt: skip
     text = "\n".join(speed.tables(measured))
-    assert "1.500 times the tokens per second (1.500 to 1.500" in text and "2 pairs of turns" in text
-    assert "| demo | old.py | 30.00 | 15.00 | 45.00 | 34,133 | 4.0000 | 10 |" in text
+    assert "2 cores: 1.500 times the tokens per second (1.500 to 1.500" in text
+    assert "2 pairs of turns" in text and "by the CPU clock 1.250 times" in text
+    assert "| demo | old.py | 30.00 | 15.00 | 45.00 | 10.00 | 34,133 | 4.0000 | 10 |" in text
 
 
 def test_steps_with_each_switch_are_compared_with_those_without() -> None:
