@@ -374,9 +374,9 @@ class Config(TrainingSettings):
     mlp_clip_sigmas: float = knob(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
     attn_clip_sigmas: float = knob(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = knob(14.0, "clip of embeddings", 0.1)
-    trellis: bool = knob(False, "codes on two grids half a step apart (TCQ); 0: each weight rounded by itself")
+    trellis: bool = knob(False, "codes on two grids half a step apart (TCQ); 0: weights rounded one by one")
     column_steps: float = knob(
-        0.0, "finer steps for columns whose errors GPTQ can make up for least: 1 evens all out, 0: one a row",
+        0.0, "power of the GPTQ factor in the steps of columns; in theory 1 is best; 0: one step a row",
         0, 1)
     gptq: bool = knob(True, "round with second-order information; 0: to nearest, all else alike")
     gptq_damping: float = knob(0.01, "share of the mean diagonal added to Hessians", 1e-6)
@@ -4731,7 +4731,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 
 
 # ============================================================================================================
-# TRELLIS — codes on two grids, half a step apart; which of them a weight has follows from the codes before it.
+# TRELLIS — codes on two grids, half a step apart; on which one a weight is follows from the codes before it.
 # ============================================================================================================
 
 # Weights that are rounded one by one have errors that fill a cube, of a mean square of step² / 12. A ball of
@@ -4742,8 +4742,8 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 #
 #     next shift = parity of the code ^ shift one row before ^ shift two rows before
 #
-# So every code costs what one of a whole step costs, but has a say in three grids to come: among all
-# sequences of codes of a column, the one of least squared error goes where the finer grid helps. The shifts of
+# So every code costs what one of a whole step costs, but has a say in the grids to come: of all sequences of
+# codes of a column, the one of least squared error is led to the grids that suit its weights. The shifts of
 # three rows are a state, and dynamic programming finds that sequence in the trellis of the eight states.
 # (TCQ: Marcellin and Fischer 1990, with an entropy coder: Fischer and Wang 1992; this code of eight states is
 # Ungerboeck's, 1982; on weights without one: Tseng et al., arXiv 2406.11235)
@@ -4757,7 +4757,8 @@ class Trellis:
 
     def __init__(self, columns: int) -> None:
         self.rows = 0
-        self.shifts_3C = np.zeros((3, columns), np.int64)  # of the next row, the one before, the one before that
+        # Of the next row, of the one before it and of the one before that.
+        self.shifts_3C = np.zeros((3, columns), np.int64)
 
     def follow(self, codes_C: np.ndarray) -> None:
         """Take in the codes of the next row."""
@@ -4779,8 +4780,8 @@ def half_steps(codes_RC: np.ndarray) -> np.ndarray:
     return halves_RC
 
 
-# A branch of the trellis goes from the state (shift of a row, of the one before, of the one before that) to the
-# state (next shift, shift, shift before). Its code has the parity that leads to the next shift.
+# A branch of the trellis goes from the state of a row (its shift, the one before, the one before that) to the
+# next state (next shift, shift, shift before). The code has the parity that leads to the next shift.
 NEXT, SHIFT, BEFORE, BEFORE_THAT = np.indices((2, 2, 2, 2))
 PARITY = NEXT ^ BEFORE ^ BEFORE_THAT
 
@@ -4977,7 +4978,7 @@ class Quantizer:
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
         self.damping = damping  # more, where a Hessian needs it
-        # Of each column (N, C), in eighths of an octave: how much coarser its steps are than those of its rows.
+        # How much coarser the steps of a column are than those of the rows, in eighths of an octave.
         self.column_exponents_NC: Tensor | None = None
         if column_steps > 0 and parameter.role:
             self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
@@ -5039,8 +5040,8 @@ class Quantizer:
 
         GPTQ's loss is the sum of squares of error / U, with U the column's diagonal entry of the factor: with
         one step, columns of small U make most of it. The same number of bits loses least where all columns
-        lose alike: with steps in proportion to U (reverse water-filling; WaterSIC, Lifar et al., 2026). Steps
-        in proportion to a smaller power of U trust Hessians of few tokens less.
+        lose alike, with steps in proportion to U (WaterSIC: Lifar et al., arXiv 2603.04956). A smaller power
+        of U trusts Hessians of few tokens less.
         """
         octaves_NC = self.upper_NCC.diagonal(dim1=1, dim2=2).log2()
         # Only ratios matter: rate control sets the mean.
@@ -5073,14 +5074,13 @@ class Quantizer:
     ) -> Tensor:
         """Steps (N, R, C), column by column: those to come make up for the errors of those before."""
         work_NRC = self.used_NRC.clone()
-        column_scales_NC = None
+        scales_of_rows_NR = scales_NR
         if self.column_exponents_NC is not None:
-            column_scales_NC = row_scales(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
+            scales_NC = row_scales(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
             levels = MAX_CODE  # finer steps need more of them
-        row_scales_NR = scales_NR
         for column in range(work_NRC.size(2)):
-            if column_scales_NC is not None:
-                scales_NR = row_scales_NR * column_scales_NC[:, column, None]
+            if self.column_exponents_NC is not None:
+                scales_NR = scales_of_rows_NR * scales_NC[:, column, None]
             values_NR = work_NRC[:, :, column]
             steps_NR = nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
@@ -5140,7 +5140,8 @@ class SymbolModel:
         # Products only: powers round differently on different machines, and then decoders would disagree.
         means = np.append(2.0, CLASS_EDGES * 1.1)[:, None] / 256
         tables = []
-        for shift in (0.0, 0.5) if along_trellis else (0.0,):
+        shifts = (0.0, 0.5) if along_trellis else (0.0,)
+        for shift in shifts:
             values = np.arange(-peak, peak + 1) + shift
             bell = 1.0 / (1.0 + values**2 / (6.0 * means * means + 1.5))
             tables.append(np.floor(64.0 * bell * bell * bell * bell))

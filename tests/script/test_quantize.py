@@ -174,7 +174,8 @@ def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[
     """Weighted error, and bits of the codes: their entropy column by column."""
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     gptq = train_gpt.Quantizer(
-        "mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, 1e-4, column_steps=power)
+        "mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, 1e-4, column_steps=power
+    )
     quantized = gptq.quantize(0.25, 127.0)
     exponents = None
     if gptq.column_exponents_NC is not None:

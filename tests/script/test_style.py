@@ -24,6 +24,7 @@ SECTIONS = [
     "OPTIMIZER",
     "SCHEDULE",
     "EVALUATION",
+    "TRELLIS",
     "QUANTIZE",
     "CODER",
     "ARTIFACT",

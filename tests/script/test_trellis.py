@@ -93,7 +93,9 @@ def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: in
     assert sizes[0] < 1.01 * sizes[1]
 
 
-@pytest.mark.parametrize("settings", [{"TRELLIS": 1}, {"COLUMN_STEPS": 0.5}, {"TRELLIS": 1, "COLUMN_STEPS": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"TRELLIS": 1}, {"COLUMN_STEPS": 0.5}, {"TRELLIS": 1, "COLUMN_STEPS": 1}]
+)
 def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object], tmp_path: Path) -> None:
     """Behind right checksums, as whoever forges a file would write them."""
     config = Config.from_env(plain_settings(1, 16, 32, **settings))
@@ -125,5 +127,5 @@ def test_exponents_in_half_steps_are_refused() -> None:
         codes_shape, exponents_shape = train_gpt.array_shapes(parameter)
         arrays.append(np.zeros(codes_shape, np.int8))
         arrays.append(train_gpt.half_steps(np.ones(exponents_shape, np.int8)))
-    with pytest.raises(train_gpt.ArtifactError, match="section weights: exponents of .* are half steps"):
+    with pytest.raises(train_gpt.ArtifactError, match=r"section weights: exponents of .* are half steps"):
         train_gpt.parse_artifact(train_gpt.artifact_bytes(config, arrays, ""), "file")
