@@ -2691,7 +2691,7 @@ class GPT(nn.Module):
         c = self.settings
         # Project the input to queries, keys and values, and split them into heads.
         qkv_BTR = F.linear(x_BTD, w.qkv_RD)
-        if not adapters.keys().isdisjoint("qkv"):
+        if "q" in adapters or "k" in adapters or "v" in adapters:
             kv_width = c.num_kv_heads * c.head_dim
             q_BTD, k_BTK, v_BTK = qkv_BTR.split([c.model_dim, kv_width, kv_width], dim=-1)
             q_BTD = adapted(q_BTD, x_BTD, adapters, "q")
