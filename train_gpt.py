@@ -3868,8 +3868,8 @@ def next_length(
 ) -> LengthStart | None:
     """Where the next of TRAIN_SEQ_LENS begins, once its share of the run is near; None: not yet, or no more.
 
-    known: what is known already. step_seconds: of a step to come. A step must be known before it is staged:
-    so it lies TRAIN_PREFETCH_QUEUE + 1 steps ahead of the one that is next.
+    known: what is known already. step_seconds: of a step to come, about. A step must be known before it is
+    staged: so it lies TRAIN_PREFETCH_QUEUE + 1 steps ahead of the one that is next.
     """
     parts = c.length_parts
     if len(known) == len(parts):
@@ -5922,7 +5922,8 @@ def train(training: Training) -> None:
 
         progress = run_progress(seconds, training.step, config)
         # By rank 0's clock, as progress is: so all ranks find the same step.
-        start = next_length(loader.length_starts, seconds, step_seconds, training.step, config)
+        mean_seconds = seconds / max(training.step, 1)
+        start = next_length(loader.length_starts, seconds, mean_seconds, training.step, config)
         if start is not None:
             loader.begin_length(start)
             log_length(training, start)

@@ -5,9 +5,11 @@ Nothing here runs on a device: graphs are traced and give zeros, and time is cou
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
+from tests.support.loaders import write_shards
 from tests.support.models import random_batches, tiny_config
 from train_gpt import GPT, Config, Kernels, Machine, StepResult
 
@@ -232,6 +235,29 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
+@pytest.mark.slow
+def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_meets_them(
+    new_graphs: Callable[[], int], tmp_path: Path
+) -> None:
+    """Of three lengths the first ends before the loop begins, and the last begins after it: four graphs."""
+    config = tiny_config(
+        VOCAB_SIZE=4096, TRAIN_SEQ_LENS="8:0.25 16:0.75 32", ENABLE_LOOPING_AT=0.5, ITERATIONS=20,
+        MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
+    )  # fmt: skip
+    run = train_gpt.Run(Compiler(dtype=torch.float32, compiled=True))
+    plain = Kernels(
+        train_gpt.attention_sdpa, train_gpt.mlp_plain, train_gpt.heads_plain, train_gpt.xsa_plain, []
+    )
+    training = train_gpt.Training(config, run, write_shards(tmp_path), None, plain)  # type: ignore[arg-type]
+    with contextlib.closing(training):
+        train_gpt.warm_up(training)
+        assert new_graphs() == 2 * 4  # forward and backward
+        for step in range(config.iterations):
+            train_gpt.train_step(training, step / config.iterations)
+        assert new_graphs() == 0
+        assert training.loader.length_of(config.iterations) == 32
+
+
 # --- the clock ---
 
 
@@ -273,7 +299,8 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     """`train` by this device; the steps it took."""
     unread: list[StepResult] = []
     run = SimpleNamespace(machine=OnGpu(), stop_signal=0)
-    training: Any = SimpleNamespace(config=config, run=run, step=0, unread=unread)
+    one_length = SimpleNamespace(length_starts=train_gpt.known_length_starts(config))
+    training: Any = SimpleNamespace(config=config, run=run, step=0, unread=unread, loader=one_length)
     # `seconds` is asked for again and again.
     training = type("Clocked", (SimpleNamespace,), {"seconds": property(lambda _: device.now)})(
         **vars(training)

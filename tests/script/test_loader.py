@@ -275,11 +275,14 @@ def test_a_length_cuts_the_tokens_that_any_other_would_have_had(shards: list[Any
 
 def test_no_token_comes_twice_and_none_is_lost_at_a_change(shards: list[Any]) -> None:
     """The inputs of an epoch, in which both changes lie: all but less than a segment at each shard's end."""
+    changes: dict[str, Any] = {"train_seq_lens": "4:5 8:11 12", "train_batch_tokens": 96}
+    segment = 24  # the last length is no multiple of the one before
+    assert make_config(**{**CHANGING, **changes}).segment_tokens == segment
     starts = np.cumsum([0, *SIZES])[:-1]
     expected: list[int] = []
     for start, size in zip(starts.tolist(), SIZES, strict=True):
-        expected += range(start, start + (size - 1) // 12 * 12)
-    steps, _ = steps_of(shards, -(-len(expected) // 96), train_batch_tokens=96, train_seq_lens="4:5 6:11 12")
+        expected += range(start, start + (size - 1) // segment * segment)
+    steps, _ = steps_of(shards, -(-len(expected) // 96), **changes)
     inputs = np.concatenate([rows[:, :-1].ravel() for rows in steps])
     assert len(inputs) > 11 * 96
     assert sorted(inputs[: len(expected)].tolist()) == expected

@@ -6,7 +6,17 @@ import dataclasses
 
 import pytest
 
-from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress
+from train_gpt import (
+    Config,
+    Graph,
+    LengthStart,
+    graphs_of,
+    learning_rate_scale,
+    loop_is_on,
+    muon_momentum,
+    next_length,
+    run_progress,
+)
 
 PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
 
@@ -108,3 +118,54 @@ def test_every_machine_follows_one_curve() -> None:
         moments = [muon_momentum(share, 1, config) for share in shares]
         curves.append([*rates, *moments, *(loop_is_on(share, config) for share in shares)])
     assert curves[0] == pytest.approx(curves[1]) and curves[0] == pytest.approx(curves[2])
+
+
+GROWING = Config(
+    train_seq_len=3072,
+    train_seq_lens="1024:0.1 2048:0.7 3072",
+    max_wallclock_seconds=602.0,
+    gptq_reserve_seconds=2.0,
+    train_prefetch_queue=2,
+)
+
+
+def test_a_length_begins_where_its_share_of_the_clock_is_and_is_known_three_steps_ahead() -> None:
+    """Steps of 0.1 s: six thousand in the clock, of which 10 and 70 %."""
+    known = [LengthStart(0, 1024)]
+    told = []
+    for step in range(6000):
+        start = next_length(known, 0.1 * step, 0.1, step, GROWING)
+        if start is not None:
+            known.append(start)
+            told.append(step)
+    assert known == [(0, 1024), (600, 2048), (4200, 3072)]
+    assert told == [597, 4197]
+
+
+def test_a_length_whose_share_is_over_at_once_begins_as_soon_as_it_can() -> None:
+    """A slow machine, of steps that take more than a share: one after the other, never two in a step."""
+    known = [LengthStart(0, 1024)]
+    for step in (0, 1, 2):
+        start = next_length(known, 300.0 * step, 300.0, step, GROWING)
+        if start is not None:
+            known.append(start)
+    assert known == [(0, 1024), (3, 2048), (4, 3072)]
+    assert next_length(known, 900.0, 300.0, 3, GROWING) is None
+
+
+def test_one_length_never_changes() -> None:
+    assert next_length([LengthStart(0, 2048)], 599.0, 1.0, 9000, Config()) is None
+
+
+def test_each_length_is_compiled_with_and_without_loops_where_it_may_meet_them() -> None:
+    assert graphs_of(Config()) == [Graph(2048, 0.0), Graph(2048, 1.0)]
+    assert graphs_of(Config(num_loops=0)) == [Graph(2048, 0.0)]
+    assert graphs_of(Config(enable_looping_at=0.0)) == [Graph(2048, 1.0)]
+    middle_meets_both = [Graph(1024, 0.0), Graph(2048, 0.0), Graph(2048, 1.0), Graph(3072, 1.0)]
+    assert graphs_of(GROWING) == middle_meets_both
+    # A change near to the switch may come before it or after it.
+    near = dataclasses.replace(GROWING, train_seq_lens="1024:0.33 3072")
+    assert graphs_of(near) == [Graph(length, at) for length in (1024, 3072) for at in (0.0, 1.0)]
+    # Of steps nobody knows which share of a clock they are.
+    by_steps = dataclasses.replace(GROWING, train_seq_lens="1024:100 3072")
+    assert graphs_of(by_steps) == graphs_of(near)
