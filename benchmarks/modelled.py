@@ -241,7 +241,7 @@ def evaluation(measured: dict[str, Any]) -> list[Phase]:
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """Steps of training, then the evaluation."""
-    shares = [f"{share:.0%}" for share in MLP_SHARES]
+    shares = [f"{100 * share:.0f} %" for share in MLP_SHARES]
     times = [f"ms, MLP {share}" for share in shares]
     header = ["stack", "recurrence", "launches", "GB", "TFLOP", "peak GiB", *times, "logged ms"]
     phases = evaluation(measured)

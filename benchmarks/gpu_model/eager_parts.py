@@ -140,14 +140,17 @@ def quantize_column(work_NRC: Tensor, scales_NR: Tensor, upper_NCC: Tensor, colu
     work_NRC[:, :, column] = codes_NR
 
 
-def measure_gptq(tracer: Tracer, model: Any) -> dict[str, Any]:
-    """One pass of GPTQ over all parameters, from the middle column of each."""
+def measure_gptq(tracer: Tracer, model: Any, config: Any) -> dict[str, Any]:
+    """One pass of GPTQ over all matrices with Hessians, from the middle column of each."""
     import torch
 
+    from benchmarks.gpu_model import subject
     from benchmarks.gpu_model.accounting import Watch
 
     per_parameter = {}
     for name, parameter in model.named_parameters():
+        if not subject.has_hessians(config, name):  # rounded to nearest, in one go
+            continue
         count, rows, columns = (1, 1, *parameter.shape)[-3:]
         middle = columns // 2
         work_NRC = torch.empty(count, rows, columns, device="cuda")
@@ -196,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "hessians": measure_hessians(tracer, model, config),
             "head": measure_head(tracer, model, config),
             "test_time_step": measure_test_time_step(tracer, model, options.world),
-            "gptq": measure_gptq(tracer, model),
+            "gptq": measure_gptq(tracer, model, config),
         }
     dist.destroy_process_group()
     (tracer.folder / "eager_parts.json").write_text(json.dumps(result, indent=1), encoding="utf-8")

@@ -198,6 +198,11 @@ def collect_hessians(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> None:
     train_gpt.collect_hessians(gpt, [batch], train_gpt.Machine())
 
 
+def has_hessians(config: train_gpt.Config, name: str) -> bool:
+    """Whether GPTQ makes up for the rounding errors of this parameter."""
+    return bool(train_gpt.parameter_table(config)[name].inputs)
+
+
 def loss_per_token(gpt: nn.Module, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
     """Nats (N,) of each target: the head, as scoring calls it."""
     return gpt.loss_per_token(hidden_ND, targets_N)

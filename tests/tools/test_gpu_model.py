@@ -233,6 +233,14 @@ def test_the_column_of_gptq_that_is_measured_launches_as_much_as_the_real_one() 
     assert counter.count <= 8  # what bounds GPTQ on a GPU is how many there are
 
 
+def test_gptq_walks_the_columns_of_matrices_alone() -> None:
+    config = subject.config()
+    table = train_gpt.parameter_table(config)
+    walked = [name for name in table if subject.has_hessians(config, name)]
+    assert walked == [name for name, parameter in table.items() if parameter.role]
+    assert sum(table[name].shape[-1] for name in walked) == 4 * 512 + 2048
+
+
 # ======================================================================================================
 # THE SUBJECT AND THE CENSUS
 # ======================================================================================================
