@@ -3170,7 +3170,7 @@ class ManualRmsNorm(torch.autograd.Function):
 
 def rms_norm_manual(x: Tensor, scale: float = 1.0) -> Tensor:
     """`rms_norm` by hand."""
-    return ManualRmsNorm.apply(x, scale)  # type: ignore[no-any-return]
+    return ManualRmsNorm.apply(x, scale)
 
 
 def rotate_in_place(x_BTHE: Tensor, rotary: Tensor, backwards: bool = False) -> None:
@@ -3274,7 +3274,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     if name == "sdpa":
         return attention_sdpa
     if name == "math":
-        return attention_math  # type: ignore[no-any-return]
+        return attention_math
     if name == "fa3":
         kernel = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
     elif name == "fa2":
