@@ -4200,30 +4200,36 @@ class ProgressReport:
         """Log a line after some chunks, and after the last. number: of the chunk, among so many."""
         if self.every == 0:
             return
-        # A line where a multiple of this many targets has been passed.
         targets = len(ledger.nats)
-        interval = self.every * self.batch_tokens
-        if self.every < 0:
-            interval = math.ceil(targets / 20)
-        reached = ledger.scored // interval
         # One of several ranks may have the scores of its own documents alone, until the end.
         self.done = max(ledger.scored / targets, (number + 1) / chunks)
-        if reached == self.told and ledger.scored < targets:
-            return
-        self.told = reached
-        self._log(ledger)
-
-    def still_at_work(self, ledger: Ledger) -> None:
-        """Log a line, after a batch or a step of learning, where there has been none for SILENT_SECONDS."""
-        if self.every != 0 and time.perf_counter() - self.told_at >= SILENT_SECONDS:
+        if self._reached(ledger) > self.told or ledger.scored == targets:
             self._log(ledger)
 
+    def still_at_work(self, ledger: Ledger, under_way: int = 0) -> None:
+        """Log a line, after a batch or a step of learning, where there has been none for SILENT_SECONDS.
+
+        under_way: targets of the chunk that the device has been given, and that are not in the ledger yet.
+        """
+        if self.every != 0 and time.perf_counter() - self.told_at >= SILENT_SECONDS:
+            self.done = max(self.done, (ledger.scored + under_way) / len(ledger.nats))
+            self._log(ledger)
+
+    def _reached(self, ledger: Ledger) -> int:
+        """How many times `every` has been scored: there is a line for each of them."""
+        interval = self.every * self.batch_tokens
+        if self.every < 0:
+            interval = math.ceil(len(ledger.nats) / 20)
+        return ledger.scored // interval
+
     def _log(self, ledger: Ledger) -> None:
+        self.told = self._reached(ledger)
         self.told_at = time.perf_counter()
         mean = "-"
         eta = "-"
-        if self.done > 0:  # before the first chunk nothing is known
+        if ledger.scored > 0:  # before the first chunk it is not known
             mean = f"{ledger.nats[np.isfinite(ledger.nats)].mean():.4f}"
+        if self.done > 0:
             eta = f"{(self.told_at - self.start) * (1 / self.done - 1):.0f}s"
         self.run.log(f"val_progress:{self.name} {self.done:.0%} partial_mean_loss:{mean} "
                      f"tokens_seen:{ledger.scored} eta:{eta}")
@@ -4242,7 +4248,7 @@ class WindowScorer:
         self.context = config.eval_length
         self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = next(model.parameters()).device
-        self.after_batch: Callable[[], None] | None = None
+        self.after_batch: Callable[[int], None] | None = None  # takes the targets of the chunk so far
         # The same compiled code serves every scorer and every reloaded model.
         self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
 
@@ -4270,7 +4276,7 @@ class WindowScorer:
             rows = chunk[at : at + self.batch_rows]
             nats[rows[0, 1] - begin : rows[-1, 2] - begin] = self._score_batch(rows)
             if self.after_batch:
-                self.after_batch()
+                self.after_batch(int(rows[-1, 2]) - begin)
         self.machine.add_up(nats)
         return nats.cpu().numpy()
 

@@ -25,7 +25,7 @@ from tools.runs.writing import json_text
 
 SCORES = {"roundtrip": "round trip", "sliding_window": "sliding window", "legal_ttt": "test-time training"}
 TOKENS_MAX = 50_000_000  # that the model of pairs counts
-PRIOR_TOKENS = 20.0  # weight of a token's frequency beside what follows the token before
+PRIOR_TOKENS = 50.0  # weight of a token's frequency beside what follows the token before
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
 
 
 def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
-    """Bits per byte of `xz -9` and of pairs of tokens on the validation text; empty without the run's data."""
+    """Bits per byte of `xz -9` and of pairs of tokens on the validation text; empty where data are gone."""
     try:
         config = train_gpt.Config.from_env({"CONFIG": str(settings)})
         folder = train_gpt.find_path(config.data_path)

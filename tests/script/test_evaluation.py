@@ -461,10 +461,11 @@ def test_progress_is_told_with_what_all_of_evaluation_should_come_to(
     ],
 )
 def test_progress_comes_every_so_many_batches_and_at_the_end(
-    every: str, batch_tokens: str, told_at: list[int], lines: Any
+    every: str, batch_tokens: str, told_at: list[int], lines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = subject(VAL_PROGRESS_LOG_EVERY=every, VAL_BATCH_SIZE=batch_tokens)
     run = probes.RecordingRun()
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: 0.0)  # or a slow machine prints more
     train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
     for name in ("roundtrip", "sliding_window", "legal_ttt"):
         told = [int(line.split("tokens_seen:")[1].split()[0]) for line in lines(run, f"val_progress:{name} ")]
@@ -472,6 +473,38 @@ def test_progress_comes_every_so_many_batches_and_at_the_end(
         if name == "legal_ttt" and batch_tokens == "1024":
             expected = [149]
         assert told == expected, name
+
+
+def test_no_scorer_is_silent_for_long_and_no_score_changes(
+    monkeypatch: pytest.MonkeyPatch, lines: Any
+) -> None:
+    """Three seconds a forward pass, by a clock that counts them: a line at least every other one."""
+    lab = subject(VAL_PROGRESS_LOG_EVERY="1", VAL_BATCH_SIZE="128", TTT_CHUNK_TOKENS="64")
+    seconds = [0.0]
+    told: list[float] = []
+    forward = train_gpt.GPT.forward
+
+    def slow(*given: Any, **more: Any) -> Any:
+        seconds[0] += 3.0
+        return forward(*given, **more)
+
+    class Watched(probes.RecordingRun):
+        def log(self, line: str, *rest: Any, **more: Any) -> None:
+            super().log(line, *rest, **more)
+            if line.startswith("val_progress:"):
+                told.append(seconds[0])
+
+    silent = train_gpt.evaluate(lab.model(), lab.config, Watched(), Validation(lab.tokens(), 321, ""), "int6")
+    told.clear()
+    monkeypatch.setattr(train_gpt.GPT, "forward", slow)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: seconds[0])
+    run = Watched()
+    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
+    assert scores == silent
+    assert seconds[0] > 60 and max(np.diff([0.0, *told, seconds[0]])) <= 6.0
+    for phase in ("roundtrip", "sliding_window", "legal_ttt"):
+        shares = [int(line.split()[1].rstrip("%")) for line in lines(run, f"val_progress:{phase} ")]
+        assert shares == sorted(shares) and shares[-1] == 100 and len(set(shares)) >= 3
 
 
 def test_twenty_lines_tell_of_a_long_score() -> None:

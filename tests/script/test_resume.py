@@ -119,7 +119,7 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     times_ms = [event["train_time_ms"] for event in last.events if event["event"] == "train"]
     assert times_ms == pytest.approx([40.0 * step for step in range(1, 37)])
     shown = [int(step) for step in re.findall(r"^step:(\d+)/\d+ train_loss:", last.out, re.M)]
-    assert shown == [*range(1, 11), 15, 20, 25, 30, 35]  # the console keeps its interval
+    assert shown == [15, 20, 25, 30, 35]  # the console keeps its interval
     again = lab.run(RESUME=last.directory, **changes)  # it is finished: nothing may touch it
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
 

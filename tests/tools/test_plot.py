@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,14 @@ import pytest
 from tests.support.runs import make_run, make_runs, pack
 from tools.__main__ import main
 from tools.compare import plot
-from tools.compare.curves import shard_crossings, step_times, train_loss, validation_bpb
+from tools.compare.curves import (
+    Sample,
+    shard_crossings,
+    smoothed,
+    step_times,
+    train_loss,
+    validation_bpb,
+)
 from tools.pack import board
 from tools.runs.runs import load_group
 
@@ -106,6 +116,50 @@ def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[s
         main([verb, "--help"])
     assert left.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["whole", "no validations", "no slow step", "a log without clocks"])
+def test_no_panel_is_empty(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a", 1, slow_step=None if what == "no slow step" else 300)
+    metrics, log = run / "metrics.jsonl", run / "log.txt"
+    if what == "no validations":
+        kept = [line for line in metrics.read_text().splitlines() if '"val"' not in line]
+        metrics.write_text("\n".join(kept))
+        log.write_text(re.sub(r"^step:\d+/\d+ val_loss.*\n", "", log.read_text(), flags=re.M))
+    if what == "a log without clocks":
+        metrics.unlink()
+        log.write_text(re.sub(r" train_time:.*$", "", log.read_text(), flags=re.M))
+    drawn: list[bool] = []
+
+    def look(path: Path, figure: Any, dpi: int) -> None:
+        drawn.extend(axes.has_data() for axes in figure.axes)
+        assert figure.get_suptitle().startswith("a: 1.7464 round trip, 1.7346 sliding") and "bits per byte" in figure.get_suptitle()
+
+    monkeypatch.setattr(plot, "write_figure", look)
+    assert main(["plot", str(run), "--out", str(tmp_path / "a.png")]) == 0
+    panels = {"whole": 12, "no validations": 9, "no slow step": 11, "a log without clocks": 6}
+    assert drawn == [True] * panels[what]
+
+
+def test_smoothing_keeps_a_line_and_takes_the_noise() -> None:
+    line = [Sample(step, None, None, 10.0 - step / 100) for step in range(500)]
+    noisy = [replace(sample, value=sample.value + (-1) ** sample.step) for sample in line]
+    assert [s.value for s in smoothed(line)][:480] == pytest.approx([s.value for s in line][:480])
+    wide = [abs(s.value - exact.value) for s, exact in zip(smoothed(noisy), line, strict=True)]
+    assert wide[0] == 1 and max(wide[20:480]) < 0.1
+    damaged = [replace(line[0], value=math.nan), *line]
+    assert [s.value for s in smoothed(damaged)] == [s.value for s in smoothed(line)]
+
+
+def test_a_step_that_was_done_twice_is_drawn_as_it_was_done_last(tmp_path: Path) -> None:
+    """A resumed run does the steps after its checkpoint again."""
+    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
+    before = train_loss(run)
+    again = [event for event in run.events if event.kind == "train" and event.number("step") == 100]
+    run.events.append(replace(again[0], values={**again[0].values, "train_loss": 9.0}))
+    after = train_loss(run)
+    assert [s.step for s in after] == [s.step for s in before]
+    assert [s.value for s in after if s.step == 100] == [9.0]
 
 
 def test_the_figure_shows_every_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ SLOW_DEVIATIONS = 6.0  # median absolute deviations above the median from which 
 SLOW_SHARE = 0.03  # ... and at least this part above the median
 COMPILE_STEPS = 10  # slow steps up to here are compilation and autotuning, whatever else happens in them
 PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
-SMOOTHED_SHARE = 0.02  # of all samples: how many on either side a smoothed one is the mean of
+SMOOTHED_SHARE = 0.03  # of all samples: how many on either side a smoothed one is the mean of
 DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its cause
 
 
@@ -54,9 +54,10 @@ def points(samples: Sequence[Sample], axis: str) -> list[tuple[float, float]]:
 
 
 def smoothed(samples: Sequence[Sample]) -> list[Sample]:
-    """Each sample as the mean of itself and its neighbours, as many before as after; at the ends of fewer.
+    """Each sample as the mean of itself and its neighbours, as many before as after.
 
-    A loss that is not finite is left out.
+    At the beginning, where losses fall steeply, it is of fewer; at the end those after it are missing. A loss
+    that is not finite is left out.
     """
     samples = [sample for sample in samples if math.isfinite(sample.value)]
     sums = [0.0]
@@ -64,8 +65,9 @@ def smoothed(samples: Sequence[Sample]) -> list[Sample]:
         sums.append(sums[-1] + sample.value)
     found = []
     for i, sample in enumerate(samples):
-        reach = min(round(SMOOTHED_SHARE * len(samples)), i, len(samples) - 1 - i)
-        mean = (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)
+        reach = min(round(SMOOTHED_SHARE * len(samples)), i)
+        stop = min(i + reach + 1, len(samples))
+        mean = (sums[stop] - sums[i - reach]) / (stop - (i - reach))
         found.append(replace(sample, value=mean))
     return found
 

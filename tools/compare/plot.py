@@ -162,7 +162,7 @@ def _draw_loss(axes: Axes, runs: Sequence[Run], axis: str, late: bool) -> None:
             validation = [sample for sample in validation if sample.step >= middle]
         colour = f"C{index % 10}"
         validated = validated or bool(validation)
-        _line(axes, loss, axis, ".", color=colour, markersize=2, alpha=0.25)
+        _line(axes, loss, axis, ".", color=colour, markersize=4, alpha=0.35)
         _line(axes, smooth, axis, "-", color=colour, linewidth=1.5, label=found.name)
         _line(axes, validation, axis, "o", color=colour, markersize=5, markeredgecolor="black")
     unit = "nats per token" + (", second half" if late else "")

@@ -1,0 +1,80 @@
+"""The closing lines of a run: its scores, plain means on the same text, and where things are."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import tiny
+from tests.support.processes import Ended
+from tools import summary
+from tools.__main__ import main
+
+
+def test_ten_lines_say_what_was_reached(finished: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["summary", str(finished.directory)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 10
+    for name, label in summary.SCORES.items():
+        score = finished.summary["losses"][name]["bits_per_byte"]
+        assert f"  {label:<20}{score:.4f}" in told
+    plain = {m[1].strip(): float(m[2]) for line in told if (m := re.match(r"  ([xp].{19})([\d.]+)$", line))}
+    assert plain.keys() == {"xz -9", "pairs of tokens"} and all(0.5 < bits < 8 for bits in plain.values())
+    size = finished.summary["limits"]["artifact_bytes"]
+    assert f"size: {size['value']:,} of {size['limit']:,} bytes" in told[6]
+    assert "1,536 tokens" in told[7] and "tokens per second" in told[7]
+    assert str(finished.directory) in told[8] and "model.bin" in told[8] and "EVAL_ONLY=" in told[9]
+
+
+def test_xz_is_asked_about_the_validation_text(finished: Ended, dataset: Path) -> None:
+    import train_gpt
+
+    config = train_gpt.Config.from_env({"CONFIG": str(finished.directory / "config.env")})
+    validation = summary.first_tokens(train_gpt.open_shards(f"{dataset}/fineweb_val_0*.bin"), 10**9)
+    text = summary.text_of(validation, config)
+    documents = "".join(tiny.documents())
+    assert len(text) > 1000 and text.decode()[:40] in documents
+    plain = summary.plain_means(finished.directory / "config.env", finished.summary)
+    scored = summary.text_of(validation[:1001], config)
+    assert plain["xz -9"] == 8 * len(lzma.compress(scored, preset=9)) / finished.summary["data"]["val_bytes"]
+
+
+def test_pairs_of_tokens_cost_what_a_count_by_hand_says() -> None:
+    training, validation = np.array([1, 2, 3, 1, 2, 2], np.uint16), np.array([1, 2, 0], np.uint16)
+    frequency = {2: 4 / 10, 0: 1 / 10}  # 4 ids: each once more than it occurs
+    m = summary.PRIOR_TOKENS
+    after_1 = (2 + m * frequency[2]) / (2 + m)
+    after_2 = (0 + m * frequency[0]) / (3 + m)
+    assert summary.bits_of_pairs(training, validation, 4) == pytest.approx(
+        -math.log2(after_1) - math.log2(after_2)
+    )
+
+
+def test_the_odds_of_all_tokens_are_one() -> None:
+    random = np.random.default_rng(0)
+    training = random.integers(0, 8, 500).astype(np.uint16)
+    odds = [2 ** -summary.bits_of_pairs(training, np.array([3, b], np.uint16), 8) for b in range(8)]
+    before_the_last = abs(sum(odds) - 1)  # the last token of all has no follower
+    assert before_the_last < 1 / (np.bincount(training)[3] + summary.PRIOR_TOKENS)
+
+
+def test_without_its_data_it_still_tells_the_rest(
+    finished: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(finished.directory, tmp_path / "run"))
+    settings = (copy / "config.env").read_text("utf-8")
+    (copy / "config.env").write_text(re.sub(r"^DATA_PATH=.*", "DATA_PATH=/gone", settings, flags=re.M))
+    assert main(["summary", str(copy)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("not known: no data at") == 2 and "round trip" in told
+
+
+def test_what_is_no_finished_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["summary", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
