@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.hub_server import HubServer
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 HANGS_SECONDS = 1200.0
 SHORT = {"MAX_WALLCLOCK_SECONDS": "6", "EVAL_STRIDE": "0", "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0"}
@@ -37,6 +39,9 @@ class Newcomer:
         python = self.clone / ".venv/bin/python"
         python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         python.chmod(0o755)
+        torchrun = self.clone / ".venv/bin/torchrun"
+        torchrun.write_text('#!/bin/sh\nexec python -m torch.distributed.run "$@"\n')
+        torchrun.chmod(0o755)
         (self.clone / ".venv/.ready").touch()
 
     def environment(self, settings: dict[str, str]) -> dict[str, str]:
@@ -77,6 +82,33 @@ class Newcomer:
         return {path.name for path in (self.clone / "runs").iterdir()}
 
 
+def own_data(me: Newcomer) -> None:
+    """Shards from a hub, and shards of one's own text; a run on each."""
+    sample = me.clone / "data/datasets/sample_sp1024"
+    published = {"datasets/tokenizers/fineweb_1024_bpe.model":
+                 (me.clone / "data/tokenizers/sample_1024_bpe.model").read_bytes()}  # fmt: skip
+    for path in sample.glob("fineweb_*.bin"):
+        published[f"datasets/datasets/fineweb10B_sp1024/{path.name}"] = path.read_bytes()
+    hub = HubServer("willdepueoai/parameter-golf", published)
+    try:
+        me.do("python data/fineweb.py --variant sp1024 --train-shards 2", HF_ENDPOINT=hub.endpoint)
+    finally:
+        hub.close()
+    short = {**STEPS, "ITERATIONS": "2", "CONFIG": "configs/cpu_demo.env"}
+    downloaded = {"DATA_PATH": "data/datasets/fineweb10B_sp1024", "RUN_ID": "downloaded",
+                  "TOKENIZER_PATH": "data/tokenizers/fineweb_1024_bpe.model"}  # fmt: skip
+    me.do("python train_gpt.py", **short, **downloaded)
+
+    texts = [{"text": path.read_text("utf-8")} for path in sorted((me.clone / "data").glob("*.py"))]
+    (me.home / "docs.jsonl").write_text("\n".join(map(json.dumps, texts)), "utf-8")
+    options = f"--docs {me.home / 'docs.jsonl'} --name my_sp512 --train-tokenizer 512 --val-docs 2"
+    out = me.do(f"python data/export.py {options}")
+    assert "my_sp512" in out
+    exported = {"DATA_PATH": "data/datasets/my_sp512", "VOCAB_SIZE": "512", "RUN_ID": "exported",
+                "TOKENIZER_PATH": "data/tokenizers/my_sp512.model"}  # fmt: skip
+    me.do("python train_gpt.py", **short, **exported)
+
+
 def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     me = Newcomer(repo, tmp_path)
     targets = me.do("make")
@@ -86,6 +118,9 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     out = me.do("make demo NAME=first")
     assert re.search(r"^compute_dtype:(float32|bfloat16), ", out, re.M) and "legal_ttt_exact" in out
     assert "The function returns" in out
+    # What to expect is said before, and what was reached at the end.
+    assert out.index("expect") < out.index("compute_dtype:") < out.index("tokens per second")
+    assert re.search(r"^  xz -9 +\d\.\d{4}$", out, re.M) and re.search(r"^  pairs of tokens +\d\.", out, re.M)
     files = {path.name for path in (me.clone / "runs/first").iterdir()}
     assert {"log.txt", "summary.json", "model.bin", "config.env", "train_gpt.py"} <= files
     assert any(name.endswith((".svg", ".png")) for name in files), files
@@ -139,6 +174,20 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     assert json.loads((me.clone / "runs/traced/trace_rank0.json").read_text("utf-8"))
     me.do("python -m tools timeline runs/traced")
     assert (me.clone / "runs/traced/timeline.png").exists()
+
+    # Two ranks on one CPU, as many as a node has GPUs.
+    ranks = {**STEPS, "RUN_ID": "ranks", "CONFIG": "runs/first/config.env", "OMP_NUM_THREADS": "1"}
+    me.do("torchrun --standalone --nproc_per_node=2 train_gpt.py", **ranks)
+    assert me.summary("ranks")["hardware"]["world_size"] == 2
+    assert me.summary("ranks")["stream_hash"] == me.summary("straight")["stream_hash"]
+
+    # The proofs, and what a change must pass: here as far as `make test` collects it.
+    assert "proven" in me.do("python -m tools prove train_gpt.py")
+    me.do("python -m ruff check .")
+    assert " tests collected" in me.do("python -m pytest -q --collect-only -W ignore -p no:cacheprovider")
+    assert "pytest -q" in me.do("make --dry-run test")
+
+    own_data(me)
 
     # What git does not ignore is what was made on purpose.
     changed = subprocess.run(

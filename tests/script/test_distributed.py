@@ -142,8 +142,8 @@ def torchrun_ends(lab: Lab, fault: str, **changes: object) -> str:
     """What two ranks that must fail and torchrun print together; `fault` is Python that each rank runs."""
     (lab.folder / "sitecustomize.py").write_text(
         "import os, sys, threading, time\n"
-        "def wait():\n"
-        "    while 'torch.optim' not in sys.modules:\n        time.sleep(0.1)\n    time.sleep(1)\n"
+        "def wait():\n"  # until the script has been read to its end
+        "    while not hasattr(sys.modules['__main__'], 'whole_run'):\n        time.sleep(0.1)\n"
         f"    exec({fault!r}, globals())\n"
         "if os.environ.get('RANK'):\n    threading.Thread(target=wait, daemon=True).start()\n"
     )

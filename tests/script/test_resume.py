@@ -14,30 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.clock import FORWARD_SECONDS, counted_clock
-from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
+from tests.support.clock import FORWARD_SECONDS, counted_clock, signal_at_step
+from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab
 
 LEAVE_SECONDS = DEADLINE_SECONDS  # from a signal to the end of the process; for hangs only
-# Long enough steps that a signal finds the one that it is meant for.
-SLOW_STEPS = """
-import time, torch
-step = torch.optim.AdamW.step
-def slow(self, *given):
-    time.sleep(0.1)
-    return step(self, *given)
-torch.optim.AdamW.step = slow
-"""
+# Its steps would count as well, and the signal come in one of them.
+NO_WARMUP = {"WARMUP_STEPS": 0}
 
 
-def stop_at(started: Started, step: int, number: int = signal.SIGTERM) -> Ended:
-    """Send a signal once a step has been logged; the process must save and leave soon."""
-    started.wait_for(f"step:{step}/6 ")
-    started.send(number)
-    ended = started.wait(LEAVE_SECONDS)
+def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -> Ended:
+    """A run that gets a signal in the middle of a step; the process must save and leave soon."""
+    ended = lab.start(fault=signal_at_step(step, number), **NO_WARMUP, **changes).wait(LEAVE_SECONDS)
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
     assert f"signal {number}: ends after the step under way, with a checkpoint; a second signal" in ended.err
-    assert re.search(r"^checkpoint:\S+checkpoint.pt step:[1-6]$", ended.out, re.M)
+    assert re.findall(r"^checkpoint:\S+checkpoint.pt step:(\d)$", ended.out, re.M)[-1] == str(step)
     assert not (ended.directory / "summary.json").exists()
     return ended
 
@@ -58,7 +49,7 @@ def train_losses(ended: Ended) -> dict[int, float]:
 def stopped(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A run with a checkpoint, stopped by a signal; to be copied, not used."""
     lab = Lab(tmp_path_factory.mktemp("stopped"), dataset)
-    return stop_at(lab.start(fault=SLOW_STEPS, CHECKPOINT_EVERY_SECONDS=0.05), 3)
+    return stop_at(lab, 3, CHECKPOINT_EVERY_SECONDS=0.05)
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ def copy(stopped: Ended, lab: Lab) -> Path:
 
 @pytest.mark.parametrize(("step", "number"), [(1, signal.SIGTERM), (4, signal.SIGINT)])
 def test_a_resumed_run_equals_one_never_stopped(step: int, number: int, lab: Lab, finished: Ended) -> None:
-    stop_at(lab.start(fault=SLOW_STEPS), step, number)
+    stop_at(lab, step, number)
     ended = lab.succeed(RESUME=lab.folder / "runs" / "run", WARMUP_STEPS=step, TRAIN_PREFETCH=step % 2)
     assert_same_result(ended, finished)
     assert train_losses(ended) == train_losses(finished)
@@ -78,13 +69,12 @@ def test_a_resumed_run_equals_one_never_stopped(step: int, number: int, lab: Lab
 
 
 def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended) -> None:
-    ranks = lab.ranks(2, fault=SLOW_STEPS)
-    ranks[0].wait_for("step:1/6 ")
-    ranks[1].send(signal.SIGTERM)  # one rank caught it: all save and leave
+    # One rank catches it: all save and leave.
+    ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}}, **NO_WARMUP)
     ended = [rank.wait(LEAVE_SECONDS) for rank in ranks]
     assert all(one.status == 128 + signal.SIGTERM for one in ended) and "stopped by signal" in ended[0].out
     directory = ended[0].directory
-    stop_at(lab.start(fault=SLOW_STEPS, RESUME=directory), 4)
+    stop_at(lab, 4, RESUME=directory)
     ranks = lab.ranks(2, RESUME=directory)
     last, _ = (rank.wait() for rank in ranks)
     assert last.status == 0, last.err
@@ -381,7 +371,7 @@ def test_the_second_signal_ends_at_once(count: int, lab: Lab) -> None:
     """Both are sent in the middle of a step: after one the step is done and saved, after two nothing is."""
     fault = counted_clock(signal_at=3)
     if count == 2:
-        fault = fault.replace("signal.SIGTERM)", "signal.SIGTERM); os.kill(os.getpid(), signal.SIGINT)")
+        fault = fault.replace("os.getpid(), 15)", "os.getpid(), 15); os.kill(os.getpid(), 2)")
     ended = lab.run(fault=fault)
     assert ended.status == 128 + (signal.SIGTERM if count == 1 else signal.SIGINT)
     assert "signal 15: ends after the step under way, with a checkpoint" in ended.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 FORWARD_SECONDS = 0.01
 
 # To be run before the script: every forward pass takes FORWARD_SECONDS of the clock that the script reads,
@@ -17,7 +19,7 @@ def counted(*given, **more):
 torch.nn.functional.embedding = counted
 """
 
-# To be run before the script: the process sends itself SIGTERM in this step, whenever that comes.
+# To be run before the script: the process sends itself a signal in this step, whenever that comes.
 SIGNAL = """
 import signal, torch
 step = torch.optim.AdamW.step
@@ -31,9 +33,9 @@ torch.optim.AdamW.step = step_and_signal
 """
 
 
-def signal_at_step(number: int) -> str:
-    """Python that lets a process stop itself in a step, which lies behind WARMUP_STEPS: SIGNAL."""
-    return SIGNAL.replace("SIGNAL_AT", str(number))
+def signal_at_step(step: int, number: int = signal.SIGTERM) -> str:
+    """Python that lets a process signal itself in a step, which lies behind WARMUP_STEPS: SIGNAL."""
+    return SIGNAL.replace("SIGNAL_AT", str(step)).replace("signal.SIGTERM", str(int(number)))
 
 
 def counted_clock(signal_at: int = 0, forward_seconds: float = FORWARD_SECONDS) -> str:

@@ -133,7 +133,8 @@ def test_no_panel_is_empty(what: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     def look(path: Path, figure: Any, dpi: int) -> None:
         drawn.extend(axes.has_data() for axes in figure.axes)
-        assert figure.get_suptitle().startswith("a: 1.7464 round trip, 1.7346 sliding") and "bits per byte" in figure.get_suptitle()
+        title = figure.get_suptitle()
+        assert title.startswith("a: 1.7464 round trip, 1.7346 sliding window") and "bits per byte" in title
 
     monkeypatch.setattr(plot, "write_figure", look)
     assert main(["plot", str(run), "--out", str(tmp_path / "a.png")]) == 0

@@ -1,0 +1,123 @@
+"""Every command that README.md and the READMEs of folders give is run by a test, or says why none can."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tools.__main__ import VERBS, build_parser
+
+READMES = ("README.md", "data/README.md", "records/README.md", "tools/prove/adapters/README.md")
+SETTING = r"[A-Z_]+=\S*"
+COMMAND = re.compile(rf"(?:{SETTING} )*(?:make|python|torchrun|pip|pytest)(?: |$)|RESUME=\S+$|EVAL_ONLY=\S+$")
+
+FIRST_HOUR = "test_first_hour.py::test_the_first_hour"
+MENDED = "test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes"
+TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it"
+
+# What a command contains, and the test that runs it: the first row that fits counts.
+RUN_BY = [
+    ("make demo", FIRST_HOUR),
+    ("make seeds", FIRST_HOUR),
+    ("make test", FIRST_HOUR),
+    ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
+    ("make gpu-check", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
+    ("make", FIRST_HOUR),
+    ("--nnodes=2", TORCHRUN),
+    ("benchmarks/pod.py", "tools/test_pod.py::test_it_measures_what_there_is_and_says_what_there_is_not"),
+    ("RESUME=runs/x torchrun", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
+    ("torchrun", TORCHRUN),
+    ("RESUME=", FIRST_HOUR),
+    ("EVAL_ONLY=", FIRST_HOUR),
+    ("TRACE_STEPS=", FIRST_HOUR),
+    ("h100_1gpu.env", "tools/test_gpu_model.py::test_a_config_names_a_card_on_which_it_fits"),
+    ("train_gpt.py --help", "script/test_bad_input.py::test_a_locale_that_is_not_utf_8"),
+    ("data/fineweb.py", FIRST_HOUR),
+    ("data/export.py", FIRST_HOUR),
+    ("data/sample.py", f"data/test_sample.py::{MENDED}"),
+    ("--adapter", "tools/test_prove.py::test_an_adapter_s_script_is_judged_by_what_it_records"),
+    ("tools prove", FIRST_HOUR),
+    ("tools pack", FIRST_HOUR),
+    ("tools check", FIRST_HOUR),
+    ("tools board", FIRST_HOUR),
+    ("tools diff", FIRST_HOUR),
+    ("tools plot", FIRST_HOUR),
+    ("tools timeline", FIRST_HOUR),
+    ("tools generate", FIRST_HOUR),
+    ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),
+]
+# What no test of this repository runs, and why.
+NOT_RUN = {
+    "pip install": "it asks the network for packages",
+    "pytest -m gpu": "these tests are those of a GPU",
+}
+
+
+class Command(NamedTuple):
+    """A command and the file that gives it."""
+
+    text: str
+    file: str
+
+
+def commands(repo: Path) -> list[Command]:
+    """All of them, from blocks of code and from code within sentences."""
+    found = []
+    for name in READMES:
+        text = (repo / name).read_text("utf-8")
+        blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+        lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for line in [*lines, *(" ".join(span.split()) for span in spans)]:
+            if COMMAND.match(line):
+                found.append(Command(re.split(r"\s{2,}#|\s#\s", line)[0].strip(), name))
+    return found
+
+
+def test_commands_are_found(repo: Path) -> None:
+    texts = [command.text for command in commands(repo)]
+    assert {"make demo", "make test"} <= set(texts) and len(texts) > 40
+    assert {command.file for command in commands(repo)} == set(READMES)
+
+
+def test_every_command_is_run_by_a_test(repo: Path) -> None:
+    """A new command needs a row in RUN_BY, and a test that runs it."""
+    without = []
+    for command in commands(repo):
+        known = [*NOT_RUN, *(part for part, _ in RUN_BY)]
+        if not any(part in command.text for part in known):
+            without.append(command)
+    assert without == []
+
+
+def test_every_row_has_a_command_and_a_test(repo: Path) -> None:
+    texts = [command.text for command in commands(repo)]
+    for part in (*NOT_RUN, *(part for part, _ in RUN_BY)):
+        assert any(part in text for text in texts), f"no README gives {part!r} any more"
+    for _, test in RUN_BY:
+        file, name = test.split("::")
+        assert f"def {name}(" in (repo / "tests" / file).read_text("utf-8"), test
+
+
+@pytest.mark.parametrize("part", [part for part, test in RUN_BY if test == FIRST_HOUR])
+def test_the_first_hour_does_what_it_is_said_to(part: str, repo: Path) -> None:
+    """As a line of a shell, or as a setting that such a line is given."""
+    assert part in (repo / "tests" / "test_first_hour.py").read_text("utf-8")
+
+
+def test_every_verb_is_given_with_options_that_it_has(repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each `python -m tools` command is read by its own parser."""
+    seen = set()
+    for command in commands(repo):
+        found = re.search(r"python -m tools (\S.*)", command.text)
+        if not found or "VERB" in found[1]:
+            continue
+        words = shlex.split(found[1])
+        seen.add(words[0])
+        if len(words) > 1 or words[0] in ("board", "docs"):
+            build_parser(words).parse_args(words)  # leaves with an error where it does not fit
+    assert seen <= set(VERBS) and len(seen) >= 8
