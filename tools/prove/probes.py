@@ -409,18 +409,19 @@ def determinism(subject: Subject, name: str = "") -> Iterator[Finding]:
 
 
 def document_isolation(subject: Subject, name: str = "") -> Iterator[Finding]:
-    """B9, asked of the labels that learn nothing, and of those that do not score in the order of the text.
+    """B9, asked of labels that learn nothing, that learn by documents, or do not score in the text's order.
 
-    For the latter it is the proof that their order is of no account. name: of one scorer, empty: all labels
-    of `evaluate`.
+    Of the last it is the proof that their order is of no account. name: of one scorer, empty: all labels of
+    `evaluate`.
     """
     watched_run = evaluation(subject, subject.tokens(), subject.model(), name, passes=True)
     fixed = []
     alone = []
     for label, run in watched_run.labels.items():
-        if run.spans != sorted(run.spans):
+        learning = learns(watched_run.events, label)
+        if run.spans != sorted(run.spans) or (learning and subject.by_documents):
             alone.append(label)
-        elif not learns(watched_run.events, label):
+        elif not learning:
             fixed.append(label)
     case = subject.case(name)
     yield from questions.isolation(case, fixed, subject.config.doc_mask)

@@ -181,7 +181,7 @@ DOCUMENTS: dict[str, Mutant] = {
     "adapters-learn-before-the-score": mutant("B5", scored_by(learn_then_score)),
     "rescored-after-the-last-chunk": mutant("B5", scored_by(rescored_after_the_last_chunk)),
     "padding-that-learns": mutant("B5", scored_by(padding_that_learns)),
-    "own-chunk-learned-early": mutant("B2", scored_by(own_chunk_early)),
+    "own-chunk-learned-early": mutant("B5", scored_by(own_chunk_early)),
     "adapters-kept-from-the-batch-before": mutant("B9", kept_adapters),
     "batches-ordered-by-score": mutant("B1", ordered_by_score),
     "adapters-drawn-by-row": mutant("B1", drawn_by_row),
