@@ -367,8 +367,8 @@ def test_odd_texts_are_scored_whole(kind: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
 def test_a_longer_context_than_in_training_is_used(mode: str) -> None:
-    short = subject(TTT_MODE=mode, TTT_CHUNK_TOKENS=64)
-    long = subject(TTT_MODE=mode, TTT_CHUNK_TOKENS=64, EVAL_SEQ_LEN=64)
+    short = subject(TTT_MODE=mode, TTT_CHUNK_TOKENS=64, EVAL_STRIDE=8)
+    long = subject(TTT_MODE=mode, TTT_CHUNK_TOKENS=64, EVAL_STRIDE=8, EVAL_SEQ_LEN=64)
     tokens = short.tokens()
     model = short.model()
     before = short.nats("score_ttt", tokens, model)
@@ -451,7 +451,7 @@ def test_wrong_settings_are_refused_by_name(given: dict[str, str], expected: str
 def test_each_mode_has_rules_of_its_own() -> None:
     """No sliding window is needed for documents, and long chunks of documents are no matter with SGD."""
     assert subject(EVAL_STRIDE=0).config.eval_stride == 0
-    assert subject(TTT_MODE="sgd", TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
+    assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
     with pytest.raises(ConfigError, match="TTT_CHUNK_TOKENS"):
         subject(TTT_MODE="sgd", EVAL_STRIDE=0)
 
