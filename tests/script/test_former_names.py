@@ -332,14 +332,14 @@ def test_values_that_public_scripts_allow(given: str, expected: str) -> None:
 
 # With a hash of what their settings resolve to: who changes one on purpose changes it here as well.
 ANCESTORS = {
-    "upstream_baseline": "992b52a9ea08",
-    "pr549": "431fe46211c6",
-    "pr591": "117e87ed9f11",
-    "pr785": "96d26bea3c69",
-    "pr1493": "40901e812e14",
-    "default_0_4": "71a2d49ee01b",
-    "frontier_1855": "a6a44bffd410",
-    "frontier_2014": "be80b03d6224",
+    "upstream_baseline": "5e498b525f30",
+    "pr549": "8b8567fb309a",
+    "pr591": "a29b8a4359f7",
+    "pr785": "906d1277f285",
+    "pr1493": "33088cdaed54",
+    "default_0_4": "fe607d1a6e70",
+    "frontier_1855": "ef2d142e8058",
+    "frontier_2014": "b96a3e2bb376",
 }
 
 
@@ -350,7 +350,7 @@ def test_an_ancestor_names_all_it_depends_on(name: str, repo: Path) -> None:
     named = train_gpt.read_config_file(str(path))
     assert Config().as_env(train_gpt.TrainingSettings).keys() <= named.keys()
     stored = """ARTIFACT_BYTES_MAX CODE_BYTES RATE_CONTROL MATRIX_BITS EMBED_BITS MLP_CLIP_SIGMAS
-    ATTN_CLIP_SIGMAS EMBED_CLIP_SIGMAS GPTQ EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED"""
+    ATTN_CLIP_SIGMAS EMBED_CLIP_SIGMAS TRELLIS COLUMN_STEPS GPTQ EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED"""
     assert set(stored.split()) <= named.keys()
     if named["GPTQ"] == "1":
         assert {key for key in SETTINGS if key.startswith("GPTQ_")} <= named.keys()
