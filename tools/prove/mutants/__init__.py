@@ -78,9 +78,9 @@ def suspicions(
     script: ModuleType, path: Path, mutant: Mutant, name: str, folder: Path
 ) -> Iterator[Finding]:
     """What the probe named for a mutant finds, the quick questions first."""
-    from tools.prove import casing, probes, prove, questions
+    from tools.prove import casing, probes, prove, questions, tiny
 
-    subject = probes.make_subject(script, **mutant.settings)
+    subject = probes.subject_of(script, {**tiny.SCORER, **mutant.settings}, seed=0)
     case = subject.case()
     if mutant.whole_run:
         yield from whole_run(script, mutant, name, folder)
