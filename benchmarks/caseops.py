@@ -1,13 +1,14 @@
 """Plain text against CaseOps and its fused form: length of the stream, bits per byte of the original text.
 
     python benchmarks/caseops.py --docs FILE.jsonl --work DIR [--vocabulary 1024] [--seconds 120]
-        [--seeds 1337 42 2025] [--only plain caseops_fused] [--threads 1] [--keep]
+        [--steps 200] [--seeds 1337 42 2025] [--only plain caseops_fused] [--threads 1] [--keep]
 
 Each variant has a tokenizer trained alike, on the same documents behind the validation ones, and is exported
 by data/export.py. The model, the geometry of ablation.py and the CPU seconds of training are the same for
 all; the order of sequences follows the seed. All are scored without overlap, by averaged weights, on the same
-validation documents, and divide by the bytes of their text. Runs are kept in DIR: several processes share the
-work, and what is there is not measured again.
+validation documents, and divide by the bytes of their text. As model and vocabulary are alike, so is the cost
+of a step: where others share the cores, `--steps` compares the same without their noise. Runs are kept in DIR:
+several processes share the work, and what is there is not measured again.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def settings_of(variant: str, data: Path, arguments: argparse.Namespace) -> dict
     """The variables of a run on a variant."""
     tokenizer = arguments.work / "tokenizers" / f"{data.name}.model"
     paths = argparse.Namespace(
-        tokenizer=tokenizer, data=data, seconds=arguments.seconds, steps=0, val_tokens=0, arm="parts"
-    )
+        tokenizer=tokenizer, data=data, seconds=arguments.seconds, steps=arguments.steps, val_tokens=0,
+        arm="parts",
+    )  # fmt: skip
     tokens = shards.read_shard(data / "fineweb_val_000000.bin")
     limit = targets_of(tokens, arguments.documents)
     return {**ablation.stacks(paths)[ablation.DEFAULT], "VAL_TOKENS_LIMIT": str(limit)}
@@ -111,9 +113,10 @@ def tables(measured: dict[str, Any]) -> list[str]:
     scored = " or ".join(f"{count:,}" for count in sorted({text["bytes"] for text in texts.values()}))
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
     step_tokens = int(geometry["TRAIN_BATCH_TOKENS"])
+    length = f"{measured['steps']} steps" if measured["steps"] else f"{measured['seconds']:g} CPU seconds"
     return [
         f"`{measured['docs']}`, tokenizers of {measured['vocabulary']} pieces trained alike; "
-        f"{measured['seconds']:g} CPU seconds of training; {size.format(**geometry)}; seeds "
+        f"{length} of training; {size.format(**geometry)}; seeds "
         f"{' '.join(map(str, seeds))}; {scored} bytes of validation text, the same documents for all. Text "
         "trained on: steps × tokens × bytes a token of the validation text.",
         "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
@@ -130,6 +133,7 @@ def main() -> None:
     parser.add_argument("--val-docs", type=int, default=901, help="documents that are never trained on")
     parser.add_argument("--documents", type=int, default=300, help="of these, how many are scored")
     parser.add_argument("--seconds", type=float, default=120.0, help="CPU seconds of training of each run")
+    parser.add_argument("--steps", type=int, default=0, help="of training, instead of seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--threads", type=int, default=1)
@@ -142,17 +146,18 @@ def main() -> None:
     if arguments.prepare:
         return
     stacks = {variant: settings_of(variant, data[variant], arguments) for variant in arguments.only}
-    warm = {**stacks[arguments.only[0]], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "2000"}
+    warm = {**stacks[arguments.only[0]], "ITERATIONS": "2", "VAL_TOKENS_LIMIT": "2000"}
     ablation.measure(warm, 0, "cpu")  # thread pools and caches
     measured: dict[str, Any] = {
         "docs": arguments.docs.name, "vocabulary": arguments.vocabulary, "seconds": arguments.seconds,
-        "geometry": ablation.SMALL, "texts": {variant: facts_of(stacks[variant]) for variant in stacks},
+        "steps": arguments.steps, "geometry": ablation.SMALL, "texts": {variant: facts_of(stacks[variant]) for variant in stacks},
     }  # fmt: skip
     alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
     order = list(itertools.product(arguments.seeds, arguments.only))
     about = json.dumps({**alike, **measured}, indent=1)
     measured["rows"] = ablation.share_runs(arguments.work / "runs", stacks, order, "cpu", about)
-    name = f"caseops-{arguments.docs.stem}-{arguments.vocabulary}-{arguments.seconds:g}s"
+    length = f"{arguments.steps}steps" if arguments.steps else f"{arguments.seconds:g}s"
+    name = f"caseops-{arguments.docs.stem}-{arguments.vocabulary}-{length}"
     results.finish(name, before, measured, arguments.keep)
 
 

@@ -248,7 +248,7 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert found is not None and found[0] == pytest.approx(-0.1) and found[1] == pytest.approx(0, abs=1e-9)
     assert caseops.difference(fused[:1], plain) is None
     measured = {
-        "docs": "docs.jsonl", "vocabulary": 1024, "seconds": 1.0, "geometry": ablation.SMALL,
+        "docs": "docs.jsonl", "vocabulary": 1024, "seconds": 1.0, "steps": 0, "geometry": ablation.SMALL,
         "texts": {name: {"targets": 100, "bytes": 250} for name in caseops.VARIANTS},
         "rows": {"plain": plain, "caseops_fused": fused},
     }  # fmt: skip
