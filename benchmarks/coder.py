@@ -45,11 +45,16 @@ def codes_of(path: Path) -> Roles:
     for parameter in table.values():
         count, rows, columns = train_gpt.bank_shape(parameter.shape)
         both += [(rows, count * columns), (rows, count)]
-    section = path.read_bytes()[-about.sections["weights"] :]
-    arrays = train_gpt.decode(section, both)
+    data = path.read_bytes()
+    if train_gpt.parse_header(data, str(path)).column_steps:
+        both += train_gpt.column_shapes(table)
+    section = data[-about.sections["weights"] :]
+    arrays = train_gpt.decode(section, both)[: 2 * len(table)]
     roles: Roles = {}
     for parameter, codes in zip(table.values(), arrays[::2], strict=True):
         if parameter.role:
+            if codes.dtype == np.int16:
+                codes = (codes >> 1).astype(np.int8)  # half steps: general coders get the codes alone
             roles.setdefault(parameter.role, []).append(codes)
     return roles
 
