@@ -84,28 +84,25 @@ def test_what_is_not_kept_is_only_printed(empty: Path, capsys: pytest.CaptureFix
     assert "Entropy coder" not in (empty / "RESULTS.md").read_text()
 
 
-def test_runs_that_a_folder_holds_are_not_measured_again_and_a_claim_is_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_a_folder_holds_are_not_measured_again_and_a_claim_is_for_one(tmp_path: Path) -> None:
     measured: list[tuple[str, int]] = []
 
     def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
         measured.append((settings["NAME"], seed))
         return {"seed": seed}
 
-    monkeypatch.setattr(ablation, "measure", measure)
     stack = {"one row": {"NAME": "one"}, "other": {"NAME": "two"}}
     order = [(seed, name) for seed in (1, 2) for name in stack]
     with ablation.claimed(tmp_path / "other-seed1.json") as mine:  # as another process that is at it
         assert mine
-        rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike")
+        rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike", measure)
     assert measured == [("one", 1), ("one", 2), ("two", 2)]
     assert rows == {"one row": [{"seed": 1}, {"seed": 2}], "other": [{"seed": 2}]}
-    rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike")
+    rows = ablation.share_runs(tmp_path, stack, order, "cpu", "alike", measure)
     assert measured[3:] == [("two", 1)]
     assert rows["other"] == [{"seed": 1}, {"seed": 2}]
     with pytest.raises(SystemExit, match="runs of other conditions"):
-        ablation.share_runs(tmp_path, stack, order, "cpu", "another script")
+        ablation.share_runs(tmp_path, stack, order, "cpu", "another script", measure)
 
 
 def test_lengths_are_compared_on_the_same_tokens_and_steps() -> None:
