@@ -48,6 +48,7 @@ RUN_BY = [
     ("tools plot", FIRST_HOUR),
     ("tools timeline", FIRST_HOUR),
     ("tools generate", FIRST_HOUR),
+    ("tools summary", FIRST_HOUR),
     ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),
 ]
 # What no test of this repository runs, and why.

@@ -133,6 +133,9 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     assert me.summary(me.new_run(before))["losses"] == demo["losses"]
     assert "The function" in me.do('python -m tools generate runs/first/model.bin "The function returns"')
 
+    # What it reached, said again.
+    assert me.do("python -m tools summary runs/first").strip() in out
+
     # Its configuration starts the run again, here with fewer seconds.
     before = me.runs()
     me.do("python train_gpt.py", CONFIG="runs/first/config.env", **SHORT)
