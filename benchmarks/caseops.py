@@ -6,9 +6,9 @@
 Each variant has a tokenizer trained alike, on the same documents behind the validation ones, and is exported
 by data/export.py. The model, the geometry of ablation.py and the CPU seconds of training are the same for
 all; the order of sequences follows the seed. All are scored without overlap, by averaged weights, on the same
-validation documents, and divide by the bytes of their text. As model and vocabulary are alike, so is the cost
-of a step: where others share the cores, `--steps` compares the same without their noise. Runs are kept in DIR:
-several processes share the work, and what is there is not measured again.
+validation documents, and divide by the bytes of their text. As model and vocabulary are alike, so is the
+cost of a step: where others share the cores, `--steps` compares the same without their noise. Runs are kept
+in DIR: several processes share the work, and what is there is not measured again.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def main() -> None:
     warm = {**stacks[arguments.only[0]], "ITERATIONS": "2", "VAL_TOKENS_LIMIT": "2000"}
     ablation.measure(warm, 0, "cpu")  # thread pools and caches
     measured: dict[str, Any] = {
-        "docs": arguments.docs.name, "vocabulary": arguments.vocabulary, "seconds": arguments.seconds,
-        "steps": arguments.steps, "geometry": ablation.SMALL, "texts": {variant: facts_of(stacks[variant]) for variant in stacks},
+        "docs": arguments.docs.name, "vocabulary": arguments.vocabulary, "geometry": ablation.SMALL,
+        "seconds": arguments.seconds, "steps": arguments.steps,
+        "texts": {variant: facts_of(stacks[variant]) for variant in stacks},
     }  # fmt: skip
     alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
     order = list(itertools.product(arguments.seeds, arguments.only))
