@@ -3635,6 +3635,11 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
+def collective(name: str, former_name: str) -> Callable[..., Any]:
+    """A collective of torch by the name that it has from 2.13 on, or by its former one, which warns there."""
+    return getattr(dist, name, None) or getattr(dist, former_name)
+
+
 class Gradients(NamedTuple):
     """The gradients of one step, means over all ranks."""
 
@@ -3727,10 +3732,11 @@ class Optimizer:
         if self.machine.world_size == 1:
             return Gradients(whole, small)
         # All are on the way at once.
+        reduce_scatter = collective("reduce_scatter_single", "reduce_scatter_tensor")
         slices = [torch.empty_like(buffer) for buffer in self.momenta]
         handles = []
         for mine, gradient in zip(slices, whole, strict=True):
-            handles.append(dist.reduce_scatter_tensor(mine, self._fill(gradient), async_op=True))
+            handles.append(reduce_scatter(mine, self._fill(gradient), async_op=True))
         # Many small tensors travel as one.
         flat = nn.utils.parameters_to_vector(small)
         handles.append(dist.all_reduce(flat, async_op=True))
@@ -3789,10 +3795,11 @@ class Optimizer:
         if self.machine.world_size == 1:
             yield from zip(self.banks, slices, strict=True)
             return
+        all_gather = collective("all_gather_single", "all_gather_into_tensor")
         sent = []
         for mine in slices:
             whole = mine.new_empty(len(mine) * self.machine.world_size, *mine.shape[1:])
-            sent.append((whole, dist.all_gather_into_tensor(whole, mine, async_op=True)))
+            sent.append((whole, all_gather(whole, mine, async_op=True)))
         for bank, (whole, handle) in zip(self.banks, sent, strict=True):
             handle.wait()
             yield bank, whole[: len(bank)]

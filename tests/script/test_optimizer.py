@@ -317,8 +317,13 @@ def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return call
 
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"):
-        monkeypatch.setattr(torch.distributed, name, counted(name, getattr(torch.distributed, name)))
+    collectives = ["all_reduce", "broadcast"]
+    for name, former in (("reduce_scatter_single", "reduce_scatter_tensor"),
+                         ("all_gather_single", "all_gather_into_tensor")):  # fmt: skip
+        collectives.append(name if hasattr(torch.distributed, name) else former)
+    for name in collectives:
+        kind = "_".join(name.split("_")[:2])
+        monkeypatch.setattr(torch.distributed, name, counted(kind, getattr(torch.distributed, name)))
     yield calls
     torch.distributed.destroy_process_group()
 
@@ -335,7 +340,7 @@ def test_collectives_of_a_step_are_few_and_those_of_learning_are_one(eight_ranks
     # The small tensors travel as one, and the norm of all gradients is one number.
     banks = len(optimizer.banks)
     assert banks == 4
-    assert eight_ranks == {"reduce_scatter_tensor": banks, "all_gather_into_tensor": banks, "all_reduce": 2}
+    assert eight_ranks == {"reduce_scatter": banks, "all_gather": banks, "all_reduce": 2}
     eight_ranks.clear()
     tokens = np.full(64 + 1, 2, np.uint16)
     train_gpt.learn(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens, config)
