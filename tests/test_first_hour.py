@@ -187,7 +187,8 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     # The proofs, and what a change must pass: here as far as `make test` collects it.
     assert "proven" in me.do("python -m tools prove train_gpt.py")
     me.do("python -m ruff check .")
-    assert " tests collected" in me.do("python -m pytest -q --collect-only -W ignore -p no:cacheprovider")
+    collected = me.do("python -m pytest -qq --collect-only -W ignore -p no:cacheprovider")
+    assert re.search(r"^tests/script/test_run.py: \d+$", collected, re.M)
     assert "pytest -q" in me.do("make --dry-run test")
 
     own_data(me)
