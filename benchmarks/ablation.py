@@ -94,8 +94,9 @@ ONE_OFF = {
 }
 # Sequence lengths in the proportions of PR #2014, which has 1,024, 2,048 and 3,072 tokens: the last or the
 # middle one for all of the run, or growing. Each is scored with the context that its training ended with.
-# Growing lengths are shuffled in segments of 768 tokens, of which a step of this size has few: the second row
-# has these as well, and the last length but for two steps. The average of weights is that of a short run.
+# Three lengths are shuffled in segments of 768 tokens, of which a step of this size has four: the second row
+# has these as well, and the last length but for two steps. Lengths that double are shuffled as the last of
+# them alone is, so that nothing but the lengths differs. The average of weights is that of a short run.
 LAST_LENGTH = {"TRAIN_SEQ_LEN": "384", "EVAL_SEQ_LEN": "384"}
 LENGTHS_GEOMETRY = {
     "TRAIN_BATCH_TOKENS": "3072", "MICRO_BATCH_TOKENS": "3072", "VAL_BATCH_SIZE": "49152",
@@ -106,6 +107,7 @@ LENGTHS = {
     "one length, the last, in segments": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "128:1 256:2 384"},
     "one length, the middle one": {"TRAIN_SEQ_LEN": "256", "EVAL_SEQ_LEN": "256"},
     "three lengths": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "128:0.1 256:0.7 384"},
+    "three lengths, doubling": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "96:0.1 192:0.7 384"},
 }
 
 

@@ -112,6 +112,10 @@ def test_lengths_are_compared_on_the_same_tokens_and_steps() -> None:
         configs[name] = train_gpt.Config.from_env({**geometry, **ablation.DEFAULT_SMALL, **changes})
     growing = configs.pop("three lengths")
     assert [part.length for part in growing.length_parts] == [128, 256, 384]
+    # Lengths that double are shuffled as one of them is.
+    segments = {name: config.segment_tokens for name, config in configs.items()}
+    assert segments["three lengths, doubling"] == segments["one length, the last"] == 384
+    assert segments["one length, the last, in segments"] == growing.segment_tokens == 768
     assert growing.eval_length == 384
     for config in (growing, *configs.values()):
         assert config.train_batch_tokens == growing.train_batch_tokens
