@@ -2293,60 +2293,83 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
 
 
 def pack_heads(x_BTHE: Tensor, key_heads: int) -> Tensor:
-    """(B, T, H, E) to (B K, G T, E): the G query heads that share keys are more rows of one product."""
+    """(B, T, H, E) to (B K, T G, E): the G query heads that share keys are more rows of one product."""
     x_BTKGE = x_BTHE.unflatten(2, (key_heads, -1))
-    return x_BTKGE.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1, 2)
+    return x_BTKGE.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
 
 def unpack_heads(x_NRE: Tensor, shape_BTHE: torch.Size) -> Tensor:
     """Undo `pack_heads`."""
     B, T, H, E = shape_BTHE
     key_heads = len(x_NRE) // B
-    x_BKGTE = x_NRE.view(B, key_heads, H // key_heads, T, E)
-    return x_BKGTE.permute(0, 3, 1, 2, 4).reshape(shape_BTHE)
+    x_BKTGE = x_NRE.view(B, key_heads, T, H // key_heads, E)
+    return x_BKTGE.transpose(1, 2).reshape(shape_BTHE)
+
+
+MATH_ATTENTION_BLOCK = 64  # tokens whose scores are made together
 
 
 class MathAttention(torch.autograd.Function):
     """`attention_sdpa` as plain matrix products, for CPUs: its weights are kept, whose number grows as T².
 
-    Shapes in it: N is B K, rows of the batch times key heads; R is G T, query heads of a group times tokens.
+    Queries come in blocks, which see no later keys: products and weights of a block end with it. Shapes: N
+    is B K, rows of the batch times key heads; R is T G, tokens times the query heads of a group; S is the
+    rows of a block.
     """
 
     @staticmethod
     def forward(ctx: Any, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
         B, T, H, E = q_BTHE.shape
         key_heads = k_BTKE.size(2)
+        group = H // key_heads
         q_NRE = pack_heads(q_BTHE, key_heads)
         # Keys are fewest: they take the scale of the scores.
         k_NTE = pack_heads(k_BTKE * E**-0.5, key_heads)
         v_NTE = pack_heads(v_BTKE, key_heads)
         if mask is None:
             mask = torch.ones(T, T, dtype=torch.bool, device=q_BTHE.device).tril()[None, None]
-        # Who is not seen has a weight of zero; everyone sees at least itself.
-        scores_NRT = q_NRE @ k_NTE.mT
-        scores_BKGTT = scores_NRT.view(B, key_heads, H // key_heads, T, T)
-        scores_BKGTT.masked_fill_(~mask[:, :, None], -math.inf)
-        weights_NRT = scores_NRT.softmax(-1)
-        ctx.save_for_backward(q_NRE, k_NTE, v_NTE, weights_NRT)
-        return unpack_heads(weights_NRT @ v_NTE, q_BTHE.shape)
+        # Added to scores: minus infinity where a token is not seen, whose weight so is zero.
+        unseen_B1T1T = torch.zeros(mask.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
+        unseen_B1T1T = unseen_B1T1T.masked_fill_(~mask, -math.inf)[:, :, :, None]
+        y_NRE = torch.empty_like(q_NRE)
+        blocks = []
+        for start in range(0, T, MATH_ATTENTION_BLOCK):
+            stop = min(start + MATH_ATTENTION_BLOCK, T)
+            rows = slice(start * group, stop * group)
+            scores_NST = q_NRE[:, rows] @ k_NTE[:, :stop].mT
+            scores_BKTGT = scores_NST.view(B, key_heads, stop - start, group, stop)
+            scores_BKTGT += unseen_B1T1T[:, :, start:stop, :, :stop]
+            weights_NST = scores_NST.softmax(-1)
+            torch.bmm(weights_NST, v_NTE[:, :stop], out=y_NRE[:, rows])
+            blocks.append(weights_NST)
+        ctx.save_for_backward(q_NRE, k_NTE, v_NTE, *blocks)
+        return unpack_heads(y_NRE, q_BTHE.shape)
 
     @staticmethod
     def backward(ctx: Any, d_y_BTHE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_NRE, k_NTE, v_NTE, weights_NRT = ctx.saved_tensors
-        B, T, _, E = d_y_BTHE.shape
+        q_NRE, k_NTE, v_NTE, *blocks = ctx.saved_tensors
+        B, T, H, E = d_y_BTHE.shape
         key_heads = len(k_NTE) // B
+        group = H // key_heads
         # Rows of a group's heads are rows of one product, so gradients of what they share are sums already.
         d_y_NRE = pack_heads(d_y_BTHE, key_heads)
-        d_v_NTE = weights_NRT.mT @ d_y_NRE
-        d_weights_NRT = d_y_NRE @ v_NTE.mT
-        d_scores_NRT = torch.ops.aten._softmax_backward_data(
-            d_weights_NRT, weights_NRT, -1, weights_NRT.dtype)
-        d_q_NRE = d_scores_NRT @ k_NTE
-        d_k_NTE = d_scores_NRT.mT @ q_NRE * E**-0.5
+        d_q_NRE = torch.empty_like(q_NRE)
+        d_k_NTE = torch.zeros_like(k_NTE)
+        d_v_NTE = torch.zeros_like(v_NTE)
+        for number, weights_NST in enumerate(blocks):
+            stop = weights_NST.size(2)
+            start = number * MATH_ATTENTION_BLOCK
+            rows = slice(start * group, stop * group)
+            d_v_NTE[:, :stop] += weights_NST.mT @ d_y_NRE[:, rows]
+            d_weights_NST = d_y_NRE[:, rows] @ v_NTE[:, :stop].mT
+            d_scores_NST = torch.ops.aten._softmax_backward_data(
+                d_weights_NST, weights_NST, -1, weights_NST.dtype)
+            torch.bmm(d_scores_NST, k_NTE[:, :stop], out=d_q_NRE[:, rows])
+            d_k_NTE[:, :stop] += d_scores_NST.mT @ q_NRE[:, rows]
         shape_BTKE = torch.Size((B, T, key_heads, E))
         return (
             unpack_heads(d_q_NRE, d_y_BTHE.shape),
-            unpack_heads(d_k_NTE, shape_BTKE),
+            unpack_heads(d_k_NTE * E**-0.5, shape_BTKE),
             unpack_heads(d_v_NTE, shape_BTKE),
             None,
         )
@@ -3245,9 +3268,11 @@ class ManualCrossEntropy(torch.autograd.Function):
             sigmoid_NV = (wide_NV * (2 / softcap)).sigmoid_()
             wide_NV = sigmoid_NV * (2 * softcap)
         largest_N1 = wide_NV.amax(1, keepdim=True)
-        exponentials_NV = (wide_NV - largest_N1).exp_()
-        sum_N1 = exponentials_NV.sum(1, keepdim=True)
         target_N1 = wide_NV.gather(1, targets_N[:, None])
+        # Without a softcap these are the caller's logits.
+        wide_NV = wide_NV.sub_(largest_N1) if softcap else wide_NV - largest_N1
+        exponentials_NV = wide_NV.exp_()
+        sum_N1 = exponentials_NV.sum(1, keepdim=True)
         ctx.save_for_backward(exponentials_NV, sum_N1, sigmoid_NV, targets_N)
         ctx.dtype = logits_NV.dtype
         return (sum_N1.log() + largest_N1 - target_N1).squeeze(1)
@@ -3407,8 +3432,9 @@ def slow_attention(name: str, c: Config, machine: Machine) -> list[str]:
     return []
 
 
-# Up to this context plain products attend faster than torch's own kernel on a CPU.
-MATH_ATTENTION_TOKENS = 512
+# On a CPU plain products attend faster than torch's own kernel, as long as the weights that they keep for the
+# backward pass take no more memory than this.
+MATH_ATTENTION_BYTES = 1 << 30
 
 
 def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor], str]:
@@ -3428,10 +3454,12 @@ def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor]
     if c.attention != "auto":
         names = [c.attention]
     elif not machine.on_gpu:
-        # Short contexts are so few weights that they may be kept; a compiler knows torch's own as well.
         longest = max(c.eval_length, *(part.length for part in c.length_parts))
-        short = longest <= MATH_ATTENTION_TOKENS and not machine.compiled
-        names = ["math", "sdpa"] if short else ["sdpa"]
+        visits = sum(map(len, visit_order(c, looping=True)))
+        kept_bytes = 4 * c.micro_batch_tokens * c.num_heads * (longest // 2) * visits
+        # A compiler knows torch's own as well.
+        fits = kept_bytes <= MATH_ATTENTION_BYTES and not machine.compiled
+        names = ["math", "sdpa"] if fits else ["sdpa"]
     elif c.doc_mask:
         names = ["fa3", "varlen", "fa2", "sdpa"]
     else:
@@ -3595,14 +3623,19 @@ def iterate_on_gram(x_NRC: Tensor, iterations: list[Quintic]) -> Tensor:
     which becomes q g q. Those are differences of large numbers: bfloat16 has too few digits for them.
     """
     gram_NRR = x_NRC @ x_NRC.mT
-    product_NRR = torch.eye(x_NRC.size(1), device=x_NRC.device).expand_as(gram_NRR)
+    product_NRR = None
     for number, (a, b, c) in enumerate(iterations, 1):
         # q without its first term, which `beta` adds wherever q multiplies.
         rest_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
-        product_NRR = torch.baddbmm(product_NRR, rest_NRR, product_NRR, beta=a)
+        if product_NRR is None:
+            product_NRR = rest_NRR.clone()
+            product_NRR.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            product_NRR = torch.baddbmm(product_NRR, rest_NRR, product_NRR, beta=a)
         if number < len(iterations):
             half_NRR = torch.baddbmm(gram_NRR, rest_NRR, gram_NRR, beta=a)
             gram_NRR = torch.baddbmm(half_NRR, half_NRR, rest_NRR, beta=a)
+    assert product_NRR is not None, "MUON_BACKEND_STEPS is one at least"
     return product_NRR @ x_NRC
 
 
@@ -3632,7 +3665,11 @@ def orthogonalize(
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
     """Sum of the squares of all entries, on the device."""
-    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+    if tensors[0].is_cuda:
+        return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+    # In one pass over each: a CPU would write the squares, and read them again.
+    flat = [tensor.flatten() for tensor in tensors]
+    return torch.stack([torch.dot(entries, entries) for entries in flat]).sum()
 
 
 def collective(name: str, former_name: str) -> Callable[..., Any]:
@@ -3766,7 +3803,9 @@ class Optimizer:
         )
         for bank, update in self._gather(updates):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
-            bank.mul_(1.0 - lr * self.config.muon_wd).add_(update, alpha=-lr * factor)
+            if self.config.muon_wd:
+                bank.mul_(1.0 - lr * self.config.muon_wd)
+            bank.add_(update, alpha=-lr * factor)
 
     def _update_average(self, step: int) -> None:
         """Move the average towards the weights; faster at first, so that a short run forgets its start."""
