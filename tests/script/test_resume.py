@@ -276,7 +276,8 @@ def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, finis
     ended = lab.succeed(**nothing_but(lab, RESUME=copy))
     assert_same_result(ended, finished)
     log = (copy / "log.txt").read_text("utf-8")
-    for name, value in finished.summary["overrides"].items():
+    as_stopped = {**finished.summary["overrides"], **NO_WARMUP}
+    for name, value in as_stopped.items():
         if name not in ("RUN_ID", "RUNS_DIR", "CHECKPOINT_EVERY_SECONDS"):
             assert log.count(f"\nfound:{name}={value}\n") == 1, name
     assert ended.summary["code"]["former"] == []

@@ -27,7 +27,7 @@ from types import ModuleType
 
 SCRIPT_BYTES_MAX = 2**20  # of a file; a larger one is not read
 UNWRAPPED_BYTES_MAX = 2**20  # more than any script; a longer payload is refused, not expanded
-PARSED_CHARACTERS_MAX = 300_000  # a syntax tree takes up to a kilobyte per character
+PARSED_CHARACTERS_MAX = 500_000  # a syntax tree takes up to a kilobyte per character
 WRAPS_MAX = 8  # how often a program may be wrapped before it is left as it is
 LAYERS_MAX = 4  # of encodings and compressions in one wrapper
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
