@@ -981,6 +981,11 @@ class Machine:
         return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
 
     @property
+    def for_scoring(self) -> "Machine":
+        """This machine as scorers see it: a CPU has scored all before their graphs would be compiled."""
+        return self if self.on_gpu else replace(self, compiled=False)
+
+    @property
     def orthogonalize_dtype(self) -> torch.dtype:
         """Of the products of Newton-Schulz, which need few digits: bfloat16 where there are units for it."""
         if self.on_gpu or (self.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
@@ -5714,7 +5719,7 @@ class Training:
         self.config = config
         self.run = run
         self.validation = validation
-        self.model = ready_model(build_model(config), machine, kernels)
+        self.model = ready_model(build_model(config), machine.for_scoring, kernels)
         # One graph from tokens to loss: a break in it would cost more than any kernel gains.
         self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
         self.optimizer = Optimizer(self.model, config, machine)
@@ -6353,7 +6358,7 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
         trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16, train_seq_lens="")
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path(ARTIFACT))
-        ready_model(model, run.machine, inputs.kernels)
+        ready_model(model, run.machine.for_scoring, inputs.kernels)
         compile_evaluation(model, config, inputs.validation.tokens)
     scores = evaluate(model, config, run, inputs.validation, weights_form(config))
     summarize(config, run, inputs, trained, about, scores)

@@ -737,6 +737,11 @@ def test_forms_for_cpus_pass_their_own_check(dtype: torch.dtype, monkeypatch: py
     assert train_gpt.choose_attention(tiny(), Machine(dtype=dtype))[0] is train_gpt.attention_sdpa
 
 
+def test_a_cpu_compiles_what_trains_and_not_what_scores() -> None:
+    assert not Machine(compiled=True).for_scoring.compiled
+    assert Card(compiled=True).for_scoring.compiled
+
+
 PLAIN = (
     train_gpt.attention_sdpa, train_gpt.mlp_plain, train_gpt.heads_plain, train_gpt.xsa_plain,
     train_gpt.rms_norm, train_gpt.cross_entropy_plain,
