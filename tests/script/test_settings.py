@@ -429,6 +429,8 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
 def test_what_no_cpu_can_compile_is_told_before_minutes_of_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path with a space breaks the linker inside torch; without a C++ compiler there is nothing to link."""
     config = Config(device="cpu", compile="1")
+    # Wherever these tests themselves run.
+    monkeypatch.setattr(train_gpt.torch, "__file__", "/home/user/lib/torch/__init__.py")
     assert train_gpt.this_machine(config, {"CXX": sys.executable}).compiled  # any program that is there
     with pytest.raises(ConfigError, match=r"COMPILE=1: .*no-such-compiler; .*CXX.*COMPILE=0"):
         train_gpt.this_machine(config, {"CXX": "no-such-compiler"})
