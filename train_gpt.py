@@ -3398,7 +3398,7 @@ class Kernels(NamedTuple):
     heads: Callable[..., Heads]
     xsa: Callable[..., Tensor]
     report: list[str]  # lines for the log
-    # On GPUs always these.
+    # On GPUs these, unless MANUAL_BACKWARD=1 asks for others.
     norm: Callable[..., Tensor] = rms_norm
     cross_entropy: Callable[..., Tensor] = cross_entropy_plain
 
