@@ -19,7 +19,6 @@ of the validation text have, with the settings of a configuration. With a census
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
@@ -40,7 +39,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import ablation, results  # noqa: E402
-from train_gpt import BOS_ID, GPT, Config, Machine  # noqa: E402
+from train_gpt import BOS_ID, GPT, Config  # noqa: E402
 
 TITLE = "Test-time training"
 TARGETS_OF_FINEWEB = 40_540_160  # of the official validation text in SP8192, 50,000 documents
@@ -103,22 +102,9 @@ def trained_model(config: Config, store: Path) -> GPT:
         model.load_state_dict(torch.load(path))
         return model
     started = time.process_time()
-    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
-    optimizer = train_gpt.Optimizer(model, config, Machine())
-    loader = train_gpt.Loader(config, shards, Machine())
-    with contextlib.closing(loader):
-        for step in range(config.iterations):
-            progress = train_gpt.run_progress(0.0, step, config)
-            looping = train_gpt.loop_is_on(progress, config)
-            for _ in range(loader.micro_steps):
-                batch = loader.next_batch()
-                loss = model.loss(batch.inputs_BT, batch.targets_BT, batch.starts, looping)
-                (loss / loader.micro_steps).backward()
-            scale = train_gpt.learning_rate_scale(progress, step, config)
-            optimizer.step(scale, train_gpt.muon_momentum(progress, step, config), step)
-    optimizer.use_average()
+    steps = ablation.train(config, model, ablation.clock("cpu"))
     seconds = time.process_time() - started
-    print(f"seed {config.seed}: {config.iterations} steps, {seconds:.0f} s of CPU", flush=True)
+    print(f"seed {config.seed}: {steps} steps, {seconds:.0f} s of CPU", flush=True)
     torch.save(model.state_dict(), path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
     return model
