@@ -65,6 +65,12 @@ DEFAULT_SMALL = {
     "XSA_LAST_N": "4", "LOOP_START": "1", "LOOP_END": "1", "PARALLEL_START_LAYER": "3",
     "MATRIX_LR": "0.04", "SCALAR_LR": "0.04", "TIED_EMBED_LR": "0.05",
 }  # fmt: skip
+# Half as deep, for comparisons that need more steps or longer ones than a model of four layers has time for.
+SMALLER_MODEL = {
+    "NUM_LAYERS": "2", "MODEL_DIM": "48", "XSA_LAST_N": "2", "LOOP_START": "0", "LOOP_END": "0",
+    "PARALLEL_START_LAYER": "1",
+}  # fmt: skip
+SHORT_AVERAGE = {"EMA_DECAY": "0.97"}  # of weights, over runs of some hundred steps
 BASELINE_SCHEDULE = {
     "WARMDOWN_ITERS": "0", "WARMDOWN_FRAC": str(1200 / 13_780),
     "MUON_MOMENTUM_WARMUP_STEPS": "0", "MUON_MOMENTUM_WARMUP_FRAC": str(500 / 13_780),
@@ -94,21 +100,26 @@ ONE_OFF = {
 }
 # Sequence lengths in the proportions of PR #2014, which has 1,024, 2,048 and 3,072 tokens: the last or the
 # middle one for all of the run, or growing. Each is scored with the context that its training ended with.
-# Three lengths are shuffled in segments of 768 tokens, of which a step of this size has four: the second row
-# has these as well, and the last length but for two steps. Lengths that double are shuffled as the last of
-# them alone is, so that nothing but the lengths differs. The average of weights is that of a short run.
-LAST_LENGTH = {"TRAIN_SEQ_LEN": "384", "EVAL_SEQ_LEN": "384"}
+# Three lengths are shuffled in segments of 384 tokens, of which a step has 16: fewer independent pieces of
+# text than 32 sequences of 192, which costs by itself. So each growing row has a partner of one length that
+# is shuffled as it is, in the same segments: of those two, nothing but the lengths differs. A step of many
+# tokens wants a smaller model than the rows of `parts` have.
 LENGTHS_GEOMETRY = {
-    "TRAIN_BATCH_TOKENS": "3072", "MICRO_BATCH_TOKENS": "3072", "VAL_BATCH_SIZE": "49152",
-    "EMA_DECAY": "0.97",
+    **SMALLER_MODEL, **SHORT_AVERAGE,
+    "TRAIN_BATCH_TOKENS": "6144", "MICRO_BATCH_TOKENS": "6144", "VAL_BATCH_SIZE": "49152",
 }  # fmt: skip
+LAST_LENGTH = {"TRAIN_SEQ_LEN": "192", "EVAL_SEQ_LEN": "192"}
+ONE_LENGTH = "one length, the last"
+ONE_LENGTH_IN_SEGMENTS = "one length, the last, in segments"
 LENGTHS = {
-    "one length, the last": {**LAST_LENGTH},
-    "one length, the last, in segments": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "128:1 256:2 384"},
-    "one length, the middle one": {"TRAIN_SEQ_LEN": "256", "EVAL_SEQ_LEN": "256"},
-    "three lengths": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "128:0.1 256:0.7 384"},
-    "three lengths, doubling": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "96:0.1 192:0.7 384"},
+    ONE_LENGTH: {**LAST_LENGTH},
+    # All but the first two steps have the last length.
+    ONE_LENGTH_IN_SEGMENTS: {**LAST_LENGTH, "TRAIN_SEQ_LENS": "64:1 128:2 192"},
+    "one length, the middle one": {"TRAIN_SEQ_LEN": "128", "EVAL_SEQ_LEN": "128"},
+    "three lengths": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "64:0.1 128:0.7 192"},
+    "three lengths, doubling": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "48:0.1 96:0.7 192"},
 }
+LENGTHS_PARTNER = {"three lengths": ONE_LENGTH_IN_SEGMENTS, "three lengths, doubling": ONE_LENGTH}
 
 
 def default_schedule() -> dict[str, str]:
@@ -317,12 +328,13 @@ def main() -> None:
     geometry = SMALL
     if arguments.arm == "lengths":
         name = f"ablation-lengths-{arguments.data.name}-{arguments.seconds:g}s"
-        geometry = {**SMALL, **LENGTHS_GEOMETRY, "TRAIN_SEQ_LEN": "128, 256 or 384"}
+        geometry = {**SMALL, **LENGTHS_GEOMETRY, "TRAIN_SEQ_LEN": "48 to 192"}
     if arguments.steps:
         name = f"{name.rpartition('-')[0]}-{arguments.steps}steps"
     measured = {
         "data": arguments.data.name, "seconds": arguments.seconds, "clock": arguments.clock,
-        "val_tokens": arguments.val_tokens, "geometry": geometry, "default": DEFAULT_SMALL, "rows": {},
+        "val_tokens": arguments.val_tokens, "geometry": geometry,
+        "default": {name: geometry.get(name, value) for name, value in DEFAULT_SMALL.items()}, "rows": {},
     }  # fmt: skip
     if arguments.steps:
         measured["steps"] = arguments.steps

@@ -58,7 +58,8 @@ class Shape:
         depth = layers + self.layers
         return {
             "MODEL_DIM": str(channels), "NUM_LAYERS": str(depth), "MLP_MULT": str(self.mlp),
-            "XSA_LAST_N": str(depth), "PARALLEL_START_LAYER": str(depth - 1), **self.settings,
+            "XSA_LAST_N": str(depth), "PARALLEL_START_LAYER": str(depth - 1),
+            "LOOP_START": str(min(1, depth - 2)), "LOOP_END": str(min(1, depth - 2)), **self.settings,
         }  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     )  # fmt: skip
     default = ablation.stacks(asked)[ablation.DEFAULT]
     quantization = {
-        "GPTQ": "1", "RATE_CONTROL": "1", "GPTQ_DAMPING": "0.05", "GPTQ_RESERVE_SECONDS": "0",
-        "ARTIFACT_BYTES_MAX": str(arguments.bytes),
+        **ablation.SHORT_AVERAGE, "GPTQ": "1", "GPTQ_DAMPING": "0.05", "GPTQ_RESERVE_SECONDS": "0",
+        "RATE_CONTROL": "1", "ARTIFACT_BYTES_MAX": str(arguments.bytes),
     }  # fmt: skip
     return {
         name: {**default, **quantization, **shape.environment(arguments.width, arguments.layers)}

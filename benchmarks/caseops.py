@@ -4,9 +4,9 @@
         [--steps 200] [--seeds 1337 42 2025] [--only plain caseops_fused] [--threads 1] [--keep]
 
 Each variant has a tokenizer trained alike, on the same documents behind the validation ones, and is exported
-by data/export.py. The model, the geometry of ablation.py and the CPU seconds of training are the same for
-all; the order of sequences follows the seed. All are scored without overlap, by averaged weights, on the same
-validation documents, and divide by the bytes of their text. As model and vocabulary are alike, so is the
+by data/export.py. The model, smaller than that of ablation.py, and the CPU seconds of training are the same
+for all; the order of sequences follows the seed. All are scored without overlap, by averaged weights, on the
+same validation documents, and divide by the bytes of their text. As model and vocabulary are alike, so is the
 cost of a step: where others share the cores, `--steps` compares the same without their noise. Runs are kept
 in DIR: several processes share the work, and what is there is not measured again.
 """
@@ -38,6 +38,7 @@ from data.encoding import PLAIN, VARIANTS  # noqa: E402
 Runs = list[dict[str, Any]]
 TITLE = "CaseOps against plain text"
 HEADER = "| variant | bytes a token | steps | text trained on | val_bpb | std | minus plain | its error | n |"
+MODEL = {**ablation.SMALLER_MODEL, **ablation.SHORT_AVERAGE}
 
 
 def prepared(variant: str, arguments: argparse.Namespace) -> Path:
@@ -68,7 +69,8 @@ def settings_of(variant: str, data: Path, arguments: argparse.Namespace) -> dict
     )  # fmt: skip
     tokens = shards.read_shard(data / "fineweb_val_000000.bin")
     limit = targets_of(tokens, arguments.documents)
-    return {**ablation.stacks(paths)[ablation.DEFAULT], "VAL_TOKENS_LIMIT": str(limit)}
+    default = ablation.stacks(paths)[ablation.DEFAULT]
+    return {**default, **MODEL, "VAL_TOKENS_LIMIT": str(limit)}
 
 
 def facts_of(settings: dict[str, str]) -> dict[str, int]:
@@ -149,7 +151,8 @@ def main() -> None:
     warm = {**stacks[arguments.only[0]], "ITERATIONS": "2", "VAL_TOKENS_LIMIT": "2000"}
     ablation.measure(warm, 0, "cpu")  # thread pools and caches
     measured: dict[str, Any] = {
-        "docs": arguments.docs.name, "vocabulary": arguments.vocabulary, "geometry": ablation.SMALL,
+        "docs": arguments.docs.name, "vocabulary": arguments.vocabulary,
+        "geometry": {**ablation.SMALL, **MODEL},
         "seconds": arguments.seconds, "steps": arguments.steps,
         "texts": {variant: facts_of(stacks[variant]) for variant in stacks},
     }  # fmt: skip

@@ -106,18 +106,18 @@ def test_runs_that_a_folder_holds_are_not_measured_again_and_a_claim_is_for_one(
 
 
 def test_lengths_are_compared_on_the_same_tokens_and_steps() -> None:
-    geometry = {**ablation.SMALL, **ablation.LENGTHS_GEOMETRY, "VOCAB_SIZE": "320"}
+    geometry = {**ablation.SMALL, **ablation.DEFAULT_SMALL, **ablation.LENGTHS_GEOMETRY, "VOCAB_SIZE": "320"}
     configs = {}
     for name, changes in ablation.LENGTHS.items():
-        configs[name] = train_gpt.Config.from_env({**geometry, **ablation.DEFAULT_SMALL, **changes})
-    growing = configs.pop("three lengths")
-    assert [part.length for part in growing.length_parts] == [128, 256, 384]
-    # Lengths that double are shuffled as one of them is.
-    segments = {name: config.segment_tokens for name, config in configs.items()}
-    assert segments["three lengths, doubling"] == segments["one length, the last"] == 384
-    assert segments["one length, the last, in segments"] == growing.segment_tokens == 768
-    assert growing.eval_length == 384
-    for config in (growing, *configs.values()):
+        configs[name] = train_gpt.Config.from_env({**geometry, **changes})
+    growing = configs["three lengths"]
+    assert [part.length for part in growing.length_parts] == [64, 128, 192]
+    assert growing.eval_length == 192
+    # What is compared is shuffled alike and scored with the same context.
+    for name, partner in ablation.LENGTHS_PARTNER.items():
+        assert configs[name].segment_tokens == configs[partner].segment_tokens
+        assert configs[name].eval_length == configs[partner].eval_length
+    for config in configs.values():
         assert config.train_batch_tokens == growing.train_batch_tokens
         assert train_gpt.micro_steps_per_step(config, 1) == 1
 
