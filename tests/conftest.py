@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.processes import dataset, finished, lab  # noqa: F401
+from tests.support.waiting import TIME_SCALE
 
 if not torch.cuda.is_available():  # Triton decides at import whether its interpreter runs the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,8 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and say so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scale the limits that end a test which hangs; skip what needs a GPU where there is none, and say so."""
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        seconds = float(mark.args[0] if mark else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * TIME_SCALE), append=False)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -19,6 +19,7 @@ import sentencepiece as spm
 
 from data import caseops, documents, encoding, export, shards
 from data.files import exclusive, sha256_file
+from tests.support.waiting import DEADLINE_SECONDS
 
 VAL_DOCUMENTS = 20
 WORDS = ["the", "Model", "reads", "TOKENS", "and", "writes", "weights", "McGraw", "iPhone", "NASA's", "",
@@ -317,7 +318,7 @@ def test_workers_do_not_outlive_a_killed_parent(repo: Path, models: dict[str, Pa
         process.kill()
         process.wait()
         pytest.skip("the system does not list child processes")
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + DEADLINE_SECONDS
     pids: list[str] = []
     while len(pids) < 3 and time.monotonic() < deadline_s:  # two workers and the resource tracker
         pids = children.read_text().split()

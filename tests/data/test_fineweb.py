@@ -23,6 +23,7 @@ import sentencepiece as spm
 
 from data import fineweb, shards
 from tests.support import hub_server, tiny
+from tests.support.waiting import DEADLINE_SECONDS
 
 REPO = "willdepueoai/parameter-golf"
 DATASET = "fineweb10B_sp1024"
@@ -342,11 +343,11 @@ def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Pa
         process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         begin_bytes = sum(hub.sent.values())
         target = begin_bytes + generator.randrange(1, sum(map(len, files.values())) // 2)
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + DEADLINE_SECONDS
         while process.poll() is None and sum(hub.sent.values()) < target and time.monotonic() < deadline_s:
             time.sleep(0.005)
         process.send_signal(generator.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
-        process.wait(60)
+        process.wait(DEADLINE_SECONDS)
         receipts = fineweb.Receipts.load(directory(out) / fineweb.RECEIPTS_NAME)
         received = receipts.files if receipts else {}
         finished = {name for name in received if name.endswith(".bin")}

@@ -30,10 +30,10 @@ from data import shards
 from tests.support import tiny
 from tests.support.clock import counted_clock
 from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started
+from tests.support.waiting import DEADLINE_SECONDS
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two
-TOGETHER_SECONDS = 60.0  # what one dead rank may cost the others
 SAVING: dict[str, Any] = {"CHECKPOINT_EVERY_SECONDS": 0.02}
 SLOW = "import time, torch\nstep = torch.optim.AdamW.step\n"
 SLOW += "def slow(*given):\n    time.sleep(0.05); return step(*given)\ntorch.optim.AdamW.step = slow\n"
@@ -131,7 +131,7 @@ def end_by(number: int, lab: Lab, reference: Ended, source: random.Random) -> No
     started = lab.start(fault=SLOW, **SAVING)
     if reached(started, source.choice([*MARKS.values()]), source.uniform(0.0, 0.2)):
         started.send(number)
-    assert_whole(go_on(lab, started.wait(10.0 + TOGETHER_SECONDS)), reference)
+    assert_whole(go_on(lab, started.wait()), reference)
 
 
 def killed(lab: Lab, reference: Ended, source: random.Random) -> None:
@@ -230,7 +230,7 @@ def data_read_only(lab: Lab, reference: Ended, source: random.Random) -> None:
 def locale_not_utf_8(lab: Lab, reference: Ended, source: random.Random) -> None:
     settings = lab.settings(LC_ALL=source.choice(["C", "POSIX"]), PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
     process = subprocess.run([sys.executable, str(SCRIPT)], env=settings, cwd=lab.folder, capture_output=True,
-                             timeout=600)  # fmt: skip
+                             timeout=DEADLINE_SECONDS)  # fmt: skip
     assert process.returncode == 0 and process.stderr == b"", process.stderr
     assert_whole(Ended(0, "", "", lab.folder / "runs"), reference)
 
@@ -241,12 +241,13 @@ def odd_path(lab: Lab, reference: Ended, source: random.Random) -> None:
 
 
 def rank_killed(lab: Lab, reference: Ended, source: random.Random) -> None:
-    ranks = lab.ranks(2, fault=SLOW, **SAVING)
+    # One that only waited until it lost patience would hang.
+    ranks = lab.ranks(2, fault=SLOW, PEER_TIMEOUT_SECONDS=1e6, **SAVING)
     victim = source.randrange(2)
     mark = source.choice([*MARKS.values()][1:])
     if reached(ranks[0], mark, source.uniform(0.0, 0.2)):
         ranks[victim].send(signal.SIGKILL)
-    ended = [rank.wait(TOGETHER_SECONDS) for rank in ranks]
+    ended = [rank.wait() for rank in ranks]
     if not [*lab.folder.glob("runs/*/summary.json")]:
         assert any(one.status != 0 for one in ended)  # the other one may just have done its part
         whole = go_on(lab, ended[0])  # on one rank: the same data, and the same numbers to rounding

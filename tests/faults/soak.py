@@ -29,13 +29,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support import tiny
 from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started
+from tests.support.waiting import DEADLINE_SECONDS
 
 SAMPLE_SECONDS = 0.2
 ENOUGH_SAMPLES = 20
-MOST_SECONDS = 60.0
 TRAINING_SHARE = 0.5  # of the seconds under faults; the rest goes into pauses and new starts
 MOST_MIB = 16.0  # what the allocator may keep
-WATCHED = {"TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 100, "VAL_LOSS_EVERY": 500, "LOADER_TIMEOUT_SECONDS": 60}
+WATCHED = {"TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 100, "VAL_LOSS_EVERY": 500,
+           "LOADER_TIMEOUT_SECONDS": DEADLINE_SECONDS}  # fmt: skip
 # Where a file named `stall` lies in the working directory, no shard can be opened: the reader waits.
 STALLS = """
 import builtins, time
@@ -104,7 +105,7 @@ def disturb(life: Life, source: random.Random, counts: Counter[str], until: floa
         if time.monotonic() > death:
             fault = source.choice(["SIGTERM", "SIGKILL"])
             life.started.send(signal.Signals[fault])
-            life.started.process.join(MOST_SECONDS)
+            life.started.process.join(DEADLINE_SECONDS)
         elif fault == "pause":
             life.started.send(signal.SIGSTOP)
             time.sleep(source.uniform(0.0, 0.5))

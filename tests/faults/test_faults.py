@@ -15,7 +15,8 @@ import pytest
 
 from tests.faults.faults import KINDS, MARKS, SLOW, assert_whole, matrix, reached
 from tests.faults.soak import soak
-from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab, Started
+from tests.support.processes import SCRIPT, Ended, Lab, Started
+from tests.support.waiting import DEADLINE_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 KILLS = 30
@@ -72,13 +73,13 @@ def test_kills_of_one_rank_under_torchrun(count: int, lab: Lab) -> None:
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     subprocess.run(["kill", "-KILL", children[-1]], check=True)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode != 0 and "SIGKILL" in err
     assert not Path(f"/proc/{children[0]}").exists()
     resumed = lab.start(RESUME=log.parent, ITERATIONS=100000)
     resumed.wait_for("resumed:")
     resumed.send(signal.SIGTERM)
-    resumed.wait(20)
+    resumed.wait()
 
 
 def test_the_fault_matrix(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import train_gpt
+from tests.support.waiting import DEADLINE_SECONDS
 from tools.prove import probes, tiny
 from train_gpt import BOS_ID, Config, ConfigError, DocumentAdapters, DocumentScorer, Ledger, Machine
 
@@ -250,7 +251,7 @@ def test_ranks_together_write_the_ledger_of_one(ranks: int) -> None:
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = lab.tokens()
     alone = lab.nats("score_ttt", tokens)
-    Together.meeting = threading.Barrier(ranks, timeout=60)
+    Together.meeting = threading.Barrier(ranks, timeout=DEADLINE_SECONDS)
     Together.sums = [None] * ranks
     found: list[Any] = [None] * ranks
 

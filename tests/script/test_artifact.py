@@ -25,6 +25,7 @@ import torch
 
 import train_gpt
 from tests.support.models import plain_settings, random_batches, trained_like
+from tests.support.waiting import DEADLINE_SECONDS
 from tools.runs.source import decoded, unwrap
 from train_gpt import ArtifactError, Config, ModelSettings
 
@@ -513,7 +514,8 @@ if __name__ == "__main__":
 def run_script(folder: Path, source: bytes) -> subprocess.CompletedProcess[str]:
     (folder / "train_gpt.py").write_bytes(source)
     return subprocess.run(
-        [sys.executable, "train_gpt.py", "a", "b"], cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "train_gpt.py", "a", "b"], cwd=folder, capture_output=True, text=True,
+        timeout=DEADLINE_SECONDS,
     )
 
 
@@ -535,8 +537,8 @@ def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> Non
         (["-c", program], "16 é\\ %s\n"),
         (["-m", "wrapped"], "__main__ [] 9"),
     ):
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, timeout=60,
-                              env={"PYTHONIOENCODING": "utf-8"})  # fmt: skip
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True,
+                              timeout=DEADLINE_SECONDS, env={"PYTHONIOENCODING": "utf-8"})  # fmt: skip
         assert told in done.stdout.decode(), done.stderr
 
 

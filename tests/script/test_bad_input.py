@@ -28,6 +28,7 @@ from data.shards import BOS_ID, write_shard
 from tests.support import tiny
 from tests.support.processes import ONE_THREAD, SCRIPT, TINY_RUN, Ended, Lab
 from tests.support.tiny import VOCAB_SIZE, tokens_of
+from tests.support.waiting import DEADLINE_SECONDS
 
 TRAIN, VAL = "fineweb_train_000000.bin", "fineweb_val_000000.bin"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 200001024\n"
@@ -666,7 +667,7 @@ def test_a_closed_console_does_not_end_a_run(lab: Lab) -> None:
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     process.stderr.close()
-    assert process.wait(120) == 0
+    assert process.wait(DEADLINE_SECONDS) == 0
     summary = json.loads((lab.folder / "runs" / "run" / "summary.json").read_text())
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
     assert summary["exit"] == "finished" and "step:6/6" in log and "done: " in log
@@ -693,11 +694,11 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": 0, "PYTHONUTF8": 0}
 
 def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
     process = python(lab, EVAL_STRIDE=0, TTT_ENABLED=0, **ASCII)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0 and err == b"" and b"final_int" in out and b"done: " in out
     process = python(lab, "--help", **ASCII)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0 and err == b"" and b"MATRIX_LR" in out
     process = python(lab, DATA_PATH="/dätä", **ASCII)  # Python itself cannot read such a name there
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 1 and err.startswith(b"error: DATA_PATH=")

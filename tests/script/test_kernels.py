@@ -27,6 +27,7 @@ from torch import Tensor
 import train_gpt
 from tests.support.models import tiny_config
 from tests.support.ranks import on_ranks
+from tests.support.waiting import DEADLINE_SECONDS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: only the plain twin exists here")
 
@@ -627,7 +628,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
         "PYTHONPATH": path,
     }
     command = [sys.executable, "-c", COMPILE, capability]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True,
+                          timeout=DEADLINE_SECONDS)  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     assert spilled == [("0", "0")] * 8  # two tiles of the MLP, heads and XSA, each forward and backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import itertools
 import os
 import re
@@ -678,9 +679,10 @@ def test_an_error_in_the_stage_arrives(
 @pytest.mark.parametrize("name", ["loader disk", "loader stage"])
 def test_a_worker_that_is_killed(shards: list[Any], name: str) -> None:
     """An exception from outside ends a worker between two items: its reader does not wait for ever."""
-    with open_loader(shards, loader_timeout_seconds=1) as loader:
+    with open_loader(shards) as loader:
         loader.next_batch()
         wait_until(lambda: loader.ready() == 2)
+        loader.config = dataclasses.replace(loader.config, loader_timeout_seconds=1)
         (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith(name))
         killed = ctypes.c_ulong(thread.ident)
         assert ctypes.pythonapi.PyThreadState_SetAsyncExc(killed, ctypes.py_object(SystemExit)) == 1
@@ -849,7 +851,7 @@ def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
     )  # fmt: skip
     try:
-        out, err = process.communicate(timeout=4 * DEADLINE_SECONDS)
+        out, err = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with the one that hangs

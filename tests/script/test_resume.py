@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.clock import FORWARD_SECONDS, counted_clock, signal_at_step
-from tests.support.processes import DEADLINE_SECONDS, SCRIPT, Ended, Lab
+from tests.support.clock import FORWARD_SECONDS, counted_clock, in_phase, signal_at_step
+from tests.support.processes import SCRIPT, Ended, Lab
 
-LEAVE_SECONDS = DEADLINE_SECONDS  # from a signal to the end of the process; for hangs only
 # Its steps would count as well, and the signal come in one of them.
 NO_WARMUP = {"WARMUP_STEPS": 0}
 
 
 def stop_at(lab: Lab, step: int, number: int = signal.SIGTERM, **changes: Any) -> Ended:
     """A run that gets a signal in the middle of a step; the process must save and leave soon."""
-    ended = lab.start(fault=signal_at_step(step, number), **NO_WARMUP, **changes).wait(LEAVE_SECONDS)
+    ended = lab.start(fault=signal_at_step(step, number), **NO_WARMUP, **changes).wait()
     assert ended.status == 128 + number, ended.err
     assert f"stopped by signal {number}; continue with RESUME={ended.directory}\n" in ended.out
     assert f"signal {number}: ends after the step under way, with a checkpoint; a second signal" in ended.err
@@ -49,7 +48,7 @@ def train_losses(ended: Ended) -> dict[int, float]:
 def stopped(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A run with a checkpoint, stopped by a signal; to be copied, not used."""
     lab = Lab(tmp_path_factory.mktemp("stopped"), dataset)
-    return stop_at(lab, 3, CHECKPOINT_EVERY_SECONDS=0.05)
+    return stop_at(lab, 3, CHECKPOINT_EVERY_SECONDS=0.001)
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_a_resumed_run_equals_one_never_stopped(step: int, number: int, lab: Lab
 def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended) -> None:
     # One rank catches it: all save and leave.
     ranks = lab.ranks(2, each={1: {"fault": signal_at_step(1)}}, **NO_WARMUP)
-    ended = [rank.wait(LEAVE_SECONDS) for rank in ranks]
+    ended = [rank.wait() for rank in ranks]
     assert all(one.status == 128 + signal.SIGTERM for one in ended) and "stopped by signal" in ended[0].out
     directory = ended[0].directory
     stop_at(lab, 4, RESUME=directory)
@@ -145,15 +144,13 @@ def test_lengths_under_a_clock_go_on_where_they_stopped_and_can_be_replayed(lab:
 
 
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab, finished: Ended) -> None:
-    started = lab.start(CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=1, VAL_BATCH_SIZE=256, TTT_ENABLED=0)
-    started.wait_for("final_int6_roundtrip_exact")
-    started.send(signal.SIGTERM)
-    ended = started.wait(LEAVE_SECONDS)
+    fault = in_phase("eval_sliding_window", "os.kill(os.getpid(), signal.SIGTERM)")
+    ended = lab.run(fault=fault, CHECKPOINT_EVERY_SECONDS=1000, TTT_ENABLED=0)
     assert ended.status == 128 + signal.SIGTERM and "Traceback" not in ended.err
     assert (
         f"RESUME={ended.directory}" in ended.err and f"EVAL_ONLY={ended.directory / 'model.bin'}" in ended.err
     )
-    assert "phase eval_" in ended.err
+    assert "phase eval_sliding_window" in ended.err
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
 
 
@@ -223,7 +220,7 @@ builtins.open = full
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(lab: Lab, finished: Ended) -> None:
-    ended = lab.succeed(fault=FULL_DISK.replace("NAME", "checkpoint.pt"), CHECKPOINT_EVERY_SECONDS=0.05)
+    ended = lab.succeed(fault=FULL_DISK.replace("NAME", "checkpoint.pt"), CHECKPOINT_EVERY_SECONDS=0.001)
     assert "warning: no checkpoint of step" in ended.out and "No space left" in ended.out
     assert_same_result(ended, finished)
     assert not [*ended.directory.glob("*checkpoint*")]
@@ -314,23 +311,18 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
 
 def fails_in(phase: str) -> str:
     """Python that makes a run fail when this phase begins; trainings of any length are saved."""
-    return f"""
-import contextlib, threading
+    return (
+        """
+import threading
 start = threading.Thread.start
 def begin(thread):
     start(thread)
     if thread.name == "checkpoint":
         thread.join()  # on disk, before anything else happens
 threading.Thread.start = begin
-enter = contextlib._GeneratorContextManager.__enter__
-def refuse(manager):
-    begins = manager.args[1:]
-    result = enter(manager)
-    if manager.gen.__name__ == "phase" and begins == ({phase!r},):
-        raise RuntimeError("injected")
-    return result
-contextlib._GeneratorContextManager.__enter__ = refuse
 """
+        + in_phase(phase, 'raise RuntimeError("injected")')
+    )
 
 
 @pytest.mark.parametrize("phase", ["hessians", "quantize", "reload", "eval_roundtrip", "eval_legal_ttt"])

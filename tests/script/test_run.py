@@ -22,6 +22,7 @@ from data import shards
 from tests.support.clock import FORWARD_SECONDS, counted_clock
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
+from tests.support.waiting import DEADLINE_SECONDS
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases steps tokens
@@ -262,7 +263,8 @@ def test_threads_do_not_spin_where_the_file_is_run(name: str, given: str | None,
     """What torch will find when it is loaded; importing the file changes nothing."""
     environ = {"PATH": os.defpath, **({"GOMP_SPINCOUNT": given} if given else {})}
     command = [sys.executable, "-c", SPINS, str(SCRIPT), name]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True,
+                          timeout=DEADLINE_SECONDS, check=True)  # fmt: skip
     assert done.stdout == f"{expected}\n"
 
 

@@ -33,6 +33,25 @@ torch.optim.AdamW.step = step_and_signal
 """
 
 
+# To be run before the script: ACTION, a statement, when this phase has begun.
+IN_PHASE = """
+import contextlib, signal
+enter = contextlib._GeneratorContextManager.__enter__
+def begin(manager):
+    begins = manager.args[1:]
+    result = enter(manager)
+    if manager.gen.__name__ == "phase" and begins == (PHASE,):
+        ACTION
+    return result
+contextlib._GeneratorContextManager.__enter__ = begin
+"""
+
+
+def in_phase(phase: str, action: str) -> str:
+    """Python that makes a process do something when it enters this phase: IN_PHASE."""
+    return IN_PHASE.replace("PHASE,", f"{phase!r},").replace("ACTION", action)
+
+
 def signal_at_step(step: int, number: int = signal.SIGTERM) -> str:
     """Python that lets a process signal itself in a step, which lies behind WARMUP_STEPS: SIGNAL."""
     return SIGNAL.replace("SIGNAL_AT", str(step)).replace("signal.SIGTERM", str(int(number)))

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tests.support.waiting import DEADLINE_SECONDS
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "train_gpt.py"
-DEADLINE_SECONDS = 240.0  # for hangs only: a loaded machine is slow
 PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}

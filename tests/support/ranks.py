@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from tests.support.processes import ONE_THREAD, PRELOAD, SERVER, environment
+from tests.support.waiting import DEADLINE_SECONDS
 from train_gpt import Machine
 
-DEADLINE = timedelta(seconds=60)  # for ranks that wait for one another in vain
+DEADLINE = timedelta(seconds=DEADLINE_SECONDS)  # for ranks that wait for one another in vain
 
 
 def on_ranks(count: int, folder: Path, function: Callable[..., None], *arguments: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import SOURCE, make_run, make_runs, pack
+from tests.support.waiting import DEADLINE_SECONDS
 from tools.__main__ import main
 from tools.compare import svg
 from tools.compare.diff import changed_settings
@@ -146,7 +147,8 @@ def test_page_in_a_browser(two: tuple[Path, Path], tmp_path: Path, width: int, d
     command += ["--window-size=1600,9100", "--virtual-time-budget=3000"]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
     command += ["--dump-dom", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+                          check=True)  # fmt: skip
     assert "CONSOLE" not in done.stderr
     match = re.search(r"data-result=\"([^\"]+)\"", done.stdout)
     assert match is not None, done.stdout[:2000]

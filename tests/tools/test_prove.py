@@ -14,6 +14,7 @@ import pytest
 
 import train_gpt
 from data import shards
+from tests.support.waiting import DEADLINE_SECONDS
 from tools.check.findings import Finding, Level, Mode
 from tools.prove import (
     casing,
@@ -328,7 +329,7 @@ def test_verdicts_say_no_more_than_was_asked() -> None:
 def prove_file(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools", "prove", str(path), *options]
     return subprocess.run(
-        command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=1500, check=False
+        command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=10 * DEADLINE_SECONDS, check=False
     )
 
 
@@ -411,7 +412,7 @@ def test_a_config_and_the_environment_give_the_settings(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(3600)
 def test_our_script_is_proven_by_every_check() -> None:
     done = prove_file(SCRIPT, "--json")
     report = json.loads(done.stdout)
@@ -421,7 +422,7 @@ def test_our_script_is_proven_by_every_check() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(3600)
 def test_a_quick_proof_of_a_config_is_none_and_says_so(tmp_path: Path) -> None:
     done = prove_file(SCRIPT, "--quick", "--config", str(SCRIPT.parent / "configs" / "cpu_demo.env"))
     last = done.stdout.splitlines()[-1]

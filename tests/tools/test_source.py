@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 from tests.support.runs import SOURCE, wrap
+from tests.support.waiting import DEADLINE_SECONDS
 from tools.runs import source
 from tools.runs.source import (
     IGNORED_IN,
@@ -57,7 +58,8 @@ def test_wrapped_script_is_small_and_runs_the_same_program(tmp_path: Path) -> No
     (tmp_path / "a.py").write_bytes(wrap(program))
     assert len(wrap(program)) < len(program)
     done = subprocess.run(
-        [sys.executable, tmp_path / "a.py"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, tmp_path / "a.py"], capture_output=True, text=True, check=True,
+        timeout=DEADLINE_SECONDS,
     )
     assert done.stdout.split() == ["10", "__main__"]
 
