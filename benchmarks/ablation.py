@@ -45,13 +45,14 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks import paired, results  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
-Rows = dict[str, list[dict[str, Any]]]
+Rows = dict[str, paired.Runs]
 TITLE = "What each part brings at equal seconds"
 DEFAULT = "default stack"
-HEADER = "| stack | parameters | steps | val_bpb | std | minus {} | n |"
+HEADER = "| stack | parameters | steps | " + paired.HEADER
+PAIRS_HEADER = "| row | minus row | difference | its error | runs for a third | n |"
 # Geometry, the same for every row; the vocabulary is the tokenizer's.
 SMALL = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
@@ -120,6 +121,10 @@ LENGTHS = {
     "three lengths, doubling": {**LAST_LENGTH, "TRAIN_SEQ_LENS": "48:0.1 96:0.7 192"},
 }
 LENGTHS_PARTNER = {"three lengths": ONE_LENGTH_IN_SEGMENTS, "three lengths, doubling": ONE_LENGTH}
+LENGTHS_PAIRS = [
+    *LENGTHS_PARTNER.items(), (ONE_LENGTH_IN_SEGMENTS, ONE_LENGTH),
+    ("three lengths", "one length, the middle one"),
+]  # fmt: skip
 
 
 def default_schedule() -> dict[str, str]:
@@ -211,6 +216,9 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+MeasureOne = Callable[[dict[str, str], int, str], dict[str, Any]]
+
+
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """Whether this process alone may write the file; a process that dies gives its claim back."""
@@ -225,7 +233,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
 def share_runs(
     folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str,
-    measure_one: Callable[[dict[str, str], int, str], dict[str, Any]] = measure,
+    measure_one: MeasureOne = measure,
 ) -> Rows:  # fmt: skip
     """Measure what no file of the folder holds and no other process measures; all rows the folder then has.
 
@@ -253,21 +261,36 @@ def share_runs(
     return {name: runs for name, runs in rows.items() if runs}
 
 
-def row(name: str, runs: list[dict[str, Any]], default: list[dict[str, Any]]) -> str:
+def finish_shared(
+    name: str, arguments: argparse.Namespace, folder: Path, stack: dict[str, dict[str, str]], kind: str,
+    before: dict[str, Any], measured: dict[str, Any], measure_one: MeasureOne = measure,
+) -> None:  # fmt: skip
+    """Measure what the folder lacks, print the table of what it then has, and with --keep store it.
+
+    measured: all that its runs have in common. Seeds are the outer loop.
+    """
+    alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
+    about = json.dumps({**alike, **measured}, indent=1)
+    order = list(itertools.product(arguments.seeds, stack))
+    measured["rows"] = share_runs(folder, stack, order, kind, about, measure_one)
+    results.finish(name, before, measured, arguments.keep)
+
+
+def row(name: str, runs: paired.Runs, default: paired.Runs) -> str:
     """A line of the table; the difference is taken seed by seed."""
-    scores = [run["val_bpb"] for run in runs]
-    reference = {run["seed"]: run["val_bpb"] for run in default}
-    mean = statistics.mean(scores)
     steps = statistics.mean(run["steps"] for run in runs)
-    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
-    gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
-    gain = "-"
-    if gains and runs is not default:
-        gain = f"{statistics.mean(gains):+.4f}"
-        if len(gains) > 1:
-            gain += f" ± {statistics.stdev(gains) / len(gains) ** 0.5:.4f}"
-    size = f"{runs[0]['parameters']:,}"
-    return f"| {name} | {size} | {steps:.0f} | {mean:.4f} | {spread} | {gain} | {len(scores)} |"
+    return f"| {name} | {runs[0]['parameters']:,} | {steps:.0f} | {paired.cells(runs, default)}"
+
+
+def pairs(rows: Rows) -> list[str]:
+    """A table of the differences between rows of `--arm lengths`; no lines for other rows."""
+    lines = []
+    for name, other in LENGTHS_PAIRS:
+        if name in rows and other in rows:
+            found = paired.difference(rows[name], rows[other])
+            count = found.seeds if found else 0
+            lines.append(f"| {name} | {other} | {paired.told_difference(found)} | {count} |")
+    return ["", *paired.table(PAIRS_HEADER, lines)] if lines else []
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
@@ -286,8 +309,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return [
         f"`{measured['data']}`, {budget}; {size.format(**geometry)}; seeds {' '.join(map(str, seeds))}; "
         f"{scored} validation targets. The default's choices at this depth: {choices}.",
-        "", header, "|" + "---|" * (header.count("|") - 1),
-        *(row(name, runs, rows[reference]) for name, runs in rows.items()),
+        "", *paired.table(header, [row(name, runs, rows[reference]) for name, runs in rows.items()]),
+        *pairs(rows),
     ]  # fmt: skip
 
 
@@ -342,10 +365,8 @@ def main() -> None:
     first = {**stack[chosen[0]], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "10000"}
     measure(first, 0, arguments.clock)  # thread pools and caches
     if arguments.runs:
-        alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
-        about = json.dumps({**alike, **measured}, indent=1)
-        measured["rows"] = share_runs(arguments.runs, stack, order, arguments.clock, about)
-        results.finish(name, before, measured, arguments.keep)
+        rows_chosen = {row_name: stack[row_name] for row_name in chosen}
+        finish_shared(name, arguments, arguments.runs, rows_chosen, arguments.clock, before, measured)
         return
     for seed, row_name in order:
         run = measure(stack[row_name], seed, arguments.clock)

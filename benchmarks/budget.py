@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
-import json
-import math
 import os
 import statistics
 import sys
@@ -33,13 +30,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import ablation, results  # noqa: E402
+from benchmarks import ablation, paired, results  # noqa: E402
 from train_gpt import GPT, Config, Hessians, Machine  # noqa: E402
 
-Runs = list[dict[str, Any]]
 TITLE = "Shapes that fill a budget of bytes"
 BASE = "base"
-HEADER = "| shape | weights | bits a weight | steps | float bpb | val_bpb | std | minus base | error | n |"
+HEADER = "| shape | weights | bits a weight | steps | float bpb | " + paired.HEADER.format(BASE)
 CALIBRATION_BATCHES = 16
 
 
@@ -138,33 +134,22 @@ def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     return {**found, "val_bpb": score(shipped)}
 
 
-def bits_per_weight(runs: Runs) -> float:
+def bits_per_weight(runs: paired.Runs) -> float:
     """Bits that a weight has in the artifact, head and scales included."""
     return 8 * statistics.mean(run["bytes"] for run in runs) / float(runs[0]["parameters"])
 
 
-def row(name: str, runs: Runs, base: Runs) -> str:
+def row(name: str, runs: paired.Runs, base: paired.Runs) -> str:
     """A line of the table; the difference is taken seed by seed."""
-    scores = [run["val_bpb"] for run in runs]
-    reference = {run["seed"]: run["val_bpb"] for run in base}
-    gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
-    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
-    gain = error = "-"
-    if gains and name != BASE:
-        gain = f"{statistics.mean(gains):+.4f}"
-        if len(gains) > 1:
-            error = f"{statistics.stdev(gains) / math.sqrt(len(gains)):.4f}"
     before = statistics.mean(run["float_bpb"] for run in runs)
     steps = statistics.mean(run["steps"] for run in runs)
-    return (
-        f"| {name} | {runs[0]['parameters']:,} | {bits_per_weight(runs):.2f} | {steps:.0f} | {before:.4f} | "
-        f"{statistics.mean(scores):.4f} | {spread} | {gain} | {error} | {len(scores)} |"
-    )
+    weights = f"{runs[0]['parameters']:,} | {bits_per_weight(runs):.2f}"
+    return f"| {name} | {weights} | {steps:.0f} | {before:.4f} | {paired.cells(runs, base)}"
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """What was held equal, a line per shape from the smallest to the largest, and the best of them."""
-    rows: dict[str, Runs] = measured["rows"]
+    rows: dict[str, paired.Runs] = measured["rows"]
     base = rows.get(BASE, [])
     by_size = sorted(rows, key=lambda name: (rows[name][0]["parameters"], name))
     best = min(rows, key=lambda name: statistics.mean(run["val_bpb"] for run in rows[name]))
@@ -175,8 +160,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         f"{measured['width']}, MLP 4x; seeds {' '.join(map(str, seeds))}; {measured['val_tokens']:,} "
         "validation targets, bits per byte before quantizing and of the artifact. Best: "
         f"{best}, {bits_per_weight(rows[best]):.2f} bits a weight.",
-        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
-        *(row(name, rows[name], base) for name in by_size),
+        "", *paired.table(HEADER, [row(name, rows[name], base) for name in by_size]),
     ]  # fmt: skip
 
 
@@ -186,31 +170,24 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
-    parser.add_argument("--seconds", type=float, default=120.0, help="CPU seconds of training of each run")
     parser.add_argument("--bytes", type=int, default=108_000, help="limit of the artifact, without code")
     parser.add_argument("--width", type=int, default=64, help="channels of the base")
     parser.add_argument("--layers", type=int, default=4, help="layers of the base")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
-    parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score; 0: all")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+    paired.add_options(parser, list(SHAPES))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     before = results.conditions()
-    stack = stacks(arguments)
-    order = list(itertools.product(arguments.seeds, arguments.only))
+    every = stacks(arguments)
+    stack = {name: every[name] for name in arguments.only}
     measured: dict[str, Any] = {
         "data": arguments.data.name, "seconds": arguments.seconds, "bytes": arguments.bytes,
         "width": arguments.width, "layers": arguments.layers, "val_tokens": arguments.val_tokens,
     }  # fmt: skip
-    warm = {**stack[BASE], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "2000"}
+    warm = {**every[BASE], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "2000"}
     ablation.measure(warm, 0, "cpu")  # thread pools and caches
-    alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
-    about = json.dumps({**alike, **measured}, indent=1)
-    measured["rows"] = ablation.share_runs(arguments.runs, stack, order, "cpu", about, measure)
     name = f"budget-{arguments.data.name}-{arguments.bytes}-{arguments.seconds:g}s"
-    results.finish(name, before, measured, arguments.keep)
+    ablation.finish_shared(name, arguments, arguments.runs, stack, "cpu", before, measured, measure)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ in DIR: several processes share the work, and what is there is not measured agai
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
 import statistics
 import sys
@@ -31,13 +29,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import ablation, results  # noqa: E402
+from benchmarks import ablation, paired, results  # noqa: E402
 from data import export, shards  # noqa: E402
 from data.encoding import PLAIN, VARIANTS  # noqa: E402
 
-Runs = list[dict[str, Any]]
 TITLE = "CaseOps against plain text"
-HEADER = "| variant | bytes a token | steps | text trained on | val_bpb | std | minus plain | its error | n |"
+HEADER = "| variant | bytes a token | steps | text trained on | " + paired.HEADER.format(PLAIN)
 MODEL = {**ablation.SMALLER_MODEL, **ablation.SHORT_AVERAGE}
 
 
@@ -82,28 +79,13 @@ def facts_of(settings: dict[str, str]) -> dict[str, int]:
     return {"targets": len(validation.tokens) - 1, "bytes": validation.bytes_total}
 
 
-def difference(runs: Runs, plain: Runs) -> tuple[float, float] | None:
-    """Mean of the differences seed by seed, and its standard error; None where fewer than two seeds agree."""
-    reference = {run["seed"]: run["val_bpb"] for run in plain}
-    gains = [run["val_bpb"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
-    if len(gains) < 2:
-        return None
-    return statistics.mean(gains), statistics.stdev(gains) / len(gains) ** 0.5
-
-
-def row(variant: str, runs: Runs, plain: Runs, text: dict[str, int], step_tokens: int) -> str:
+def row(variant: str, runs: paired.Runs, plain: paired.Runs, text: dict[str, int], step_tokens: int) -> str:
     """A line of the table; text: its validation text in targets and bytes."""
-    scores = [run["val_bpb"] for run in runs]
     steps = statistics.mean(run["steps"] for run in runs)
     bytes_per_token = text["bytes"] / text["targets"]
-    spread = f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "-"
-    gain = difference(runs, plain) if variant != PLAIN else None
-    told = f"{gain[0]:+.4f} | {gain[1]:.4f}" if gain else "- | -"
     megabytes = steps * step_tokens * bytes_per_token / 1e6
-    return (
-        f"| {variant} | {bytes_per_token:.4f} | {steps:.0f} | {megabytes:.2f} MB | "
-        f"{statistics.mean(scores):.4f} | {spread} | {told} | {len(scores)} |"
-    )
+    what = f"| {variant} | {bytes_per_token:.4f} | {steps:.0f} | {megabytes:.2f} MB | "
+    return what + paired.cells(runs, plain)
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
@@ -121,8 +103,9 @@ def tables(measured: dict[str, Any]) -> list[str]:
         f"{length} of training; {size.format(**geometry)}; seeds "
         f"{' '.join(map(str, seeds))}; {scored} bytes of validation text, the same documents for all. Text "
         "trained on: steps × tokens × bytes a token of the validation text.",
-        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1),
-        *(row(name, runs, rows.get(PLAIN, []), texts[name], step_tokens) for name, runs in rows.items()),
+        "", *paired.table(HEADER, [
+            row(name, runs, rows.get(PLAIN, []), texts[name], step_tokens) for name, runs in rows.items()
+        ]),
     ]  # fmt: skip
 
 
@@ -134,13 +117,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1024, help="pieces of each tokenizer")
     parser.add_argument("--val-docs", type=int, default=901, help="documents that are never trained on")
     parser.add_argument("--documents", type=int, default=300, help="of these, how many are scored")
-    parser.add_argument("--seconds", type=float, default=120.0, help="CPU seconds of training of each run")
     parser.add_argument("--steps", type=int, default=0, help="of training, instead of seconds")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prepare", action="store_true", help="export the data sets and end")
-    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+    paired.add_options(parser, list(VARIANTS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     before = results.conditions()
@@ -156,13 +135,10 @@ def main() -> None:
         "seconds": arguments.seconds, "steps": arguments.steps,
         "texts": {variant: facts_of(stacks[variant]) for variant in stacks},
     }  # fmt: skip
-    alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
-    order = list(itertools.product(arguments.seeds, arguments.only))
-    about = json.dumps({**alike, **measured}, indent=1)
-    measured["rows"] = ablation.share_runs(arguments.work / "runs", stacks, order, "cpu", about)
     length = f"{arguments.steps}steps" if arguments.steps else f"{arguments.seconds:g}s"
     name = f"caseops-{arguments.docs.stem}-{arguments.vocabulary}-{length}"
-    results.finish(name, before, measured, arguments.keep)
+    folder = arguments.work / "runs"
+    ablation.finish_shared(name, arguments, folder, stacks, "cpu", before, measured)
 
 
 if __name__ == "__main__":

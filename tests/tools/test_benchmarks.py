@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import ablation, budget, caseops, coder, results, speed, ttt
+from benchmarks import ablation, budget, caseops, coder, paired, results, speed, ttt
 from benchmarks.turns import Turn, Turns, TurnsError
 from tools.markdown import refresh
 from tools.prove import tiny
@@ -245,16 +245,37 @@ def test_every_shape_is_a_model_and_changes_one_thing(shared_data: Path) -> None
 def test_differences_are_taken_seed_by_seed() -> None:
     plain = [{"seed": seed, "steps": 10, "val_bpb": 2.0 + seed} for seed in (1, 2, 3)]
     fused = [{"seed": seed, "steps": 10, "val_bpb": 1.9 + seed} for seed in (3, 2, 1)]
-    found = caseops.difference(fused, plain)
-    assert found is not None and found[0] == pytest.approx(-0.1) and found[1] == pytest.approx(0, abs=1e-9)
-    assert caseops.difference(fused[:1], plain) is None
+    found = paired.difference(fused, plain)
+    assert found and found.mean == pytest.approx(-0.1) and found.error == pytest.approx(0, abs=1e-9)
+    assert paired.difference(fused[:1], plain) is None
+    assert paired.difference(fused, [{**run, "seed": run["seed"] + 9} for run in plain]) is None
     measured = {
         "docs": "docs.jsonl", "vocabulary": 1024, "seconds": 1.0, "steps": 0, "geometry": ablation.SMALL,
         "texts": {name: {"targets": 100, "bytes": 250} for name in caseops.VARIANTS},
         "rows": {"plain": plain, "caseops_fused": fused},
     }  # fmt: skip
     lines = caseops.tables(measured)
-    assert lines[-1].startswith("| caseops_fused | 2.5000 | 10 |") and "| -0.1000 | 0.0000 | 3 |" in lines[-1]
+    assert lines[-1].startswith("| caseops_fused | 2.5000 | 10 |")
+    assert "| -0.1000 | 0.0000 | 2 | 3 |" in lines[-1]
+
+
+def test_runs_are_wanted_until_the_error_is_a_third_of_the_difference() -> None:
+    wanted = paired.Difference(mean=-0.1, deviation=0.2, seeds=3).runs_wanted
+    assert wanted == "36"
+    assert paired.Difference(-0.1, 0.2, int(wanted)).error <= 0.1 / 3 + 1e-12
+    assert paired.Difference(-0.1, 0.2, int(wanted) - 1).error > 0.1 / 3
+    assert paired.Difference(0.0, 0.2, 3).runs_wanted == "> 999"
+
+
+def test_lengths_are_told_beside_their_partners() -> None:
+    def runs(bpb: float) -> list[dict[str, Any]]:
+        return [{"seed": seed, "parameters": 10, "steps": 10, "val_bpb": bpb + seed} for seed in (1, 2)]
+
+    rows = {"one length, the last": runs(2.0), "three lengths": runs(1.9)}
+    assert ablation.pairs(rows) == []  # its partner was not measured
+    rows["one length, the last, in segments"] = runs(2.2)
+    lines = ablation.pairs(rows)
+    assert "| three lengths | one length, the last, in segments | -0.3000 | 0.0000 | 2 | 2 |" in lines
 
 
 def test_the_frontier_goes_from_small_to_large_and_names_the_best() -> None:
@@ -269,4 +290,4 @@ def test_the_frontier_goes_from_small_to_large_and_names_the_best() -> None:
     lines = budget.tables(measured)
     assert "Best: width 0.75, 8.00 bits a weight" in lines[0]
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| width 0.75", "| base", "| width 2"]
-    assert "| 4.00 |" in lines[5] and "| +0.3000 | 0.0000 |" in lines[6]
+    assert "| 4.00 |" in lines[5] and "| +0.3000 | 0.0000 | 2 | 2 |" in lines[6]
