@@ -52,10 +52,11 @@ class Shape:
         """The variables that make a model of this shape from a base of so many channels and layers."""
         channels = 16 * round(width * self.width / 16)  # two heads of an even size
         depth = layers + self.layers
+        looped = max(0, min(1, depth - 2))
         return {
             "MODEL_DIM": str(channels), "NUM_LAYERS": str(depth), "MLP_MULT": str(self.mlp),
             "XSA_LAST_N": str(depth), "PARALLEL_START_LAYER": str(depth - 1),
-            "LOOP_START": str(min(1, depth - 2)), "LOOP_END": str(min(1, depth - 2)), **self.settings,
+            "LOOP_START": str(looped), "LOOP_END": str(looped), **self.settings,
         }  # fmt: skip
 
 
