@@ -2406,12 +2406,19 @@ def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
 
 
 def attention_documents(
-    ids_BT: Tensor, starts: Tensor | None, attend: Callable[..., Tensor], c: ModelSettings
+    ids_BT: Tensor,
+    starts: Tensor | None,
+    attend: Callable[..., Tensor],
+    c: ModelSettings,
+    one_a_row: bool = False,
 ) -> Tensor | None:
-    """Who sees whom, as `attend` reads it: torch's own and the plain one a mask, others `Batch.starts`."""
+    """Who sees whom, as `attend` reads it: torch's own and the plain one a mask, others `Batch.starts`.
+
+    one_a_row: whether each row is one document; then these need no mask.
+    """
     if attend not in (attention_sdpa, attention_math):
         return starts_on_device(ids_BT, c) if starts is None else starts
-    if not c.doc_mask:
+    if one_a_row or not c.doc_mask:
         return None
     # Tokens of the same document share its number; nobody sees a later token.
     document_BT = (ids_BT == BOS_ID).cumsum(1)
@@ -2525,14 +2532,16 @@ class GPT(nn.Module):
 
         starts: as in `Batch`; found here if they are not given. looping: whether the NUM_LOOPS extra passes
         run. observe: is called with what each matrix multiplies; calibration listens there. adapters: of each
-        visit, in the order of the visits; test-time training learns them. longest: as in `rotary_table`.
+        visit, in the order of the visits, if each row is one document; test-time training learns them.
+        longest: as in `rotary_table`.
         """
         c = self.settings
         weights = self._weights_by_row()
         layers = [self._layer_weights(layer, weights) for layer in range(c.num_layers)]
         # Shared by all visits of all layers.
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device, longest).to(self.compute_dtype)
-        documents = attention_documents(inputs_BT, starts, self.attend, c)
+        # Adapters are those of one document a row.
+        documents = attention_documents(inputs_BT, starts, self.attend, c, adapters is not None)
         x0 = self._embed(inputs_BT, weights)
         values = self._embed_values(inputs_BT, weights)
         context = Context(x0, rotary, documents, observe, values)
@@ -3157,13 +3166,19 @@ class ManualMlp(torch.autograd.Function):
         return F.linear(active_NF.square(), down_DF)
 
     @staticmethod
-    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x_ND, up_FD, down_DF, active_NF = ctx.saved_tensors
         d_active_NF = (d_out_ND @ down_DF).mul_(active_NF).mul_(2)
         # The activation has the sign of what it was made of.
         d_pre_NF = torch.ops.aten.leaky_relu_backward(d_active_NF, active_NF, ctx.slope, True)
-        d_down_DF = d_out_ND.t() @ active_NF.square()
-        return d_pre_NF @ up_FD, d_pre_NF.t() @ x_ND, d_down_DF, None
+        # Where adapters learn, the matrices stay as they are.
+        d_up_FD = None
+        d_down_DF = None
+        if ctx.needs_input_grad[1]:
+            d_up_FD = d_pre_NF.t() @ x_ND
+        if ctx.needs_input_grad[2]:
+            d_down_DF = d_out_ND.t() @ active_NF.square()
+        return d_pre_NF @ up_FD, d_up_FD, d_down_DF, None
 
 
 mlp_manual = ManualMlp.apply
@@ -4649,11 +4664,13 @@ class DocumentScorer:
         """Hidden states (B, C, D) at the targets of a chunk, made of what stands before each of them."""
         begins_B1 = self.begins[batch[: chunk.rows], None]
         places_T = np.arange(chunk.first, chunk.stop)
-        # Beyond the end of a document stand empty ones, whose states are not used.
+        # Beyond the end of a document stands what nobody before it sees, and its states are not used.
         beyond_BT = places_T >= self.lengths[batch[: chunk.rows], None]
         ids_BT = self.tokens[np.minimum(begins_B1 + places_T, len(self.tokens) - 1)].astype(np.int64)
         ids_BT[beyond_BT] = BOS_ID
-        starts = to_device(document_starts(ids_BT, self.config), self.device)
+        # One document a row.
+        row_starts = np.arange(0, ids_BT.size + 1, len(places_T), dtype=np.int32)
+        starts = to_device(row_starts, self.device)
         torch._dynamo.mark_dynamic(starts, 0)
         visits = adapters.of_visits(chunk.rows)
         inputs_BT = to_device(ids_BT, self.device)

@@ -385,7 +385,10 @@ def test_a_longer_context_than_in_training_is_used(mode: str) -> None:
 def test_a_forward_pass_without_adapters_is_the_same_bits_as_with_idle_ones() -> None:
     lab = subject(TTT_LORA_TARGETS=ALL)
     model = lab.model()
+    # One document a row.
     ids_BT = torch.from_numpy(lab.tokens()[:64].astype(np.int64)).view(4, 16)
+    ids_BT[ids_BT == BOS_ID] = BOS_ID + 1
+    ids_BT[:2, 0] = BOS_ID
     idle = DocumentAdapters(model, lab.config, np.arange(4))
     with torch.no_grad():
         without = model(ids_BT)
