@@ -2,7 +2,7 @@
 
     python benchmarks/ablation.py --data DIR --tokenizer FILE [--seconds 120] [--seeds 1337 42 2025]
         [--only "default stack" upstream_baseline] [--clock cpu] [--steps 200] [--keep]
-        [--arm lengths] [--runs FOLDER]
+        [--equal-cost] [--arm lengths] [--runs FOLDER]
 
 Rows of `--arm parts`: the default stack, `upstream_baseline.env` at the same width, depth, batch and sequence
 length, that baseline under the default's schedule, and the default stack with one part off at a time. The
@@ -13,8 +13,10 @@ of PR #2014; each is scored with the context that its training ended with.
 All runs of a seed see the same tokens in the same order and are scored on the same validation targets,
 without overlap, by their averaged weights, before any quantization. `--clock wall` counts seconds. `--clock
 cpu` counts the CPU seconds of the process over its threads, which is what the wall would show on an idle
-machine: the choice where others share the cores. `--steps` counts steps instead. Seeds are the outer loop, so
-that drift of the machine meets every row alike.
+machine: the choice where others share the cores. `--steps` counts steps instead, and with `--equal-cost` as
+many of each row as cost what these cost the first row: on a busy machine a CPU second is worth now more, now
+less, so costs are compared in turns, before the runs. Seeds are the outer loop, so that drift of the machine
+meets every row alike.
 
 With `--keep`, runs join those stored from the same script and machine, so that a process on each core may
 share a table. With `--runs FOLDER` each run is kept there as a file: what is there is not measured again, and
@@ -52,6 +54,8 @@ Rows = dict[str, paired.Runs]
 TITLE = "What each part brings at equal seconds"
 DEFAULT = "default stack"
 HEADER = "| stack | parameters | steps | " + paired.HEADER
+TURNS = 3  # of every row, to compare what their steps cost
+TURN_STEPS = 10  # of a turn; the lengths of TRAIN_SEQ_LENS have their shares of ten steps
 PAIRS_HEADER = "| row | minus row | difference | its error | runs for a third | n |"
 # Geometry, the same for every row; the vocabulary is the tokenizer's.
 SMALL = {
@@ -261,6 +265,44 @@ def share_runs(
     return {name: runs for name, runs in rows.items() if runs}
 
 
+def steps_of_equal_cost(stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
+    """Steps of each row that cost what `steps` of the first one do, by CPU seconds of short runs in turns."""
+    turn = {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(TURN_STEPS), "VAL_TOKENS_LIMIT": "2000"}
+    costs: dict[str, list[float]] = {name: [] for name in stack}
+    for number in range(TURNS):
+        for name, settings in stack.items():
+            costs[name].append(measure({**settings, **turn}, number, "cpu")["seconds"])
+    first = next(iter(costs.values()))
+    found = {}
+    for name, seconds in costs.items():
+        ratios = [own / other for own, other in zip(seconds, first, strict=True)]
+        found[name] = round(steps / statistics.median(ratios))
+    return found
+
+
+def kept_steps(folder: Path, stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
+    """The same, kept in the folder: processes that share its runs have the same steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "steps.json"
+    with open(folder / "steps.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            train_gpt.write_atomically(path, json.dumps(steps_of_equal_cost(stack, steps)).encode())
+    counts: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
+    if unknown := stack.keys() - counts.keys():
+        raise SystemExit(f"{path}: has no steps of {sorted(unknown)}; name another folder for --runs")
+    return counts
+
+
+def of_equal_cost(folder: Path, stack: dict[str, dict[str, str]], steps: int) -> dict[str, dict[str, str]]:
+    """The rows, each with the steps that cost what `steps` of the first do."""
+    counts = kept_steps(folder, stack, steps)
+    clock_off = {"MAX_WALLCLOCK_SECONDS": "0"}
+    return {
+        name: {**settings, **clock_off, "ITERATIONS": str(counts[name])} for name, settings in stack.items()
+    }
+
+
 def finish_shared(
     name: str, arguments: argparse.Namespace, folder: Path, stack: dict[str, dict[str, str]], kind: str,
     before: dict[str, Any], measured: dict[str, Any], measure_one: MeasureOne = measure,
@@ -302,6 +344,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     budget = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
     if measured.get("steps"):
         budget = f"{measured['steps']} steps"
+    if measured.get("equal_cost"):
+        budget += f" of the first row and as many of the others as cost the same ({TURNS} turns compared)"
     choices = " ".join(f"{name}={value}" for name, value in measured["default"].items())
     size = "{NUM_LAYERS} layers × {MODEL_DIM}, {TRAIN_BATCH_TOKENS} tokens a step, {TRAIN_SEQ_LEN} a sequence"
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
@@ -333,6 +377,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="training time of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
     parser.add_argument("--steps", type=int, default=0, help="training steps of each run, instead of seconds")
+    parser.add_argument("--equal-cost", action="store_true", help="--steps are of the first row; with --runs")
     parser.add_argument("--arm", choices=["parts", "lengths"], default="parts", help="which rows")
     parser.add_argument("--runs", type=Path, help="keep each run there; go on with what is there")
     parser.add_argument("--only", nargs="+", help="names of the rows to measure; all by default")
@@ -346,6 +391,8 @@ def main() -> None:
     stack = stacks(arguments)
     if unknown := set(arguments.only or []) - stack.keys():
         parser.error(f"--only {sorted(unknown)}: expected names among {list(stack)}")
+    if arguments.equal_cost and not (arguments.steps and arguments.runs):
+        parser.error("--equal-cost: expected --steps and --runs as well")
     chosen = [name for name in stack if not arguments.only or name in arguments.only]
     name = f"ablation-{arguments.data.name}-{arguments.seconds:g}s"
     geometry = SMALL
@@ -361,11 +408,16 @@ def main() -> None:
     }  # fmt: skip
     if arguments.steps:
         measured["steps"] = arguments.steps
+    if arguments.equal_cost:
+        measured["equal_cost"] = True
+        name += "-equal_cost"
     order = list(itertools.product(arguments.seeds, chosen))
     first = {**stack[chosen[0]], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "10000"}
     measure(first, 0, arguments.clock)  # thread pools and caches
     if arguments.runs:
         rows_chosen = {row_name: stack[row_name] for row_name in chosen}
+        if arguments.equal_cost:
+            rows_chosen = of_equal_cost(arguments.runs, rows_chosen, arguments.steps)
         finish_shared(name, arguments, arguments.runs, rows_chosen, arguments.clock, before, measured)
         return
     for seed, row_name in order:

@@ -1,14 +1,16 @@
 """Which shape fills a byte budget best: few weights of many bits, or many of few, at equal seconds.
 
-    python benchmarks/budget.py --data DIR --tokenizer FILE --runs DIR [--seconds 120] [--bytes 108000]
-        [--width 64] [--layers 4] [--seeds 1337 42 2025] [--only base "width 1.25"] [--threads 1] [--keep]
+    python benchmarks/budget.py --data DIR --tokenizer FILE --runs DIR [--seconds 120] [--steps 200]
+        [--bytes 108000] [--width 64] [--layers 4] [--seeds 1337 42 2025] [--only base "width 1.25"]
+        [--threads 1] [--keep]
 
 Shapes vary one thing at a time from a base, and two that trade width for depth; the rest is the default stack
-with the geometry of ablation.py. Each is trained for the same CPU seconds, calibrated, quantized by rate
-control into an artifact of at most --bytes, read back and scored without overlap. So bits per weight follow
-from the shape: the table is the frontier of the two. The default of --bytes is to 247,291 weights what
-16,000,000 are to the default's 35,945,623. Runs are kept in DIR: several processes share the work, and what
-is there is not measured again. Seconds count on this machine: a GPU gives wider layers for less.
+with the geometry of ablation.py. Each is trained for the same CPU seconds, or with --steps for as many steps
+as cost what these cost the base (see ablation.py), calibrated, quantized by rate control into an artifact of
+at most --bytes, read back and scored without overlap. So bits per weight follow from the shape: the table is
+the frontier of the two. The default of --bytes is to 247,291 weights what 16,000,000 are to the default's
+35,945,623. Runs are kept in DIR: several processes share the work, and what is there is not measured again.
+Seconds count on this machine: a GPU gives wider layers for less.
 """
 
 from __future__ import annotations
@@ -155,9 +157,12 @@ def tables(measured: dict[str, Any]) -> list[str]:
     by_size = sorted(rows, key=lambda name: (rows[name][0]["parameters"], name))
     best = min(rows, key=lambda name: statistics.mean(run["val_bpb"] for run in rows[name]))
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
+    length = f"{measured['seconds']:g} CPU seconds of training"
+    if measured.get("steps"):
+        length = f"{measured['steps']} steps of training of the base, as many of the others as cost the same"
     return [
         f"`{measured['data']}`, artifacts of at most {measured['bytes']:,} bytes (weights alone); "
-        f"{measured['seconds']:g} CPU seconds of training; base {measured['layers']} layers × "
+        f"{length}; base {measured['layers']} layers × "
         f"{measured['width']}, MLP 4x; seeds {' '.join(map(str, seeds))}; {measured['val_tokens']:,} "
         "validation targets, bits per byte before quantizing and of the artifact. Best: "
         f"{best}, {bits_per_weight(rows[best]):.2f} bits a weight.",
@@ -171,6 +176,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
+    parser.add_argument("--steps", type=int, default=0, help="of the base's training, instead of seconds")
     parser.add_argument("--bytes", type=int, default=108_000, help="limit of the artifact, without code")
     parser.add_argument("--width", type=int, default=64, help="channels of the base")
     parser.add_argument("--layers", type=int, default=4, help="layers of the base")
@@ -185,9 +191,15 @@ def main() -> None:
         "data": arguments.data.name, "seconds": arguments.seconds, "bytes": arguments.bytes,
         "width": arguments.width, "layers": arguments.layers, "val_tokens": arguments.val_tokens,
     }  # fmt: skip
+    if arguments.steps:
+        measured["steps"] = arguments.steps
     warm = {**every[BASE], "MAX_WALLCLOCK_SECONDS": "1", "VAL_TOKENS_LIMIT": "2000"}
     ablation.measure(warm, 0, "cpu")  # thread pools and caches
-    name = f"budget-{arguments.data.name}-{arguments.bytes}-{arguments.seconds:g}s"
+    length = f"{arguments.seconds:g}s"
+    if arguments.steps:
+        stack = ablation.of_equal_cost(arguments.runs, stack, arguments.steps)
+        length = f"{arguments.steps}steps"
+    name = f"budget-{arguments.data.name}-{arguments.bytes}-{length}"
     ablation.finish_shared(name, arguments, arguments.runs, stack, "cpu", before, measured, measure)
 
 

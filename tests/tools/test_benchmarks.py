@@ -267,6 +267,27 @@ def test_runs_are_wanted_until_the_error_is_a_third_of_the_difference() -> None:
     assert paired.Difference(0.0, 0.2, 3).runs_wanted == "> 999"
 
 
+def test_steps_cost_what_those_of_the_first_row_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[str, int]] = []
+
+    def measured(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
+        turns.append((settings["NAME"], seed))
+        busy = 1.0 + seed  # the machine is slower in later turns, for all
+        return {"seconds": busy * {"base": 1.0, "wide": 2.0}[settings["NAME"]]}
+
+    monkeypatch.setattr(ablation, "measure", measured)
+    stack = {name: {"NAME": name, "MAX_WALLCLOCK_SECONDS": "60"} for name in ("base", "wide")}
+    found = ablation.of_equal_cost(tmp_path, stack, 100)
+    assert {name: settings["ITERATIONS"] for name, settings in found.items()} == {"base": "100", "wide": "50"}
+    assert {settings["MAX_WALLCLOCK_SECONDS"] for settings in found.values()} == {"0"}
+    assert [name for name, _ in turns] == ["base", "wide"] * ablation.TURNS
+    # Another process with the same folder has the same steps, without measuring.
+    assert ablation.kept_steps(tmp_path, stack, 100) == {"base": 100, "wide": 50}
+    assert len(turns) == 2 * ablation.TURNS
+    with pytest.raises(SystemExit, match="no steps of"):
+        ablation.kept_steps(tmp_path, {**stack, "deep": {}}, 100)
+
+
 def test_lengths_are_told_beside_their_partners() -> None:
     def runs(bpb: float) -> list[dict[str, Any]]:
         return [{"seed": seed, "parameters": 10, "steps": 10, "val_bpb": bpb + seed} for seed in (1, 2)]
