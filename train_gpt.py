@@ -1244,7 +1244,7 @@ class Run:
     def exit_by_signal(self, number: int) -> None:
         """Say what there is to go on with, and end this process."""
         rank = f"rank {self.machine.rank}"
-            # A checkpoint that is nearly on disk is worth the moment it takes.
+        # A checkpoint that is nearly on disk is worth the moment it takes.
         writer = self.writer
         if writer is not None and writer.is_alive():
             # The second signal comes here too, while the first one waits: it takes no notice of the disk.
@@ -2978,13 +2978,18 @@ class FusedMlp(torch.autograd.Function):
         return F.linear(act_NF, down_DF)
 
     @staticmethod
-    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x_ND, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
         (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), pre_NF, ctx.slope)
-        # Plain products from here on: nothing is left that an epilogue could take over.
+        # Plain products from here on: nothing is left that an epilogue could take over. Where adapters learn,
+        # the matrices stay as they are.
         d_x_ND = d_pre_NF @ up_FD
-        d_up_FD = d_pre_NF.t() @ x_ND
-        d_down_DF = d_out_ND.t() @ act_NF
+        d_up_FD = None
+        d_down_DF = None
+        if ctx.needs_input_grad[1]:
+            d_up_FD = d_pre_NF.t() @ x_ND
+        if ctx.needs_input_grad[2]:
+            d_down_DF = d_out_ND.t() @ act_NF
         return d_x_ND, d_up_FD, d_down_DF, None
 
 

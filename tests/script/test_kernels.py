@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from tests.support.models import tiny_config
@@ -239,6 +240,28 @@ def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
     seen = torch.compile(run, backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False)
     outputs_and_gradients(seen, tensors, torch.float32)
     assert len(products) == 4
+
+
+@pytest.mark.parametrize("form", [pytest.param("mlp_fused", marks=needs_runnable_kernels), "mlp_manual"])
+def test_frozen_matrices_of_the_mlp_get_no_gradients(form: str) -> None:
+    """Where adapters learn, the input's gradient is as ever, and no product is spent on the matrices."""
+    function = getattr(train_gpt, form)
+
+    def gradient_and_flops(frozen: bool) -> tuple[Tensor, int]:
+        x_ND, up_FD, down_DF = (t.to(DEVICE).requires_grad_() for t in random_mlp(21, 12, 20))
+        up_FD.requires_grad_(not frozen)
+        down_DF.requires_grad_(not frozen)
+        out_ND = function(x_ND, up_FD, down_DF, 0.5)
+        with FlopCounterMode(display=False) as counter:
+            out_ND.sum().backward()
+        assert x_ND.grad is not None
+        assert (up_FD.grad is None) == (down_DF.grad is None) == frozen
+        return x_ND.grad, counter.get_total_flops()
+
+    of_all, flops_of_all = gradient_and_flops(frozen=False)
+    of_input, flops_of_input = gradient_and_flops(frozen=True)
+    assert torch.equal(of_input, of_all)
+    assert flops_of_all - flops_of_input == 2 * (2 * 21 * 12 * 20)
 
 
 # -- which form runs: the first of a fixed order that agrees on all ranks ------------------------------------
