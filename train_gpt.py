@@ -4544,6 +4544,7 @@ class DocumentAdapters:
         self.adamw = torch.optim.AdamW(
             [*self.a.values(), *self.b.values()], lr=config.ttt_lora_lr,
             betas=(config.ttt_beta1, config.ttt_beta2), eps=ADAPTER_EPS, weight_decay=config.ttt_weight_decay,
+            fused=True,
         )  # fmt: skip
 
     def _draw(self, name: str, visit: int, numbers_B: Tensor, inputs: int) -> Tensor:

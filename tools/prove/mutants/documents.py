@@ -30,13 +30,18 @@ def begun(script: Any, scorer: Any, batch: np.ndarray) -> Any:
     return script.DocumentAdapters(scorer.model, scorer.config, batch)
 
 
+def targets_of(scorer: Any, batch: np.ndarray, chunk: Any) -> np.ndarray:
+    """The targets (B, C) of a chunk, read past the ledger; those beyond the text are its last token."""
+    places_BC = scorer.begins[batch[: chunk.rows], None] + np.arange(chunk.start, chunk.stop) + 1
+    return np.asarray(scorer.tokens[np.minimum(places_BC, len(scorer.tokens) - 1)])
+
+
 def learn_in_private(
     scorer: Any, batch: np.ndarray, chunk: Any, adapters: Any, rows: int, beyond: int = 0
 ) -> None:
     """A step on a chunk of the first `rows` documents, and `beyond` targets after it, past the ledger."""
     longer = chunk._replace(rows=rows, learning=rows, stop=chunk.stop + beyond)
-    places = scorer.begins[batch[:rows], None] + np.arange(longer.start, longer.stop) + 1
-    targets_BC = scorer.tokens[np.minimum(places, len(scorer.tokens) - 1)]
+    targets_BC = targets_of(scorer, batch, longer)
     with torch.enable_grad():
         hidden_BCD = scorer.read(batch, longer, adapters)
         adapters.adamw.zero_grad()
@@ -134,8 +139,7 @@ def ordered_by_score(script: Any) -> None:
             adapters = begun(script, scorer, batch)
             total = 0.0
             for chunk in scorer.chunks(batch):
-                places = scorer.begins[batch[: chunk.rows], None] + np.arange(chunk.start, chunk.stop) + 1
-                targets_BC = scorer.tokens[np.minimum(places, len(scorer.tokens) - 1)]
+                targets_BC = targets_of(scorer, batch, chunk)
                 with torch.no_grad():
                     nats = scorer.nats(scorer.read(batch, chunk, adapters), targets_BC, adapters)
                 total += float(nats.mean())
