@@ -436,6 +436,7 @@ class Config(TrainingSettings):
     training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
+    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: OMP_NUM_THREADS, or one a core", 0, 1024)
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob(
         "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
@@ -1082,6 +1083,9 @@ NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     """The machine that the settings and the launcher's variables describe; joins the other ranks."""
     rank, world_size, local_rank = place_among_ranks(environ)
+    # A small model's operations are over before a second thread has begun: then one is faster than all.
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
 
     # A device that was asked for and is not there is an error, never a slower run.
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -424,6 +425,17 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / "absent"))
     assert not train_gpt.this_machine(Config(), {}).on_gpu
+
+
+def test_threads_are_those_asked_for_and_else_left_alone() -> None:
+    found = torch.get_num_threads()
+    try:
+        train_gpt.this_machine(Config(device="cpu", cpu_threads=found + 1), {})
+        assert torch.get_num_threads() == found + 1
+        train_gpt.this_machine(Config(device="cpu"), {})
+        assert torch.get_num_threads() == found + 1
+    finally:
+        torch.set_num_threads(found)
 
 
 def test_what_no_cpu_can_compile_is_told_before_minutes_of_trying(monkeypatch: pytest.MonkeyPatch) -> None:
