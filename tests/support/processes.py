@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,7 +15,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ SCRIPT = REPO / "train_gpt.py"
 PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+WRAPPED_FORMS: Path | None = None
 # Six steps of the tiny model, every feature of the default run, all evaluations.
 TINY_RUN: dict[str, object] = {
     **tiny.MODEL,
@@ -105,7 +108,8 @@ class Started:
         self.console.with_suffix(self.console.suffix + ".err").touch()
         self.process = SERVER.Process(
             target=run_script,
-            args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault),
+            args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault,
+                  WRAPPED_FORMS),
         )
         with environment(ONE_THREAD):
             self.process.start()
@@ -142,8 +146,13 @@ class Started:
         return Ended(self.process.exitcode or 0, self.out, err, self.runs_dir)
 
 
-def run_script(environ: dict[str, str], arguments: list[str], cwd: str, console: str, fault: str) -> None:
-    """In the new process: the script as __main__; `fault`, when given, is Python that runs before it."""
+def run_script(
+    environ: dict[str, str], arguments: list[str], cwd: str, console: str, fault: str, forms: Path | None
+) -> None:
+    """In the new process: the script as __main__; `fault`, when given, is Python that runs before it.
+
+    forms: see `keep_wrapped_forms`.
+    """
     for number, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(console + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     with open(os.devnull, "rb") as nothing:
@@ -154,9 +163,44 @@ def run_script(environ: dict[str, str], arguments: list[str], cwd: str, console:
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = arguments
+    if forms is not None:
+        functools.cache = remembering(forms)  # type: ignore[assignment]
     if fault:
         exec(compile(fault, "fault", "exec"), {"os": os, "sys": sys})
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def keep_wrapped_forms(folder: Path) -> None:
+    """Let all processes that start from now on keep here what `shipped_code` gives for a source.
+
+    Every run counts the bytes of its wrapped form; to make it takes as long as all the rest of a tiny run.
+    """
+    global WRAPPED_FORMS
+    folder.mkdir(exist_ok=True)
+    WRAPPED_FORMS = folder
+
+
+def remembering(forms: Path) -> Callable[..., Any]:
+    """A functools.cache that remembers `shipped_code` from one process to the next, by the source's hash."""
+    cache = functools.cache
+
+    def cache_or_file(function: Callable[..., Any]) -> Callable[..., Any]:
+        if function.__name__ != "shipped_code":
+            return cache(function)
+
+        def remembered(source: bytes, mode: str) -> bytes:
+            path = forms / f"{mode}-{hashlib.sha256(source).hexdigest()}"
+            if path.exists():
+                return path.read_bytes()
+            form = function(source, mode)
+            made = forms / f"{os.getpid()}-{path.name}"
+            made.write_bytes(form)
+            made.rename(path)
+            return form
+
+        return cache(remembered)
+
+    return cache_or_file
 
 
 @contextlib.contextmanager
@@ -249,6 +293,7 @@ def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny dataset; to be read only."""
     SERVER.set_forkserver_preload(PRELOAD.split())
+    keep_wrapped_forms(made_once("wrapped-forms", tmp_path_factory, lambda folder: None))
     return made_once("dataset", tmp_path_factory, tiny.make_dataset)
 
 
