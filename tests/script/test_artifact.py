@@ -446,7 +446,7 @@ def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
 
 
 def test_fuzz(tiny_file: Path, tmp_path: Path) -> None:
-    fuzz(tiny_file, tmp_path, 2_000, seed=1)
+    fuzz(tiny_file, tmp_path, 500, seed=1)
 
 
 @pytest.mark.slow

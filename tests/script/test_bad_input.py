@@ -654,20 +654,16 @@ def test_a_model_larger_than_any_artifact_that_is_read_back() -> None:
 # -- odd consoles, names and locales -------------------------------------------------------------------------
 
 
-def python(lab: Lab, *arguments: str, **settings: object) -> subprocess.Popen[bytes]:
-    """A fresh interpreter rather than a fork, for what is decided when Python starts."""
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *arguments], env=lab.settings(**settings), cwd=lab.folder,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+NOBODY_READS = """
+for number in (1, 2):
+    reader, writer = os.pipe()
+    os.dup2(writer, number)
+    os.close(reader)
+"""
 
 
 def test_a_closed_console_does_not_end_a_run(lab: Lab) -> None:
-    process = python(lab, EVAL_STRIDE=0, TTT_ENABLED=0)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    process.stderr.close()
-    assert process.wait(DEADLINE_SECONDS) == 0
+    assert lab.run(fault=NOBODY_READS, EVAL_STRIDE=0, TTT_ENABLED=0).status == 0
     summary = json.loads((lab.folder / "runs" / "run" / "summary.json").read_text())
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
     assert summary["exit"] == "finished" and "step:6/6" in log and "done: " in log
@@ -690,15 +686,31 @@ def test_odd_paths(lab: Lab) -> None:
 
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": 0, "PYTHONUTF8": 0}
+# How text is written is decided when Python starts: each turn is a fork of one fresh interpreter.
+IN_TURN = """
+import os, runpy, sys, torch
+turns = [([], {}), (["--help"], {}), ([], {b"DATA_PATH": "/d\\xe4t\\xe4".encode("utf-8")})]
+for number, (arguments, changes) in enumerate(turns):
+    child = os.fork()
+    if child == 0:
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}{number}", os.O_WRONLY | os.O_CREAT), descriptor)
+        os.environb.update(changes)
+        sys.argv = [sys.argv[1], *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
 
 def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
-    process = python(lab, EVAL_STRIDE=0, TTT_ENABLED=0, **ASCII)
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0 and err == b"" and b"final_int" in out and b"done: " in out
-    process = python(lab, "--help", **ASCII)
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0 and err == b"" and b"MATRIX_LR" in out
-    process = python(lab, DATA_PATH="/dätä", **ASCII)  # Python itself cannot read such a name there
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 1 and err.startswith(b"error: DATA_PATH=")
+    settings = lab.settings(EVAL_STRIDE=0, TTT_ENABLED=0, **ASCII)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, str(SCRIPT)], env=settings, cwd=lab.folder, stdin=subprocess.DEVNULL,
+        capture_output=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    assert done.stdout == b"0\n0\n1\n", (done.stdout, done.stderr)
+    outs = [(lab.folder / f"out{turn}").read_bytes() for turn in range(3)]
+    errs = [(lab.folder / f"err{turn}").read_bytes() for turn in range(3)]
+    assert b"final_int" in outs[0] and b"done: " in outs[0] and b"MATRIX_LR" in outs[1]
+    # Python itself cannot read the name of the last one there.
+    assert errs[0] == errs[1] == b"" and errs[2].startswith(b"error: DATA_PATH=")

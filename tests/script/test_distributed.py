@@ -57,6 +57,7 @@ def test_ranks_score_an_artifact_as_one_does(finished: Ended, lab: Lab) -> None:
         assert math.isclose(ended.summary["losses"][name]["nats"], loss["nats"], rel_tol=1e-5), name
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
     command = [
         sys.executable,
@@ -162,8 +163,9 @@ def torchrun_ends(lab: Lab, fault: str, **changes: object) -> str:
     return process.stdout
 
 
-def test_the_error_of_the_rank_that_failed_comes_last_under_torchrun(lab: Lab) -> None:
+def test_torchrun_starts_it_and_the_error_of_the_rank_that_failed_comes_last(lab: Lab) -> None:
     ranks, report = torchrun_ends(lab, RAISE_ON_RANK_1).split("ChildFailedError", 1)
+    assert "world_size:2 grad_accum_steps:2" in ranks and "step:2/" in ranks
     assert ranks.count("Traceback (most recent call last)") == 2, ranks  # of rank 1, and then torchrun's own
     cause = report.split("Root Cause", 1)[1]
     assert "rank      : 1 " in cause and "RuntimeError: an injected fault" in cause, report
@@ -215,9 +217,10 @@ def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
 
 def test_importing_the_script_starts_nothing(repo: Path, tmp_path: Path) -> None:
     program = (
-        "import os, threading; before = dict(os.environ); import train_gpt, torch\n"
+        "import os, sys, threading; before = dict(os.environ); import train_gpt, torch\n"
         "assert dict(os.environ) == before and threading.active_count() == 1 and not os.listdir('.')\n"
         "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+        "assert 'sentencepiece' not in sys.modules\n"
     )
     environ = {
         **ONE_THREAD,

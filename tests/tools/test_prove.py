@@ -225,6 +225,15 @@ def test_our_evaluation_passes_at_the_edges(subject: probes.Subject) -> None:
     assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
 
 
+def test_our_scorer_of_documents_is_not_refuted() -> None:
+    documents = probes.make_subject(train_gpt, **tiny.LORA)
+    findings = [*asked(documents, [32]), *probes.document_isolation(documents)]
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
+    asked_of = {finding.check for finding in findings}
+    assert asked_of == {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"}
+
+
+@pytest.mark.slow
 def test_our_scorer_of_documents_passes_at_the_edges() -> None:
     documents = probes.make_subject(train_gpt, **tiny.LORA)
     findings = list(prove.scoring(documents, thorough=False))
