@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import shards
 from tests.support import tiny
 from tests.support.clock import counted_clock
-from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started, keep_wrapped_forms
+from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started, keep_what_scripts_give
 from tests.support.waiting import DEADLINE_SECONDS
 
 Kind = Callable[[Lab, Ended, random.Random], None]
@@ -305,7 +305,7 @@ def matrix(folder: Path, runs: int, seed: int, *words: str) -> tuple[str, int]:
     data.mkdir()
     make_small_shards(data)
     SERVER.set_forkserver_preload(PRELOAD.split())
-    keep_wrapped_forms(folder / "wrapped-forms")
+    keep_what_scripts_give(folder / "kept")
     lab = Lab(folder, data)
     reference = lab.elsewhere("reference").succeed()
     for number, kind in zip(range(runs), in_turn(source, words), strict=False):

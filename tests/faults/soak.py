@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support import tiny
-from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started, keep_wrapped_forms
+from tests.support.processes import PRELOAD, SERVER, Ended, Lab, Started, keep_what_scripts_give
 from tests.support.waiting import DEADLINE_SECONDS
 
 SAMPLE_SECONDS = 0.2
@@ -155,7 +155,7 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[str, list[str]]:
     data.mkdir()
     tiny.make_dataset(data)
     SERVER.set_forkserver_preload(PRELOAD.split())
-    keep_wrapped_forms(folder / "wrapped-forms")
+    keep_what_scripts_give(folder / "kept")
     lab = Lab(folder, data)
     lives: list[Life] = []
     wrong: list[str] = []

@@ -121,6 +121,8 @@ def test_lengths_under_a_clock_go_on_where_they_stopped_and_can_be_replayed(lab:
         "ITERATIONS": 100000,
         "TRAIN_SEQ_LENS": "8:0.3 16:0.6 32",
         "GPTQ_CALIBRATION_BATCHES": 2,
+        "EVAL_STRIDE": 0,
+        "TTT_ENABLED": 0,
     }
     started = lab.start(fault=counted_clock(signal_at=8), **changes)
     ended = started.wait()

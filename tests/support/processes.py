@@ -7,14 +7,15 @@ import fcntl
 import functools
 import hashlib
 import json
+import marshal
 import multiprocessing
 import os
 import random
-import runpy
 import shutil
 import socket
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ SCRIPT = REPO / "train_gpt.py"
 PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
-WRAPPED_FORMS: Path | None = None
+KEPT: Path | None = None
 # Six steps of the tiny model, every feature of the default run, all evaluations.
 TINY_RUN: dict[str, object] = {
     **tiny.MODEL,
@@ -109,7 +110,7 @@ class Started:
         self.process = SERVER.Process(
             target=run_script,
             args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault,
-                  WRAPPED_FORMS),
+                  KEPT),
         )
         with environment(ONE_THREAD):
             self.process.start()
@@ -147,11 +148,11 @@ class Started:
 
 
 def run_script(
-    environ: dict[str, str], arguments: list[str], cwd: str, console: str, fault: str, forms: Path | None
+    environ: dict[str, str], arguments: list[str], cwd: str, console: str, fault: str, folder: Path | None
 ) -> None:
     """In the new process: the script as __main__; `fault`, when given, is Python that runs before it.
 
-    forms: see `keep_wrapped_forms`.
+    folder: see `keep_what_scripts_give`.
     """
     for number, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(console + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -163,44 +164,49 @@ def run_script(
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = arguments
-    if forms is not None:
-        functools.cache = remembering(forms)  # type: ignore[assignment]
     if fault:
         exec(compile(fault, "fault", "exec"), {"os": os, "sys": sys})
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_as_main(arguments[0], folder)
 
 
-def keep_wrapped_forms(folder: Path) -> None:
-    """Let all processes that start from now on keep here what `shipped_code` gives for a source.
-
-    Every run counts the bytes of its wrapped form; to make it takes as long as all the rest of a tiny run.
-    """
-    global WRAPPED_FORMS
+def keep_what_scripts_give(folder: Path) -> None:
+    """Let all processes that start from now on keep here what they make of a source: see `kept`."""
+    global KEPT
     folder.mkdir(exist_ok=True)
-    WRAPPED_FORMS = folder
+    KEPT = folder
 
 
-def remembering(forms: Path) -> Callable[..., Any]:
-    """A functools.cache that remembers `shipped_code` from one process to the next, by the source's hash."""
+def kept(folder: Path | None, name: str, source: bytes, make: Callable[[], bytes]) -> bytes:
+    """What `make` gives for this source, made by the first process and read by all others.
+
+    Every run compiles the script and counts the bytes of its wrapped form: half of what a tiny run takes.
+    """
+    if folder is None:
+        return make()
+    path = folder / f"{name}-{hashlib.sha256(source).hexdigest()}"
+    if not path.exists():
+        mine = folder / f"{os.getpid()}-{path.name}"
+        mine.write_bytes(make())
+        mine.rename(path)
+    return path.read_bytes()
+
+
+def run_as_main(path: str, folder: Path | None) -> None:
+    """What runpy.run_path does, with code that is compiled once, and a `shipped_code` that is called once."""
+    source = Path(path).read_bytes()
+    code = kept(folder, "code", path.encode() + source, lambda: marshal.dumps(compile(source, path, "exec")))
     cache = functools.cache
 
-    def cache_or_file(function: Callable[..., Any]) -> Callable[..., Any]:
-        if function.__name__ != "shipped_code":
+    def cache_and_keep(function: Callable[..., Any]) -> Callable[..., Any]:
+        if getattr(function, "__name__", "") != "shipped_code":
             return cache(function)
+        return cache(lambda given, mode: kept(folder, mode, given, lambda: function(given, mode)))
 
-        def remembered(source: bytes, mode: str) -> bytes:
-            path = forms / f"{mode}-{hashlib.sha256(source).hexdigest()}"
-            if path.exists():
-                return path.read_bytes()
-            form = function(source, mode)
-            made = forms / f"{os.getpid()}-{path.name}"
-            made.write_bytes(form)
-            made.rename(path)
-            return form
-
-        return cache(remembered)
-
-    return cache_or_file
+    functools.cache = cache_and_keep  # type: ignore[assignment]
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(marshal.loads(code), vars(main))
 
 
 @contextlib.contextmanager
@@ -293,7 +299,7 @@ def made_once(name: str, factory: pytest.TempPathFactory, make: Any) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny dataset; to be read only."""
     SERVER.set_forkserver_preload(PRELOAD.split())
-    keep_wrapped_forms(made_once("wrapped-forms", tmp_path_factory, lambda folder: None))
+    keep_what_scripts_give(made_once("kept", tmp_path_factory, lambda folder: None))
     return made_once("dataset", tmp_path_factory, tiny.make_dataset)
 
 
