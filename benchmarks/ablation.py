@@ -56,7 +56,13 @@ DEFAULT = "default stack"
 HEADER = "| stack | parameters | steps | " + paired.HEADER
 TURNS = 3  # of every row, to compare what their steps cost
 TURN_STEPS = 10  # of a turn; the lengths of TRAIN_SEQ_LENS have their shares of ten steps
-PAIRS_HEADER = "| row | minus row | difference | its error | runs for a third | n |"
+PAIRS_HEADER = (
+    "| row | minus row | difference | its error | runs for a third | n | at equal steps | its error |"
+)
+EQUAL_STEPS = (
+    "At equal steps: least squares over all runs, a constant for each row and each seed and one slope in the "
+    "logarithm of the steps, of which a busy machine's CPU second holds now more, now less."
+)
 # Geometry, the same for every row; the vocabulary is the tokenizer's.
 SMALL = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
@@ -326,13 +332,19 @@ def row(name: str, runs: paired.Runs, default: paired.Runs) -> str:
 
 def pairs(rows: Rows) -> list[str]:
     """A table of the differences between rows of `--arm lengths`; no lines for other rows."""
+    adjusted = paired.AtEqualSteps(rows)
     lines = []
     for name, other in LENGTHS_PAIRS:
         if name in rows and other in rows:
             found = paired.difference(rows[name], rows[other])
             count = found.seeds if found else 0
-            lines.append(f"| {name} | {other} | {paired.told_difference(found)} | {count} |")
-    return ["", *paired.table(PAIRS_HEADER, lines)] if lines else []
+            told = "- | -"
+            if adjusted.fits:
+                told = "{:+.4f} | {:.4f}".format(*adjusted.difference(name, other))
+            lines.append(f"| {name} | {other} | {paired.told_difference(found)} | {count} | {told} |")
+    if not lines:
+        return []
+    return ["", *paired.table(PAIRS_HEADER, lines), *(["", EQUAL_STEPS] if adjusted.fits else [])]
 
 
 def tables(measured: dict[str, Any]) -> list[str]:

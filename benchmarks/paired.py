@@ -8,6 +8,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 Runs = list[dict[str, Any]]
 HEADER = "val_bpb | std | minus {} | its error | runs for a third | n |"
 WANTED_SHARE = 1 / 3  # of a difference: with a smaller standard error its sign is hardly chance
@@ -57,6 +59,39 @@ def told_difference(found: Difference | None) -> str:
     if found is None:
         return "- | - | -"
     return f"{found.mean:+.4f} | {found.error:.4f} | {found.runs_wanted}"
+
+
+class AtEqualSteps:
+    """Rows of runs as they would be at the same steps: for a clock that gives now more of them, now less.
+
+    Least squares over all runs: a constant for each row and for each seed, and one slope in the logarithm of
+    the steps. `fits` is False where steps are all alike, or too few runs are left to tell the errors.
+    """
+
+    def __init__(self, rows: dict[str, Runs]) -> None:
+        runs = [(name, run) for name, of_row in rows.items() for run in of_row]
+        seeds = sorted({run["seed"] for _, run in runs})
+        self.names = list(rows)
+        logarithms = np.log([run["steps"] for _, run in runs])
+        design = np.column_stack([
+            *([float(name == other) for name, _ in runs] for other in self.names),
+            *([float(run["seed"] == seed) for _, run in runs] for seed in seeds[1:]),
+            logarithms - logarithms.mean(),
+        ])  # fmt: skip
+        scores = np.array([run["val_bpb"] for _, run in runs])
+        freedom = len(runs) - design.shape[1]
+        self.fits = freedom >= 3 and bool(np.linalg.matrix_rank(design) == design.shape[1])
+        if self.fits:
+            self.found = np.linalg.lstsq(design, scores, rcond=None)[0]
+            left = scores - design @ self.found
+            self.covariance = np.linalg.inv(design.T @ design) * (left @ left / freedom)
+
+    def difference(self, name: str, other: str) -> tuple[float, float]:
+        """Bits per byte of one row less those of another, and the standard error."""
+        contrast = np.zeros(len(self.found))
+        contrast[self.names.index(name)] = 1.0
+        contrast[self.names.index(other)] = -1.0
+        return float(contrast @ self.found), math.sqrt(contrast @ self.covariance @ contrast)
 
 
 def table(header: str, lines: list[str]) -> list[str]:

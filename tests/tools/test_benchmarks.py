@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,7 +297,22 @@ def test_lengths_are_told_beside_their_partners() -> None:
     assert ablation.pairs(rows) == []  # its partner was not measured
     rows["one length, the last, in segments"] = runs(2.2)
     lines = ablation.pairs(rows)
-    assert "| three lengths | one length, the last, in segments | -0.3000 | 0.0000 | 2 | 2 |" in lines
+    expected = "| three lengths | one length, the last, in segments | -0.3000 | 0.0000 | 2 | 2 | - | - |"
+    assert expected in lines
+
+
+def test_a_clock_that_gave_a_row_fewer_steps_is_told_from_what_the_row_is_worth() -> None:
+    def run(row_bpb: float, seed: int, steps: int) -> dict[str, Any]:
+        return {"seed": seed, "steps": steps, "val_bpb": row_bpb + seed / 100 - 0.2 * math.log(steps)}
+
+    rows = {"base": [run(3.0, 1, 100), run(3.0, 2, 130), run(3.0, 3, 110)],
+            "better": [run(2.9, 1, 90), run(2.9, 2, 80), run(2.9, 3, 120)]}  # fmt: skip
+    raw = paired.difference(rows["better"], rows["base"])
+    assert raw and raw.mean > -0.08
+    rows["other"] = [run(3.1, seed, 100 + seed) for seed in (1, 2, 3)]
+    mean, error = paired.AtEqualSteps(rows).difference("better", "base")
+    assert mean == pytest.approx(-0.1) and error == pytest.approx(0.0, abs=1e-9)
+    assert not paired.AtEqualSteps({"base": rows["base"]}).fits  # nothing is left to tell an error
 
 
 def test_the_frontier_goes_from_small_to_large_and_names_the_best() -> None:
