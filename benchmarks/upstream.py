@@ -9,6 +9,7 @@ It is read, unwrapped where it is compressed, changed in memory by the named rep
 the next: optimizers, schedule, clipping and order are the script's. Nothing is written. What fits no
 replacement is an error that names it, never a guess. What differs from the script as written: the device,
 fp32 everywhere (no autocast, no bfloat16), no compiler, one rank, one micro-step, plain attention.
+`benchmarks/beside.py` compares such a script with this one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import argparse
 import ast
 import contextlib
 import importlib.util
+import io
 import queue
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -80,6 +83,7 @@ REPLACEMENTS = (
         rf"\1 = {STAND_IN}.attention",
     ),
     Replacement("tokenizer", r"\bspm\.SentencePieceProcessor\(", f"{STAND_IN}.tokenizer(", needed=True),
+    Replacement("clock", r"\btime\.perf_counter\(\)", f"{STAND_IN}.clock()"),
     Replacement("external tools", r"\bsubprocess\.run\(", f"{STAND_IN}.tool("),
     # Quotes of the same kind inside the braces of an f-string are Python 3.12.
     Replacement("quotes of file patterns", r"glob\(\"(fineweb_\w+\*\.bin)\"\)", r"glob('\1')"),
@@ -212,6 +216,7 @@ class OnCpu:
         self.cuda = CpuInsteadOfCuda()
         self.models: list[nn.Module] = []
         self.namespace: dict[str, Any] = {}
+        self.clock: Callable[[], float] = time.perf_counter
 
     def uncompiled(self, target: Any = None, **options: Any) -> Any:
         """torch.compile as function and as decorator: what it is given, unchanged."""
@@ -247,6 +252,37 @@ class OnCpu:
         return y_BHTE.transpose(1, 2)
 
 
+class TrainingClock:
+    """Seconds since the first step, as a script under a wall clock sees them: always less than its limit.
+
+    So the script's schedule follows the clock, and its end is the caller's to say.
+    """
+
+    def __init__(self, now: Callable[[], float], limit_seconds: float) -> None:
+        self.now = now
+        self.limit_seconds = limit_seconds
+        self.begun: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the first step."""
+        return 0.0 if self.begun is None else self.now() - self.begun
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit is reached."""
+        return self.seconds >= self.limit_seconds
+
+    def begin(self) -> None:
+        """The first step begins."""
+        if self.begun is None:
+            self.begun = self.now()
+
+    def __call__(self) -> float:
+        """What the script reads."""
+        return min(self.seconds, self.limit_seconds * (1 - 1e-6))
+
+
 class Stop(BaseException):
     """Ends the script's main from inside; no `except Exception` of its own holds it."""
 
@@ -276,11 +312,13 @@ class Upstream:
     """A script that waits for its next batch. Use as a context manager, or `close` it.
 
     settings: variables as its README sets them; UpstreamError for one that it does not read, or that is
-    fixed here (FIXED_SETTINGS). ITERATIONS is the length of its schedule. The script seeds torch, numpy and
-    random, for the whole process.
+    fixed here (FIXED_SETTINGS). clock: of its schedule; None: ITERATIONS is its length. The script seeds
+    torch, numpy and random, for the whole process.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, settings: Mapping[str, str] | None = None, clock: TrainingClock | None = None
+    ) -> None:
         self.path = path
         self.steps = 0
         self._losses: list[Tensor] = []
@@ -289,7 +327,11 @@ class Upstream:
         fixed = sorted(given.keys() & FIXED_SETTINGS.keys())
         if fixed:
             raise UpstreamError(f"{' '.join(fixed)}: fixed here, as steps are fed one by one; leave it out")
+        self._clock = clock
         self._on_cpu = OnCpu({**given, **FIXED_SETTINGS})
+        if clock is not None:
+            self._on_cpu.environ["MAX_WALLCLOCK_SECONDS"] = str(clock.limit_seconds)
+            self._on_cpu.clock = clock
         self._module = ModuleType(f"upstream_{id(self)}")
         self._namespace = self._module.__dict__
         sys.modules[self._module.__name__] = self._module  # dataclasses look there for their own module
@@ -329,6 +371,8 @@ class Upstream:
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> float:
         """One training step of the script on this batch (int64 ids); the loss before the update, in nats."""
         self._losses.clear()
+        if self._clock is not None:
+            self._clock.begin()
         self._exchange.batches.put((inputs_BT, targets_BT))
         self._wait_until_a_batch_is_wanted()
         if len(self._losses) != 1:
@@ -357,6 +401,23 @@ class Upstream:
             raise UpstreamError(f"{self.path}: {name} has shape {shapes}")
         for name, parameter in own.items():
             parameter.copy_(weights[name])
+
+    def ship(self) -> int:
+        """Quantize the weights as the script does and put them back so; bytes of the file it would write.
+
+        Of scripts in the manner of the baseline: 8 bits a weight, pickled by torch, zlib. UpstreamError for
+        others.
+        """
+        names = ("quantize_state_dict_int8", "dequantize_state_dict_int8")
+        missing = [name for name in names if name not in self._namespace]
+        if missing:
+            raise UpstreamError(f"{self.path}: has no {' and no '.join(missing)}; nothing else ships it here")
+        quantize, dequantize = (self._namespace[name] for name in names)
+        quantized = quantize(self.model.state_dict())[0]
+        pickled = io.BytesIO()
+        torch.save(quantized, pickled)
+        self.model.load_state_dict(dequantize(quantized))
+        return len(zlib.compress(pickled.getvalue(), 9))
 
     def close(self) -> None:
         """End the script; safe to call twice."""
@@ -427,14 +488,15 @@ class NoValidationData(SimpleNamespace):
 
 
 def batches(folder: Path, rows: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets (rows, length) from the first training shard, in its order."""
+    """Inputs and targets (rows, length) from the training shards, in their order."""
     shards = sorted(folder.glob("fineweb_train_*.bin"))
     if not shards:
         raise SystemExit(f"{folder}: no fineweb_train_*.bin; name a folder of shards")
-    tokens = torch.from_numpy(read_shard(shards[0]).astype(np.int64))
-    for start in range(0, len(tokens) - rows * length, rows * length):
-        span = tokens[start : start + rows * length + 1]
-        yield span[:-1].view(rows, length), span[1:].view(rows, length)
+    for shard in shards:
+        tokens = torch.from_numpy(read_shard(shard).astype(np.int64))
+        for start in range(0, len(tokens) - rows * length, rows * length):
+            span = tokens[start : start + rows * length + 1]
+            yield span[:-1].view(rows, length), span[1:].view(rows, length)
 
 
 def report(upstream: Upstream, feed: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:

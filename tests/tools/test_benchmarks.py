@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import ablation, budget, caseops, coder, paired, results, speed, ttt
+from benchmarks import ablation, beside, budget, caseops, coder, paired, results, speed, ttt, tune
 from benchmarks.turns import Turn, Turns, TurnsError
 from tools.markdown import refresh
 from tools.prove import tiny
@@ -328,3 +328,57 @@ def test_the_frontier_goes_from_small_to_large_and_names_the_best() -> None:
     assert "Best: width 0.75, 8.00 bits a weight" in lines[0]
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| width 0.75", "| base", "| width 2"]
     assert "| 4.00 |" in lines[5] and "| +0.3000 | 0.0000 | 2 | 2 |" in lines[6]
+
+
+def tuned(seed: int, score: float) -> dict[str, Any]:
+    return {
+        "seed": seed, "parameters": 1000, "steps": 200, "seconds": 1.0, "float_bpb": score - 0.01,
+        "bytes": 900, "write_seconds": 1.0, "read_seconds": 0.5, "times_the_step": 2.0, "val_bpb": score,
+    }  # fmt: skip
+
+
+def test_a_row_of_longer_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
+        taken.append(settings["ITERATIONS"])
+        return tuned(seed, 2.0)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "times_the_step", lambda row, config: 1.6)
+    found = tune.measure_row({"CONFIG": "x", "ITERATIONS": "400", "ROW": "width 256"}, 1, "cpu")
+    assert taken == ["250"] and found["times_the_step"] == 1.6
+
+
+def test_rows_of_other_quantization_have_the_steps_of_the_config() -> None:
+    rows = [name for name, changes in tune.VARIANTS.items() if changes.keys() <= set(tune.QUANTIZATION)]
+    assert tune.BASE in rows and len(rows) == 4
+    assert all(tune.times_the_step(row, Path("no-file-is-read")) == 1.0 for row in rows)
+
+
+def test_the_table_of_settings_begins_with_the_best() -> None:
+    rows = {tune.BASE: [tuned(1, 2.0), tuned(2, 2.1)], "bigrams": [tuned(1, 1.9), tuned(2, 2.04)]}
+    measured = {"config": "small.env", "steps": 400, "artifact_bytes": 900, "changes": tune.VARIANTS}
+    lines = tune.tables({**measured, "rows": rows})
+    first, second = [line for line in lines if line.startswith("| ")][1:]
+    assert first.startswith("| bigrams | 1,000 | 2.00 | 200 | 1.9600 | 900 | 1.0 | 0.5 | 1.9700 |")
+    assert "| -0.0800 | 0.0200 |" in first and second.startswith(f"| {tune.BASE} |")
+    assert lines[-1] == "The rows change: bigrams: BIGRAM_VOCAB_SIZE=2048 BIGRAM_DIM=32."
+
+
+def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of_each_seed() -> None:
+    steps = {"theirs": [30.0] * 10, "ours as theirs": [20.0] * 10, "ours": [15.0] * 10}
+    rows = {
+        "speed": [{"seed": 1, **steps}],
+        "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "ours": [tuned(1, 2.2), tuned(2, 2.25)],
+    }  # fmt: skip
+    lines = beside.tables({
+        "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "script": "theirs.py", "sha256": "0",
+        "config": "small.env", "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
+        "code_bytes": {"theirs": 50, "ours": 60},
+    })  # fmt: skip
+    assert "| ours as theirs | 20.0 | 20.0 | 20.0 | 15,000 | 1.50 | 10 |" in lines
+    assert "| ours | 15.0 | 15.0 | 15.0 | 20,000 | 2.00 | 10 |" in lines
+    (ours,) = [line for line in lines if line.startswith("| ours | 1,000")]
+    assert "| 900 | 60 | 2.2250 |" in ours and "| -0.2250 | 0.0250 |" in ours
+    assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."

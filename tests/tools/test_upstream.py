@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import upstream
-from benchmarks.upstream import Upstream, UpstreamError
+from benchmarks.upstream import TrainingClock, Upstream, UpstreamError
 from data.shards import write_shard
 
 # Written for this test: a bag of embeddings with the manners of a script for GPUs. WIDTH, VOCABULARY,
@@ -248,6 +248,52 @@ def test_the_end_of_the_schedule_is_told(script: Path) -> None:
         miniature.step(*batch(0))
         with pytest.raises(UpstreamError, match="raise ITERATIONS"):
             miniature.step(*batch(1))
+
+
+def test_the_schedule_follows_a_clock_whose_end_is_the_caller_s(script: Path) -> None:
+    """Its own clock would end the script within a step, before anybody has seen the model."""
+    text = MINIATURE.replace("import torch\n", "import time\nimport torch\n", 1)
+    text = text.replace("    for step in", "    begun = time.perf_counter()\n    for step in")
+    text = text.replace(
+        "step / args.iterations", "(time.perf_counter() - begun) / args.max_wallclock_seconds")
+    text += "        if time.perf_counter() - begun >= args.max_wallclock_seconds:\n            break\n"
+    script.write_text(text, encoding="utf-8")
+    now = 100.0
+    clock = TrainingClock(lambda: now, limit_seconds=4.0)
+    losses = []
+    with Upstream(script, {"STEP_SIZE": "2.5"}, clock) as miniature:
+        miniature.set_weights(weights(0))
+        now += 1000  # of loading, which is no training
+        while not clock.is_over:
+            losses.append(miniature.step(*batch(len(losses))))
+            now += 1
+        assert clock.seconds == 4
+        before = miniature.loss(*batch(9))
+        now += 1
+        miniature.step(*batch(9))  # it goes on, with next to no rate
+        assert miniature.loss(*batch(9)) == pytest.approx(before, abs=1e-4)
+    assert losses == pytest.approx(plain_losses(weights(0), 4, 2.5, 4), rel=1e-6)
+
+
+def test_a_script_ships_its_weights_by_its_own_functions(script: Path) -> None:
+    with Upstream(script) as miniature, pytest.raises(UpstreamError, match="no quantize_state_dict_int8"):
+        miniature.ship()
+    text = MINIATURE + '''
+def quantize_state_dict_int8(weights):
+    return {name: (4 * tensor).round().char() for name, tensor in weights.items()}, "statistics"
+
+def dequantize_state_dict_int8(codes):
+    return {name: code.float() / 4 for name, code in codes.items()}
+'''
+    script.write_text(text, encoding="utf-8")
+    sizes = []
+    for given in (weights(0), {name: torch.zeros(50, 8) for name in weights(0)}):
+        with Upstream(script) as miniature:
+            miniature.set_weights(given)
+            sizes.append(miniature.ship())
+            for name, parameter in miniature.model.named_parameters():
+                assert torch.equal(parameter.detach(), (4 * given[name]).round() / 4)
+    assert sizes[0] > sizes[1] + 300  # zeros compress
 
 
 def test_attention_in_place_of_a_gpu_kernel_is_causal_with_grouped_heads() -> None:
