@@ -166,6 +166,7 @@ class ModelSettings:
     ln_scale: bool = knob(True, "scale block inputs by 1/sqrt(layer + 1)")
     qk_gain_init: float = knob(5.25, "initial learned gain of each query head")
     xsa_last_n: int = knob(11, "last layers whose heads drop their own value's direction", 0)
+    key_offset_dims: int = knob(0, "last dimensions of each key that the token before gives; 0: none", 0)
     sparse_attn_gate_enabled: bool = knob(True, "gate each head by the first GATE_WINDOW channels")
     gate_window: int = knob(12, "channels that feed the gates", 1)
     # Ways around the blocks: the token before, and the skips of the U-Net.
@@ -221,11 +222,14 @@ class ModelSettings:
         # Each of them has one scale.
         listed_once = len(set(value_layers)) == len(value_layers)
         value_layers_exist = all(layer < self.num_layers for layer in value_layers)
+        stationary_dims = max(0, self.head_dim - self.rotated_dims)
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
+            (self.key_offset_dims <= stationary_dims,
+             "KEY_OFFSET_DIMS <= MODEL_DIM / NUM_HEADS - ROPE_DIMS (0: all are rotated)"),
             (self.gate_window <= self.model_dim, "GATE_WINDOW <= MODEL_DIM"),
             (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
             (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
@@ -2271,6 +2275,20 @@ def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
     return Heads(q_BTHE, k_BTKE, v_BTKE, v_BTKE)
 
 
+def offset_keys(k_BTKE: Tensor, channels: int, first_BT: Tensor | None) -> Tensor:
+    """Keys whose last channels are those of the token before, zero where there is none.
+
+    So a key says where its token stands and what came before it: one layer finds the tokens that followed
+    what the query is looking at (modded-nanogpt PR #169). first_BT: tokens with none before them; None: the
+    first of each row alone.
+    """
+    own, carried = k_BTKE.split([k_BTKE.size(-1) - channels, channels], dim=-1)
+    previous = F.pad(carried, (0, 0, 0, 0, 1, 0))[:, :-1]
+    if first_BT is not None:
+        previous = previous.masked_fill(first_BT[:, :, None, None], 0.0)
+    return torch.cat([own, previous], dim=-1)
+
+
 XSA_MIN_SQUARE = 1e-24  # of a value's length, so that nothing is divided by zero
 
 
@@ -2496,6 +2514,7 @@ class Context(NamedTuple):
     documents: Tensor | None
     observe: Observer | None
     values_BTK: Tensor | None  # value embeddings; K is all key channels, as in `LayerWeights`
+    first_BT: Tensor | None  # as in `offset_keys`
 
 
 class GPT(nn.Module):
@@ -2548,7 +2567,10 @@ class GPT(nn.Module):
         documents = attention_documents(inputs_BT, starts, self.attend, c, adapters is not None)
         x0 = self._embed(inputs_BT, weights)
         values = self._embed_values(inputs_BT, weights)
-        context = Context(x0, rotary, documents, observe, values)
+        first_BT = None
+        if c.key_offset_dims and c.doc_mask:
+            first_BT = inputs_BT == BOS_ID
+        context = Context(x0, rotary, documents, observe, values, first_BT)
 
         # First half: every visit keeps what it leaves in the first lane.
         encoder, decoder = visit_order(c, looping)
@@ -2747,7 +2769,10 @@ class GPT(nn.Module):
             # What the token says by itself (PR #549).
             v_BTKE = v_BTKE + (w.value_scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
             own_BTKE = v_BTKE
-        y_BTHE = self.attend(heads.q_BTHE, heads.k_BTKE, v_BTKE, context.documents)
+        k_BTKE = heads.k_BTKE
+        if c.key_offset_dims:
+            k_BTKE = offset_keys(k_BTKE, c.key_offset_dims, context.first_BT)
+        y_BTHE = self.attend(heads.q_BTHE, k_BTKE, v_BTKE, context.documents)
 
         # Gate each head by a few channels of the input; 0.5 makes the sigmoid less steep (PR #1855).
         gate_BTH = None

@@ -332,14 +332,14 @@ def test_values_that_public_scripts_allow(given: str, expected: str) -> None:
 
 # With a hash of what their settings resolve to: who changes one on purpose changes it here as well.
 ANCESTORS = {
-    "upstream_baseline": "5e498b525f30",
-    "pr549": "8b8567fb309a",
-    "pr591": "a29b8a4359f7",
-    "pr785": "906d1277f285",
-    "pr1493": "33088cdaed54",
-    "default_0_4": "fe607d1a6e70",
-    "frontier_1855": "ef2d142e8058",
-    "frontier_2014": "b96a3e2bb376",
+    "upstream_baseline": "f6c63d85785e",
+    "pr549": "fdc085cf4e4f",
+    "pr591": "eeb446aa2a1f",
+    "pr785": "5b430f3b31d2",
+    "pr1493": "ac72d5e67667",
+    "default_0_4": "93c011fe0f0f",
+    "frontier_1855": "e3f91d30eae6",
+    "frontier_2014": "acfc75e3edb6",
 }
 
 

@@ -68,8 +68,9 @@ def training_of(config: Config) -> Any:
 
 @pytest.mark.parametrize("progress", [0.0, 0.9])
 def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without recurrence and with it, gradients clipped and weights averaged."""
-    training = training_of(tiny_config(GRAD_CLIP_NORM=0.3))
+    """Without recurrence and with it; gradients clipped, weights averaged, keys offset."""
+    ours = {"ROPE_DIMS": 8, "KEY_OFFSET_DIMS": 4}
+    training = training_of(tiny_config(GRAD_CLIP_NORM=0.3, **ours))
     refuse_fetching(monkeypatch)
     with NoWaits() as operations:
         values = train_gpt.train_step(training, progress)

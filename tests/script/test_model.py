@@ -47,6 +47,8 @@ FEATURES = {
     "narrower head gate": {"GATE_WINDOW": 5},
     "skips that add": {"SKIP_GATES_ENABLED": 0},
     "no XSA": {"XSA_LAST_N": 0},
+    "keys offset in part": {"KEY_OFFSET_DIMS": 3},
+    "keys offset across documents": {"KEY_OFFSET_DIMS": 4, "DOC_MASK": 0},
     "no layer scale": {"LN_SCALE": 0},
     "all dimensions rotated": {"ROPE_DIMS": 0},
     "rescaled rotary base": {"ROPE_TRAIN_SEQ_LEN": 7},
@@ -236,7 +238,7 @@ class Reference:
         for h in range(c.num_heads):
             g = h // (c.num_heads // c.num_kv_heads)
             q = self.rotate(normed(x @ query[h * size : (h + 1) * size].T)) * w["qk_gain_LH"][i, h]
-            k = self.rotate(normed(x @ key[g * size : (g + 1) * size].T))
+            k = self.offset(self.rotate(normed(x @ key[g * size : (g + 1) * size].T)), row)
             v = values[:, g * size : (g + 1) * size]
             y = torch.stack([self.attend(t, q, k, v, row) for t in range(len(row))])
             if i >= c.num_layers - c.xsa_last_n:
@@ -247,6 +249,14 @@ class Reference:
                 y = y * torch.sigmoid(0.5 * score)[:, None]
             heads.append(y)
         return torch.cat(heads, dim=-1) @ output.T
+
+    def offset(self, k: Tensor, row: list[int]) -> Tensor:
+        keys = []
+        for t in range(len(row)):
+            before = torch.zeros_like(k[t]) if self.is_first(t, row) else k[t - 1]
+            keep = self.c.head_dim - self.c.key_offset_dims
+            keys.append(torch.cat([k[t, :keep], before[keep:]]))
+        return torch.stack(keys)
 
     def attend(self, t: int, q: Tensor, k: Tensor, v: Tensor, row: list[int]) -> Tensor:
         first = 0
@@ -344,14 +354,15 @@ def test_nothing_reaches_back_in_time(doc_mask: int, edited: int) -> None:
     assert not torch.equal(model(ids)[:, edited:], model(changed)[:, edited:])
 
 
-def test_a_document_knows_nothing_of_those_before_it() -> None:
-    config = tiny()
+@pytest.mark.parametrize("offset", [0, 4])
+def test_a_document_knows_nothing_of_those_before_it(offset: int) -> None:
+    config = tiny(KEY_OFFSET_DIMS=offset)
     model, ids = random_model(config), random_ids(config)
     changed = ids.clone()
     changed[0, :5] = torch.tensor([1, 2, 3, 4, 6])  # the document before the one that starts at 5
     assert torch.equal(model(ids)[0, 5:], model(changed)[0, 5:])
     assert torch.equal(model(ids)[1], model(changed)[1])
-    together = tiny(DOC_MASK=0)
+    together = tiny(DOC_MASK=0, KEY_OFFSET_DIMS=offset)
     one_stream = random_model(together)
     assert not torch.equal(one_stream(ids)[0, 5:], one_stream(changed)[0, 5:])
 
@@ -533,6 +544,7 @@ def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
         ({"VE_ENABLED": 1, "VE_LAYERS": "4,6"}, "VE_LAYERS=4,6"),
         ({"VE_ENABLED": 1, "VE_LAYERS": "4,04"}, "VE_LAYERS=4,04"),
         ({"GATE_WINDOW": 33}, "GATE_WINDOW=33"),
+        ({"KEY_OFFSET_DIMS": 5}, "KEY_OFFSET_DIMS=5"),
     ],
 )
 def test_impossible_shapes_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -773,8 +785,9 @@ def loss_and_gradients(model: GPT, forms: tuple[Any, ...], ids: Tensor) -> list[
         {"DOC_MASK": 0, "XSA_LAST_N": 0, "LN_SCALE": 0},
         {"LOGIT_SOFTCAP": 0, "LEAKY_SLOPE": 0, "NUM_KV_HEADS": 1},
         {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0},
+        {"KEY_OFFSET_DIMS": 4},
     ],
-    ids=["default", "one text", "relu²", "PR #549"],
+    ids=["default", "one text", "relu²", "PR #549", "keys offset"],
 )
 def test_derivatives_by_hand_are_those_of_autograd(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
