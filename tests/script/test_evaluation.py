@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
+from tests.support.clock import counted_clock
 from tests.support.models import tiny_config
 from tests.support.processes import Ended, Lab
 from tests.support.ranks import on_ranks
@@ -529,7 +530,7 @@ def test_validations_of_training_tell_their_progress_too(every: str, told: int, 
     """Two chunks of each validation: before the first step, after the last, and of the average."""
     ended = lab.succeed(
         VAL_LOSS_EVERY=100, VAL_TOKENS_LIMIT=1100, VAL_BATCH_SIZE=256, VAL_PROGRESS_LOG_EVERY=every,
-        ITERATIONS=1, WARMUP_STEPS=0, EVAL_STRIDE=0, TTT_ENABLED=0,
+        ITERATIONS=1, WARMUP_STEPS=0, EVAL_STRIDE=0, TTT_ENABLED=0, fault=counted_clock(),
     )  # fmt: skip
     assert len(re.findall(r"^val_progress:training ", ended.out, re.M)) == 3 * told
     assert len(re.findall(r"^val_progress:roundtrip ", ended.out, re.M)) == (0 if every == "0" else 2)
@@ -612,18 +613,20 @@ def tokens_seen(ended: Ended) -> list[tuple[str, str]]:
 
 
 def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(lab: Lab) -> None:
-    straight = lab.elsewhere("straight").succeed(**EVERY_CHUNK)
+    # By a clock that counts work: a chunk that takes long has lines of its own.
+    clock = counted_clock()
+    straight = lab.elsewhere("straight").succeed(fault=clock, **EVERY_CHUNK)
     chunks = tokens_seen(straight)
     assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [2, 2]
     changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
     told = []
     for phase, done in (("sliding_window", 3), ("legal_ttt", 5)):
-        ended = lab.run(fault=KILLED.replace("PHASE", phase), **changes)
+        ended = lab.run(fault=clock + KILLED.replace("PHASE", phase), **changes)
         told += chunks[:done]
         assert ended.status == -signal.SIGKILL and tokens_seen(ended) == told
         changes["RESUME"] = ended.directory
     model = (lab.folder / "runs" / "run" / "model.bin").read_bytes()
-    last = lab.succeed(**changes)
+    last = lab.succeed(fault=clock, **changes)
     assert tokens_seen(last) == told + chunks and "resumed:" in last.out
     assert last.summary["losses"] == straight.summary["losses"]
     assert last.summary["artifact"] == straight.summary["artifact"]
@@ -634,14 +637,16 @@ def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(l
 
 
 def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
-    first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, **EVERY_CHUNK))
+    clock = counted_clock()
+    first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, fault=clock, **EVERY_CHUNK))
     changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
-    killed, peer = lab.ranks(2, {0: {"fault": KILLED.replace("PHASE", "legal_ttt")}}, **changes)
+    fatal = {0: {"fault": clock + KILLED.replace("PHASE", "legal_ttt")}}
+    killed, peer = lab.ranks(2, fatal, clock, **changes)
     ended = killed.wait()
     peer.send(signal.SIGKILL)
     peer.wait()
     assert ended.status == -signal.SIGKILL
-    last, _ = (rank.wait() for rank in lab.ranks(2, RESUME=ended.directory, **changes))
+    last, _ = (rank.wait() for rank in lab.ranks(2, fault=clock, RESUME=ended.directory, **changes))
     assert last.status == 0, last.err
     assert tokens_seen(last) == tokens_seen(first)[:5] + tokens_seen(first)
     assert last.summary["losses"] == first.summary["losses"]

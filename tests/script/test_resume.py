@@ -353,7 +353,7 @@ def test_a_training_of_more_than_a_minute_is_saved_before_calibration(lab: Lab, 
 
 
 def test_a_short_training_is_not_saved_unless_asked_for(lab: Lab) -> None:
-    ended = lab.run(fault=fails_in("quantize"))
+    ended = lab.run(fault=counted_clock() + fails_in("quantize"))
     assert ended.status == 1 and not (ended.directory / "checkpoint.pt").exists()
     assert ended.err.splitlines()[-1] == "nothing is saved to continue with"
 
