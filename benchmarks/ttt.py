@@ -13,7 +13,9 @@ show on an idle core. `--sweep` scores by every combination of some values, not 
 
 `cost` counts the tokens that pass through the model for each scored target, at the lengths that the documents
 of the validation text have, with the settings of a configuration. With a census of
-`python -m benchmarks.gpu_model --what train_loop` it gives the seconds of 8 GPUs: modelled, not measured.
+`python -m benchmarks.gpu_model --what train_loop` it gives the seconds of 8 GPUs: modelled, not measured. A
+token backward then costs what it does in training. Adapters need no gradients of weights, which takes about
+as much off as their own products add; what their optimizer reads and writes counts by itself.
 """
 
 from __future__ import annotations
@@ -39,11 +41,15 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import ablation, results  # noqa: E402
+from benchmarks.gpu_model.roofline import BANDWIDTH_SHARE, CARDS  # noqa: E402
 from train_gpt import BOS_ID, GPT, Config  # noqa: E402
 
 TITLE = "Test-time training"
 TARGETS_OF_FINEWEB = 40_540_160  # of the official validation text in SP8192, 50,000 documents
 GPUS = 8
+# How often a step reads or writes as much as the adapters are, in fp32: AdamW reads four numbers for each and
+# writes three; its gradient is filled with zeros and written; casts read and write twice, half as much.
+ADAPTER_PASSES = 7 + 2 + 3
 # Contexts of 512 tokens, the width and the choices of the ablation, three layers, the second of them twice.
 # All scores see as much before a target: windows advance by as many tokens as a chunk of a document has.
 SMALL = {
@@ -210,6 +216,7 @@ class Cost(NamedTuple):
 
     forward: float
     backward: float
+    adapter_bytes: float = 0.0  # likewise: read and written by steps of adapters
 
     def seconds(self, census: dict[str, Any], targets: int) -> float:
         """Of 8 GPUs: modelled, from the time that the census gives a token forward and backward."""
@@ -218,7 +225,9 @@ class Cost(NamedTuple):
             for launch in graph["launches"]:
                 milliseconds[graph["backward"]] += launch["microseconds"] / 1e3
         per_target_ms = self.forward * milliseconds[False] + self.backward * milliseconds[True]
-        return per_target_ms * targets / census["tokens"] / GPUS / 1e3
+        seconds = per_target_ms / census["tokens"] / 1e3
+        seconds += self.adapter_bytes / (BANDWIDTH_SHARE * CARDS["h100"].bytes_per_second)
+        return seconds * targets / GPUS
 
 
 def cost_of_windows(tokens: np.ndarray, config: Config, stride: int, chunk_tokens: int) -> Cost:
@@ -238,17 +247,22 @@ def cost_of_chunks(tokens: np.ndarray, config: Config) -> Cost:
 
 def cost_of_documents(tokens: np.ndarray, config: Config) -> Cost:
     """Of adapters: the windows of all chunks, as they are filled up to rows of one length."""
-    model = train_gpt.build_model(Config.from_env({**SMALL, "VOCAB_SIZE": "16"}))  # nothing is scored
+    model = GPT(config, seed=None)  # nothing is scored
     scorer = train_gpt.DocumentScorer(model, tokens, config, train_gpt.Ledger(tokens))
+    adapters = train_gpt.DocumentAdapters(model, config, np.array([0]))
+    document_bytes = 4 * sum(weights.numel() for weights in [*adapters.a.values(), *adapters.b.values()])
     forward = 0
     backward = 0
+    adapter_bytes = 0
     for batch in scorer.batches():
         for chunk in scorer.chunks(batch):
             passed = chunk.rows * (chunk.stop - chunk.first)
             forward += passed
             if chunk.learning:
                 backward += passed
-    return Cost(forward / (len(tokens) - 1), backward / (len(tokens) - 1))
+                adapter_bytes += ADAPTER_PASSES * document_bytes * len(batch)
+    targets = len(tokens) - 1
+    return Cost(forward / targets, backward / targets, adapter_bytes / targets)
 
 
 def cost(arguments: argparse.Namespace) -> None:

@@ -181,16 +181,26 @@ def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest
         passed[torch.is_grad_enabled()] += ids_BT.numel()
         return forward(model, ids_BT, *rest)
 
+    stepped = []  # numbers of adapters
+    step = torch.optim.AdamW.step
+
+    def counted_step(adamw: Any, *rest: Any) -> Any:
+        stepped.append(sum(weights.numel() for weights in adamw.param_groups[0]["params"]))
+        return step(adamw, *rest)
+
     monkeypatch.setattr(train_gpt.GPT, "forward", counted)
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted_step)
     for settings in (tiny.LORA, {"TTT_EPOCHS": "3"}):
         subject = make_subject(train_gpt, **settings)
         tokens = subject.tokens()
         count = ttt.cost_of_documents if settings is tiny.LORA else ttt.cost_of_chunks
         cost = count(tokens, subject.config)
         passed.update({True: 0, False: 0})
+        stepped.clear()
         subject.nats("score_ttt", tokens)
         assert cost.forward * 149 == pytest.approx(passed[True] + passed[False])
         assert cost.backward * 149 == pytest.approx(passed[True])
+        assert cost.adapter_bytes * 149 == pytest.approx(4 * ttt.ADAPTER_PASSES * sum(stepped))
 
 
 def test_a_table_of_test_time_training_has_a_line_for_each_row(tmp_path: Path) -> None:
