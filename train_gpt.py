@@ -286,6 +286,10 @@ class TrainingSettings(ModelSettings):
     iterations: int = knob(20_000, "steps; upper bound when a wall clock is set; 0: none are taken", 0)
     max_wallclock_seconds: float = knob(
         600.0, "seconds of training with Hessians; 0: ITERATIONS", 0, negative_is_zero=True)
+    # What is learnt beside the next token.
+    prefix_loss: float = knob(
+        0.0, "weight of the next token's longest prefix in the loss; it falls to 0 over the middle third of "
+        "the run; 0: none", 0, 8)  # fmt: skip
     # Step sizes of the groups of parameters.
     matrix_lr: float = knob(0.026, "Muon, block matrices", 0)
     scalar_lr: float = knob(0.02, "AdamW, small tensors", 0)
@@ -2517,6 +2521,13 @@ class Context(NamedTuple):
     first_BT: Tensor | None  # as in `offset_keys`
 
 
+class PrefixTargets(NamedTuple):
+    """The second target of every token (modded-nanogpt PR #337): a part of what its text begins with."""
+
+    of_token_V: Tensor  # the token of the longest proper prefix of a token's text; -1: there is none
+    weight: Tensor  # of its loss beside that of the token itself; a tensor, so that compiled code is one
+
+
 class GPT(nn.Module):
     """The model. Parameters are fp32 masters, drawn from (SEED, name) and cast to `compute_dtype` at use."""
 
@@ -2532,6 +2543,7 @@ class GPT(nn.Module):
         self.xsa: Callable[..., Tensor] = xsa_plain
         self.norm: Callable[..., Tensor] = rms_norm
         self.cross_entropy: Callable[..., Tensor] = cross_entropy_plain
+        self.prefixes: PrefixTargets | None = None  # of training alone
         # Tables of the vocabulary are used as a whole; everything else is read row by row.
         self.row_names = []
         for name, parameter in parameter_table(settings).items():
@@ -2618,6 +2630,20 @@ class GPT(nn.Module):
         """Mean loss of a batch in nats per token: what training minimises."""
         hidden_BTD = self(inputs_BT, starts, looping)
         return self.loss_per_token(hidden_BTD.flatten(0, 1), targets_BT.flatten()).mean()
+
+    def loss_with_prefixes(
+        self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True
+    ) -> Tensor:
+        """`loss` of each token and, weighted, of the prefix it has in `prefixes`, by the same scores."""
+        assert self.prefixes is not None, "Training gives the model its prefixes"
+        logits_NV = self.logits(self(inputs_BT, starts, looping).flatten(0, 1))
+        targets_N = targets_BT.flatten()
+        prefix_N = self.prefixes.of_token_V[targets_N]
+        softcap = self.settings.logit_softcap
+        nats_N = self.cross_entropy(logits_NV, targets_N, softcap)
+        prefix_nats_N = self.cross_entropy(logits_NV, prefix_N.clamp(min=0), softcap)
+        prefix_nats_N = prefix_nats_N.masked_fill(prefix_N < 0, 0.0)
+        return (nats_N + self.prefixes.weight * prefix_nats_N).mean()
 
     def _weights_by_row(self) -> WeightRows:
         """All parameters but tables, split along the first axis; made once for all visits of a row."""
@@ -3958,6 +3984,14 @@ def muon_momentum(progress: float, step: int, c: TrainingSettings) -> float:
     return c.muon_momentum_warmup_start + rise * (c.muon_momentum - c.muon_momentum_warmup_start)
 
 
+def prefix_weight(progress: float, c: TrainingSettings) -> float:
+    """Weight of prefixes in the loss: PREFIX_LOSS for a third of the run, then linear to 0 over the next.
+
+    So the last third, and the average of its weights, learn nothing but what is scored.
+    """
+    return c.prefix_loss * min(1.0, max(0.0, 2.0 - 3.0 * progress))
+
+
 def loop_is_on(progress: float, c: ModelSettings) -> bool:
     """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
     return c.num_loops > 0 and progress >= c.enable_looping_at
@@ -4091,6 +4125,25 @@ def piece_bytes(pieces: Any, size: int) -> PieceBytes:
         else:
             lengths[i] = len(piece.removeprefix("▁").encode())
     return PieceBytes(lengths, spaced, is_text)
+
+
+def longest_prefixes(pieces: Any, size: int) -> np.ndarray:
+    """For each of `size` pieces of a SentencePiece model the id of its text's longest proper prefix, or -1.
+
+    Pieces that are no text, and single bytes, neither have a prefix nor are one.
+    """
+    ids = {}
+    for i in range(size):
+        no_text = pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_unused(i)
+        if not no_text and not pieces.is_byte(i):
+            ids[pieces.id_to_piece(i)] = i
+    prefixes = np.full(size, -1, np.int64)
+    for text, i in ids.items():
+        for length in range(len(text) - 1, 0, -1):
+            if text[:length] in ids:
+                prefixes[i] = ids[text[:length]]
+                break
+    return prefixes
 
 
 # Pieces of CaseOps (PR #1729): they say how the next word is written, and are no text. A tokenizer has the
@@ -5761,6 +5814,16 @@ class Trained(NamedTuple):
     train_seq_lens: str  # as the setting, with the steps at which lengths gave way; empty if there was one
 
 
+def choose_loss_function(model: GPT, config: Config) -> Callable[..., Tensor]:
+    """What training minimises; with PREFIX_LOSS the model, on its device, is given the prefixes."""
+    if not config.prefix_loss:
+        return GPT.loss
+    device = model.machine.device
+    of_token_V = longest_prefixes(load_tokenizer(config), config.vocab_size)
+    model.prefixes = PrefixTargets(to_device(of_token_V, device), torch.zeros((), device=device))
+    return GPT.loss_with_prefixes
+
+
 class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
@@ -5773,7 +5836,8 @@ class Training:
         self.validation = validation
         self.model = ready_model(build_model(config), machine.for_scoring, kernels)
         # One graph from tokens to loss: a break in it would cost more than any kernel gains.
-        self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+        loss = choose_loss_function(self.model, config)
+        self.loss = machine.compile(loss, dynamic=False, fullgraph=True)
         self.optimizer = Optimizer(self.model, config, machine)
         self.trace = Trace(config.traced_steps, run)
         every = config.training_timing_every if config.training_timing_breakdown else 0
@@ -5883,6 +5947,9 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # Both are the same on all ranks, as progress is.
     looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.machine.device)
+    prefixes = training.model.prefixes
+    if prefixes is not None:
+        prefixes.weight.fill_(prefix_weight(progress, config))
     number = training.step + 1 if training.run.training else None
     if training.trace.wanted and number is not None:
         training.trace.begin(number, loader.epoch)

@@ -180,6 +180,7 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     optimizer = train_gpt.Optimizer(model, config, Machine())
     loader = train_gpt.Loader(config, shards, Machine())
+    loss_of = train_gpt.choose_loss_function(model, config)
     step = 0
     with contextlib.closing(loader):
         start = now()
@@ -193,9 +194,11 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
             if length is not None:
                 loader.begin_length(length)
             looping = train_gpt.loop_is_on(progress, config)
+            if model.prefixes is not None:
+                model.prefixes.weight.fill_(train_gpt.prefix_weight(progress, config))
             for _ in range(loader.micro_steps):
                 batch = loader.next_batch()
-                loss = model.loss(batch.inputs_BT, batch.targets_BT, batch.starts, looping)
+                loss = loss_of(model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
             momentum = train_gpt.muon_momentum(progress, step, config)

@@ -56,11 +56,16 @@ def model(
     gpt.mlp = {"plain": train_gpt.mlp_plain, "kernel": train_gpt.mlp_fused}[mlp]
     gpt.heads = {"plain": train_gpt.heads_plain, "kernel": train_gpt.heads_fused}[heads]
     gpt.xsa = {"plain": train_gpt.xsa_plain, "kernel": train_gpt.xsa_fused}[heads]
+    if config.prefix_loss:
+        of_token_V = torch.empty(config.vocab_size, dtype=torch.int64, device="cuda")
+        gpt.prefixes = train_gpt.PrefixTargets(of_token_V, torch.empty((), device="cuda"))
     return gpt
 
 
 def loss(gpt: nn.Module, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor, looping: bool) -> Tensor:
     """Mean loss of a batch, with recurrence if `looping`."""
+    if gpt.prefixes is not None:
+        return gpt.loss_with_prefixes(inputs_BT, targets_BT, starts, looping=looping)
     return gpt.loss(inputs_BT, targets_BT, starts, looping=looping)
 
 

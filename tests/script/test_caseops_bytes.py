@@ -218,6 +218,25 @@ def test_plain_text_has_no_marks_and_needs_no_sidecar(dataset: Path) -> None:
     assert train_gpt.case_marks(pieces) == []
 
 
+def test_longest_prefixes_are_pieces_of_text_and_none_is_longer(dataset: Path) -> None:
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
+    size = pieces.vocab_size()
+    prefixes = train_gpt.longest_prefixes(pieces, size)
+    no_text = [i for i in range(size) if pieces.is_byte(i) or pieces.is_control(i) or pieces.is_unknown(i)]
+    texts = {pieces.id_to_piece(i) for i in set(range(size)) - set(no_text)}
+    assert len(no_text) > 256 and all(prefixes[i] == -1 for i in no_text)
+    found = 0
+    for i in set(range(size)) - set(no_text):
+        text = pieces.id_to_piece(i)
+        known = [text[:length] for length in range(1, len(text)) if text[:length] in texts]
+        if known:
+            assert pieces.id_to_piece(int(prefixes[i])) == known[-1]
+            found += 1
+        else:
+            assert prefixes[i] == -1
+    assert found > 10
+
+
 def test_ranks_must_count_the_same_bytes(made: dict[str, str]) -> None:
     torch.manual_seed(0)
 

@@ -332,14 +332,14 @@ def test_values_that_public_scripts_allow(given: str, expected: str) -> None:
 
 # With a hash of what their settings resolve to: who changes one on purpose changes it here as well.
 ANCESTORS = {
-    "upstream_baseline": "f6c63d85785e",
-    "pr549": "fdc085cf4e4f",
-    "pr591": "eeb446aa2a1f",
-    "pr785": "5b430f3b31d2",
-    "pr1493": "ac72d5e67667",
-    "default_0_4": "93c011fe0f0f",
-    "frontier_1855": "e3f91d30eae6",
-    "frontier_2014": "acfc75e3edb6",
+    "upstream_baseline": "d4a5e2b197b7",
+    "pr549": "b531a5715c3f",
+    "pr591": "9378abdb3f90",
+    "pr785": "5867af9f70e8",
+    "pr1493": "e5fa2d82ac1c",
+    "default_0_4": "cff8fc17f71a",
+    "frontier_1855": "ff655b98811e",
+    "frontier_2014": "452d3cbbe748",
 }
 
 

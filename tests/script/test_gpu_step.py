@@ -60,16 +60,20 @@ def training_of(config: Config) -> Any:
     loader = SimpleNamespace(micro_steps=2, next_batch=lambda: next(batches), epoch=1)
     timer = train_gpt.StepTimer(0, machine.on_gpu)
     run = SimpleNamespace(machine=machine, training=True)
+    loss = GPT.loss
+    if config.prefix_loss:
+        model.prefixes = train_gpt.PrefixTargets(torch.arange(config.vocab_size) - 1, torch.zeros(()))
+        loss = GPT.loss_with_prefixes
     return SimpleNamespace(
         config=config, run=run, loader=loader, timer=timer, trace=timer.trace, model=model,
-        loss=GPT.loss, optimizer=train_gpt.Optimizer(model, config, machine), step=0,
+        loss=loss, optimizer=train_gpt.Optimizer(model, config, machine), step=0,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.9])
 def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without recurrence and with it; gradients clipped, weights averaged, keys offset."""
-    ours = {"ROPE_DIMS": 8, "KEY_OFFSET_DIMS": 4}
+    """Without recurrence and with it; gradients clipped, weights averaged, keys offset, prefixes learnt."""
+    ours = {"ROPE_DIMS": 8, "KEY_OFFSET_DIMS": 4, "PREFIX_LOSS": 0.25}
     training = training_of(tiny_config(GRAD_CLIP_NORM=0.3, **ours))
     refuse_fetching(monkeypatch)
     with NoWaits() as operations:

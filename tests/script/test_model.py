@@ -17,7 +17,16 @@ from torch import Tensor
 
 import train_gpt
 from tests.support.models import tiny_config
-from train_gpt import GPT, Config, ConfigError, Machine, build_model, parameter_table, visit_order
+from train_gpt import (
+    GPT,
+    Config,
+    ConfigError,
+    Machine,
+    PrefixTargets,
+    build_model,
+    parameter_table,
+    visit_order,
+)
 
 # Room for a feature to be on in some layers and off in others; two key heads, half of each one rotated.
 SIX_LAYERS = {
@@ -320,6 +329,37 @@ def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
         ):
             worst = (gradient - wanted).abs().max() / wanted.abs().max()
             assert worst <= 1e-10, (parameter, looping, worst)
+
+
+@pytest.mark.parametrize("form", ["cross_entropy_plain", "cross_entropy_manual"])
+def test_prefixes_are_a_second_target(form: str) -> None:
+    """Of every token that has one, with its weight; the value and all gradients, from their definition."""
+    config = tiny()
+    model = random_model(config)
+    model.cross_entropy = getattr(train_gpt, form)
+    ids, targets = random_ids(config), random_ids(config, seed=2)
+    of_token_V = torch.arange(config.vocab_size) // 2
+    of_token_V[::3] = -1
+    of_token_V[targets[0, 0]] = -1
+    model.prefixes = PrefixTargets(of_token_V, torch.tensor(0.3, dtype=torch.float64))
+    ours = model.loss_with_prefixes(ids, targets)
+    logits = model.logits(model(ids).flatten(0, 1))
+    log_p_NV = (config.logit_softcap * torch.tanh(logits / config.logit_softcap)).log_softmax(-1)
+    total = torch.zeros((), dtype=torch.float64)
+    for log_p_V, target in zip(log_p_NV, targets.flatten().tolist(), strict=True):
+        total = total - log_p_V[target]
+        if of_token_V[target] >= 0:
+            total = total - 0.3 * log_p_V[of_token_V[target]]
+    theirs = total / targets.numel()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    parameters = list(model.parameters())
+    for found, wanted in zip(
+        torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    # A weight of zero is the plain loss.
+    model.prefixes.weight.zero_()
+    assert model.loss_with_prefixes(ids, targets) == model.loss(ids, targets)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from train_gpt import (
     loop_is_on,
     muon_momentum,
     next_length,
+    prefix_weight,
     run_progress,
 )
 
@@ -89,6 +90,14 @@ def test_momentum_rises_over_a_share_of_the_run(progress: float, momentum: float
 
 def test_momentum_without_warmup() -> None:
     assert muon_momentum(0.0, 0, Config(muon_momentum_warmup_frac=0.0)) == 0.97
+
+
+def test_prefixes_are_learnt_first_and_not_in_the_last_third() -> None:
+    c = Config(prefix_loss=0.25)
+    assert [prefix_weight(progress, c) for progress in (0.0, 0.2, 1 / 3)] == [0.25] * 3
+    assert prefix_weight(0.5, c) == pytest.approx(0.125)
+    assert [prefix_weight(progress, c) for progress in (2 / 3, 0.9, 1.0)] == [0.0] * 3
+    assert prefix_weight(0.0, Config()) == 0.0
 
 
 def test_the_loop_switches_on_once() -> None:
