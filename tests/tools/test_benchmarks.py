@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import ablation, beside, budget, caseops, coder, paired, results, speed, ttt, tune
+from benchmarks import (
+    ablation, beside, budget, candidates, caseops, coder, paired, readout, results, speed, ttt, tune,
+)  # fmt: skip
 from benchmarks.turns import Turn, Turns, TurnsError
 from tools.markdown import refresh
 from tools.prove import tiny
@@ -392,3 +394,76 @@ def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of
     (ours,) = [line for line in lines if line.startswith("| ours | 1,000")]
     assert "| 900 | 60 | 2.2250 |" in ours and "| -0.2250 | 0.0250 |" in ours
     assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."
+
+
+    assert "| 4.00 |" in lines[5] and "| +0.3000 | 0.0000 |" in lines[6]
+
+
+# --- candidates, and what is read out of a run ---
+
+
+def few_steps(dataset: Path, candidate: str, **changes: object) -> dict[str, str]:
+    """Settings of a run of six steps that every candidate can be tried on."""
+    geometry = {**candidates.COMMON, **candidates.SIZES["small"]}
+    small = {
+        "NUM_LAYERS": 2, "XSA_LAST_N": 2, "PARALLEL_START_LAYER": 1, "TRAIN_SEQ_LEN": 32, "VOCAB_SIZE": 320,
+        "TRAIN_BATCH_TOKENS": 64, "MICRO_BATCH_TOKENS": 64, "ITERATIONS": 6, "VAL_TOKENS_LIMIT": 256,
+        "DATA_PATH": dataset, "TOKENIZER_PATH": dataset / "tokenizer.model", "MATRIX_LR": 0.05, **changes,
+    }  # fmt: skip
+    settings = {**geometry, **{name: str(value) for name, value in small.items()}}
+    return {**settings, **candidates.CANDIDATES[candidate].settings, "CANDIDATE": candidate}
+
+
+@pytest.mark.slow
+def test_every_candidate_is_another_training(dataset: Path) -> None:
+    trained = {}
+    for name, candidate in candidates.CANDIDATES.items():
+        settings = few_steps(dataset, name)
+        del settings["CANDIDATE"]
+        trial = candidates.Trial(train_gpt.Config.from_env(settings))
+        for patch in candidate.patches:
+            patch(trial)
+        candidates.train(trial)
+        trained[name] = torch.nn.utils.parameters_to_vector(trial.model.parameters()).detach()
+        assert trained[name].isfinite().all(), name
+    base = trained.pop(candidates.BASE)
+    for name, weights in trained.items():
+        assert len(weights) != len(base) or not torch.equal(weights, base), name
+
+
+def test_a_candidate_is_compared_with_the_base_of_its_seeds_and_rates() -> None:
+    def runs(*scores: float) -> list[dict[str, Any]]:
+        found = []
+        for seed, score in enumerate(scores):
+            found.append({"seed": seed, "val_bpb": score, "seconds_per_step": 2.0, "coded_bits": 3.0})
+        return found
+
+    rows = {
+        "base": runs(2.5, 2.6, 2.7), "prefix 0.25": runs(2.4, 2.5), "backout 0.5": runs(2.6, 2.7, 2.8),
+        "base, rates × 0.8": runs(3.5), "prefix 0.25, rates × 0.8": runs(3.3),
+    }  # fmt: skip
+    geometry = {**candidates.COMMON, **candidates.SIZES["tiny"]}
+    measured = {"data": "d", "steps": 3, "val_tokens": 9, "geometry": geometry, "rates": {}, "rows": rows}
+    lines = candidates.tables(measured)[4:]
+    assert lines[0].startswith("| prefix 0.25, rates × 0.8 | 3.3000 | -0.2000 | - |")
+    assert lines[1] == "| prefix 0.25 | 2.4500 | -0.1000 | 0.0000 | +0.0000 | 1.00 | 2 |"
+    assert lines[-1] == "| backout 0.5 | 2.7000 | +0.1000 | 0.0000 | +0.0000 | 1.00 | 3 |"
+
+
+def test_the_default_read_out_is_that_of_the_optimizer(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readout, "DECAYS", (0.95,))
+    monkeypatch.setattr(readout, "SHARES", (1.0,))
+    settings = few_steps(dataset, candidates.BASE, GPTQ=1, RATE_CONTROL=1, BYTES=200_000)
+    scores = readout.measure(settings, 7, "cpu")["scores"]
+    del settings["BYTES"]
+    expected = candidates.measure({**settings, "GPTQ": "0"}, 7, "cpu")["val_bpb"]
+    assert scores["1 of decay 0.95"][0] == expected
+    names = {"last weights", "1 of decay 0.95", *(f"decay 0.95, {kind} last" for kind in readout.KINDS)}
+    assert scores.keys() == names and len({score[0] for score in scores.values()}) == len(names)
+    geometry = {**candidates.COMMON, **candidates.SIZES["tiny"]}
+    measured = {"data": "d", "steps": 6, "val_tokens": 256, "geometry": geometry, "bytes": 200_000,
+                "default_decay": 0.95, "runs": [{"seed": 7, "scores": scores}]}  # fmt: skip
+    lines = readout.tables(measured)
+    assert f"| 1 of decay 0.95 | {expected:.4f} | - |" in "\n".join(lines)

@@ -1,0 +1,565 @@
+"""Candidates that the default does not have, each against the default at equal steps on one core.
+
+    python benchmarks/candidates.py --data DIR --tokenizer FILE --runs FOLDER [--size small] [--seeds 1 2 3]
+        [--rates 1.0 0.8 1.25] [--only base "key offset"] [--steps 300] [--table] [--keep]
+
+A candidate is a patch of the model, its loss or its optimizer that is made here: nothing enters train_gpt.py
+before it has earned it. All runs of a seed see the same tokens from the same first weights, but for what a
+candidate changes of them, and are scored on the same validation targets by their averaged weights. Runs are
+kept in the folder as files, one for each candidate, seed and factor on all learning rates: what is there is
+not measured again, and several processes share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import train_gpt  # noqa: E402
+from benchmarks import ablation, results  # noqa: E402
+from train_gpt import GPT, Config, Machine, Optimizer  # noqa: E402
+
+TITLE = "What the default does not have"
+COMMON = {
+    "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "GPTQ": "0", "TTT_ENABLED": "0",
+    "EVAL_STRIDE": "0", "MAX_WALLCLOCK_SECONDS": "0", "VAL_BATCH_SIZE": "16384", "TRAIN_SEQ_LEN": "256",
+    "TRAIN_BATCH_TOKENS": "1024", "MICRO_BATCH_TOKENS": "1024", "ROPE_DIMS": "8", "MUON_MOMENTUM": "0.95",
+    "MUON_MOMENTUM_WARMUP_START": "0.85", "EMA_DECAY": "0.95", "BETA2": "0.95",
+}  # fmt: skip
+# Heads of 32 channels, of which the default's quarter is rotated, two queries to a key.
+SIZES = {
+    "tiny": {
+        "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "2", "NUM_KV_HEADS": "1", "MLP_MULT": "4",
+        "XSA_LAST_N": "4", "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "2",
+    },
+    "small": {
+        "NUM_LAYERS": "4", "MODEL_DIM": "128", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "MLP_MULT": "3",
+        "XSA_LAST_N": "4", "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "2",
+    },
+    "medium": {
+        "NUM_LAYERS": "6", "MODEL_DIM": "192", "NUM_HEADS": "6", "NUM_KV_HEADS": "2", "MLP_MULT": "3",
+        "XSA_LAST_N": "6", "NUM_LOOPS": "2", "LOOP_START": "2", "LOOP_END": "2", "PARALLEL_START_LAYER": "4",
+    },
+}  # fmt: skip
+RATES = {"MATRIX_LR": 0.048, "SCALAR_LR": 0.048, "TIED_EMBED_LR": 0.064}
+
+
+class Trial:
+    """A model, its optimizer and where the run stands: what candidates patch."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model = train_gpt.build_model(config)
+        self.progress = 0.0
+        self.steps = config.iterations
+        # Called before and after each step.
+        self.before_step: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []
+        kernels = train_gpt.choose_kernels(config, Machine())
+        train_gpt.ready_model(self.model, Machine(), kernels)
+        self.optimizer = Optimizer(self.model, config, Machine())
+        self.loss_of: Callable[..., Tensor] = train_gpt.choose_loss_function(self.model, config)
+
+    def add_parameter(self, name: str, value: float) -> nn.Parameter:
+        """A new scalar of the model, trained with the small tensors."""
+        parameter = nn.Parameter(torch.full((1,), value))
+        self.model.register_parameter(name, parameter)
+        self.optimizer.adam.param_groups[1]["params"].append(parameter)
+        self.optimizer.small.append(parameter)
+        self.optimizer.weights.append(parameter.detach())
+        self.optimizer.average.append(parameter.detach().clone())
+        return parameter
+
+
+Patch = Callable[[Trial], None]
+
+
+def logit_rescale(height: float, offset: float, width: float) -> Patch:
+    """Logits as height·sigmoid((z + offset) / width) (modded-nanogpt PR #181)."""
+
+    def cross_entropy(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+        rescaled = height * torch.sigmoid((logits_NV + offset) / width)
+        return F.cross_entropy(rescaled, targets_N, reduction="none")
+
+    def patch(trial: Trial) -> None:
+        trial.model.cross_entropy = cross_entropy
+
+    return patch
+
+
+def blind_attention_lane(trial: Trial) -> None:
+    """The lane that attention reads takes nothing of the MLPs at first (modded-nanogpt PR #241)."""
+    with torch.no_grad():
+        trial.model.get_parameter("lane_mix_P23")[:, 0, 2] = 0.0
+
+
+def backout(start: float) -> Patch:
+    """What enters the lanes is taken out again before the head (modded-nanogpt PR #140)."""
+
+    def patch(trial: Trial) -> None:
+        model = trial.model
+        share_1 = trial.add_parameter("backout_1", start)
+        split_or_join = model._split_or_join
+        block = model._block
+        entry: list[Tensor] = []
+
+        def keep_entry(layer: int, lanes: list[Tensor]) -> list[Tensor]:
+            split = split_or_join(layer, lanes)
+            if len(split) > len(lanes):
+                entry[:] = lanes
+            return split
+
+        def take_out(layer: int, *rest: Any) -> list[Tensor]:
+            lanes = block(layer, *rest)
+            if layer == model.settings.num_layers - 1:
+                return [lane - share_1 * entry[0] for lane in lanes]
+            return lanes
+
+        model._split_or_join = keep_entry  # type: ignore[method-assign]
+        model._block = take_out  # type: ignore[method-assign]
+
+    return patch
+
+
+def future_weights(progress: float) -> list[float]:
+    """Weights of the next, the second and the third token: both of the later ones fade out by thirds."""
+    if progress < 1 / 3:
+        return [1.0, 0.5, 0.25 * (1 - 3 * progress)]
+    if progress < 2 / 3:
+        return [1.0, 0.5 * (2 - 3 * progress)]
+    return [1.0]
+
+
+def multi_token(trial: Trial) -> None:
+    """The same logits predict later tokens too (modded-nanogpt PR #178)."""
+
+    def loss(model: GPT, inputs_BT: Tensor, targets_BT: Tensor, starts: Any, looping: bool) -> Tensor:
+        logits = model.logits(model(inputs_BT, starts, looping).flatten(0, 1))
+        cap = model.settings.logit_softcap
+        log_p_BTV = (cap * torch.tanh(logits / cap)).log_softmax(-1).view(*targets_BT.shape, -1)
+        total = logits.new_zeros(())
+        for ahead, weight in enumerate(future_weights(trial.progress)):
+            there_BT1 = targets_BT[:, ahead:, None]
+            here_BTV = log_p_BTV[:, : there_BT1.size(1)]
+            total = total - weight * here_BTV.gather(-1, there_BT1).mean()
+        return total
+
+    trial.loss_of = loss
+
+
+def by_bank(trial: Trial) -> dict[int, str]:
+    """The name of each momentum's bank, by the identity of its buffer."""
+    names = {id(parameter): name for name, parameter in trial.model.named_parameters()}
+    pairs = zip(trial.optimizer.momenta, trial.optimizer.banks, strict=True)
+    return {id(buffer): names[id(bank)] for buffer, bank in pairs}
+
+
+def head_pairs(trial: Trial) -> None:
+    """Muon orthogonalises queries and keys by pairs of heads (modded-nanogpt PR #253)."""
+    optimizer = trial.optimizer
+    names = by_bank(trial)
+    plain = optimizer._muon_update
+    whole = optimizer.orthogonalize
+    rows = 2 * trial.config.head_dim
+
+    def by_pairs(update_NRC: Tensor, *rest: Any) -> Tensor:
+        first_NRC, second_NRC = update_NRC.chunk(2)
+        blocks = whole(first_NRC.unflatten(1, (-1, rows)).flatten(0, 1), *rest)
+        return torch.cat([blocks.view_as(first_NRC), whole(second_NRC, *rest)])
+
+    def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+        paired = names[id(buffer)] in ("qo_bank", "kv_bank")
+        optimizer.orthogonalize = by_pairs if paired else whole
+        return plain(gradient, buffer, momentum)
+
+    optimizer._muon_update = update  # type: ignore[method-assign]
+
+
+def second_moment(decay: float) -> Patch:
+    """Muon's updates over the root of their rows' second moments (NorMuon, modded-nanogpt PR #144)."""
+
+    def patch(trial: Trial) -> None:
+        optimizer = trial.optimizer
+        plain = optimizer._muon_update
+        moments: dict[int, Tensor] = {}
+
+        def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+            made_NRC = plain(gradient, buffer, momentum)
+            along = -1 if made_NRC.size(1) >= made_NRC.size(2) else -2  # one value for each line
+            square = made_NRC.square().mean(along, keepdim=True)
+            moment = moments.setdefault(id(buffer), torch.zeros_like(square))
+            moment.lerp_(square, 1 - decay)
+            scaled = made_NRC / (moment + 1e-10).sqrt()
+            length = scaled.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+            return scaled * (made_NRC.norm(dim=(1, 2), keepdim=True) / length)
+
+        optimizer._muon_update = update  # type: ignore[method-assign]
+
+    return patch
+
+
+def cautious_decay(factor: float) -> Patch:
+    """Weights decay only where their update shrinks them anyway (modded-nanogpt PR #154)."""
+
+    def patch(trial: Trial) -> None:
+        optimizer = trial.optimizer
+        c = trial.config
+
+        def update_banks(gradients: list[Tensor], lr: float, momentum: float) -> None:
+            for bank, gradient, buffer in zip(optimizer.banks, gradients, optimizer.momenta, strict=True):
+                update = optimizer._muon_update(gradient, buffer, momentum)
+                decays = update * bank > 0
+                scale = max(1.0, bank.size(1) / bank.size(2)) ** 0.5
+                bank.mul_(1.0 - lr * factor * c.muon_wd * decays)
+                bank.add_(update, alpha=-lr * scale)
+
+        optimizer._update_banks = update_banks  # type: ignore[method-assign]
+
+    return patch
+
+
+def momentum_mixture(fast: float, slow: float, begin: float, slow_share: float = 0.5615) -> Patch:
+    """From a share of the run on, two momenta of unlike age (bi-Maxwell, modded-nanogpt PR #340)."""
+
+    def patch(trial: Trial) -> None:
+        optimizer = trial.optimizer
+        plain = optimizer._muon_update
+        c = trial.config
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+            if trial.progress < begin:
+                return plain(gradient, buffer, momentum)
+            if id(buffer) not in pairs:
+                mean = buffer * (1 - momentum)
+                pairs[id(buffer)] = (mean.clone(), mean.clone())
+            quick, late = pairs[id(buffer)]
+            quick.lerp_(gradient, 1 - fast)
+            late.lerp_(gradient, 1 - slow)
+            made = (1 - momentum) * gradient + momentum * quick.lerp(late, slow_share)
+            made /= made.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+            return optimizer.orthogonalize(made, c.muon_backend_steps, c.muon_polar_express, torch.float32)
+
+        optimizer._muon_update = update  # type: ignore[method-assign]
+
+    return patch
+
+
+def look_ahead(strength: float, memory_share: float) -> Patch:
+    """EMA-Nesterov (modded-nanogpt PR #308): steps begin further along the mean of former steps."""
+
+    def patch(trial: Trial) -> None:
+        weights = trial.optimizer.weights
+        mean = [torch.zeros_like(weight) for weight in weights]
+        before: list[Tensor] = []
+        decay = 1 - 1 / (memory_share * trial.steps)
+
+        def lean_forward() -> None:
+            before[:] = [weight.clone() for weight in weights]
+            if 0.15 <= trial.progress < 0.74:
+                scale = train_gpt.learning_rate_scale(trial.progress, 1, trial.config)
+                torch._foreach_add_(weights, mean, alpha=strength * scale)
+
+        def remember() -> None:
+            steps = torch._foreach_sub(weights, before)
+            torch._foreach_lerp_(mean, steps, 1 - decay)
+
+        trial.before_step.append(lean_forward)
+        trial.after_step.append(remember)
+
+    return patch
+
+
+def momentum_cooldown(last: float, share: float) -> Patch:
+    """Muon's momentum falls over the last share of the run."""
+
+    def patch(trial: Trial) -> None:
+        step = trial.optimizer.step
+
+        def cooled(lr_scale: float, momentum: float, number: int) -> Tensor:
+            fall = max(0.0, (trial.progress - 1 + share) / share)
+            return step(lr_scale, momentum + fall * (last - momentum), number)
+
+        trial.optimizer.step = cooled  # type: ignore[method-assign, assignment]
+
+    return patch
+
+
+def adam_warmdown(share: float) -> Patch:
+    """The groups of Adam keep their rate until the last share of the run (modded-nanogpt track 3, #24)."""
+
+    def patch(trial: Trial) -> None:
+        groups = trial.optimizer.adam.param_groups
+        rates = [group["base_lr"] for group in groups]
+        c = trial.config
+
+        def set_rates() -> None:
+            common = train_gpt.learning_rate_scale(trial.progress, 1, c)
+            own = max(c.min_lr, min(1.0, (1.0 - trial.progress) / share))
+            for group, rate in zip(groups, rates, strict=True):
+                group["base_lr"] = rate * own / common
+
+        trial.before_step.append(set_rates)
+
+    return patch
+
+
+def embedding_betas(beta1: float, beta2: float) -> Patch:
+    """Betas of the embedding alone (modded-nanogpt record 57)."""
+
+    def patch(trial: Trial) -> None:
+        trial.optimizer.adam.param_groups[0]["betas"] = (beta1, beta2)
+
+    return patch
+
+
+class Candidate(NamedTuple):
+    """What a row changes."""
+
+    settings: dict[str, str]
+    patches: list[Patch]
+
+
+BASE = "base"
+CANDIDATES: dict[str, Candidate] = {
+    BASE: Candidate({}, []),
+    "key offset, half": Candidate({"KEY_OFFSET_DIMS": "16"}, []),
+    "key offset, all unrotated": Candidate({"KEY_OFFSET_DIMS": "24"}, []),
+    "prefix 0.25": Candidate({"PREFIX_LOSS": "0.25"}, []),
+    "multi-token": Candidate({}, [multi_token]),
+    "logit rescale 23 5 7.5": Candidate({}, [logit_rescale(23, 5, 7.5)]),
+    "attention lane blind": Candidate({}, [blind_attention_lane]),
+    "backout 0.5": Candidate({}, [backout(0.5)]),
+    "Q, K by head pairs": Candidate({}, [head_pairs]),
+    "second moment": Candidate({}, [second_moment(0.95)]),
+    "cautious decay, doubled": Candidate({}, [cautious_decay(2.0)]),
+    "momentum 0.97": Candidate({"MUON_MOMENTUM": "0.97"}, []),
+    "momentum cool-down": Candidate({}, [momentum_cooldown(0.85, 0.3)]),
+    "momentum mixture": Candidate({}, [momentum_mixture(0.88, 0.97, 0.3)]),
+    "EMA-Nesterov": Candidate({}, [look_ahead(0.6, 0.03)]),
+    "Adam warm-down 0.4": Candidate({}, [adam_warmdown(0.4)]),
+    "Adam betas 0.8 0.95": Candidate({"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}, []),
+    "Adam beta2 0.99": Candidate({"BETA2": "0.99"}, []),
+}
+
+
+def train(trial: Trial) -> float:
+    """Train and leave the average; CPU seconds of a step."""
+    c = trial.config
+    shards = train_gpt.open_shards(f"{c.data_path}/fineweb_train_*.bin")
+    optimizer = trial.optimizer
+    start = time.process_time()
+    with contextlib.closing(train_gpt.Loader(c, shards, Machine())) as loader:
+        for step in range(c.iterations):
+            trial.progress = step / c.iterations
+            looping = train_gpt.loop_is_on(trial.progress, c)
+            for call in trial.before_step:
+                call()
+            if trial.model.prefixes is not None:
+                trial.model.prefixes.weight.fill_(train_gpt.prefix_weight(trial.progress, c))
+            for _ in range(loader.micro_steps):
+                batch = loader.next_batch()
+                loss = trial.loss_of(trial.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
+                (loss / loader.micro_steps).backward()
+            scale = train_gpt.learning_rate_scale(trial.progress, step, c)
+            optimizer.step(scale, train_gpt.muon_momentum(trial.progress, step, c), step)
+            for call in trial.after_step:
+                call()
+    seconds = (time.process_time() - start) / c.iterations
+    optimizer.use_average()
+    trial.progress = 1.0
+    return seconds
+
+
+# Steps of 6 bits that reach 12.85 standard deviations, as MATRIX_CLIP_SIGMAS of the public records.
+RELATIVE_STEP = 12.85 / 31
+
+
+@torch.no_grad()
+def coded_bits(model: GPT) -> float:
+    """Bits that a weight of the matrices takes at steps that are equal parts of its row's deviation."""
+    bits = 0.0
+    weights = 0
+    for name in ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank"):
+        for matrix_RC in model.get_parameter(name):
+            steps_R1 = RELATIVE_STEP * matrix_RC.std(1, keepdim=True).clamp(min=1e-12)
+            codes = (matrix_RC / steps_R1).round().flatten().int()
+            share = torch.unique(codes, return_counts=True)[1] / codes.numel()
+            bits -= float((share * share.log2()).sum()) * codes.numel()
+            weights += codes.numel()
+    return bits / weights
+
+
+def held_out(config: Config) -> tuple[np.ndarray, int]:
+    """The validation tokens that are scored, and the bytes of their text."""
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
+    tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
+    tokens = tokens[: config.val_tokens_limit + 1]
+    return tokens, int(train_gpt.token_bytes(tokens, config).sum())
+
+
+def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
+    """Train and score one run; settings: those of the run, and the name of the CANDIDATE."""
+    candidate = settings["CANDIDATE"]
+    own = {name: value for name, value in settings.items() if name != "CANDIDATE"}
+    config = Config.from_env({**own, "SEED": str(seed)})
+    trial = Trial(config)
+    for patch in CANDIDATES[candidate].patches:
+        patch(trial)
+    seconds = train(trial)
+    tokens, text_bytes = held_out(config)
+    ledger = train_gpt.score_roundtrip(trial.model, tokens, config, looping=config.num_loops > 0)
+    return {
+        "seed": seed, "seconds_per_step": seconds, "val_bpb": ledger.score(text_bytes).bits_per_byte,
+        "coded_bits": coded_bits(trial.model),
+    }  # fmt: skip
+
+
+def row_name(candidate: str, rate: float) -> str:
+    """What a row is called; rate: the factor on all learning rates."""
+    return candidate if rate == 1 else f"{candidate}, rates × {rate:g}"
+
+
+def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Settings of every row by its name, the base of each rate first."""
+    import sentencepiece
+
+    vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()
+    stack = {}
+    for rate, (name, candidate) in itertools.product(arguments.rates, CANDIDATES.items()):
+        if arguments.only and name not in (BASE, *arguments.only):
+            continue
+        rates = {setting: f"{rate * value:g}" for setting, value in RATES.items()}
+        stack[row_name(name, rate)] = {
+            **COMMON, **SIZES[arguments.size], **rates, "VOCAB_SIZE": str(vocabulary),
+            "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
+            "ITERATIONS": str(arguments.steps), "VAL_TOKENS_LIMIT": str(arguments.val_tokens),
+            **candidate.settings, "CANDIDATE": name,
+        }  # fmt: skip
+    return stack
+
+
+HEADER = "| candidate | val_bpb | minus base | standard error | coded bits | CPU time | seeds |"
+
+
+def row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+    """A line of the table; differences are taken seed by seed."""
+    pairs = []
+    reference = {run["seed"]: run for run in base}
+    for run in runs:
+        if run["seed"] in reference:
+            pairs.append((run, reference[run["seed"]]))
+    gains = [run["val_bpb"] - other["val_bpb"] for run, other in pairs]
+    bits = statistics.mean(run["coded_bits"] - other["coded_bits"] for run, other in pairs)
+    times = [run["seconds_per_step"] / other["seconds_per_step"] for run, other in pairs]
+    error = f"{statistics.stdev(gains) / len(gains) ** 0.5:.4f}" if len(gains) > 1 else "-"
+    score = statistics.mean(run["val_bpb"] for run in runs)
+    if runs is base:
+        return f"| {name} | {score:.4f} | - | - | {base[0]['coded_bits']:.4f} | 1 | {len(runs)} |"
+    return (
+        f"| {name} | {score:.4f} | {statistics.mean(gains):+.4f} | {error} | {bits:+.4f} | "
+        f"{statistics.median(times):.2f} | {len(gains)} |"
+    )
+
+
+def base_of(name: str) -> str:
+    """The row that another is compared with: the base at the same rates."""
+    _, _, rates = name.partition(", rates × ")
+    return f"{BASE}, rates × {rates}" if rates else BASE
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """What was held equal, and a line per candidate, the best first."""
+    rows = measured["rows"]
+    geometry = measured["geometry"]
+    size = "{NUM_LAYERS} layers × {MODEL_DIM}, {TRAIN_BATCH_TOKENS} tokens a step, {TRAIN_SEQ_LEN} a sequence"
+
+    def gain(name: str) -> float:
+        reference = {run["seed"]: run["val_bpb"] for run in rows[base_of(name)]}
+        shared = [run["val_bpb"] - reference[run["seed"]] for run in rows[name] if run["seed"] in reference]
+        return statistics.mean(shared) if shared else math.inf
+
+    lines = []
+    for name in sorted(rows, key=gain):
+        if gain(name) < math.inf:
+            lines.append(row(name, rows[name], rows[base_of(name)]))
+    rates = " ".join(f"{name}={value:g}" for name, value in measured["rates"].items())
+    return [
+        f"`{measured['data']}`, {measured['steps']} steps, {size.format(**geometry)}, "
+        f"{geometry['NUM_LOOPS']} extra passes over a loop; {measured['val_tokens']:,} validation targets, "
+        f"averaged weights, not quantized. {rates}, or all of them times what a row says. Coded bits: of a "
+        "weight at steps that are equal parts of its row's deviation; CPU time: of a step, the median of "
+        "pairs of runs on a machine that others share.",
+        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines,
+    ]  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every table of such runs has."""
+    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
+    parser.add_argument("--runs", type=Path, required=True, help="keep runs there; go on with what is there")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--val-tokens", type=int, default=32_768, help="targets to score")
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+
+
+def stored_rows(folder: Path, stack: dict[str, dict[str, str]]) -> ablation.Rows:
+    """All runs of these rows that the folder holds."""
+    rows: ablation.Rows = {}
+    for name in stack:
+        for path in sorted(folder.glob(f"{name.replace(' ', '_')}-seed*.json")):
+            rows.setdefault(name, []).append(json.loads(path.read_text(encoding="utf-8")))
+    return rows
+
+
+def main() -> None:
+    """Measure what is not measured yet, print the table, and with --keep store it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates")
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="candidates to measure; all by default")
+    parser.add_argument("--table", action="store_true", help="measure nothing more")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = results.conditions()
+    measured = {
+        "data": arguments.data.name, "steps": arguments.steps, "val_tokens": arguments.val_tokens,
+        "geometry": {**COMMON, **SIZES[arguments.size]}, "rates": RATES, "rows": {},
+    }  # fmt: skip
+    stack = stacks(arguments)
+    if not arguments.table:
+        order = list(itertools.product(arguments.seeds, stack))
+        alike = {key: before[key] for key in ("processor", "torch", "script")}
+        about = json.dumps({**alike, **measured}, indent=1)
+        ablation.share_runs(arguments.runs, stack, order, "cpu", about, measure)
+    # With all seeds, also those of former calls.
+    measured["rows"] = stored_rows(arguments.runs, stack)
+    name = f"candidates-{arguments.data.name}-{arguments.size}-{arguments.steps}steps"
+    results.finish(name, before, measured, arguments.keep)
+
+
+if __name__ == "__main__":
+    main()
