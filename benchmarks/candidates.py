@@ -56,9 +56,11 @@ SIZES = {
         "NUM_LAYERS": "4", "MODEL_DIM": "128", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "MLP_MULT": "3",
         "XSA_LAST_N": "4", "NUM_LOOPS": "0", "PARALLEL_START_LAYER": "2",
     },
-    "medium": {
-        "NUM_LAYERS": "6", "MODEL_DIM": "192", "NUM_HEADS": "6", "NUM_KV_HEADS": "2", "MLP_MULT": "3",
+    # With recurrence, and a third of the layers with two lanes.
+    "looped": {
+        "NUM_LAYERS": "6", "MODEL_DIM": "128", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "MLP_MULT": "3",
         "XSA_LAST_N": "6", "NUM_LOOPS": "2", "LOOP_START": "2", "LOOP_END": "2", "PARALLEL_START_LAYER": "4",
+        "TRAIN_BATCH_TOKENS": "512", "MICRO_BATCH_TOKENS": "512",
     },
 }  # fmt: skip
 RATES = {"MATRIX_LR": 0.048, "SCALAR_LR": 0.048, "TIED_EMBED_LR": 0.064}
@@ -507,7 +509,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return [
         f"`{measured['data']}`, {measured['steps']} steps, {size.format(**geometry)}, "
         f"{geometry['NUM_LOOPS']} extra passes over a loop; {measured['val_tokens']:,} validation targets, "
-        f"averaged weights, not quantized. {rates}, or all of them times what a row says. Coded bits: of a "
+        f"averaged weights, not quantized. {rates}, or all of them times what a row says; BETA2="
+        f"{geometry['BETA2']}, MUON_MOMENTUM={geometry['MUON_MOMENTUM']}. Coded bits: of a "
         "weight at steps that are equal parts of its row's deviation; CPU time: of a step, the median of "
         "pairs of runs on a machine that others share.",
         "", HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines,
