@@ -875,13 +875,17 @@ opaque_packed.register_fake(lambda q, starts: torch.empty_like(q))
 opaque_packed.register_autograd(lambda ctx, grad: (grad, None))
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0}], ids=["default", "all of PR #549"]
-)
+OFF_BY_DEFAULT = {
+    **PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0, "ROPE_DIMS": 8, "KEY_OFFSET_DIMS": 4,
+    "PREFIX_LOSS": 0.25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, OFF_BY_DEFAULT], ids=["default", "what is off by default"])
 def test_no_recompilation_inside_the_clock(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two graphs, loop off and on, whatever number of documents the batches hold."""
+    """Two graphs, loop off and on, whatever number of documents and weight of prefixes the batches have."""
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
         return opaque_packed(q, cu_q)
@@ -899,8 +903,14 @@ def test_no_recompilation_inside_the_clock(
     model = build_model(config)
     model.attend = train_gpt.load_attention("fa3")
     torch._dynamo.reset()
-    loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True, backend=counting)
+    loss_of = GPT.loss
+    if config.prefix_loss:
+        model.prefixes = PrefixTargets(torch.arange(config.vocab_size) - 1, torch.zeros(()))
+        loss_of = GPT.loss_with_prefixes
+    loss = torch.compile(loss_of, dynamic=False, fullgraph=True, backend=counting)
     for every in (200, 2, 40, 3):
+        if model.prefixes is not None:
+            model.prefixes.weight.fill_(1 / every)
         ids = torch.full((2, 256), 5)
         ids[:, ::every] = train_gpt.BOS_ID
         starts = train_gpt.starts_on_device(ids, config)
