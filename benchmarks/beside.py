@@ -226,7 +226,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
     rows: dict[str, paired.Runs] = measured["rows"]
     geometry = " ".join(f"{name}={value}" for name, value in measured["geometry"].items())
     lines = [
-        f"`{measured['data']}`, {geometry}. Theirs: `{measured['script']}` of {measured['sha256']}, with its "
+        f"`{measured['data']}`, {geometry}. Theirs: `{measured['public']}` of {measured['sha256']}, with its "
         "own defaults for everything else, in fp32 and without a compiler; ours as theirs: "
         f"`upstream_baseline.env` at this geometry; ours: `{measured['config']}`. One thread each; scores "
         f"after {measured['seconds']:g} s of training by the {measured['clock']} clock, without overlap, on "
@@ -259,7 +259,7 @@ def main() -> None:
     theirs = arguments.path.read_bytes()
     measured: dict[str, Any] = {
         "data": arguments.data.name, "config": arguments.config.name, "geometry": race.geometry(),
-        "script": arguments.path.name, "sha256": train_gpt.hashlib.sha256(theirs).hexdigest()[:12],
+        "public": arguments.path.name, "sha256": train_gpt.hashlib.sha256(theirs).hexdigest()[:12],
         "seconds": arguments.seconds, "clock": arguments.clock,
         "val_targets": race.config.val_tokens_limit,
         "code_bytes": {"theirs": len(theirs), "ours": race.code_bytes},

@@ -4,12 +4,12 @@
         [--only "as it is" "512 tokens a step"] [--keep]
 
 Each row is the config with some settings changed. How long its steps are beside those of the config is
-measured first, in turns on one core; it then gets as many steps as take the time of `--steps` of the config.
-So a machine that others share gives the same table as an idle one. It is trained as the script does it, with
-the same kernels; its artifact is made as large as the config allows with the script beside it, read back and
-scored without overlap. Rows that differ in quantization alone share the trained weights. Runs are kept in
-DIR: several processes share the work, and what is there is not measured again. The data set must be there:
-`python data/sample.py` makes that of the demo.
+measured first, in turns by the clock of the CPU; it then gets as many steps as take the time of `--steps` of
+the config. So a machine that others share gives the same table as an idle one. It is trained as the script
+does it, with the same kernels; its artifact is made as large as the config allows with the script beside it,
+read back and scored without overlap. Rows that differ in quantization alone share the trained weights. Runs
+are kept in DIR: several processes share the work, and what is there is not measured again. The data set must
+be there: `python data/sample.py` makes that of the demo.
 """
 
 from __future__ import annotations
@@ -73,8 +73,17 @@ VARIANTS: dict[str, dict[str, str]] = {
     "COLUMN_STEPS": {"COLUMN_STEPS": "0.5"},
     "TRELLIS": {"TRELLIS": "1"},
     "COLUMN_STEPS and TRELLIS": {"COLUMN_STEPS": "0.5", "TRELLIS": "1"},
+    # Several at once.
+    "bigrams and COLUMN_STEPS": {
+        "BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "COLUMN_STEPS": "0.5"},
+    "bigrams and MLP 2x": {"BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "MLP_MULT": "2"},
+    "bigrams, MLP 2x and COLUMN_STEPS": {
+        "BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "MLP_MULT": "2", "COLUMN_STEPS": "0.5"},
 }
 QUANTIZATION = ("COLUMN_STEPS", "TRELLIS")  # settings that no training step reads
+RATES = (  # that it reads, and takes no longer for
+    "MATRIX_LR", "TIED_EMBED_LR", "SCALAR_LR", "WARMDOWN_FRAC", "MIN_LR", "GRAD_CLIP_NORM",
+)  # fmt: skip
 PRICE_TURNS = 8
 
 
@@ -103,9 +112,9 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 @functools.cache
 def times_the_step(row: str, config: Path) -> float:
-    """CPU time of a row's step over that of the config's: the median of pairs of turns on one core."""
-    changes = {name: value for name, value in VARIANTS[row].items() if name not in QUANTIZATION}
-    if not changes:
+    """CPU time of a row's step over that of the config's: the median of pairs of turns."""
+    changes = VARIANTS[row]
+    if changes.keys() <= {*QUANTIZATION, *RATES}:
         return 1.0
     unpaced = {"ARTIFACT_BYTES_MAX": "16000000", "RATE_CONTROL": "0", "WARMUP_STEPS": "0", "DEVICE": "cpu"}
     ratios = []
@@ -174,7 +183,7 @@ def measure_row(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any
     steps = round(int(settings["ITERATIONS"]) / times)
     of_row = {setting: value for setting, value in settings.items() if setting != "ROW"}
     found = measure({**of_row, "ITERATIONS": str(steps)}, seed, kind)
-    return {**found, "times_the_step": times}
+    return {**found, "times_the_step": times, "changes": VARIANTS[name]}
 
 
 def row(name: str, runs: paired.Runs, base: paired.Runs) -> str:
@@ -194,10 +203,11 @@ def tables(measured: dict[str, Any]) -> list[str]:
     rows: dict[str, paired.Runs] = measured["rows"]
     base = rows.get(BASE, [])
     best_first = sorted(rows, key=lambda name: statistics.mean(run["val_bpb"] for run in rows[name]))
-    changes = [
-        f"{name}: {' '.join(f'{setting}={value}' for setting, value in measured['changes'][name].items())}"
-        for name in best_first if measured["changes"][name]
-    ]  # fmt: skip
+    changes = []
+    for name in best_first:
+        changed = " ".join(f"{setting}={value}" for setting, value in rows[name][0]["changes"].items())
+        if changed:
+            changes.append(f"{name}: {changed}")
     return [
         f"`{measured['config']}`, {measured['steps']} of its steps, or as many as take the same time on one "
         f"thread; artifacts of at most {measured['artifact_bytes']:,} bytes (weights alone). Bits per byte "
@@ -223,7 +233,7 @@ def main() -> None:
     stack = stacks(arguments)
     measured: dict[str, Any] = {
         "config": arguments.config.name, "steps": arguments.steps,
-        "artifact_bytes": int(next(iter(stack.values()))["ARTIFACT_BYTES_MAX"]), "changes": VARIANTS,
+        "artifact_bytes": int(next(iter(stack.values()))["ARTIFACT_BYTES_MAX"]),
     }  # fmt: skip
     name = f"tune-{arguments.config.stem}-{arguments.steps}steps"
     ablation.finish_shared(name, arguments, arguments.runs, stack, "cpu", before, measured, measure_row)

@@ -373,20 +373,22 @@ def test_a_row_of_longer_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPatc
     assert taken == ["250"] and found["times_the_step"] == 1.6
 
 
-def test_rows_of_other_quantization_have_the_steps_of_the_config() -> None:
-    rows = [name for name, changes in tune.VARIANTS.items() if changes.keys() <= set(tune.QUANTIZATION)]
-    assert tune.BASE in rows and len(rows) == 4
+def test_rows_whose_steps_do_the_same_work_have_as_many() -> None:
+    rows = [tune.BASE, "COLUMN_STEPS and TRELLIS", "matrix LR 0.02", "warm-down 0.85", "rates fall to zero"]
     assert all(tune.times_the_step(row, Path("no-file-is-read")) == 1.0 for row in rows)
 
 
 def test_the_table_of_settings_begins_with_the_best() -> None:
-    rows = {tune.BASE: [tuned(1, 2.0), tuned(2, 2.1)], "bigrams": [tuned(1, 1.9), tuned(2, 2.04)]}
-    measured = {"config": "small.env", "steps": 400, "artifact_bytes": 900, "changes": tune.VARIANTS}
-    lines = tune.tables({**measured, "rows": rows})
+    changes = {"BIGRAM_DIM": "32", "MLP_MULT": "2"}
+    rows = {
+        tune.BASE: [{**tuned(seed, score), "changes": {}} for seed, score in ((1, 2.0), (2, 2.1))],
+        "bigrams": [{**tuned(seed, score), "changes": changes} for seed, score in ((1, 1.9), (2, 2.04))],
+    }
+    lines = tune.tables({"config": "small.env", "steps": 400, "artifact_bytes": 900, "rows": rows})
     first, second = [line for line in lines if line.startswith("| ")][1:]
     assert first.startswith("| bigrams | 1,000 | 2.00 | 200 | 1.9600 | 900 | 1.0 | 0.5 | 1.9700 |")
     assert "| -0.0800 | 0.0200 |" in first and second.startswith(f"| {tune.BASE} |")
-    assert lines[-1] == "The rows change: bigrams: BIGRAM_VOCAB_SIZE=2048 BIGRAM_DIM=32."
+    assert lines[-1] == "The rows change: bigrams: BIGRAM_DIM=32 MLP_MULT=2."
 
 
 def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of_each_seed() -> None:
@@ -396,7 +398,7 @@ def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of
         "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "ours": [tuned(1, 2.2), tuned(2, 2.25)],
     }  # fmt: skip
     lines = beside.tables({
-        "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "script": "theirs.py", "sha256": "0",
+        "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "public": "theirs.py", "sha256": "0",
         "config": "small.env", "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
         "code_bytes": {"theirs": 50, "ours": 60},
     })  # fmt: skip
