@@ -2415,13 +2415,29 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Ten
     return F.linear(hidden_NF, down_DF)
 
 
-def cross_entropy_plain(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """Nats (N,), at least fp32, of each target under softcap·tanh(logits/softcap); softcap 0: the logits."""
+class SecondTargets(NamedTuple):
+    """A target of each token besides the next one, (N,)."""
+
+    tokens_N: Tensor
+    weight_N: Tensor  # of its nats; where it is 0 the token does not matter
+
+
+def cross_entropy_plain(
+    logits_NV: Tensor, targets_N: Tensor, softcap: float, second: SecondTargets | None = None
+) -> Tensor:
+    """Nats (N,), at least fp32, of each target under softcap·tanh(logits/softcap); softcap 0: the logits.
+
+    With `second` the weighted nats of those targets are added.
+    """
     # A sum over the vocabulary needs more digits than bfloat16 has.
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
-    return F.cross_entropy(logits_NV, targets_N, reduction="none")
+    if second is None:
+        return F.cross_entropy(logits_NV, targets_N, reduction="none")
+    log_p_NV = F.log_softmax(logits_NV, dim=1)
+    second_nats_N = F.nll_loss(log_p_NV, second.tokens_N, reduction="none")
+    return F.nll_loss(log_p_NV, targets_N, reduction="none") + second.weight_N * second_nats_N
 
 
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
@@ -2639,11 +2655,9 @@ class GPT(nn.Module):
         logits_NV = self.logits(self(inputs_BT, starts, looping).flatten(0, 1))
         targets_N = targets_BT.flatten()
         prefix_N = self.prefixes.of_token_V[targets_N]
-        softcap = self.settings.logit_softcap
-        nats_N = self.cross_entropy(logits_NV, targets_N, softcap)
-        prefix_nats_N = self.cross_entropy(logits_NV, prefix_N.clamp(min=0), softcap)
-        prefix_nats_N = prefix_nats_N.masked_fill(prefix_N < 0, 0.0)
-        return (nats_N + self.prefixes.weight * prefix_nats_N).mean()
+        weight_N = torch.where(prefix_N < 0, 0.0, self.prefixes.weight)
+        second = SecondTargets(prefix_N.clamp(min=0), weight_N)
+        return self.cross_entropy(logits_NV, targets_N, self.settings.logit_softcap, second).mean()
 
     def _weights_by_row(self) -> WeightRows:
         """All parameters but tables, split along the first axis; made once for all visits of a row."""
@@ -3340,7 +3354,9 @@ class ManualCrossEntropy(torch.autograd.Function):
     """`cross_entropy_plain`. tanh(x) is 2·sigmoid(2x) - 1, which takes a fifth of its time."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, softcap: float, second: SecondTargets | None
+    ) -> Tensor:
         wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         sigmoid_NV = None
         if softcap:
@@ -3349,29 +3365,46 @@ class ManualCrossEntropy(torch.autograd.Function):
             wide_NV = sigmoid_NV * (2 * softcap)
         largest_N1 = wide_NV.amax(1, keepdim=True)
         target_N1 = wide_NV.gather(1, targets_N[:, None])
+        if second is not None:
+            second_N1 = wide_NV.gather(1, second.tokens_N[:, None])
         # Without a softcap these are the caller's logits.
         wide_NV = wide_NV.sub_(largest_N1) if softcap else wide_NV - largest_N1
         exponentials_NV = wide_NV.exp_()
         sum_N1 = exponentials_NV.sum(1, keepdim=True)
-        ctx.save_for_backward(exponentials_NV, sum_N1, sigmoid_NV, targets_N)
+        ctx.save_for_backward(exponentials_NV, sum_N1, sigmoid_NV, targets_N, *(second or ()))
         ctx.dtype = logits_NV.dtype
-        return (sum_N1.log() + largest_N1 - target_N1).squeeze(1)
+        log_sum_N1 = sum_N1.log() + largest_N1
+        nats_N1 = log_sum_N1 - target_N1
+        if second is not None:
+            nats_N1 += second.weight_N[:, None] * (log_sum_N1 - second_N1)
+        return nats_N1.squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, d_nats_N: Tensor) -> tuple[Tensor, None, None]:
-        exponentials_NV, sum_N1, sigmoid_NV, targets_N = ctx.saved_tensors
+    def backward(ctx: Any, d_nats_N: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials_NV, sum_N1, sigmoid_NV, targets_N, *second = ctx.saved_tensors
         d_nats_N1 = d_nats_N[:, None]
         if sigmoid_NV is not None:
             d_nats_N1 = 4 * d_nats_N1  # the slope of the softcap is 4·sigmoid·(1 - sigmoid)
-        # Probabilities, less one at the target.
-        d_logits_NV = exponentials_NV * (d_nats_N1 / sum_N1)
+        # Probabilities, less one at each target.
+        d_both_N1 = d_nats_N1
+        if second:
+            tokens_N, weight_N = second
+            d_second_N1 = d_nats_N1 * weight_N[:, None]
+            d_both_N1 = d_nats_N1 + d_second_N1
+        d_logits_NV = exponentials_NV * (d_both_N1 / sum_N1)
         d_logits_NV.scatter_add_(1, targets_N[:, None], -d_nats_N1)
+        if second:
+            d_logits_NV.scatter_add_(1, tokens_N[:, None], -d_second_N1)
         if sigmoid_NV is not None:
             d_logits_NV = torch.ops.aten.sigmoid_backward(d_logits_NV, sigmoid_NV)
-        return d_logits_NV.to(ctx.dtype), None, None
+        return d_logits_NV.to(ctx.dtype), None, None, None
 
 
-cross_entropy_manual = ManualCrossEntropy.apply
+def cross_entropy_manual(
+    logits_NV: Tensor, targets_N: Tensor, softcap: float, second: SecondTargets | None = None
+) -> Tensor:
+    """`cross_entropy_plain` by hand."""
+    return ManualCrossEntropy.apply(logits_NV, targets_N, softcap, second)
 
 
 def load_attention(name: str) -> Callable[..., Tensor]:
