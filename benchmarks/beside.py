@@ -2,11 +2,12 @@
 
     python benchmarks/beside.py ~/parameter-golf/train_gpt.py --data data/datasets/fineweb_sample_sp1024
         --tokenizer data/tokenizers/fineweb_1024_bpe.model --runs DIR [--config configs/cpu_demo.env]
-        [--seconds 180] [--clock cpu] [--seeds 1337 42 2025] [--only speed theirs ours] [--keep]
+        [--set NAME=VALUE ...] [--seconds 180] [--clock cpu] [--seeds 1337 42 2025]
+        [--only speed theirs ours] [--keep]
 
 PATH is your own copy of a script in the manner of the challenge's baseline; `benchmarks/upstream.py` runs it,
 with its own defaults but for what must be equal: the config's width, depth, heads, MLP, vocabulary, sequence
-length and tokens a step. Ours has the config's settings. Both get the same seconds of one thread, by the wall
+length and tokens a step. Ours has the settings of the config and of --set. Both get the same seconds of one thread, by the wall
 or by the CPU, which a loaded machine does not spoil; each then quantizes, and is scored without overlap on
 the same first part of the validation text. `speed` takes turns of a few steps: theirs, ours with the model
 and the optimizer settings of theirs (`upstream_baseline.env`), ours with the config.
@@ -66,6 +67,7 @@ class Race:
             "CONFIG": str(arguments.config), "DATA_PATH": str(arguments.data), "DEVICE": "cpu",
             "TOKENIZER_PATH": str(arguments.tokenizer), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
             "ITERATIONS": "1000000", "GPTQ_RESERVE_SECONDS": "0", "VAL_TOKENS_LIMIT": "0",
+            **dict(item.split("=", 1) for item in arguments.set),
         }  # fmt: skip
         config = Config.from_env(self.ours)
         source = (REPO / "train_gpt.py").read_bytes()
@@ -225,10 +227,11 @@ def tables(measured: dict[str, Any]) -> list[str]:
     """What was equal, the speeds, the scores."""
     rows: dict[str, paired.Runs] = measured["rows"]
     geometry = " ".join(f"{name}={value}" for name, value in measured["geometry"].items())
+    told = " ".join([measured["config"], *measured["set"]])
     lines = [
         f"`{measured['data']}`, {geometry}. Theirs: `{measured['public']}` of {measured['sha256']}, with its "
         "own defaults for everything else, in fp32 and without a compiler; ours as theirs: "
-        f"`upstream_baseline.env` at this geometry; ours: `{measured['config']}`. One thread each; scores "
+        f"`upstream_baseline.env` at this geometry; ours: `{told}`. One thread each; scores "
         f"after {measured['seconds']:g} s of training by the {measured['clock']} clock, without overlap, on "
         f"the first {measured['val_targets']:,} targets of the validation text: float, of the weights before "
         "quantization; val_bpb, of what is shipped. Code: theirs plain, ours wrapped, as each counts it.",
@@ -247,6 +250,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="cpu")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score")
@@ -258,7 +262,8 @@ def main() -> None:
     race = Race(arguments)
     theirs = arguments.path.read_bytes()
     measured: dict[str, Any] = {
-        "data": arguments.data.name, "config": arguments.config.name, "geometry": race.geometry(),
+        "data": arguments.data.name, "config": arguments.config.name, "set": arguments.set,
+        "geometry": race.geometry(),
         "public": arguments.path.name, "sha256": train_gpt.hashlib.sha256(theirs).hexdigest()[:12],
         "seconds": arguments.seconds, "clock": arguments.clock,
         "val_targets": race.config.val_tokens_limit,

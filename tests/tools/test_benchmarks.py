@@ -399,7 +399,7 @@ def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of
     }  # fmt: skip
     lines = beside.tables({
         "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "public": "theirs.py", "sha256": "0",
-        "config": "small.env", "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
+        "config": "small.env", "set": [], "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
         "code_bytes": {"theirs": 50, "ours": 60},
     })  # fmt: skip
     assert "| ours as theirs | 20.0 | 20.0 | 20.0 | 15,000 | 1.50 | 10 |" in lines
