@@ -144,7 +144,7 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     me.do("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="straight", **STEPS)
     process = me.start("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="stopped", **STEPS)
     log = me.clone / "runs/stopped/log.txt"
-    while process.poll() is None and not (log.exists() and "step:1/" in log.read_text("utf-8")):
+    while process.poll() is None and not (log.exists() and "\nstep:1/" in log.read_text("utf-8")):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=5 * DEADLINE_SECONDS)

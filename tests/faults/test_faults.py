@@ -42,7 +42,7 @@ def test_kills_at_random_times_in_every_phase(lab: Lab, finished: Ended) -> None
         here = lab.elsewhere(f"run{runs}")
         for attempt in range(4):  # three kills, and then to the end
             saved = [*here.folder.glob("runs/*/checkpoint.pt")]
-            resume = {"RESUME": saved[0].parent} if saved else {"RUN_ID": f"attempt{attempt}"}
+            resume = {"RUN_ID": None, "RESUME": saved[0].parent} if saved else {"RUN_ID": f"attempt{attempt}"}
             started = here.start(fault=SLOW, CHECKPOINT_EVERY_SECONDS=0.02, **resume)
             phase = min(MARKS, key=lambda name: (kills[name], source.random()))
             if attempt == 3:
