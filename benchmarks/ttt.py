@@ -52,13 +52,14 @@ GPUS = 8
 ADAPTER_PASSES = 7 + 2 + 3
 # Contexts of 512 tokens, the width and the choices of the ablation, three layers, the second of them twice.
 # All scores see as much before a target: windows advance by as many tokens as a chunk of a document has.
+# Learning rates are the best of a sweep, each the third of the next.
 SMALL = {
     **ablation.SMALL, **ablation.DEFAULT_SMALL,
     "NUM_LAYERS": "3", "NUM_LOOPS": "1", "XSA_LAST_N": "3", "PARALLEL_START_LAYER": "2",
     "TRAIN_SEQ_LEN": "512", "TRAIN_BATCH_TOKENS": "8192", "MICRO_BATCH_TOKENS": "8192",
     "MAX_WALLCLOCK_SECONDS": "0", "EVAL_STRIDE": "128", "TTT_ENABLED": "1", "TTT_CHUNK_TOKENS": "4096",
     "TTT_BATCH_SEQS": "4", "TTT_CHUNK_SIZE": "128", "TTT_BATCH_SIZE": "16",
-    "TTT_LORA_RANK": "16", "TTT_LORA_ALPHA": "16",
+    "TTT_LORA_RANK": "16", "TTT_LORA_ALPHA": "16", "TTT_LORA_LR": "0.01", "TTT_LR": "0.006",
 }  # fmt: skip
 SCORERS = {"round trip": "score_roundtrip", "sliding window": "score_sliding"}
 ROWS: dict[str, dict[str, str]] = {
