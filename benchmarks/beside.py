@@ -7,10 +7,10 @@
 
 PATH is your own copy of a script in the manner of the challenge's baseline; `benchmarks/upstream.py` runs it,
 with its own defaults but for what must be equal: the config's width, depth, heads, MLP, vocabulary, sequence
-length and tokens a step. Ours has the settings of the config and of --set. Both get the same seconds of one thread, by the wall
-or by the CPU, which a loaded machine does not spoil; each then quantizes, and is scored without overlap on
-the same first part of the validation text. `speed` takes turns of a few steps: theirs, ours with the model
-and the optimizer settings of theirs (`upstream_baseline.env`), ours with the config.
+length and tokens a step. Ours has the settings of the config and of --set. Both get the same seconds of one
+thread, by the wall or by the CPU, which other programs on the machine spoil less; each then quantizes, and is
+scored without overlap on the same first part of the validation text. `speed` takes turns of a few steps:
+theirs, ours with the model and the optimizer settings of theirs (`upstream_baseline.env`), ours.
 
 Runs are kept in DIR, and several processes started alike share the work: two of them run theirs and ours
 side by side, each on a core of its own, swapped from seed to seed.
