@@ -419,8 +419,12 @@ class Config(TrainingSettings):
         pattern="([1-9][0-9]{0,8}:[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}:[1-9][0-9]{0,8})*)?")  # fmt: skip
     ttt_batch_size: int = knob(64, "documents that learn side by side on one rank; bounds memory", 1)
     # --- the data and their way to the device ---
-    data_path: str = knob("data/datasets/fineweb10B_sp8192", "folder of fineweb_{train,val}_*.bin shards")
-    tokenizer_path: str = knob("data/tokenizers/fineweb_8192_bpe.model", "their SentencePiece model")
+    data_path: str = knob(
+        "data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
+        "folder of fineweb_{train,val}_*.bin shards")  # fmt: skip
+    tokenizer_path: str = knob(
+        "data/tokenizers/fineweb_8192_bpe_lossless_caps_caseops_v1_reserved.model",
+        "their SentencePiece model")  # fmt: skip
     micro_batch_tokens: int = knob(98_304, "tokens; one forward pass of one rank; bounds memory", 1)
     train_prefetch: bool = knob(True, "read and stage batches in threads; 0: the plain synchronous path")
     train_prefetch_queue: int = knob(2, "batches staged ahead of the step", 1, 1024)
@@ -1657,6 +1661,15 @@ def why_no_file(head: bytes) -> str:
     return ""
 
 
+# Folders of the public data sets, and what data/fineweb.py calls them.
+PUBLISHED_DATA = {
+    "fineweb10B_sp1024": "sp1024",
+    "fineweb10B_sp4096": "sp4096",
+    "fineweb10B_sp8192": "sp8192",
+    "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved": "caseops",
+}
+
+
 def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
     shards = []
@@ -1683,7 +1696,10 @@ def open_shards(pattern: str) -> list[Shard]:
             raise DataError(f"{path}: magic, version and size are {got}, expected {expected}; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: no token shard; set DATA_PATH, see data/README.md, or try `make demo`")
+        variant = PUBLISHED_DATA.get(Path(pattern).parent.name)
+        fetch = f"fetch them with `python data/fineweb.py --variant {variant}`, " if variant else ""
+        raise DataError(f"{pattern}: no token shard; {fetch}set DATA_PATH, see data/README.md, or try "
+                        "`make demo`")
     return shards
 
 
@@ -4127,7 +4143,8 @@ def load_tokenizer(config: Config) -> Any:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the one that made "
+                        f"the shards of DATA_PATH={config.data_path}, see data/") from error
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
                         f"VOCAB_SIZE={config.vocab_size}")
@@ -6609,13 +6626,14 @@ def check_tokenizer(config: Config, sha256: str, tokens: np.ndarray) -> None:
     path = find_path(config.tokenizer_path)
     manifest = find_path(config.data_path) / "manifest.json"
     try:
-        made_by = read_manifest(manifest.parent)["tokenizer"]["sha256"]
+        maker = read_manifest(manifest.parent)["tokenizer"]
+        made_by = maker["sha256"]
     except (LookupError, TypeError):
         made_by = None  # no manifest, or one that says nothing about it
     if made_by is not None:
         if made_by != sha256:
             raise DataError(f"TOKENIZER_PATH={path}: sha256 {sha256}, by {manifest} the shards were made "
-                            f"by {made_by}; name that tokenizer")
+                            f"by {made_by}; name that tokenizer, {maker.get('file', 'wherever it is')}")
         return
     share = share_that_comes_back(load_tokenizer(config), tokens[:SAMPLE_TOKENS])
     if share < 0.5:

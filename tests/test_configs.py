@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from train_gpt import Config, TrainingSettings
+from data.fineweb import VARIANTS
+from train_gpt import PUBLISHED_DATA, Config, TrainingSettings
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def page(repo: Path) -> str:
 def deciding_settings() -> set[str]:
     """Settings that decide the result of a run, not only where and how fast it runs."""
     names = list(Config().as_env())
-    return {*TrainingSettings().as_env(), *names[: names.index("DATA_PATH")]}
+    return {*TrainingSettings().as_env(), *names[: names.index("DATA_PATH")], "DATA_PATH", "TOKENIZER_PATH"}
 
 
 def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: str) -> None:
@@ -37,3 +38,11 @@ def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: st
 def test_every_configuration_is_listed_and_exists(page: str, repo: Path) -> None:
     listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
     assert sorted(listed) == sorted(path.name for path in (repo / "configs").glob("*.env"))
+
+
+def test_the_public_data_are_those_that_the_tool_fetches(repo: Path) -> None:
+    assert {variant.dataset: name for name, variant in VARIANTS.items()} == PUBLISHED_DATA
+    plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
+    for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
+        assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
+        assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"

@@ -403,6 +403,15 @@ CASES = [
     setting("no/such folder/", "set DATA_PATH|make demo", DATA_PATH="no/such folder"),
     setting("fineweb_train_", "set DATA_PATH", DATA_PATH="/dev/null"),
     setting("no token shard", "set DATA_PATH", DATA_PATH="x" * 5000),
+    # Public data that are not there: the message has the command that fetches them.
+    setting(
+        "no/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved/fineweb_train_|no token shard",
+        "python data/fineweb.py --variant caseops|set DATA_PATH",
+        DATA_PATH=f"no/{Path(train_gpt.Config.data_path).name}",
+    ),
+    setting(
+        "no/fineweb10B_sp8192/|no token shard", "--variant sp8192`", DATA_PATH="no/fineweb10B_sp8192"
+    ),
     case("no training shards", without_training_shards, "fineweb_train_|no token shard", "set DATA_PATH"),
     data_file(VAL, None, "fineweb_val_|no token shard", "set DATA_PATH"),
     data_file(TRAIN, b"", f"{TRAIN}|the file is empty", FETCH),

@@ -51,8 +51,8 @@ OUTCOMES = """
 1204 refused pr1493 DISABLE_LAYER0_ATTN MIXED_QUANT N_INT6_LAYERS PARALLEL_RESIDUAL POST_GPTQ_EVAL_ONLY
     RECUR_LAYERS RECUR_START_STEP REPEAT_UNTIE_MLP REPEAT_UNTIE_MLP_LAYERS
 1218 taken -
-1285 refused - MIXED_QUANT N_INT6_LAYERS RECUR_LAYERS
-1285 refused - MIXED_QUANT N_INT6_LAYERS RECUR_LAYERS
+1285 refused pr1493 MIXED_QUANT N_INT6_LAYERS RECUR_LAYERS
+1285 refused pr1493 MIXED_QUANT N_INT6_LAYERS RECUR_LAYERS
 1334 refused pr1493 RECUR_LAYERS RECUR_START_STEP
 1394 taken -
 1412 refused pr1493 HESSIAN_CLIP_LAMBDA LOOP_PHASE2_AT
@@ -337,7 +337,7 @@ ANCESTORS = {
     "pr591": "9378abdb3f90",
     "pr785": "5867af9f70e8",
     "pr1493": "e5fa2d82ac1c",
-    "default_0_4": "cff8fc17f71a",
+    "default_0_4": "54f55eaf9334",
     "frontier_1855": "ff655b98811e",
     "frontier_2014": "452d3cbbe748",
 }
@@ -349,6 +349,7 @@ def test_an_ancestor_names_all_it_depends_on(name: str, repo: Path) -> None:
     path = repo / "configs" / f"{name}.env"
     named = train_gpt.read_config_file(str(path))
     assert Config().as_env(train_gpt.TrainingSettings).keys() <= named.keys()
+    assert {"DATA_PATH", "TOKENIZER_PATH"} <= named.keys()
     stored = """ARTIFACT_BYTES_MAX CODE_BYTES RATE_CONTROL MATRIX_BITS EMBED_BITS MLP_CLIP_SIGMAS
     ATTN_CLIP_SIGMAS EMBED_CLIP_SIGMAS TRELLIS COLUMN_STEPS GPTQ EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED"""
     assert set(stored.split()) <= named.keys()
