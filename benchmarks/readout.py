@@ -32,8 +32,8 @@ from benchmarks import ablation, candidates, results  # noqa: E402
 from train_gpt import Config, Machine  # noqa: E402
 
 TITLE = "Read-out: the last weights, their average, or a blend"
-DECAYS = (0.9, 0.95, 0.97, 0.98)
-SHARES = (0.5, 0.75, 1.0)
+DECAYS = (0.9, 0.95, 0.98)
+SHARES = (0.5, 1.0)
 KINDS = ("matrices", "embedding", "small")
 DEFAULT_DECAY = float(candidates.COMMON["EMA_DECAY"])
 LAST = "last weights"
