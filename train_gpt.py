@@ -315,6 +315,8 @@ class TrainingSettings(ModelSettings):
     # What holds for all of them.
     grad_clip_norm: float = knob(0.3, "bound on the global gradient norm; 0: none", 0, negative_is_zero=True)
     ema_decay: float = knob(0.9965, "per-step decay of the shipped average of weights; 0: none", 0, 0.99999)
+    ema_share: float = knob(
+        1.0, "share of that average in what is shipped; the rest are the last weights", 0, 1)
     # The schedule of the learning rates.
     warmdown_frac: float = knob(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = knob(
@@ -3888,8 +3890,11 @@ class Optimizer:
         return norm
 
     def use_average(self) -> None:
-        """Put the average of the weights in their place."""
-        torch._foreach_copy_(self.weights, self.average)
+        """Put the average of the weights, or with EMA_SHARE a blend of both, in their place; once a run."""
+        if self.config.ema_share == 1.0:
+            torch._foreach_copy_(self.weights, self.average)
+        else:
+            torch._foreach_lerp_(self.weights, self.average, self.config.ema_share)
 
     def _reduce(self) -> Gradients:
         """Means over ranks: of the banks this rank's matrices, of the others all."""

@@ -332,14 +332,14 @@ def test_values_that_public_scripts_allow(given: str, expected: str) -> None:
 
 # With a hash of what their settings resolve to: who changes one on purpose changes it here as well.
 ANCESTORS = {
-    "upstream_baseline": "d4a5e2b197b7",
-    "pr549": "b531a5715c3f",
-    "pr591": "9378abdb3f90",
-    "pr785": "5867af9f70e8",
-    "pr1493": "e5fa2d82ac1c",
-    "default_0_4": "54f55eaf9334",
-    "frontier_1855": "ff655b98811e",
-    "frontier_2014": "452d3cbbe748",
+    "upstream_baseline": "894e4644c74d",
+    "pr549": "cb67d4e6e4f1",
+    "pr591": "d8a341c23338",
+    "pr785": "67e9d304d458",
+    "pr1493": "7c4f2bcad4a0",
+    "default_0_4": "a0f613f28ec3",
+    "frontier_1855": "7388721fb7c8",
+    "frontier_2014": "57c248756d67",
 }
 
 

@@ -293,6 +293,22 @@ def test_the_average_of_weights() -> None:
         torch.testing.assert_close(average, 0.9965 * a + 0.0035 * b)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_what_is_shipped_is_a_blend_of_the_average_and_the_last_weights(share: float) -> None:
+    config = three_layers(EMA_SHARE=share)
+    model = build_model(config)
+    optimizer = alone(model, config)
+    train(model, optimizer, range(4))
+    last = [weight.clone() for weight in optimizer.weights]
+    average = [weight.clone() for weight in optimizer.average]
+    optimizer.use_average()
+    moved = 0.0
+    for parameter, one, other in zip(model.parameters(), last, average, strict=True):
+        torch.testing.assert_close(parameter.detach(), (1 - share) * one + share * other)
+        moved += float((one - other).abs().sum())
+    assert moved > 0
+
+
 def test_without_decay_the_average_is_the_last_weights() -> None:
     optimizer, (*_, last) = after_steps([0, 7], EMA_DECAY=0)
     assert all(map(torch.equal, optimizer.average, last))
