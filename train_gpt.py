@@ -2451,11 +2451,16 @@ def cross_entropy_plain(
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if softcap:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    nats_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
     if second is None:
-        return F.cross_entropy(logits_NV, targets_N, reduction="none")
-    log_p_NV = F.log_softmax(logits_NV, dim=1)
-    second_nats_N = F.nll_loss(log_p_NV, second.tokens_N, reduction="none")
-    return F.nll_loss(log_p_NV, targets_N, reduction="none") + second.weight_N * second_nats_N
+        return nats_N
+    # Nats of two targets differ by their logits. These are found by sums over the vocabulary: compiled, they
+    # join passes that are made anyway, where a second look-up would write all log-probabilities once more.
+    column_V = torch.arange(logits_NV.size(1), device=logits_NV.device)
+    own_NV = torch.where(column_V == targets_N[:, None], logits_NV, 0.0)
+    second_NV = torch.where(column_V == second.tokens_N[:, None], logits_NV, 0.0)
+    second_nats_N = nats_N + (own_NV - second_NV).sum(1)
+    return nats_N + second.weight_N * second_nats_N
 
 
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
