@@ -52,7 +52,7 @@ GPUS = 8
 ADAPTER_PASSES = 7 + 2 + 3
 # Contexts of 512 tokens, the width and the choices of the ablation, three layers, the second of them twice.
 # All scores see as much before a target: windows advance by as many tokens as a chunk of a document has.
-# Learning rates are the best of three that were tried, each a third of the next; of SGD it is the lowest.
+# Learning rates are the best of three tried for adapters and of four for SGD, each a third of the next.
 SMALL = {
     **ablation.SMALL, **ablation.DEFAULT_SMALL,
     "NUM_LAYERS": "3", "NUM_LOOPS": "1", "XSA_LAST_N": "3", "PARALLEL_START_LAYER": "2",
