@@ -28,6 +28,7 @@ RUN_BY = [
     ("make gpu-check", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
     ("make", FIRST_HOUR),
     ("--nnodes=2", TORCHRUN),
+    ("benchmarks/ttt.py cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
     ("benchmarks/pod.py", "tools/test_pod.py::test_it_measures_what_there_is_and_says_what_there_is_not"),
     ("RESUME=runs/x torchrun", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
     ("torchrun", TORCHRUN),

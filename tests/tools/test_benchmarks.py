@@ -185,6 +185,18 @@ def test_a_comparison_says_how_many_times_the_speed() -> None:
 # --- test-time training ---
 
 
+def test_the_costs_of_a_text_are_a_table(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = "TRAIN_SEQ_LEN=64 EVAL_STRIDE=16 TTT_CHUNK_TOKENS=256 TTT_CHUNK_SIZE=16"
+    monkeypatch.setattr("sys.argv", ["ttt.py", "cost", "--data", str(dataset), "--set", *settings.split()])
+    ttt.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    sliding, sgd, adapters = ([float(cell) for cell in row.split("|")[2:4]] for row in rows[-3:])
+    # Sliding windows take no gradients; adapters take them for nearly all that they read.
+    assert sliding[1] == 0.0 < sgd[1] < adapters[1] <= adapters[0] and sliding[0] < sgd[0]
+
+
 def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that really pass through the model, with gradients and without, against the counted ones."""
     passed = {True: 0, False: 0}
