@@ -1097,7 +1097,7 @@ NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     """The machine that the settings and the launcher's variables describe; joins the other ranks."""
     rank, world_size, local_rank = place_among_ranks(environ)
-    # A small model's operations are over before a second thread has begun: then one is faster than all.
+    # Before the first operation: a small model's are so short that several threads may gain nothing.
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
@@ -4192,10 +4192,10 @@ def longest_prefixes(pieces: Any, size: int) -> np.ndarray:
 
     Pieces that are no text, and single bytes, neither have a prefix nor are one.
     """
+    is_text = piece_bytes(pieces, size).is_text
     ids = {}
     for i in range(size):
-        no_text = pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_unused(i)
-        if not no_text and not pieces.is_byte(i):
+        if is_text[i] and not pieces.is_byte(i):
             ids[pieces.id_to_piece(i)] = i
     prefixes = np.full(size, -1, np.int64)
     for text, i in ids.items():
@@ -5884,6 +5884,12 @@ def choose_loss_function(model: GPT, config: Config) -> Callable[..., Tensor]:
     return GPT.loss_with_prefixes
 
 
+def weigh_prefixes(model: GPT, progress: float, config: TrainingSettings) -> None:
+    """Give the second targets of a model, if it has any, the weight of this part of the run."""
+    if model.prefixes is not None:
+        model.prefixes.weight.fill_(prefix_weight(progress, config))
+
+
 class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
@@ -6007,9 +6013,7 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # Both are the same on all ranks, as progress is.
     looping = loop_is_on(progress, config)
     total = torch.zeros((), device=training.run.machine.device)
-    prefixes = training.model.prefixes
-    if prefixes is not None:
-        prefixes.weight.fill_(prefix_weight(progress, config))
+    weigh_prefixes(training.model, progress, config)
     number = training.step + 1 if training.run.training else None
     if training.trace.wanted and number is not None:
         training.trace.begin(number, loader.epoch)

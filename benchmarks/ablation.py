@@ -42,6 +42,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would
 
 import numpy as np
 import torch
+from torch import Tensor
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -175,12 +176,25 @@ def clock(kind: str) -> Callable[[], float]:
     return lambda: time.process_time() / threads
 
 
-def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
+class Hooks:
+    """What `train` calls around a step; a subclass may patch the loss and the optimizer too."""
+
+    def __init__(self, config: Config, model: GPT) -> None:
+        self.optimizer = train_gpt.Optimizer(model, config, Machine())
+        self.loss_of: Callable[..., Tensor] = train_gpt.choose_loss_function(model, config)
+
+    def begin_step(self, progress: float) -> None:
+        """Before each step."""
+
+    def end_step(self) -> None:
+        """After each step."""
+
+
+def train(config: Config, model: GPT, now: Callable[[], float], hooks: Hooks | None = None) -> int:
     """Train on the schedule of a whole run until the seconds are over; leaves the average. Returns steps."""
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
-    optimizer = train_gpt.Optimizer(model, config, Machine())
+    hooks = hooks or Hooks(config, model)
     loader = train_gpt.Loader(config, shards, Machine())
-    loss_of = train_gpt.choose_loss_function(model, config)
     step = 0
     with contextlib.closing(loader):
         start = now()
@@ -194,17 +208,18 @@ def train(config: Config, model: GPT, now: Callable[[], float]) -> int:
             if length is not None:
                 loader.begin_length(length)
             looping = train_gpt.loop_is_on(progress, config)
-            if model.prefixes is not None:
-                model.prefixes.weight.fill_(train_gpt.prefix_weight(progress, config))
+            hooks.begin_step(progress)
+            train_gpt.weigh_prefixes(model, progress, config)
             for _ in range(loader.micro_steps):
                 batch = loader.next_batch()
-                loss = loss_of(model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
+                loss = hooks.loss_of(model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
             momentum = train_gpt.muon_momentum(progress, step, config)
-            optimizer.step(scale, momentum, step)
+            hooks.optimizer.step(scale, momentum, step)
+            hooks.end_step()
             step += 1
-    optimizer.use_average()
+    hooks.optimizer.use_average()
     return step
 
 
