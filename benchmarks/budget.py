@@ -21,8 +21,9 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
 
@@ -99,42 +100,64 @@ def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     }
 
 
+class Trained(NamedTuple):
+    """A model, and what its artifact is made from."""
+
+    model: GPT
+    hessians: Hessians
+    steps: int
+    seconds: float
+
+
 @torch.no_grad()
-def calibrated(model: GPT, config: Config) -> Hessians:
+def calibrated(model: GPT, config: Config, count: int = CALIBRATION_BATCHES) -> Hessians:
     """Hessians over the first batches of training."""
     shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     with contextlib.closing(train_gpt.Loader(config, shards, Machine())) as loader:
-        batches = [loader.next_batch() for _ in range(CALIBRATION_BATCHES)]
+        batches = [loader.next_batch() for _ in range(count)]
     return train_gpt.collect_hessians(model, batches, Machine())
+
+
+def trained(config: Config, model: GPT, kind: str) -> Trained:
+    """A model after training by this clock of ablation.py, and calibrated."""
+    now = ablation.clock(kind)
+    start = now()
+    steps = ablation.train(config, model, now)
+    seconds = now() - start
+    return Trained(model, calibrated(model, config), steps, seconds)
+
+
+def figures(found: Trained, config: Config, seed: int) -> dict[str, Any]:
+    """Ship a model into the budget of a config, and score it before and after."""
+    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
+    validation = train_gpt.read_validation(shards, config)
+    looping = train_gpt.loop_is_on(1.0, config)
+
+    def score(model: GPT) -> float:
+        ledger = train_gpt.score_roundtrip(model, validation.tokens, config, looping=looping)
+        return ledger.score(validation.bytes_total).bits_per_byte
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.bin"
+        start = time.process_time()
+        train_gpt.write_artifact(
+            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max)
+        written = time.process_time()
+        shipped, _ = train_gpt.load_artifact(path)
+        read = time.process_time()
+        size_bytes = path.stat().st_size
+    return {
+        "seed": seed, "parameters": sum(parameter.numel() for parameter in found.model.parameters()),
+        "steps": found.steps, "seconds": found.seconds, "float_bpb": score(found.model),
+        "bytes": size_bytes, "write_seconds": written - start, "read_seconds": read - written,
+        "val_bpb": score(shipped),
+    }  # fmt: skip
 
 
 def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     """Train a shape, ship it into the budget, score it before and after."""
     config = Config.from_env({**settings, "SEED": str(seed)})
-    model = train_gpt.build_model(config)
-    now = ablation.clock(kind)
-    start = now()
-    steps = ablation.train(config, model, now)
-    seconds = now() - start
-    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
-    validation = train_gpt.read_validation(shards, config)
-    looping = train_gpt.loop_is_on(1.0, config)
-
-    def score(scored: GPT) -> float:
-        ledger = train_gpt.score_roundtrip(scored, validation.tokens, config, looping=looping)
-        return ledger.score(validation.bytes_total).bits_per_byte
-
-    found: dict[str, Any] = {
-        "seed": seed, "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "steps": steps, "seconds": seconds, "float_bpb": score(model),
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.bin"
-        hessians = calibrated(model, config)
-        train_gpt.write_artifact(path, model, config, hessians, "0" * 64, config.artifact_bytes_max)
-        found["bytes"] = path.stat().st_size
-        shipped, _ = train_gpt.load_artifact(path)
-    return {**found, "val_bpb": score(shipped)}
+    return figures(trained(config, train_gpt.build_model(config), kind), config, seed)
 
 
 def bits_per_weight(runs: paired.Runs) -> float:

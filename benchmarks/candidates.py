@@ -13,7 +13,6 @@ not measured again, and several processes share the work.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
@@ -36,8 +35,8 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import ablation, results  # noqa: E402
-from train_gpt import GPT, Config, Machine, Optimizer  # noqa: E402
+from benchmarks import ablation, paired, results  # noqa: E402
+from train_gpt import GPT, Config, Machine  # noqa: E402
 
 TITLE = "What the default does not have"
 COMMON = {
@@ -66,7 +65,7 @@ SIZES = {
 RATES = {"MATRIX_LR": 0.048, "SCALAR_LR": 0.048, "TIED_EMBED_LR": 0.064}
 
 
-class Trial:
+class Trial(ablation.Hooks):
     """A model, its optimizer and where the run stands: what candidates patch."""
 
     def __init__(self, config: Config) -> None:
@@ -79,8 +78,16 @@ class Trial:
         self.after_step: list[Callable[[], None]] = []
         kernels = train_gpt.choose_kernels(config, Machine())
         train_gpt.ready_model(self.model, Machine(), kernels)
-        self.optimizer = Optimizer(self.model, config, Machine())
-        self.loss_of: Callable[..., Tensor] = train_gpt.choose_loss_function(self.model, config)
+        super().__init__(config, self.model)
+
+    def begin_step(self, progress: float) -> None:
+        self.progress = progress
+        for call in self.before_step:
+            call()
+
+    def end_step(self) -> None:
+        for call in self.after_step:
+            call()
 
     def add_parameter(self, name: str, value: float) -> nn.Parameter:
         """A new scalar of the model, trained with the small tensors."""
@@ -367,30 +374,10 @@ CANDIDATES: dict[str, Candidate] = {
 
 def train(trial: Trial) -> float:
     """Train and leave the average; CPU seconds of a step."""
-    c = trial.config
-    shards = train_gpt.open_shards(f"{c.data_path}/fineweb_train_*.bin")
-    optimizer = trial.optimizer
     start = time.process_time()
-    with contextlib.closing(train_gpt.Loader(c, shards, Machine())) as loader:
-        for step in range(c.iterations):
-            trial.progress = step / c.iterations
-            looping = train_gpt.loop_is_on(trial.progress, c)
-            for call in trial.before_step:
-                call()
-            if trial.model.prefixes is not None:
-                trial.model.prefixes.weight.fill_(train_gpt.prefix_weight(trial.progress, c))
-            for _ in range(loader.micro_steps):
-                batch = loader.next_batch()
-                loss = trial.loss_of(trial.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
-                (loss / loader.micro_steps).backward()
-            scale = train_gpt.learning_rate_scale(trial.progress, step, c)
-            optimizer.step(scale, train_gpt.muon_momentum(trial.progress, step, c), step)
-            for call in trial.after_step:
-                call()
-    seconds = (time.process_time() - start) / c.iterations
-    optimizer.use_average()
+    steps = ablation.train(trial.config, trial.model, time.process_time, trial)
     trial.progress = 1.0
-    return seconds
+    return (time.process_time() - start) / steps
 
 
 # Steps of 6 bits that reach 12.85 standard deviations, as MATRIX_CLIP_SIGMAS of the public records.
@@ -513,7 +500,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         f"{geometry['BETA2']}, MUON_MOMENTUM={geometry['MUON_MOMENTUM']}. Coded bits: of a "
         "weight at steps that are equal parts of its row's deviation; CPU time: of a step, the median of "
         "pairs of runs on a machine that others share.",
-        "", HEADER, "|" + "---|" * (HEADER.count("|") - 1), *lines,
+        "", *paired.table(HEADER, lines),
     ]  # fmt: skip
 
 

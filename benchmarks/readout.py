@@ -12,7 +12,6 @@ those of candidates.py.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import statistics
@@ -28,8 +27,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import train_gpt  # noqa: E402
-from benchmarks import ablation, candidates, results  # noqa: E402
-from train_gpt import Config, Machine  # noqa: E402
+from benchmarks import ablation, budget, candidates, paired, results  # noqa: E402
+from train_gpt import Config  # noqa: E402
 
 TITLE = "Read-out: the last weights, their average, or a blend"
 DECAYS = (0.9, 0.95, 0.98)
@@ -96,7 +95,6 @@ def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
     candidates.train(trial)
     tokens, text_bytes = candidates.held_out(config)
     kinds = [kind_of(entry) for entry in train_gpt.parameter_table(config).values()]
-    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_train_*.bin")
     scores: dict[str, list[float]] = {}
     for name, blend in blends().items():
         for weight, first, second, kind in zip(
@@ -105,9 +103,7 @@ def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
             weight.copy_(torch.lerp(first, second, blend.shares[kind]))
         score = train_gpt.score_roundtrip(trial.model, tokens, config, looping=config.num_loops > 0)
         scores[name] = [score.score(text_bytes).bits_per_byte]
-        with contextlib.closing(train_gpt.Loader(config, shards, Machine())) as loader:
-            batches = [loader.next_batch() for _ in range(CALIBRATION_BATCHES)]
-        hessians = train_gpt.collect_hessians(trial.model, batches, Machine())
+        hessians = budget.calibrated(trial.model, config, CALIBRATION_BATCHES)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.bin"
             train_gpt.write_artifact(path, trial.model, config, hessians, "", int(settings["BYTES"]))
@@ -139,7 +135,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         f"{' '.join(str(run['seed']) for run in runs)}; {measured['val_tokens']:,} validation targets; "
         f"artifacts of {measured['bytes']:,} bytes. The default's read-out is the average of decay "
         f"{measured['default_decay']:g} for all weights.",
-        "", header, "|" + "---|" * (header.count("|") - 1), *lines,
+        "", *paired.table(header, lines),
     ]  # fmt: skip
 
 

@@ -21,9 +21,8 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
 
@@ -35,7 +34,7 @@ sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
 from benchmarks import ablation, budget, paired, results, speed  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
-from train_gpt import GPT, Config, Hessians  # noqa: E402
+from train_gpt import Config  # noqa: E402
 
 TITLE = "The settings of a small run, at equal time"
 BASE = "as it is"
@@ -87,15 +86,6 @@ RATES = (  # that it reads, and takes no longer for
 PRICE_TURNS = 8
 
 
-class Trained(NamedTuple):
-    """A model, and what its artifact is made from."""
-
-    model: GPT
-    hessians: Hessians
-    steps: int
-    seconds: float
-
-
 def stacks(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Settings of every row by its name."""
     source = (REPO / "train_gpt.py").read_bytes()
@@ -132,48 +122,20 @@ def times_the_step(row: str, config: Path) -> float:
 
 
 @functools.lru_cache(maxsize=1)
-def trained(values: tuple[tuple[str, str], ...], kind: str) -> Trained:
+def trained(values: tuple[tuple[str, str], ...], kind: str) -> budget.Trained:
     """The model of these settings, trained by this clock of ablation.py with the kernels of this machine."""
     config = Config.from_env(dict(values))
     machine = train_gpt.this_machine(config, {})
     kernels = train_gpt.choose_kernels(config, machine)
     model = train_gpt.ready_model(train_gpt.build_model(config), machine, kernels)
-    now = ablation.clock(kind)
-    start = now()
-    steps = ablation.train(config, model, now)
-    seconds = now() - start
-    return Trained(model, budget.calibrated(model, config), steps, seconds)
+    return budget.trained(config, model, kind)
 
 
 def measure(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
     """Train a row, ship it into the budget, score it before and after."""
     values = {**settings, "SEED": str(seed)}
-    config = Config.from_env(values)
     for_training = tuple((name, value) for name, value in values.items() if name not in QUANTIZATION)
-    found = trained(for_training, kind)
-    shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
-    validation = train_gpt.read_validation(shards, config)
-    looping = train_gpt.loop_is_on(1.0, config)
-
-    def score(model: GPT) -> float:
-        ledger = train_gpt.score_roundtrip(model, validation.tokens, config, looping=looping)
-        return ledger.score(validation.bytes_total).bits_per_byte
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.bin"
-        start = time.process_time()
-        train_gpt.write_artifact(
-            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max)
-        written = time.process_time()
-        shipped, _ = train_gpt.load_artifact(path)
-        read = time.process_time()
-        size_bytes = path.stat().st_size
-    return {
-        "seed": seed, "parameters": sum(parameter.numel() for parameter in found.model.parameters()),
-        "steps": found.steps, "seconds": found.seconds, "float_bpb": score(found.model),
-        "bytes": size_bytes, "write_seconds": written - start, "read_seconds": read - written,
-        "val_bpb": score(shipped),
-    }  # fmt: skip
+    return budget.figures(trained(for_training, kind), Config.from_env(values), seed)
 
 
 def measure_row(settings: dict[str, str], seed: int, kind: str) -> dict[str, Any]:
