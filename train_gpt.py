@@ -396,7 +396,7 @@ class Config(TrainingSettings):
     eval_seq_len: int = knob(0, "tokens of context; 0: TRAIN_SEQ_LEN", 0, 1 << 20, negative_is_zero=True)
     eval_stride: int = knob(64, "targets scored per window; 0: no sliding window", 0, negative_is_zero=True)
     ttt_enabled: bool = knob(True, "score with legal test-time training as well")
-    ttt_mode: str = knob("sgd", "what learns: all weights; or low-rank adapters, for each document its own",
+    ttt_mode: str = knob("lora", "what learns: all weights; or low-rank adapters, for each document its own",
                          among="sgd lora")  # fmt: skip
     # TTT_MODE=sgd: the weights learn from the text chunk by chunk.
     ttt_lr: float = knob(0.005, "SGD; falls along a cosine over the chunks", 0)
@@ -419,7 +419,8 @@ class Config(TrainingSettings):
     ttt_early_chunks: str = knob(
         "", "UNTIL:SIZE,…: another TTT_CHUNK_SIZE in a document's first UNTIL targets; empty: none",
         pattern="([1-9][0-9]{0,8}:[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}:[1-9][0-9]{0,8})*)?")  # fmt: skip
-    ttt_batch_size: int = knob(64, "documents that learn side by side on one rank; bounds memory", 1)
+    ttt_batch_size: int = knob(
+        0, "documents that learn side by side on one rank; 0: as many rows as a micro-batch has", 0)  # fmt: skip
     # --- the data and their way to the device ---
     data_path: str = knob(
         "data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
@@ -489,6 +490,11 @@ class Config(TrainingSettings):
         return self.ttt_lora_targets.split(",")
 
     @property
+    def documents_at_once(self) -> int:
+        """Documents that learn side by side on one rank: what they keep for gradients fits where training fits."""
+        return self.ttt_batch_size or max(1, self.micro_batch_tokens // self.eval_length)
+
+    @property
     def early_chunks(self) -> list[tuple[int, int]]:
         """The pairs (until, size) of TTT_EARLY_CHUNKS, in targets."""
         pairs = re.findall(r"(\d+):(\d+)", self.ttt_early_chunks)
@@ -507,6 +513,7 @@ class Config(TrainingSettings):
         chunk = self.ttt_chunk_tokens
         whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
         by_sgd = self.ttt_enabled and self.ttt_mode == "sgd"
+        by_adapters = self.ttt_enabled and self.ttt_mode == "lora"
         untils = [until for until, _ in self.early_chunks]
         longest_chunk = max([self.ttt_chunk_size, *(size for _, size in self.early_chunks)])
         reserve = self.gptq_reserve_seconds if self.gptq else 0.0
@@ -521,9 +528,9 @@ class Config(TrainingSettings):
              "with TTT_MODE=sgd"),
             (len(set(self.lora_targets)) == len(self.lora_targets), "TTT_LORA_TARGETS each once"),
             (untils == sorted(set(untils)), "TTT_EARLY_CHUNKS with rising numbers before the colons"),
-            (self.ttt_mode == "sgd" or longest_chunk <= self.eval_length,
+            (not by_adapters or longest_chunk <= self.eval_length,
              "TTT_CHUNK_SIZE and sizes of TTT_EARLY_CHUNKS <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for "
-             "TTT_MODE=lora"),
+             "TTT_ENABLED with TTT_MODE=lora"),
             (clock == 0 or reserve < clock, "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
             (plain_name, "RUN_ID as a plain name"),
             (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B, numbers with A < B"),
@@ -798,7 +805,7 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
     for mode, names in SETTINGS_OF_TTT_MODE.items():
         for name in names.split():
             if name in environ and resolved["TTT_MODE"] != mode:
-                reason = f"no effect with TTT_MODE={resolved['TTT_MODE']}; it is of TTT_MODE={mode}"
+                reason = f"no effect with TTT_MODE={resolved['TTT_MODE']}; for it set TTT_MODE={mode}"
                 said.setdefault(("note", reason), []).append(f"{name}={environ[name]}")
 
     notes = []
@@ -4753,7 +4760,7 @@ class DocumentScorer:
     def batches(self) -> list[np.ndarray]:
         """The numbers of all documents in batches of similar length, the longest first; so within a batch."""
         longest_first = np.argsort(-self.lengths, kind="stable")
-        size = self.config.ttt_batch_size
+        size = self.config.documents_at_once
         return [longest_first[at : at + size] for at in range(0, len(longest_first), size)]
 
     def batches_of_rank(self) -> list[np.ndarray]:

@@ -283,7 +283,7 @@ def cost(arguments: argparse.Namespace) -> None:
     census = json.loads(arguments.census.read_text(encoding="utf-8")) if arguments.census else None
     print(f"{arguments.data.name}: {len(tokens) - 1:,} targets; context {config.eval_length}, stride "
           f"{config.eval_stride}, SGD chunks of {config.ttt_chunk_tokens}, LoRA chunks of "
-          f"{config.ttt_early_chunks} {config.ttt_chunk_size}, batches of {config.ttt_batch_size}")
+          f"{config.ttt_early_chunks} {config.ttt_chunk_size}, batches of {config.documents_at_once}")
     print("| score | forward tokens per target | backward | modelled seconds on 8 GPUs |\n|---|---|---|---|")
     for name, found in costs.items():
         seconds = f"{found.seconds(census, TARGETS_OF_FINEWEB):.0f}" if census else "-"

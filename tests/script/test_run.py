@@ -214,10 +214,10 @@ def test_its_config_starts_the_run_again(finished: Ended, lab: Lab) -> None:
 
 
 IDLE = {
-    "TTT_CHUNK_TOKENS=1024": "TTT_ENABLED=1 learns nothing: the 1000 targets are one chunk of",
-    "TTT_EPOCHS=0": "TTT_ENABLED=1 learns nothing with TTT_EPOCHS=0 TTT_LR=0.005",
-    "TTT_LR=0": "TTT_ENABLED=1 learns nothing with TTT_EPOCHS=1 TTT_LR=0",
-    "TTT_MODE=lora TTT_CHUNK_SIZE=16 TTT_LORA_LR=0": "TTT_ENABLED=1 TTT_MODE=lora learns nothing",
+    "TTT_MODE=sgd TTT_CHUNK_TOKENS=1024": "TTT_ENABLED=1 learns nothing: the 1000 targets are one chunk of",
+    "TTT_MODE=sgd TTT_CHUNK_TOKENS=256 TTT_EPOCHS=0": "TTT_ENABLED=1 learns nothing with TTT_EPOCHS=0 TTT_LR",
+    "TTT_MODE=sgd TTT_CHUNK_TOKENS=256 TTT_LR=0": "TTT_ENABLED=1 learns nothing with TTT_EPOCHS=3 TTT_LR=0",
+    "TTT_LORA_LR=0": "TTT_ENABLED=1 TTT_MODE=lora learns nothing",
     "TRAIN_BATCH_TOKENS=65536": "TRAIN_BATCH_TOKENS=65536 is more than the",
     "ENABLE_LOOPING_AT=1": "NUM_LOOPS=1 is never trained with ENABLE_LOOPING_AT=1",
 }

@@ -31,6 +31,7 @@ MODEL: dict[str, object] = {
     "MICRO_BATCH_TOKENS": 64,
     "EVAL_STRIDE": 0,
     "TTT_ENABLED": 0,
+    "TTT_MODE": "sgd",
 }
 
 

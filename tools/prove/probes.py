@@ -107,7 +107,7 @@ class Subject:
 
 def make_subject(script: ModuleType, seed: int = 0, name: str = "tiny", **settings: str) -> Subject:
     """A subject of the script's own config and scorers, with the smallest settings and what is given."""
-    return subject_of(script, {**tiny.SCORER, **settings}, seed, name)
+    return subject_of(script, {**tiny.scorer(script), **settings}, seed, name)
 
 
 def subject_of(

@@ -199,7 +199,7 @@ def falling(number: int) -> float:
 @contextlib.contextmanager
 def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
     """Record what a run of the script does."""
-    model_class = type(script.build_model(script.Config.from_env({**tiny.SCORER})))
+    model_class = type(script.build_model(script.Config.from_env(tiny.scorer(script))))
     forward = model_class.forward
     start = script.Run.__init__
     begin = script.Ledger.__init__

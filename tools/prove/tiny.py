@@ -5,6 +5,7 @@ Either all of them are given here, or any settings are shrunk: in width, rows an
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 MODEL = {
@@ -38,6 +39,15 @@ SCORER = {
     "TTT_CHUNK_TOKENS": "32",
     "TTT_LR": "0.3",
 }
+
+
+
+def scorer(script: ModuleType) -> dict[str, str]:
+    """SCORER, by SGD where a script knows another way of test-time training; older scripts have no name for it."""
+    if hasattr(script.Config, "ttt_mode"):
+        return {**SCORER, "TTT_MODE": "sgd"}
+    return dict(SCORER)
+
 
 # Of a scorer with adapters: documents of one chunk and of several, longer and shorter than the context, in
 # batches of several; a learning rate at which adapters move the losses.
@@ -162,7 +172,7 @@ def _smaller_batches(config: Any, size: Size) -> dict[str, str]:
     sharing = 8 if hasattr(config, "val_pass_tokens") else 1
     documents = {}
     if getattr(config, "ttt_mode", "sgd") == "lora":
-        documents = {"TTT_BATCH_SIZE": str(min(config.ttt_batch_size, 3))}
+        documents = {"TTT_BATCH_SIZE": str(min(config.ttt_batch_size or 3, 3))}
         documents["TTT_LORA_RANK"] = str(min(config.ttt_lora_rank, 2))
     return {
         **documents,

@@ -80,7 +80,7 @@ def suspicions(
     """What the probe named for a mutant finds, the quick questions first."""
     from tools.prove import casing, probes, prove, questions, tiny
 
-    subject = probes.subject_of(script, {**tiny.SCORER, **mutant.settings}, seed=0)
+    subject = probes.subject_of(script, {**tiny.scorer(script), **mutant.settings}, seed=0)
     case = subject.case()
     if mutant.whole_run:
         yield from whole_run(script, mutant, name, folder)
