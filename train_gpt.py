@@ -5062,19 +5062,20 @@ def nearest_halves(values_RC: np.ndarray, levels: float) -> np.ndarray:
     return halves_22RC
 
 
-def nearest_on_trellis(values_XR: Tensor, levels: float) -> Tensor:
-    """The steps nearest to each row of values in steps, whole ones and halves, along the trellis."""
-    rows = values_XR.size(1)
+def nearest_on_trellis(values_NR: Tensor, levels: float) -> Tensor:
+    """The steps (N, R), whole ones and halves, that a trellis along R can give nearest to values in steps."""
+    rows = values_NR.size(1)
     length = min(rows, TRELLIS_ROWS)
     # Zeros fill the last block of rows, and are dropped after the search.
-    filled_XR = F.pad(values_XR, (0, -rows % length))
-    blocks_LP = filled_XR.reshape(-1, length).T.cpu().numpy()
-    path_PL = torch.from_numpy(nearest_path(blocks_LP, levels).T.astype(np.float32))
-    return path_PL.to(values_XR.device).reshape(filled_XR.shape)[:, :rows] / 2
+    filled_NR = F.pad(values_NR, (0, -rows % length))
+    # Each block is a column of its own: no path goes from one into the next.
+    blocks_RC = filled_NR.reshape(-1, length).T.cpu().numpy()
+    path_CR = torch.from_numpy(nearest_path(blocks_RC, levels).T.astype(np.float32))
+    return path_CR.to(values_NR.device).reshape(filled_NR.shape)[:, :rows] / 2
 
 
 def nearest_code(values: Tensor, levels: float) -> Tensor:
-    """The whole steps nearest to each of the values in steps: plain rounding."""
+    """The whole step in ±levels nearest to each of the values in steps, of any shape: plain rounding."""
     return values.clamp(-levels, levels).round()
 
 
@@ -5087,7 +5088,7 @@ Hessians = dict[tuple[str, int], Tensor]  # (what matrices multiply, layer) -> (
 
 @torch.no_grad()
 def collect_hessians(model: GPT, batches: Iterable[Batch], machine: Machine) -> Hessians:
-    """Sums of x xᵀ over the tokens of training `batches`, each visit of a looped layer; all ranks call it."""
+    """Sums of x xᵀ over the tokens of all ranks' training `batches`. All ranks call it, with equally many."""
     sums: Hessians = {}
 
     # Every visit of a looped layer adds to the same sum: its matrices serve them all.
@@ -5113,11 +5114,11 @@ MAX_CODE = 127
 
 
 def step_and_levels(parameter: Parameter, config: Config, multiplier: Any) -> tuple[Any, Any]:
-    """Step of a parameter's codes in spreads of a row, and codes from zero to the clip.
+    """Step of a parameter's codes in spreads of a row, and the number of steps from zero to the clip.
 
     A spread is the standard deviation of a row of a matrix, or the largest weight of a row of a small tensor.
-    multiplier: a factor of the configured step, or an array of them. Steps lie between that of 8 bits and
-    COARSEST_STEP. Parameters that are not matrices always get 8 bits.
+    multiplier: a factor of the configured step, or an array of them. No step is finer than that of 8 bits,
+    none coarser than COARSEST_STEP unless it is configured so. What is no matrix always gets 8 bits.
     """
     if not parameter.role:
         return SMALL_STEP, float(MAX_CODE)
@@ -5162,7 +5163,7 @@ def column_shapes(table: dict[str, Parameter]) -> list[tuple[int, int]]:
 COLUMN_EXPONENT_MAX = 24
 
 
-def row_scales(exponents: Tensor) -> Tensor:
+def scales_of(exponents: Tensor) -> Tensor:
     """The scales that exponents stand for; fp16 has too few digits to show how machines round `exp2`."""
     return torch.exp2(exponents / 8).half().float()
 
@@ -5211,7 +5212,7 @@ class Quantizer:
         self.column_exponents_NC: Tensor | None = None
         if column_steps > 0 and parameter.role:
             self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
-        self.rounded = not self._has_hessian(parameter.inputs, hessians)
+        self.rounded = not any(site in parameter.inputs for site, _ in hessians)  # to nearest, at once
         if self.rounded:
             if not self.weights_NRC.isfinite().all():
                 raise ArtifactError(f"{name} is not finite: nothing written; resume from a checkpoint")
@@ -5229,14 +5230,15 @@ class Quantizer:
         # A share of the mean diagonal is added, so that every Hessian has an inverse. Where rounding has left
         # one without, a larger share costs a little precision, and giving up would cost the training.
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
-        for tries_left in reversed(range(DAMPING_TRIES)):
+        for attempt in range(1, DAMPING_TRIES + 1):
             try:
                 self.upper_NCC = inverse_factor(h_NCC, self.damping * mean_N11)
                 break
             except torch.linalg.LinAlgError as error:
-                if tries_left == 0:
-                    raise ArtifactError(f"{name}: no inverse of its Hessian with damping {self.damping:g}; "
-                                        f"set a larger GPTQ_DAMPING than {damping:g}") from error
+                if attempt == DAMPING_TRIES:
+                    raise ArtifactError(f"{name}: no inverse of its Hessian with damping up to "
+                                        f"{self.damping:g}; set a larger GPTQ_DAMPING than {damping:g}"
+                                        ) from error
                 self.damping *= 10
 
         if self.column_exponents_NC is not None:
@@ -5245,10 +5247,6 @@ class Quantizer:
         # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
-
-    def _has_hessian(self, inputs: tuple[str, ...], hessians: Hessians) -> bool:
-        """Whether a Hessian was collected for any of the matrices."""
-        return any(site in inputs for site, _ in hessians)
 
     def _hessians(self, inputs: tuple[str, ...], hessians: Hessians) -> Tensor:
         """The Hessian of each matrix (N, C, C), float64; the identity where none was collected."""
@@ -5279,14 +5277,15 @@ class Quantizer:
         return exponents_NC.take_along_dim(self.order_NC.argsort(dim=1), 1)
 
     def quantize(self, step: float, levels: float, trellis: bool = False) -> QuantizedWeights:
-        """Codes of the weights, which are bounded by ±levels steps. step: as by `step_and_levels`.
+        """Codes of the weights, in ±levels steps; with column exponents in ±MAX_CODE.
 
-        trellis: along the rows of a column they follow a trellis; else each is rounded by itself.
+        step, levels: as by `step_and_levels`. trellis: along the rows of a column codes follow a trellis;
+        else each weight is rounded by itself.
         """
         nearest = nearest_on_trellis if trellis else nearest_code
         # A scale is an eighth of an octave: one byte a row, and no table of scales.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
-        scales_NR = row_scales(exponents_NR)
+        scales_NR = scales_of(exponents_NR)
         if self.rounded:
             values_NCR = (self.weights_NRC / scales_NR[:, :, None]).mT
             steps_NRC = nearest(values_NCR.flatten(0, 1), levels).view(values_NCR.shape).mT
@@ -5299,17 +5298,17 @@ class Quantizer:
         )
 
     def _compensate(
-        self, scales_NR: Tensor, nearest: Callable[[Tensor, float], Tensor], levels: float
+        self, row_scales_NR: Tensor, nearest: Callable[[Tensor, float], Tensor], levels: float
     ) -> Tensor:
         """Steps (N, R, C), column by column: those to come make up for the errors of those before."""
         work_NRC = self.used_NRC.clone()
-        scales_of_rows_NR = scales_NR
         if self.column_exponents_NC is not None:
-            scales_NC = row_scales(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
+            column_scales_NC = scales_of(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
             levels = MAX_CODE  # finer steps need more of them
         for column in range(work_NRC.size(2)):
+            scales_NR = row_scales_NR
             if self.column_exponents_NC is not None:
-                scales_NR = scales_of_rows_NR * scales_NC[:, column, None]
+                scales_NR = row_scales_NR * column_scales_NC[:, column, None]
             values_NR = work_NRC[:, :, column]
             steps_NR = nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
@@ -5327,12 +5326,12 @@ def restore_weights(
 ) -> Tensor:
     """The weights that codes and exponents stand for, fp32. column_exponents: as `Quantizer` has them."""
     matrices, rows, columns = bank_shape(shape)
-    scales_RN1 = row_scales(torch.from_numpy(quantized.exponents)[:, :, None])
+    scales_RN1 = scales_of(torch.from_numpy(quantized.exponents)[:, :, None])
     if quantized.codes.dtype == np.int16:
         scales_RN1 /= 2
     weights_RNC = torch.from_numpy(quantized.codes).view(rows, matrices, columns) * scales_RN1
     if column_exponents is not None:
-        weights_RNC *= row_scales(torch.from_numpy(column_exponents))
+        weights_RNC *= scales_of(torch.from_numpy(column_exponents))
     return weights_RNC.transpose(0, 1).reshape(shape)
 
 
@@ -5380,8 +5379,8 @@ class SymbolModel:
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
 
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For the next row: each column's first entry; the frequency and the first slot of every entry."""
-        # No symbol is impossible: each has one slot, and of the others as many as it was seen.
+        """For the next row: first entry of each column's table; frequency and first slot of every entry."""
+        # No symbol is impossible: each has one slot; the others are shared out by how often each was seen.
         totals = self.counts.sum(1, keepdims=True)
         frequencies = 1 + self.counts * (SLOTS - self.size) // totals
         # The slots that rounding left go to the most frequent symbol of each table.
@@ -5393,16 +5392,16 @@ class SymbolModel:
             classes += self.trellis.shifts_3C[0] * (len(CLASS_EDGES) + 1)
         return classes * self.size, frequencies.ravel(), frequencies.cumsum() - frequencies.ravel()
 
-    def learn(self, tables: np.ndarray, symbols: np.ndarray) -> None:
-        """Take in the row that was just coded."""
+    def learn(self, first_entries: np.ndarray, symbols: np.ndarray) -> None:
+        """Take in the row that was just coded, by the tables that begin at `first_entries`."""
         # Counts only grow: old rows count as much as new ones, as weights have no order in time.
-        seen = np.bincount(tables + symbols, minlength=self.counts.size)
+        seen = np.bincount(first_entries + symbols, minlength=self.counts.size)
         self.counts += seen.reshape(self.counts.shape)
         halves = 2 * (symbols - self.peak)
         if self.trellis:
             halves += self.trellis.shifts_3C[0]
             self.trellis.follow(symbols - self.peak)
-        self.sums_256ths += np.abs(halves) << 7
+        self.sums_256ths += 128 * np.abs(halves)  # a half step is 128 of them
         self.rows += 1
 
 
@@ -5428,12 +5427,12 @@ def encode(arrays: list[np.ndarray]) -> bytes:
         peaks += bytes([peak + ALONG_TRELLIS if along_trellis else peak])
         model = SymbolModel(array.shape[1], peak, along_trellis)
         for symbols in codes + peak:
-            tables, frequencies, starts = model.tables()
-            entries = tables + symbols
+            first_entries, frequencies, starts = model.tables()
+            entries = first_entries + symbols
             # 16 bits each: all of them wait until the last symbol is known.
             in_table = (starts % SLOTS).astype(np.uint16)
             coded.append((frequencies.astype(np.uint16)[entries], in_table[entries]))
-            model.learn(tables, symbols)
+            model.learn(first_entries, symbols)
 
     # Backward: rANS gives back last what it took in first.
     states = np.full(lanes, 1 << 16, np.int64)
@@ -5448,7 +5447,7 @@ def encode(arrays: list[np.ndarray]) -> bytes:
             # low word away.
             full = state >> 17 >= frequencies
             words.append(state[full].astype("<u2").tobytes())
-            state >>= full * np.int64(16)
+            state >>= np.where(full, 16, 0)
             # Floats divide several times as fast, and here exactly: a quotient of 32 bits that is no whole
             # number is at least 2**-15 away from one.
             quotients = (state / frequencies).astype(np.int64)
@@ -5458,7 +5457,10 @@ def encode(arrays: list[np.ndarray]) -> bytes:
 
 
 def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Inverse of `encode`. ValueError where the data end early, late, or in the wrong state."""
+    """Inverse of `encode`, for arrays of these shapes (rows, columns): int8 codes, or int16 half steps.
+
+    ValueError where the data end early, late, or in the wrong state.
+    """
     peaks = data[: len(shapes)]
     rest = data[len(shapes) :]
     lanes = int.from_bytes(rest[:2], "little")
@@ -5472,18 +5474,20 @@ def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
         array = np.empty((rows, columns), np.int64)
         model = SymbolModel(columns, peak, along_trellis)
         for symbols in array:
-            tables, frequencies, starts = model.tables()
+            first_entries, frequencies, starts = model.tables()
             for left in range(0, columns, lanes):
-                table = tables[left : left + lanes]
-                state = states[: len(table)]
-                slots = starts[table] + state % SLOTS
+                first = first_entries[left : left + lanes]
+                state = states[: len(first)]
+                # The low bits of a state name a slot of the column's table, and so the symbol it belongs to.
+                slots = starts[first] + state % SLOTS
                 entries = starts.searchsorted(slots, side="right") - 1
-                symbols[left : left + lanes] = entries - table
+                symbols[left : left + lanes] = entries - first
+                # Back to what the states were before the encoder took these symbols in.
                 state[:] = frequencies[entries] * (state // SLOTS) + slots - starts[entries]
                 low = np.flatnonzero(state < 1 << 16)
                 state[low] = (state[low] << 16) + words[used : used + len(low)]
                 used += len(low)
-            model.learn(tables, symbols)
+            model.learn(first_entries, symbols)
         codes = (array - peak).astype(np.int8)
         arrays.append(half_steps(codes) if along_trellis else codes)
     if used != len(words) or (states != 1 << 16).any():
@@ -5502,22 +5506,25 @@ MULTIPLIERS = 2.0 ** np.arange(-7, 12, 1 / 2048)
 def expected_bytes(config: Config, multiplier: Any) -> Any:
     """Bytes of the file, about: a thousand for the head, and ½·log2(1 + 2πe/step²) bits per weight.
 
-    That is the entropy of a Gaussian value that is rounded with this step.
+    That is about the entropy of a Gaussian value that is rounded with this step, in standard deviations.
+    multiplier: as in `step_and_levels`; an array of them gives an array of sizes.
     """
     total = 1000.0
     for parameter in parameter_table(config).values():
         step, _ = step_and_levels(parameter, config, multiplier)
-        total += math.prod(parameter.shape) * np.log2(1 + 2 * math.pi * math.e / step**2) / 16
+        bits = 0.5 * np.log2(1 + 2 * math.pi * math.e / step**2)
+        total += math.prod(parameter.shape) * bits / 8
     return total
 
 
 def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]) -> tuple[bytes, str]:
-    """The file of the finest steps found that fits `budget` bytes, and a line about the search.
+    """The file of the finest steps found that fits `budget` bytes, and a note about the search for the log.
 
-    make_file: makes the file for a factor of all steps. The line through the last two passes (at first
-    through zero), expected against true bytes, leads to the next factor, between those known to be too fine
-    and too coarse. Once a file fits, the search ends after ten passes, or when at most 0.05 % of
-    ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if nothing fits.
+    budget: what ARTIFACT_BYTES_MAX leaves beside the code. make_file: makes the file for a factor of all
+    steps. The straight line through the last two passes (at first through zero), expected against true bytes,
+    leads to the next factor, between those known to be too fine and too coarse. Once a file fits, the search
+    ends after ten passes, or when at most 0.05 % of ARTIFACT_BYTES_MAX is unused. Raises ArtifactError if
+    nothing fits.
     """
     multipliers = MULTIPLIERS if config.rate_control else np.ones(1)
     expected = expected_bytes(config, multipliers)  # falls from the finest to the coarsest
@@ -5549,7 +5556,10 @@ def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]
             best_multiplier = multipliers[at]
     if not best:
         advice = "lower MODEL_DIM" if config.rate_control else "set RATE_CONTROL=1 or fewer bits"
-        raise ArtifactError(f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX; {advice}")
+        if budget <= 0:
+            advice = "raise it, for the code alone takes as much"
+        raise ArtifactError(f"a file of {len(data)} bytes, expected {budget} at most beside the code: "
+                            f"{len(data) - budget} bytes above ARTIFACT_BYTES_MAX; {advice}")
     note = ""
     if best_multiplier == MULTIPLIERS[0] and len(best) < enough:
         note = " unused: 8 bits cannot fill it"
@@ -5557,15 +5567,17 @@ def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]
 
 
 def estimate_artifact(config: Config, budget: int) -> str:
-    """How the budget will be filled, by files of the expected size. ArtifactError if none can fit.
+    """How `budget` bytes will be filled, by files of the expected size. ArtifactError if none can fit."""
 
-    Trained weights are no perfect Gaussians: without rate control, which would make up for it, an artifact is
-    refused before training only where it is expected to be 5 % too large.
-    """
-    allowed = budget if config.rate_control else round(1.05 * budget)
-    _, estimate = fill_budget(
-        config, allowed, lambda multiplier: bytes(round(expected_bytes(config, multiplier)))
-    )
+    def make_file(multiplier: float) -> bytes:
+        size_bytes = float(expected_bytes(config, multiplier))
+        # Trained weights are no perfect Gaussians. Without rate control, which would make up for it, an
+        # artifact is refused before training only where it is expected to be 5 % too large.
+        if not config.rate_control:
+            size_bytes /= 1.05
+        return bytes(round(size_bytes))
+
+    _, estimate = fill_budget(config, budget, make_file)
     return estimate
 
 
@@ -5579,8 +5591,9 @@ def write_artifact(
 ) -> str:
     """Quantize, code and write `model` as a file of at most `budget` bytes; returns a line for the log.
 
-    With RATE_CONTROL it fills them; without, bits and clips are as given. Raises ArtifactError, and writes
-    nothing, when it does not fit.
+    With RATE_CONTROL it fills them; without, bits and clips are as given. hessians: of `collect_hessians`;
+    none: all weights are rounded to nearest. tokenizer_sha256: is stored, for who scores the file. Raises
+    ArtifactError when it does not fit, ConfigError when it cannot be written; then there is no file.
     """
     table = parameter_table(config)
     quantizers = {}
@@ -5809,7 +5822,7 @@ def check_artifact(config: Config) -> None:
     # What comes back must be what went in, parameter by parameter.
     reloaded, _ = parse_artifact(artifact_bytes(config, arrays, ""), "an artifact of this model")
     for name, weights in trained.named_parameters():
-        if not torch.equal(weights, dict(reloaded.named_parameters())[name]):
+        if not torch.equal(weights, reloaded.get_parameter(name)):
             raise ArtifactError(f"{name}: an artifact gives other weights back than it was given; "
                                 "see parameter_table")
     # A setting that only the whole configuration has is not there any more, or has its default.

@@ -354,7 +354,7 @@ CASES = [
     ),
     setting(BATCH, "expected a multiple of", TRAIN_BATCH_TOKENS=224, MICRO_BATCH_TOKENS=64),
     setting(BATCH, "expected a multiple of", MICRO_BATCH_TOKENS=16),
-    setting("above ARTIFACT_BYTES_MAX", "lower MODEL_DIM", ARTIFACT_BYTES_MAX=20_000, CODE_BYTES="wrapped"),
+    setting("above ARTIFACT_BYTES_MAX", "raise it", ARTIFACT_BYTES_MAX=20_000, CODE_BYTES="wrapped"),
     setting(
         "above ARTIFACT_BYTES_MAX",
         "set RATE_CONTROL=1",
