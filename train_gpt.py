@@ -5882,6 +5882,7 @@ class StepResult(NamedTuple):
     progress: float
     values: Tensor  # (2,): mean loss of this rank, gradient norm
     copied: torch.cuda.Event | None  # when `values` has arrived; None: it has
+    wait_ms: float  # of the host, for the step's batches
 
 
 class Trained(NamedTuple):
@@ -5955,17 +5956,20 @@ class Training:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Become what `state` returned. LoaderError where that is not possible with this data."""
+        """Become what `state` returned; all ranks call it together. LoaderError where the data do not fit."""
         self.loader.load_state_dict(state["loader"])
         self.optimizer.load_state(state["optimizer"])
         self.step = state["step"]
-        # The clock does not wait for the first shard to be read.
+        # The clock starts when the first batch is there on all ranks, and the device has nothing else to do:
+        # what is left of the warm-up is no training.
         self.loader.stage_first()
+        self.run.machine.wait()
+        self.run.machine.gather(None)
         self.started = time.perf_counter() - state["seconds"]
 
     def save(self) -> None:
-        """Replace the checkpoint by one of now, written by a thread. All ranks call it together."""
-        # The copy is taken now, the disk is waited for by a thread.
+        """Replace the checkpoint by one of now. All ranks call it together."""
+        # The copy is taken now; for the disk a thread waits.
         state = self.state()
         self.finish_saving()
         if self.run.machine.rank == 0:
@@ -6018,8 +6022,9 @@ def write_checkpoint(run: Run, state: dict[str, Any]) -> None:
         torch.save(state, buffer)
         write_atomically(run.path(CHECKPOINT), buffer.getvalue())
         run.log(f"checkpoint:{run.path(CHECKPOINT)} step:{state['step']}")
-    except ConfigError as error:
-        run.log(f"warning: no checkpoint of step {state['step']}, none is replaced: {error}")
+    except (ConfigError, MemoryError, RuntimeError) as error:  # of torch: no memory for it, here or on a GPU
+        reason = str(error) or repr(error)
+        run.log(f"warning: no checkpoint of step {state['step']}, none is replaced: {reason}")
 
 
 def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tensor:
@@ -6032,8 +6037,10 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     timer = training.timer
     # Both are the same on all ranks, as progress is.
     looping = loop_is_on(progress, config)
-    total = torch.zeros((), device=training.run.machine.device)
     weigh_prefixes(training.model, progress, config)
+    # The sum of the losses stays on the device: nobody waits for it.
+    total = torch.zeros((), device=training.run.machine.device)
+    # Steps of the warm-up have no number, and are neither timed nor traced.
     number = training.step + 1 if training.run.training else None
     if training.trace.wanted and number is not None:
         training.trace.begin(number, loader.epoch)
@@ -6059,13 +6066,14 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
 
 
 class Graph(NamedTuple):
-    """What the steps of a run look like to the compiler, as long as it is the same."""
+    """A kind of training step that the compiler knows as one graph."""
 
     length: int  # tokens of a sequence
-    progress: float  # at which there are such steps; it decides whether the looped layers loop
+    progress: float  # one at which there are such steps; it decides whether the looped layers loop
 
 
-# Under a clock a length begins some steps off its share of the run: so far off there must be a graph as well.
+# Under a clock a length begins somewhat before or after its share of the run. Graphs are compiled for all of
+# that range, which reaches so far to either side, as a share of the run.
 NEAR_PROGRESS = 0.05
 
 
@@ -6079,7 +6087,7 @@ def graphs_of(config: Config) -> list[Graph]:
             graphs.append(Graph(part.length, 0.0))
         if loop_is_on(end, config):
             graphs.append(Graph(part.length, 1.0))
-        # What share of the run a step will be, nobody knows.
+        # Of a length that begins at a step nobody knows at which share of the run that will be.
         begin = max(0.0, part.until - NEAR_PROGRESS) if part.until < 1 else 0.0
     return graphs
 
@@ -6114,7 +6122,7 @@ def lengths_of_run(training: Training) -> str:
     entries = []
     end = 0
     for part, following in itertools.pairwise(config.length_parts):
-        # One that never began would have after the last step.
+        # A length that never began gets a step after the last one: so a replay does not reach it either.
         end = began.get(following.length, max(training.step, end + 1))
         if end >= training.step:
             training.run.log(f"warning: TRAIN_SEQ_LENS: no step had sequences of {following.length} tokens")
@@ -6123,9 +6131,9 @@ def lengths_of_run(training: Training) -> str:
 
 
 def agree_on_clock_and_signal(training: Training) -> tuple[float, int]:
-    """Rank 0's seconds of training and any rank's signal, the same on all ranks.
+    """Rank 0's seconds of training, and a signal that any rank has caught (0: none); the same on all ranks.
 
-    The tensor is on the host, so no device is asked: it may be steps behind.
+    All ranks call it together. The tensor is on the host, so no device is asked: it may be steps behind.
     """
     mine = torch.zeros(2, dtype=torch.float64)
     if training.run.machine.rank == 0:
@@ -6189,8 +6197,10 @@ def train(training: Training) -> None:
             log_length(training, start)
         values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
+        # Taken now: when the result is read, later steps have waited as well.
+        wait_ms = sum(loader.take_waits_ms())
         training.step += 1
-        training.unread.append(StepResult(training.step, progress, values, copied))
+        training.unread.append(StepResult(training.step, progress, values, copied, wait_ms))
     end_training(training, looping)
 
 
@@ -6265,8 +6275,7 @@ STEPS_AT_ONCE = 100
 
 def step_event(training: Training, result: StepResult, loss: float, norm: float) -> dict[str, Any]:
     """What metrics.jsonl says of a step; loss: of this rank."""
-    waits_ms = training.loader.take_waits_ms()
-    training.waits_ms += waits_ms
+    training.waits_ms.append(result.wait_ms)
     return {
         "step": result.step,
         "train_loss": loss,
@@ -6274,7 +6283,7 @@ def step_event(training: Training, result: StepResult, loss: float, norm: float)
         "tokens": training.config.train_batch_tokens * result.step,
         "grad_norm": norm,
         "progress": result.progress,
-        "data_wait_max_ms": max(waits_ms, default=0.0),
+        "data_wait_max_ms": result.wait_ms,
     }
 
 
@@ -6417,7 +6426,8 @@ def main() -> int:
     except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
-        message = f"error: out of GPU memory; lower MICRO_BATCH_TOKENS or VAL_BATCH_SIZE ({error})"
+        message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
+                   f"training, TTT_BATCH_SEQS or TTT_BATCH_SIZE ({error})")
     except Exception:
         # An error of ours: the traceback is what helps to mend it.
         message = traceback.format_exc().strip()
@@ -6907,9 +6917,8 @@ def make_directory(directory: Path) -> None:
         raise ConfigError(f"RUNS_DIR: no {directory} ({error}); {remedy_of(error)}") from error
 
 
-def idle_phases(config: Config, inputs: Inputs) -> list[str]:
+def idle_phases(c: Config, inputs: Inputs) -> list[str]:
     """Warnings of parts of the run that are asked for and will do nothing."""
-    c = config
     found = []
     # Nothing is learnt from the last chunk: there must be another one before it.
     targets = len(inputs.validation.tokens) - 1
@@ -6927,8 +6936,12 @@ def idle_phases(config: Config, inputs: Inputs) -> list[str]:
             found.append(f"TRAIN_BATCH_TOKENS={c.train_batch_tokens} is more than the {tokens} tokens of the "
                          "training shards: each step repeats text")
         if c.num_loops > 0 and c.enable_looping_at >= 1:
-            found.append(f"NUM_LOOPS={c.num_loops} is never trained with ENABLE_LOOPING_AT=1, and is scored "
-                         "all the same")
+            found.append(f"NUM_LOOPS={c.num_loops} is never trained with ENABLE_LOOPING_AT="
+                         f"{c.enable_looping_at:g}, and is scored all the same")
+        if c.ema_decay == 0 and c.ema_share != 1:
+            found.append(f"EMA_SHARE={c.ema_share:g} does nothing with EMA_DECAY=0: there is no average")
+        if not c.gptq and c.column_steps > 0:
+            found.append(f"COLUMN_STEPS={c.column_steps:g} does nothing with GPTQ=0, whose factor it needs")
     return [f"warning: {line}" for line in found]
 
 

@@ -278,12 +278,15 @@ class Device:
         self.now = 0.0  # of the host
         self.free = 0.0  # when the device has done all it was asked for
         self.looped = 0  # steps with recurrence
+        self.asked = 0  # steps
+        self.told: list[StepResult] = []  # as they were read
 
     def step(self, training: Any, progress: float, val_ms: float = 0.0) -> Any:
         """In the place of `train_step`: 2 ms for the host to ask, and a device that is busy for longer."""
         self.now += 0.002
         looping = train_gpt.loop_is_on(progress, training.config)
         self.looped += looping
+        self.asked += 1
         self.free = max(self.free, self.now) + self.seconds[looping]
         return torch.zeros(2)
 
@@ -308,7 +311,10 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     """`train` by this device; the steps it took."""
     unread: list[StepResult] = []
     run = SimpleNamespace(machine=OnGpu(), stop_signal=0)
-    loader = SimpleNamespace(length_starts=train_gpt.known_length_starts(config))
+    # The wait of a step is its number.
+    loader = SimpleNamespace(
+        length_starts=train_gpt.known_length_starts(config), take_waits_ms=lambda: [float(device.asked)]
+    )
     training: Any = SimpleNamespace(
         config=config, run=run, step=0, unread=unread, untold=[], loader=loader)
     # `seconds` is asked for again and again.
@@ -317,7 +323,7 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "step_event", lambda *_: {})
+    monkeypatch.setattr(train_gpt, "step_event", lambda _, result, *__: device.told.append(result) or {})
     monkeypatch.setattr(train_gpt, "record_steps", lambda *_: None)
     monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
     train_gpt.train(training)
@@ -342,6 +348,14 @@ def test_training_ends_in_time_although_recurrence_makes_steps_longer(
     assert device.free <= limit, "training runs into the time kept for calibration"
     # And no more than a few steps are given away.
     assert device.free >= limit - 4 * slower * plain_seconds
+
+
+def test_a_wait_for_batches_is_told_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are read two steps later, when other steps have waited as well."""
+    config = tiny_config(MAX_WALLCLOCK_SECONDS=0, ITERATIONS=7, TRAIN_LOG_EVERY=0)
+    device = Device(0.1, 0.1)
+    assert train_on(device, config, monkeypatch) == 7
+    assert [(result.step, result.wait_ms) for result in device.told] == [(n, n) for n in range(1, 8)]
 
 
 def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:

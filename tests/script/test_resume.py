@@ -228,6 +228,23 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(lab: Lab, finished: Ende
     assert not [*ended.directory.glob("*checkpoint*")]
 
 
+NO_MEMORY = """
+import torch
+def no_memory(*given, **more):
+    raise ERROR
+torch.save = no_memory
+"""
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "torch.cuda.OutOfMemoryError('none is left')"])
+def test_no_memory_for_a_checkpoint_costs_no_run_and_is_told(error: str, lab: Lab, finished: Ended) -> None:
+    fault = NO_MEMORY.replace("ERROR", error)
+    ended = lab.succeed(fault=fault, CHECKPOINT_EVERY_SECONDS=1000, EVAL_STRIDE=0, TTT_ENABLED=0)
+    reason = "MemoryError()" if error == "MemoryError()" else "none is left"
+    step = finished.summary["steps"]
+    assert f"warning: no checkpoint of step {step}, none is replaced: {reason}" in ended.out
+
+
 @pytest.mark.parametrize("name", ["model.bin", "summary.json"])
 def test_a_full_disk_at_the_end_is_told_by_name_and_the_end_can_be_repeated(
     name: str, lab: Lab, finished: Ended

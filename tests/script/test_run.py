@@ -220,6 +220,9 @@ IDLE = {
     "TTT_LORA_LR=0": "TTT_ENABLED=1 TTT_MODE=lora learns nothing",
     "TRAIN_BATCH_TOKENS=65536": "TRAIN_BATCH_TOKENS=65536 is more than the",
     "ENABLE_LOOPING_AT=1": "NUM_LOOPS=1 is never trained with ENABLE_LOOPING_AT=1",
+    "ENABLE_LOOPING_AT=1.5": "NUM_LOOPS=1 is never trained with ENABLE_LOOPING_AT=1.5",
+    "EMA_SHARE=0.5 EMA_DECAY=0": "EMA_SHARE=0.5 does nothing with EMA_DECAY=0",
+    "COLUMN_STEPS=0.5 GPTQ=0": "COLUMN_STEPS=0.5 does nothing with GPTQ=0",
 }
 
 
