@@ -5201,6 +5201,7 @@ class Quantizer:
         damping: float,
         column_steps: float = 0.0,
     ) -> None:
+        """name: in messages. hessians: as `collect_hessians` gives them. damping, column_steps: settings."""
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
         # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
         if parameter.role:
@@ -5680,8 +5681,11 @@ class Header(NamedTuple):
 
 
 def parse_header(data: bytes, name: str) -> Header:
-    """The header of an artifact of these bytes, all of which are whole; name: in messages. ArtifactError."""
-    section = "head"
+    """The header of an artifact of these bytes. name: what messages call it. ArtifactError where it is none.
+
+    All sections are whole then, the weights as well; they are not decoded.
+    """
+    section = "head"  # the one that is looked at: an error names it
     try:
         why = why_no_file(data[:1024])
         if why:
@@ -5757,6 +5761,7 @@ def read_model(settings: ModelSettings, coded: bytes, column_steps: bool) -> GPT
     if column_steps:
         shapes.extend(column_shapes(table))
     arrays = decode(coded, shapes)
+    # Behind codes and exponents of all parameters: one array for each of those whose columns have exponents.
     of_columns = iter(arrays[2 * len(table) :])
     model = GPT(settings, seed=None)
     # Parameters are in the order of the table, as they were written.
@@ -5773,7 +5778,7 @@ def read_model(settings: ModelSettings, coded: bytes, column_steps: bool) -> GPT
 
 
 def write_float_weights(run: Run, model: GPT) -> None:
-    """The weights as they are quantized, fp32, by name, for torch.load; where upstream has them."""
+    """Write the weights before quantization, fp32, by name, for torch.load; where upstream has them."""
     path = run.path("final_model.pt")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     buffer = io.BytesIO()
@@ -6298,8 +6303,9 @@ def record_steps(training: Training) -> dict[str, Any]:
         return {}
     # The losses of all these steps travel together.
     losses_of_ranks = run.machine.gather([event["train_loss"] for event in events])
-    for event, losses in zip(events, zip(*losses_of_ranks, strict=True), strict=True):
-        event["train_loss"] = sum(losses) / run.machine.world_size
+    for number, event in enumerate(events):
+        total = sum(losses[number] for losses in losses_of_ranks)
+        event["train_loss"] = total / run.machine.world_size
     run.record("train", events)
     training.untold = []
     return events[-1]
@@ -6562,6 +6568,7 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
         _, about = loaded
         tokenizer_sha256 = about.tokenizer_sha256
 
+    # Whatever can be wrong is found before anything is written.
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
         open_run(config, run, inputs, directory, notes)
