@@ -4971,11 +4971,12 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 #
 #     next shift = parity of the code ^ shift one row before ^ shift two rows before
 #
-# So every code costs what one of a whole step costs, but has a say in the grids to come: of all sequences of
-# codes of a column, the one of least squared error is led to the grids that suit its weights. The shifts of
-# three rows are a state, and dynamic programming finds that sequence in the trellis of the eight states.
+# So a code costs what one of a whole step costs, but has a say in the grids of the rows to come. Of all
+# sequences of codes for a column, the one of least squared error leads to the grids that suit its weights.
+# The shifts of three rows are a state, and dynamic programming finds that sequence in the trellis of the
+# eight states.
 # (TCQ: Marcellin and Fischer 1990, with an entropy coder: Fischer and Wang 1992; this code of eight states is
-# Ungerboeck's, 1982; on weights without one: Tseng et al., arXiv 2406.11235)
+# Ungerboeck's, 1982; on weights, without an entropy coder: Tseng et al., arXiv 2406.11235)
 
 # Rows after which all shifts are 0 again: blocks of rows are searched side by side, which costs 0.01 bits.
 TRELLIS_ROWS = 128
@@ -5325,7 +5326,10 @@ class Quantizer:
 def restore_weights(
     quantized: QuantizedWeights, shape: tuple[int, ...], column_exponents: np.ndarray | None = None
 ) -> Tensor:
-    """The weights that codes and exponents stand for, fp32. column_exponents: as `Quantizer` has them."""
+    """The weights (`shape`) that codes and exponents stand for, fp32, on the CPU.
+
+    column_exponents: (N, C) int8, as `Quantizer` has them; None: all columns have the steps of their row.
+    """
     matrices, rows, columns = bank_shape(shape)
     scales_RN1 = scales_of(torch.from_numpy(quantized.exponents)[:, :, None])
     if quantized.codes.dtype == np.int16:
@@ -5830,7 +5834,7 @@ def check_artifact(config: Config) -> None:
         if not torch.equal(weights, reloaded.get_parameter(name)):
             raise ArtifactError(f"{name}: an artifact gives other weights back than it was given; "
                                 "see parameter_table")
-    # A setting that only the whole configuration has is not there any more, or has its default.
+    # To the model read back a setting outside ModelSettings is unknown: that shows in an error or its loss.
     length = min(config.train_seq_len, 64)
     ids_BT = torch.from_numpy(random_codes.integers(0, config.vocab_size, (1, length + 1)))
     with torch.no_grad():
@@ -5901,7 +5905,10 @@ class Trained(NamedTuple):
 
 
 def choose_loss_function(model: GPT, config: Config) -> Callable[..., Tensor]:
-    """What training minimises; with PREFIX_LOSS the model, on its device, is given the prefixes."""
+    """What training minimises, as a function of model and batch; for PREFIX_LOSS the model gets its prefixes.
+
+    The model must be on its device. Raises DataError where the tokenizer, which has the prefixes, is none.
+    """
     if not config.prefix_loss:
         return GPT.loss
     device = model.machine.device
@@ -6159,9 +6166,9 @@ def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
     config = training.config
     run = training.run
-    # Steps that a device may be behind the host, so that it never waits for it.
+    # Steps that a GPU may be behind the host, so that it always has work.
     behind = 2 if run.machine.on_gpu else 0
-    seconds = run.machine.gather(training.seconds)[0]
+    seconds = run.machine.gather(training.seconds)[0]  # by the clock of rank 0, here and below
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
     loader = training.loader
@@ -6170,7 +6177,7 @@ def train(training: Training) -> None:
     while True:
         before = seconds
         seconds, caught = agree_on_clock_and_signal(training)
-        # The slowest recent step: what it took is forgotten by 10 % a step.
+        # The slowest recent step; of what it took 10 % is forgotten with each step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
         # The step to come must end in time, so must those the device still has to do, and one to spare.
         ends_at = seconds + (2 + behind) * step_seconds
@@ -6550,7 +6557,7 @@ def report_failure(message: str, run: Run | None, environ: Mapping[str, str]) ->
         append_line(message, run.path("log.txt"))
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        # A second earlier: torchrun ends with the earliest, and this is the cause of the others.
+        # Dated a second back: torchrun shows the earliest error, and this one is the cause of the others.
         record = {"message": message, "timestamp": int(time.time()) - 1}
         append_line(json.dumps(record), Path(error_file))
 
@@ -6987,7 +6994,7 @@ def write_inputs(config: Config, run: Run, inputs: Inputs) -> None:
     assert run.directory is not None
     lines = [f"# The settings of {run.directory.name}; CONFIG=path/of/this/file starts such a run again."]
     for name, value in config.as_env().items():
-        # What named this start, and would name or redirect the next one, is there to be read alone.
+        # What named this start would name or redirect the next one: it is there only to be read.
         lines.append(f"# {name}={value}" if name in SETTINGS_OF_A_START else f"{name}={value}")
     write_atomically(run.path("train_gpt.py"), inputs.source)
     write_atomically(run.path("train_gpt.shipped.py"), inputs.shipped)
