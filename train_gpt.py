@@ -224,8 +224,8 @@ class ModelSettings:
         value_layers_exist = all(layer < self.num_layers for layer in value_layers)
         stationary_dims = max(0, self.head_dim - self.rotated_dims)
         return [
-            (self.model_dim % self.num_heads == 0, "MODEL_DIM in whole NUM_HEADS"),
-            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS in whole NUM_KV_HEADS"),
+            (self.model_dim % self.num_heads == 0, "MODEL_DIM as a multiple of NUM_HEADS"),
+            (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS as a multiple of NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
             (self.key_offset_dims <= stationary_dims,
@@ -524,8 +524,8 @@ class Config(TrainingSettings):
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
             (not by_sgd or whole_strides,
-             "TTT_CHUNK_TOKENS in whole EVAL_STRIDE and >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED "
-             "with TTT_MODE=sgd"),
+             "TTT_CHUNK_TOKENS as a multiple of EVAL_STRIDE, which is above 0, and >= EVAL_SEQ_LEN (0: "
+             "TRAIN_SEQ_LEN) for TTT_ENABLED with TTT_MODE=sgd"),
             (len(set(self.lora_targets)) == len(self.lora_targets), "TTT_LORA_TARGETS each once"),
             (untils == sorted(set(untils)), "TTT_EARLY_CHUNKS with rising numbers before the colons"),
             (not by_adapters or longest_chunk <= self.eval_length,
@@ -600,7 +600,7 @@ def read_config_file(path: str) -> dict[str, str]:
             continue
         name, equals, value = (part.strip() for part in setting.partition("="))
         if not name or not equals:
-            raise ConfigError(f"CONFIG={path}: got {setting!r}, not KEY=VALUE")
+            raise ConfigError(f"CONFIG={path}: got {setting!r}, not KEY=VALUE; mend it, or put # before it")
         # No shell reads this file: its words and quotes would become part of names and values.
         plain = f"{name.removeprefix('export ').strip()}={value.strip(QUOTES)}"
         quoted = len(value) > 1 and value[0] in QUOTES and value[-1] == value[0]
@@ -961,14 +961,16 @@ def micro_steps_per_step(config: Config, world_size: int) -> int:
     wanted = config.train_batch_tokens
     length = config.segment_tokens
     # As many whole segments as one forward pass may hold, and no more than the step gives a rank.
-    rows = min(config.micro_batch_tokens // length, wanted // length // world_size)
-    tokens_together = world_size * rows * length
-    if rows == 0 or wanted % tokens_together != 0:
-        unit = f"TRAIN_SEQ_LEN={length}"
+    micro_segments = min(config.micro_batch_tokens // length, wanted // length // world_size)
+    tokens_together = world_size * max(1, micro_segments) * length
+    if micro_segments == 0 or wanted % tokens_together != 0:
+        unit = f"sequences of TRAIN_SEQ_LEN={length}"
         if config.train_seq_lens:
-            unit = f"{length}, the least common multiple of TRAIN_SEQ_LENS={config.train_seq_lens},"
-        raise ConfigError(f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {world_size} ranks times the "
-                          f"whole {unit} in MICRO_BATCH_TOKENS={config.micro_batch_tokens}")
+            unit = (f"segments of {length}, the least common multiple of TRAIN_SEQ_LENS="
+                    f"{config.train_seq_lens},")  # fmt: skip
+        raise ConfigError(f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {tokens_together}, which is "
+                          f"{world_size} ranks times the {unit} that fit into MICRO_BATCH_TOKENS="
+                          f"{config.micro_batch_tokens}; one at least must fit; change one of these settings")
     return wanted // tokens_together
 
 
@@ -1102,7 +1104,10 @@ NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 
 
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """The machine that the settings and the launcher's variables describe; joins the other ranks."""
+    """The machine that the settings and the launcher's variables describe; joins the other ranks.
+
+    Raises ConfigError for a device that is not there or cannot be used, and where ranks do not meet.
+    """
     rank, world_size, local_rank = place_among_ranks(environ)
     # Before the first operation: a small model's are so short that several threads may gain nothing.
     if config.cpu_threads:
@@ -1112,7 +1117,8 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     gpus = torch.cuda.device_count()
     if on_gpu and local_rank >= gpus:
-        raise ConfigError(f"DEVICE={config.device}: local rank {local_rank}, {gpus} GPUs; try DEVICE=cpu")
+        raise ConfigError(f"DEVICE={config.device}: expected a GPU for each process, got {gpus} for local "
+                          f"rank {local_rank}, counted from 0; start fewer processes, or try DEVICE=cpu")
     # The driver is asked for the number of GPUs, also where torch cannot start on them.
     if config.device == "auto" and not on_gpu and (gpus > 0 or os.path.exists(NVIDIA_DRIVER)):
         raise ConfigError(f"DEVICE=auto: this machine has GPUs, but torch {torch.__version__} for CUDA "
@@ -1143,7 +1149,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
                 device_id=device if on_gpu else None,
             )
         except (ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise ConfigError(f"rank {rank}: MASTER_ADDR={environ['MASTER_ADDR']} "
                               f"MASTER_PORT={environ['MASTER_PORT']}: {world_size} ranks have not met there "
                               f"({reason}); start all of them, with torchrun") from error
@@ -1721,7 +1727,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}")
+                        f"expected below VOCAB_SIZE={vocab_size}; set it and DATA_PATH for one tokenizer")
     return ids
 
 
@@ -2079,7 +2085,8 @@ class Loader:
         """Go on where a state ends, on any number of ranks. LoaderError names what would make it differ."""
         for name, value in self.fingerprint.items():
             if state.get(name) != value:
-                raise LoaderError(f"state of other data: {name} is {state.get(name)!r}, expected {value!r}")
+                raise LoaderError(f"state of other data: {name} is {state.get(name)!r}, expected {value!r}; "
+                                  "go on with the settings and shards of the run that made it")
         self.length_starts = [LengthStart(step, length) for step, length in state["length_starts"]]
         self.seek(state["step"])
         if self.machine.rank == 0:  # hashes are added up over the ranks
