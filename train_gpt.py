@@ -639,7 +639,7 @@ class FormerName(NamedTuple):
 
 
 FORMER_NAMES = [
-    # The same under another name. The first of them that is given decides.
+    # The same under another name. Of several that are given the first in the alphabet decides.
     FormerName("VAL_BATCH_TOKENS", "is VAL_BATCH_SIZE", stands_for="VAL_BATCH_SIZE={}"),
     FormerName("PARALLEL_RESIDUAL_START", "is PARALLEL_START_LAYER with PARALLEL_MODE=gptj",
                stands_for="PARALLEL_START_LAYER={} PARALLEL_MODE=gptj"),
@@ -793,8 +793,9 @@ def read_settings(environ: Mapping[str, str]) -> GivenSettings:
         for name in sorted(given):
             answer = answer_name(name, given, resolved, given is in_file)
             if answer is not None:
+                answer = give_way(answer, stood_for)
                 said.setdefault((answer.kind, answer.reason), []).append(answer.subject)
-                stood_for = {**answer.settings, **stood_for}
+                stood_for.update(answer.settings)
         values.update(stood_for)
         values.update(given)
     # Settings, and idle with another one: commands of public scripts give them all the same.
@@ -874,6 +875,18 @@ def answer_name(
     if name in Config().as_env() and not settings:
         return None  # a setting, given together with what it would stand for
     return NameAnswer(subject, reason, "note", settings)
+
+
+def give_way(answer: NameAnswer, taken: Mapping[str, str]) -> NameAnswer:
+    """The answer without settings that another former name has given another value; its reason says so."""
+    settings = {}
+    reason = answer.reason
+    for setting, value in answer.settings.items():
+        if taken.get(setting, value) == value:
+            settings[setting] = value
+        else:
+            reason += f"; {setting}={taken[setting]} of another name is given with it, and wins"
+    return answer._replace(reason=reason, settings=settings)
 
 
 def former_name(name: str, value: str) -> FormerName | None:

@@ -276,6 +276,14 @@ def test_one_that_is_given_wins_and_is_told_of() -> None:
     assert "EVAL_STRIDE=32 is given with it, and wins" in notes(SLIDING_WINDOW_ENABLED="0", EVAL_STRIDE="32")
 
 
+def test_of_two_former_names_that_disagree_one_wins_and_the_other_is_told_of() -> None:
+    both = {"GATE_WIDTH": "12", "SMEAR_GATE_WIDTH": "16"}
+    assert Config.from_env(both).gate_window == 12
+    assert "SMEAR_GATE_WIDTH=16: is GATE_WINDOW; GATE_WINDOW=12 of another name" in notes(**both)
+    assert "DATA_PATH=/y of another name" in notes(DATASETS_DIR="/y", DATA_DIR="/x")
+    assert "wins" not in notes(GATE_WIDTH="16", SMEAR_GATE_WIDTH="16")
+
+
 def test_a_width_is_compared_with_the_setting() -> None:
     assert "EMBEDDING_DIM=256" in notes(EMBEDDING_DIM="256", MODEL_DIM="256")
     assert "EMBEDDING_DIM=256" in refusal({"EMBEDDING_DIM": "256"})
