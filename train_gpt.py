@@ -199,6 +199,11 @@ class ModelSettings:
         return self.model_dim // self.num_heads
 
     @property
+    def kv_dim(self) -> int:
+        """Channels of all key heads together; those of all value heads are as many."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def mlp_dim(self) -> int:
         """Width of the MLP's hidden layer."""
         return int(self.mlp_mult * self.model_dim)
@@ -2152,7 +2157,6 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     """
     layers = c.num_layers
     width = c.model_dim
-    kv_width = c.num_kv_heads * c.head_dim
     skips = len(visit_order(c, looping=True)[0])
     skip_gates = skips if c.skip_gates_enabled else 0
     attn_gates = layers if c.sparse_attn_gate_enabled else 0
@@ -2167,7 +2171,7 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
             (2 * layers, width, width), random_matrices=layers,
             optimizer="muon", role="attn", inputs=("attn_in", "attn_out")),
         "kv_bank": Parameter(
-            (2 * layers, kv_width, width), random_matrices=2 * layers,
+            (2 * layers, c.kv_dim, width), random_matrices=2 * layers,
             optimizer="muon", role="attn", inputs=("attn_in", "attn_in")),
         "mlp_up_bank": Parameter(
             (layers, c.mlp_dim, width), random_matrices=layers,
@@ -2222,16 +2226,15 @@ def vocabulary_tables(c: ModelSettings) -> dict[str, Parameter]:
 
 def projections_of_tables(c: ModelSettings) -> dict[str, Parameter]:
     """What turns rows of the bigram and value tables into embeddings and values: matrices and scales."""
-    kv_width = c.num_kv_heads * c.head_dim
     bigram = 1 if c.bigram_vocab_size else 0
     value = 1 if c.ve_enabled else 0
     # A table as wide as what it is added to needs no matrix.
     bigram_matrices = bigram if c.bigram_dim != c.model_dim else 0
-    value_matrices = value if c.ve_dim != kv_width else 0
+    value_matrices = value if c.ve_dim != c.kv_dim else 0
     return {
         "bigram_projection_1DC": Parameter((bigram_matrices, c.model_dim, c.bigram_dim), random_matrices=1),
         "bigram_scale_1": Parameter((bigram,), 0.05),
-        "value_projection_1KC": Parameter((value_matrices, kv_width, c.ve_dim), random_matrices=1),
+        "value_projection_1KC": Parameter((value_matrices, c.kv_dim, c.ve_dim), random_matrices=1),
         "value_scale_1": Parameter((value,), 0.1),
         "value_layer_scale_N": Parameter((len(c.value_layers),), 1.0),
     }
@@ -2845,8 +2848,7 @@ class GPT(nn.Module):
         # Project the input to queries, keys and values, and split them into heads.
         qkv_BTR = F.linear(x_BTD, w.qkv_RD)
         if "q" in adapters or "k" in adapters or "v" in adapters:
-            kv_width = c.num_kv_heads * c.head_dim
-            q_BTD, k_BTK, v_BTK = qkv_BTR.split([c.model_dim, kv_width, kv_width], dim=-1)
+            q_BTD, k_BTK, v_BTK = qkv_BTR.split([c.model_dim, c.kv_dim, c.kv_dim], dim=-1)
             q_BTD = adapted(q_BTD, x_BTD, adapters, "q")
             k_BTK = adapted(k_BTK, x_BTD, adapters, "k")
             v_BTK = adapted(v_BTK, x_BTD, adapters, "v")
@@ -4693,8 +4695,7 @@ class DocumentAdapters:
         self.visits = len(encoder) + len(decoder)
         self.config = config
         self.dtype = model.compute_dtype
-        kv_width = c.num_kv_heads * c.head_dim
-        outputs = {"q": c.model_dim, "k": kv_width, "v": kv_width, "o": c.model_dim, "mlp": c.model_dim,
+        outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim,
                    "head": c.vocab_size}  # fmt: skip
         device = next(model.parameters()).device
         numbers_B = torch.from_numpy(documents.astype(np.int64)).to(device)
