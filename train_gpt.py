@@ -2327,18 +2327,31 @@ def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
     return Heads(q_BTHE, k_BTKE, v_BTKE, v_BTKE)
 
 
+def token_before(x: Tensor, first_BT: Tensor | None = None) -> Tensor:
+    """For each token of x (B, T, ...) what x has for the token before it; zero where there is none.
+
+    first_BT: true for tokens with none before them, as the first of a document; None: the first of each row
+    alone.
+    """
+    # One place more in front of the tokens, and none at its end. F.pad counts axes from the last one.
+    axes_of_a_token = x.dim() - 2
+    previous = F.pad(x, [0, 0] * axes_of_a_token + [1, 0])[:, :-1]
+    if first_BT is None:
+        return previous
+    first = first_BT
+    for _ in range(axes_of_a_token):
+        first = first.unsqueeze(-1)
+    return previous.masked_fill(first, 0.0)
+
+
 def offset_keys(k_BTKE: Tensor, channels: int, first_BT: Tensor | None) -> Tensor:
-    """Keys whose last channels are those of the token before, zero where there is none.
+    """Keys whose last channels are those of the token before; first_BT as in `token_before`.
 
     So a key says where its token stands and what came before it: one layer finds the tokens that followed
-    what the query is looking at (modded-nanogpt PR #169). first_BT: tokens with none before them; None: the
-    first of each row alone.
+    what the query is looking at (modded-nanogpt PR #169).
     """
     own, carried = k_BTKE.split([k_BTKE.size(-1) - channels, channels], dim=-1)
-    previous = F.pad(carried, (0, 0, 0, 0, 1, 0))[:, :-1]
-    if first_BT is not None:
-        previous = previous.masked_fill(first_BT[:, :, None, None], 0.0)
-    return torch.cat([own, previous], dim=-1)
+    return torch.cat([own, token_before(carried, first_BT)], dim=-1)
 
 
 XSA_MIN_SQUARE = 1e-24  # of a value's length, so that nothing is divided by zero
@@ -2587,7 +2600,7 @@ class Context(NamedTuple):
     documents: Tensor | None
     observe: Observer | None
     values_BTK: Tensor | None  # value embeddings; K is all key channels, as in `LayerWeights`
-    first_BT: Tensor | None  # as in `offset_keys`
+    first_BT: Tensor | None  # as in `token_before`
 
 
 class PrefixTargets(NamedTuple):
@@ -2644,13 +2657,14 @@ class GPT(nn.Module):
         layers = [self._layer_weights(layer, weights) for layer in range(c.num_layers)]
         # Shared by all visits of all layers.
         rotary = rotary_table(inputs_BT.size(1), c, inputs_BT.device, longest).to(self.compute_dtype)
-        # Adapters are those of one document a row.
-        documents = attention_documents(inputs_BT, starts, self.attend, c, adapters is not None)
-        x0 = self._embed(inputs_BT, weights)
-        values = self._embed_values(inputs_BT, weights)
+        # Where there are adapters, each row is one document.
+        one_a_row = adapters is not None
+        documents = attention_documents(inputs_BT, starts, self.attend, c, one_a_row)
         first_BT = None
-        if c.key_offset_dims and c.doc_mask:
+        if c.doc_mask:
             first_BT = inputs_BT == BOS_ID
+        x0 = self._embed(inputs_BT, first_BT, weights)
+        values = self._embed_values(inputs_BT, weights)
         context = Context(x0, rotary, documents, observe, values, first_BT)
 
         # First half: every visit keeps what it leaves in the first lane.
@@ -2725,8 +2739,8 @@ class GPT(nn.Module):
         whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * downs
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
 
-    def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
-        """Normalised embeddings (B, T, D), each mixed with the one before it."""
+    def _embed(self, inputs_BT: Tensor, first_BT: Tensor | None, weights: WeightRows) -> Tensor:
+        """Normalised embeddings (B, T, D), each mixed with the one before it; first_BT: as in `Context`."""
         c = self.settings
         x = self._look_up("token_embedding_VD", inputs_BT)
         # The table starts at zero: at first pairs say nothing, and the projection shapes what they learn.
@@ -2736,19 +2750,17 @@ class GPT(nn.Module):
                 pairs = F.linear(pairs, weights["bigram_projection_1DC"][0])
             x = x + pairs * weights["bigram_scale_1"][0]
         if c.smear_gate_enabled:
-            # Never across the start of a row or, with DOC_MASK, of a document (PR #1851).
+            # Never across the start of a row or, with DOC_MASK, of a document (PR #1851). There the gate is
+            # shut, which costs less than to set the embedding before it to zero.
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
-            if c.doc_mask:
-                gate_BT = gate_BT.masked_fill(inputs_BT == BOS_ID, 0.0)
+            if first_BT is not None:
+                gate_BT = gate_BT.masked_fill(first_BT, 0.0)
             gate_BT = gate_BT * weights["smear_scale_1"][0]
-            previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
-            x = torch.addcmul(x, gate_BT[..., None], previous)
+            x = torch.addcmul(x, gate_BT[..., None], token_before(x))
         x = self.norm(x)
         if c.channel_smear_enabled:
             # A token with none before it is mixed with zero, and keeps its own share (PR #549).
-            previous = F.pad(x, (0, 0, 1, 0))[:, :-1]
-            if c.doc_mask:
-                previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
+            previous = token_before(x, first_BT)
             share_D = weights["channel_smear_1D"][0].sigmoid()
             x = (1 - share_D) * x + share_D * previous
         return x
