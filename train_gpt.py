@@ -108,8 +108,8 @@ def knob(
     """One setting: its default, and its meaning with unit.
 
     low, high: the range of a number (finite: inf and nan are refused). among: the choices, if there are few.
-    pattern: what text must match. negative_is_zero: for numbers whose zero means none, as public scripts
-    take all below it.
+    pattern: what text must match. negative_is_zero: a number below 0 is taken as 0, which here means none,
+    as public scripts do.
     """
     choices = "0 1" if isinstance(default, bool) else among
     metadata = {
@@ -124,7 +124,7 @@ def knob(
 
 
 def find_path(path: str) -> Path:
-    """An existing path: as given, else relative to the script's folder or one above it; unfound: as given."""
+    """An existing path: as given, else relative to the script's folder or to one above; unfound: as given."""
     # os.path rather than Path: a name that cannot exist is one that is not found, no exception.
     given = Path(os.path.expanduser(path))
     for folder in (Path(), *Path(__file__).resolve().parents):
@@ -353,12 +353,13 @@ class TrainingSettings(ModelSettings):
         parts = self.length_parts
         lengths = [part.length for part in parts]
         ends = [part.until for part in parts]
-        grow = all(a < b for a, b in itertools.pairwise(lengths)) and lengths[:1] > [0]
-        in_order = all(a < b for a, b in itertools.pairwise(ends)) and ends[:1] > [0]
+        above_zero = all(part.length > 0 and part.until > 0 for part in parts)
+        lengths_grow = all(a < b for a, b in itertools.pairwise(lengths))
+        ends_grow = all(a < b for a, b in itertools.pairwise(ends))
         of_one_kind = all(end < 1 for end in ends[:-1]) or all(end >= 1 for end in ends[:-1])
         return [
             *super().rules(),
-            (len(parts) > 0 and grow and in_order and of_one_kind,
+            (len(parts) > 0 and above_zero and lengths_grow and ends_grow and of_one_kind,
              "TRAIN_SEQ_LENS as LENGTH:UNTIL ... LENGTH with growing lengths and growing ends, all of them "
              "shares of the run below 1, or all of them steps; like 1024:0.1 2048:0.7 3072"),
             (not parts or lengths[-1] == self.train_seq_len,
@@ -1057,7 +1058,7 @@ class Machine:
 
 
 class Place(NamedTuple):
-    """Where a process stands among those of a run."""
+    """Where a process stands among those of a run; ranks are counted from 0."""
 
     rank: int
     world_size: int
@@ -1227,6 +1228,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); {remedy_of(error)}") from error
 
 
+CHECKPOINT_WAIT_SECONDS = 60.0  # at most, for one that is being written when a signal ends the run
 CHECKPOINT = "checkpoint.pt"
 ARTIFACT = "model.bin"
 SETTINGS_FILE = "config.env"
@@ -1298,9 +1300,9 @@ class Run:
         if writer is not None and writer.is_alive():
             # The second signal comes here too, while the first one waits: it takes no notice of the disk.
             self.writer = None
-            print_line(f"{rank}: signal {number}: ends once the checkpoint under way is on disk; "
-                       "a second signal ends at once", sys.stderr)
-            writer.join(60)
+            print_line(f"{rank}: signal {number}: ends once the checkpoint under way is on disk, or after "
+                       f"{CHECKPOINT_WAIT_SECONDS:g} s; a second signal ends at once", sys.stderr)
+            writer.join(CHECKPOINT_WAIT_SECONDS)
         line = f"{rank}: stopped by signal {number} in phase {self.phase_name}; {self.ways_on()}"
         print_line(line, sys.stderr)
         os._exit(128 + number)
@@ -1475,14 +1477,14 @@ class Trace:
         if not self.recording or begin < self.opened:
             return
         assert self.run is not None, "a trace with steps belongs to a run"
-        # Numbers are unique among ranks too: their files can be merged.
-        link = {"id": self.run.machine.rank << 40 | number, "cat": "batch", "bp": "e"}
+        # With the rank in its upper bits a number is unique among ranks too: their files can be merged.
+        link = {"id": (self.run.machine.rank << 40) + number, "cat": "batch", "bp": "e"}
         self._event("s", "batch", "stage", begin, **link)
         self._event("f", "batch", "main", time.perf_counter(), **link)
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
         """The spans of a step: `chunk` is all of it, `train` what lies between two waits for a batch."""
-        # Waits, parts and trains follow one another without a gap, so that a chunk is their sum.
+        # Waits and trains follow one another without a gap, so that a chunk is their sum; parts fill a train.
         began = laps[0].host_seconds
         train_began = began
         for before, lap in itertools.pairwise(laps):
@@ -1544,8 +1546,8 @@ class Trace:
         return b'{"traceEvents": [\n' + lines.encode() + TRACE_END
 
     def flush(self) -> None:
-        """Write what was added, in one call: over the closing brackets, and them again."""
-        # Threads may add meanwhile: those events that are there now are taken, one by one.
+        """Write what was added since the last call where the closing brackets were, and these behind it."""
+        # Other threads may add meanwhile: what is there now is taken, event by event.
         text = "".join([self.events.popleft() for _ in range(len(self.events))])
         if not text:
             return
@@ -1737,7 +1739,10 @@ def open_shards(pattern: str) -> list[Shard]:
 
 
 def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
-    """All tokens of a shard, uint16. DataError where it is no longer as it was opened, or an id too large."""
+    """All tokens of a shard, uint16.
+
+    Raises DataError where the file has changed since it was opened, or an id is not below `vocab_size`.
+    """
     # A file may have been replaced since it was opened, while the run was under way.
     if open_shards(glob.escape(str(shard.path))) != [shard]:
         raise DataError(f"{shard.path}: no longer has the {shard.tokens} tokens it had; fetch it again")
@@ -1750,15 +1755,17 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
 
 
 def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
-    """A permutation of range(count) seeded by SEED and the key (one or two numbers); SHUFFLE=0: as they are.
+    """A permutation of range(count) seeded by SEED and the key, one or two numbers; SHUFFLE=0: none moves.
 
     The numbers are sorted by random words. The words are Philox4x64-10 itself (Salmon et al., 2011) and not
     what numpy's generators make of them, which numpy may change from version to version.
     """
     if not config.shuffle:
         return np.arange(count)
-    # Philox counts blocks of four words in its first place; the rest is free for the key.
-    counter = [0, len(key), *key, 0][:4]
+    # Philox counts blocks of four words in the first of four places; the other three are free for the key.
+    # Its length is a part of it: an epoch alone is another key than an epoch and shard 0.
+    counter = [0, len(key), 0, 0]
+    counter[2 : 2 + len(key)] = key
     words = np.random.Philox(key=config.seed, counter=counter).random_raw(count)
     return np.argsort(words, kind="stable")
 
@@ -1832,9 +1839,11 @@ def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
     """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
 
     By it two runs can show that they were given the same tokens in the same order, on any number of ranks.
-    Pairs of ids times odd random keys, added up within a sequence; times an odd random word of the sequence's
-    position, added up modulo 2**64. A sum has no order: ranks and micro-batches add theirs in any.
+    Within a sequence each pair of ids, and the last id, is multiplied by an odd random key, and all are added
+    up. Each of these sums is multiplied by an odd random word of the sequence's position, and all are added
+    up, modulo 2**64. A sum has no order: ranks and micro-batches add theirs in any.
     """
+    # Two ids are one number of 32 bits; an odd one out is paired with zero.
     head_BT = ids_BT[:, :-1]
     if head_BT.shape[1] % 2 != 0:
         head_BT = np.pad(head_BT, ((0, 0), (0, 1)))
@@ -1870,7 +1879,7 @@ class Loader:
         # Events before and after each copy, for who wants to know how long it takes.
         self.marks_copies = machine.on_gpu and (config.training_timing_breakdown or self.trace.wanted)
 
-        # So many segments of each step for a rank, so many for one of its micro-batches.
+        # Of each step a rank has so many segments, in so many micro-batches of so many.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
         self.step_segments = config.train_batch_tokens // config.segment_tokens // machine.world_size
         self.micro_segments = self.step_segments // self.micro_steps
@@ -2026,10 +2035,7 @@ class Loader:
     def next_batch(self) -> Batch:
         """The next micro-batch. LoaderError says what failed, where in the stream, and its own traceback."""
         start = time.perf_counter()
-        try:
-            staged = next(self.batches)
-        except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
-            raise self._failure(error) from error
+        staged = self._next_staged()
         self._add_wait(1e3 * (time.perf_counter() - start))
         self.trace.arrow(self.index, staged.staged_seconds)
 
@@ -2060,11 +2066,16 @@ class Loader:
 
     def stage_first(self) -> None:
         """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        first = self._next_staged()
+        self.batches = itertools.chain([first], self.batches)
+
+    def _next_staged(self) -> StagedBatch:
+        """Wait for the next batch of the workers. Raises LoaderError."""
         try:
-            first = next(self.batches)
+            staged: StagedBatch = next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # whatever a worker died of
             raise self._failure(error) from error
-        self.batches = itertools.chain([first], self.batches)
+        return staged
 
     def _failure(self, error: BaseException) -> LoaderError:
         """What went wrong with the next batch, and where in the stream."""
@@ -2277,7 +2288,8 @@ def rotary_table(
     rotated = c.rotated_dims
     base = c.rope_base
     trained_length = c.rope_train_seq_len or c.train_seq_len
-    # Longer inputs turn more slowly, so that no angle goes beyond those of training.
+    # Longer inputs turn more slowly. The slowest pair of channels is slowed by all of the stretch, and its
+    # angles stay within those of training; the fastest is not. Inputs up to TRAIN_SEQ_LEN have one base.
     stretch = max(longest or length, c.train_seq_len) / trained_length
     if stretch > 1 and rotated > 2:
         base *= stretch ** (rotated / (rotated - 2))
@@ -2734,7 +2746,7 @@ class GPT(nn.Module):
         downs = whole.pop("mlp_down_bank")
         # One product makes queries, keys and values: it reads activations once, and so do its gradients.
         whole["qkv"] = torch.cat([queries, keys, values], dim=1)
-        # A scale of what a layer writes is one of its matrix's rows, which are few beside the activations.
+        # To scale what a layer writes is to scale the rows of its matrix: fewer numbers than the activations.
         whole["o"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
         whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * downs
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
