@@ -6,7 +6,8 @@
     python train_gpt.py --help                                # every variable
 
 A run checks what a user can get wrong, compiles, trains for MAX_WALLCLOCK_SECONDS, writes an artifact that,
-with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All lies in runs/<RUN_ID>/.
+with the code, just fits ARTIFACT_BYTES_MAX, and scores what that file gives back. All that it writes lies in
+runs/<RUN_ID>/.
 
 The file reads from top to bottom: a section uses only what stands above it.
 
@@ -108,8 +109,7 @@ def knob(
     """One setting: its default, and its meaning with unit.
 
     low, high: the range of a number (finite: inf and nan are refused). among: the choices, if there are few.
-    pattern: what text must match. negative_is_zero: a number below 0 is taken as 0, which here means none,
-    as public scripts do.
+    pattern: what text must match. negative_is_zero: a number below 0 is taken as 0, as public scripts do.
     """
     choices = "0 1" if isinstance(default, bool) else among
     metadata = {
@@ -1025,7 +1025,7 @@ class Machine:
 
     @property
     def for_scoring(self) -> "Machine":
-        """This machine as scorers see it: a CPU has scored all before their graphs would be compiled."""
+        """This machine for scoring: not compiled on a CPU, where that takes longer than to score."""
         return self if self.on_gpu else replace(self, compiled=False)
 
     @property
@@ -1138,7 +1138,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     if on_gpu and local_rank >= gpus:
         raise ConfigError(f"DEVICE={config.device}: expected a GPU for each process, got {gpus} for local "
                           f"rank {local_rank}, counted from 0; start fewer processes, or try DEVICE=cpu")
-    # The driver is asked for the number of GPUs, also where torch cannot start on them.
+    # torch counts GPUs by asking their driver: it may count some on which it cannot start.
     if config.device == "auto" and not on_gpu and (gpus > 0 or os.path.exists(NVIDIA_DRIVER)):
         raise ConfigError(f"DEVICE=auto: this machine has GPUs, but torch {torch.__version__} for CUDA "
                           f"{torch.version.cuda} cannot use them: an older driver or a CPU build; install a "
@@ -1210,7 +1210,10 @@ def remedy_of(error: OSError) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path` as a whole or not at all if killed or out of disk. Raises ConfigError."""
+    """Put `data` at `path` as a whole, or not at all where the process is killed or the disk is full.
+
+    Raises ConfigError where it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")  # what a killed run left there is overwritten
     try:
         # Somebody tidied up: what was trained is worth more than the order of folders.
@@ -1359,8 +1362,8 @@ class Work(NamedTuple):
 class Trace:
     """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
 
-    With TRACE_STEPS empty, nothing is measured, kept or written. It holds what overlaps the steps asked for;
-    a step lasts until the next one begins, the last one until training ends. Times are seconds of
+    With TRACE_STEPS empty nothing is measured, kept or written. The file has what overlaps the steps asked
+    for; a step lasts until the next one begins, the last one until training ends. Times are seconds of
     `time.perf_counter`, one clock for all ranks of a machine. The file is valid JSON after each flush, also
     if the run is killed then; a full disk costs no run.
     """
@@ -1859,10 +1862,10 @@ def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
 class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
-    Step k is the segments [k S, (k + 1) S) of `shard_visits` for any number of ranks; rank r takes the r-th
-    equal part of them, MICRO_BATCH_TOKENS at a time. Each is cut into sequences of the length that the step
-    has: so the stream is a pure function of shards, SEED and `length_starts`. Raises ConfigError if that does
-    not divide.
+    A step has S segments, TRAIN_BATCH_TOKENS together: step k has the segments [k S, (k + 1) S) of
+    `shard_visits` on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
+    time. Each segment is cut into sequences of the length that the step has: so the stream is a pure function
+    of shards, SEED and `length_starts`. Raises ConfigError if a step does not divide like this.
     """
 
     def __init__(
@@ -2210,7 +2213,7 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
 
 def vocabulary_tables(c: ModelSettings) -> dict[str, Parameter]:
     """The parameters with a row for each token, or for each hash of a pair of tokens."""
-    # Tied, the embedding is the head as well. Untied, it starts as torch's own, and multiplies nothing.
+    # Tied, the embedding is the head as well. Untied, it starts as nn.Embedding does, and multiplies nothing.
     embedding_std = c.tied_embed_init_std
     embedding_inputs: tuple[str, ...] = ("hidden",)
     head_rows = 0
@@ -2301,7 +2304,10 @@ def rotary_table(
 
 
 def rotate(x_BTHE: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary embedding of the first channels of each head, in halves; the other channels pass."""
+    """Rotary embedding (arXiv 2104.09864) of the first channels of each head; the other channels pass.
+
+    rotary: of `rotary_table`. Of the channels that turn, the first half pair with the second half.
+    """
     cos, sin = rotary
     half = cos.size(-1)
     a, b, rest = x_BTHE.split([half, half, x_BTHE.size(-1) - 2 * half], dim=-1)
@@ -2312,7 +2318,7 @@ RMS_NORM_EPS = 2.0**-23  # one for every version of torch
 
 
 def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
-    """x over its root mean square along the last axis, times `scale`."""
+    """x over its root mean square along the last axis (arXiv 1910.07467), times `scale`."""
     normalized = F.rms_norm(x, (x.size(-1),), eps=RMS_NORM_EPS)
     return normalized if scale == 1.0 else normalized * scale
 
@@ -2414,11 +2420,11 @@ MATH_ATTENTION_BLOCK = 64  # tokens whose scores are made together
 
 
 class MathAttention(torch.autograd.Function):
-    """`attention_sdpa` as plain matrix products, for CPUs: its weights are kept, whose number grows as T².
+    """`attention_sdpa` as plain matrix products, for CPUs.
 
-    Queries come in blocks, which see no later keys: products and weights of a block end with it. Shapes: N
-    is B K, rows of the batch times key heads; R is T G, tokens times the query heads of a group; S is the
-    rows of a block.
+    The attention weights are kept for the backward pass: their number grows as T². Queries come in blocks,
+    which see no later keys: products and weights of a block end with it. Shapes: N is B K, rows of the batch
+    times key heads; R is T G, tokens times the query heads of a group; S is the rows of a block.
     """
 
     @staticmethod
@@ -2835,7 +2841,7 @@ class GPT(nn.Module):
         written = self._mlp(layer, self.norm(mlp_from, scale), w, context, adapters)
 
         # Each lane keeps some of itself and takes some of both outputs.
-        if w.lane_mix_23 is not None and len(lanes) == 2:
+        if w.lane_mix_23 is not None:  # which only layers with two lanes have
             mixed_lanes = []
             for lane, (keep, from_attention, from_mlp) in zip(lanes, w.lane_mix_23, strict=True):
                 mixed_lanes.append(keep * lane + from_attention * attended + from_mlp * written)
