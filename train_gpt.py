@@ -426,7 +426,8 @@ class Config(TrainingSettings):
         "", "UNTIL:SIZE,…: another TTT_CHUNK_SIZE in a document's first UNTIL targets; empty: none",
         pattern="([1-9][0-9]{0,8}:[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}:[1-9][0-9]{0,8})*)?")  # fmt: skip
     ttt_batch_size: int = knob(
-        0, "documents that learn side by side on one rank; 0: as many rows as a micro-batch has", 0)  # fmt: skip
+        0, "documents that learn side by side on one rank; 0: as many as a micro-batch has rows", 0
+    )
     # --- the data and their way to the device ---
     data_path: str = knob(
         "data/datasets/fineweb10B_sp8192_lossless_caps_caseops_v1_reserved",
@@ -497,7 +498,7 @@ class Config(TrainingSettings):
 
     @property
     def documents_at_once(self) -> int:
-        """Documents that learn side by side on one rank: what they keep for gradients fits where training fits."""
+        """Documents that learn side by side on one rank; by default they need the memory of a micro-batch."""
         return self.ttt_batch_size or max(1, self.micro_batch_tokens // self.eval_length)
 
     @property

@@ -67,6 +67,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "rates fall to zero": {"MIN_LR": "0"},
     "clip at 1": {"GRAD_CLIP_NORM": "1"},
     "average of weights": {"EMA_DECAY": "0.97"},
+    "Adam betas 0.8 0.95": {"BETA1": "0.8", "BETA2": "0.95"},
+    "Adam betas 0.9 0.95": {"BETA2": "0.95"},
     "two Newton-Schulz steps": {"MUON_BACKEND_STEPS": "2"},
     # Quantization: the weights are those of the base.
     "COLUMN_STEPS": {"COLUMN_STEPS": "0.5"},
@@ -81,7 +83,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 QUANTIZATION = ("COLUMN_STEPS", "TRELLIS")  # settings that no training step reads
 RATES = (  # that it reads, and takes no longer for
-    "MATRIX_LR", "TIED_EMBED_LR", "SCALAR_LR", "WARMDOWN_FRAC", "MIN_LR", "GRAD_CLIP_NORM",
+    "MATRIX_LR", "TIED_EMBED_LR", "SCALAR_LR", "WARMDOWN_FRAC", "MIN_LR", "GRAD_CLIP_NORM", "BETA1", "BETA2",
 )  # fmt: skip
 PRICE_TURNS = 8
 

@@ -43,7 +43,7 @@ SCORER = {
 
 
 def scorer(script: ModuleType) -> dict[str, str]:
-    """SCORER, by SGD where a script knows another way of test-time training; older scripts have no name for it."""
+    """SCORER with test-time training by SGD, which older scripts have no name for: they know no other way."""
     if hasattr(script.Config, "ttt_mode"):
         return {**SCORER, "TTT_MODE": "sgd"}
     return dict(SCORER)
