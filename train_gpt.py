@@ -3116,7 +3116,8 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
 def linear_leaky_square_shape(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
     """What the kernel returns, without its values: torch.compile traces with this."""
     planes = 2 if pre_MN is None else 1
-    return a_MK.new_empty(planes, len(a_MK), len(b_NK))
+    # No `len`, which would make a number of rows that is left open a constant of the graph.
+    return a_MK.new_empty(planes, a_MK.size(0), b_NK.size(0))
 
 
 class FusedMlp(torch.autograd.Function):
@@ -4760,8 +4761,13 @@ class DocumentAdapters:
     def of_visits(self, rows: int) -> list[Adapters]:
         """What `GPT.forward` takes: the adapters of the first `rows` documents, visit by visit."""
         found: list[Adapters] = [{} for _ in range(self.visits)]
-        for name in self.a.keys() - {"head"}:
+        for name in self.config.lora_targets:
+            if name == "head":
+                continue
             for visit, adapter in enumerate(self._adapters(name, rows)):
+                # Or torch recompiles for every number of documents.
+                torch._dynamo.maybe_mark_dynamic(adapter.a_BRI, 0)
+                torch._dynamo.maybe_mark_dynamic(adapter.b_BOR, 0)
                 found[visit][name] = adapter
         return found
 
@@ -4801,8 +4807,9 @@ class DocumentScorer:
         self.ledger = ledger
         self.after_chunk: Callable[[], None] | None = None
         self.device = next(model.parameters()).device
-        # Rows and lengths differ from round to round: one graph for all of them.
-        self.forward = self.machine.compile(GPT.forward, dynamic=True, fullgraph=True)
+        # Rows and lengths differ from chunk to chunk: tensors are marked, and one graph takes several rows of
+        # any length. With dynamic=True settings would be no constants either, which our kernels need.
+        self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
         self.tokens = np.asarray(tokens)
         # Document d has the targets begins[d] .. begins[d] + lengths[d]: the first BOS after it is its last.
         begins = np.union1d([0], np.flatnonzero(self.tokens[:-1] == BOS_ID))
@@ -4881,6 +4888,7 @@ class DocumentScorer:
         torch._dynamo.mark_dynamic(starts, 0)
         visits = adapters.of_visits(chunk.rows)
         inputs_BT = to_device(ids_BT, self.device)
+        torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
         # All windows have the rotary base of the longest ones, so that adapters learn of one geometry.
         longest = self.config.eval_length
         hidden_BTD = self.forward(self.model, inputs_BT, starts, True, None, visits, longest)
@@ -4956,28 +4964,33 @@ def score_documents(
 def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
     """Compile all that `evaluate` will run, before its clock; all ranks call it together.
 
-    A scored batch is thrown away, and what is learnt from is made up: no score knows of it.
+    What is read here is made up, and has of the text only where its documents begin: that decides shapes.
     """
     if not model.machine.compiled:
         return
-    scorers = [WindowScorer(model, tokens, config, config.eval_length, 32 * config.val_pass_tokens, True)]
+    wordless = np.where(tokens == BOS_ID, BOS_ID, BOS_ID + 1).astype(tokens.dtype)
+    # Every rank compiles for itself, so each scores as if it were alone: one batch does not go round.
+    alone = copy.deepcopy(model)
+    alone.machine = replace(model.machine, rank=0, world_size=1)
+    chunk_tokens = 32 * config.val_pass_tokens
+    scorers = [WindowScorer(alone, wordless, config, config.eval_length, chunk_tokens, True)]
     if config.eval_stride:
-        chunk_tokens = 32 * config.val_pass_tokens
-        scorers.append(WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, True))
+        scorers.append(WindowScorer(alone, wordless, config, config.eval_stride, chunk_tokens, True))
     if config.ttt_enabled and config.ttt_mode == "lora":
         # Documents of 4, 2, 1 and 1 chunks, in pairs: with gradients and without, one row and several.
         half = max(1, config.eval_length // 2)
         made_up = np.full(8 * half + 1, BOS_ID + 1, np.uint16)
         made_up[[0, 4 * half, 6 * half, 7 * half]] = BOS_ID
         in_pairs = replace(config, ttt_chunk_size=half, ttt_early_chunks="", ttt_batch_size=2)
-        score_documents(model, made_up, in_pairs)
+        score_documents(alone, made_up, in_pairs)
     elif config.ttt_enabled:
         learner = copy.deepcopy(model)
         made_up = np.full(config.ttt_chunk_tokens + 1, BOS_ID + 1, np.uint16)
         sgd = torch.optim.SGD(learner.parameters(), lr=0.0, momentum=config.ttt_momentum)
-        learn(learner, sgd, made_up, replace(config, ttt_epochs=1))
+        learn(learner, sgd, made_up, replace(config, ttt_epochs=1))  # together, as its batches are shared out
+        learner.machine = alone.machine
         scorers.append(
-            WindowScorer(learner, tokens, config, config.eval_stride, config.ttt_chunk_tokens, True))
+            WindowScorer(learner, wordless, config, config.eval_stride, config.ttt_chunk_tokens, True))
     for scorer in scorers:
         scorer.score(scorer.chunks[0][:1])
 

@@ -407,27 +407,50 @@ def test_compiled_scores_are_the_same() -> None:
     np.testing.assert_allclose(found, plain.nats("score_ttt", plain.tokens()), atol=2e-4)
 
 
-def test_all_that_is_compiled_is_compiled_before_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row and several, with gradients and without: what a graph is made for."""
-    lab = subject()
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 8), (7, 8)])
+@pytest.mark.parametrize("mode", ["sgd", "lora"])
+def test_every_rank_compiles_all_before_the_clock(mode: str, rank: int, ranks: int) -> None:
+    """Windows of each score; one document and several, with gradients and without. No text is read for it."""
+    lab = subject(TTT_MODE=mode, EVAL_STRIDE=8, TTT_CHUNK_TOKENS=64)
     model = lab.model()
-    seen: list[tuple[bool, bool]] = []
+    seen: set[tuple[object, ...]] = set()
+    ids: set[int] = set()
 
     class Noting(Machine):
         def compile(self, function: Any, **options: Any) -> Any:
+            assert options["dynamic"] is False, "a setting must be a constant of the graph"
+
             def noted(model: Any, inputs_BT: torch.Tensor, *rest: Any) -> Any:
-                if options.get("dynamic"):
-                    seen.append((torch.is_grad_enabled(), len(inputs_BT) > 1))
+                shape: object = tuple(inputs_BT.shape)
+                if len(rest) > 3:  # adapters: rows and lengths are left open
+                    shape = len(inputs_BT) > 1
+                seen.add((function, torch.is_grad_enabled(), shape))
+                ids.update(inputs_BT.flatten().tolist())
                 return function(model, inputs_BT, *rest)
 
             return noted
 
-    model.machine = Noting(compiled=True)
+        def add_up(self, tensor: torch.Tensor) -> None:
+            """What the other ranks add is no matter here."""
+
+    model.machine = Noting(rank, ranks, compiled=True)
     tokens = lab.tokens()
     train_gpt.compile_evaluation(model, lab.config, tokens)
+    assert model.machine.world_size == ranks
+    assert ids == {BOS_ID, BOS_ID + 1}
     before = set(seen)
-    lab.nats("score_ttt", tokens, model)
-    assert set(seen) == before == {(False, False), (False, True), (True, False), (True, True)}
+    if mode == "lora":
+        documents = {(grads, several) for _, grads, several in before if isinstance(several, bool)}
+        assert documents == {(False, False), (False, True), (True, False), (True, True)}
+    if ranks == 1:
+        for score in ("score_roundtrip", "score_sliding", "score_ttt"):
+            lab.nats(score, tokens, model)
+        assert seen == before
+    else:  # as many graphs as a rank that is alone
+        model.machine = Noting(compiled=True)
+        train_gpt.compile_evaluation(model, lab.config, tokens)
+        learnt = {key for key in seen if key[0] is train_gpt.GPT.loss}  # its rows are shared out to the ranks
+        assert seen - learnt == before - learnt and bool(learnt) == (mode == "sgd")
 
 
 # --- settings ---

@@ -91,24 +91,24 @@ def test_a_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is compiled, and when ---
 
 
-def outputs_of(graph: Any) -> list[Any]:
-    """What a traced graph returns: of tensors their shape, strides and dtype."""
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    found = []
-    for node in output.args[0]:
-        value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
-        if isinstance(value, Tensor):
-            shape = [number(size) for size in value.shape]
-            strides = [number(stride) for stride in value.stride()]
-            found.append((shape, strides, value.dtype))
-        else:
-            found.append(number(value))
+def open_sizes(graph: Any, arguments: list[Any]) -> dict[Any, int]:
+    """The sizes that a traced graph leaves open, by their symbol, as these arguments have them."""
+    found = {}
+    holders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, argument in zip(holders, arguments, strict=True):
+        traced = node.meta["val"]
+        pairs = [(traced, argument)]
+        if isinstance(traced, Tensor):
+            pairs = list(zip(traced.shape, argument.shape, strict=True))
+        for size, actual in pairs:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                found[size.node.expr] = actual
     return found
 
 
-def number(size: Any) -> Any:
-    """A size as it was in the traced batch; `int` would make the graph one of this size alone."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+def number(size: Any, known: dict[Any, int]) -> Any:
+    """A size as it is with these arguments; `int` would make the graph one of this size alone."""
+    return int(size.node.expr.xreplace(known)) if isinstance(size, torch.SymInt) else size
 
 
 class Compiler(Machine):
@@ -130,16 +130,20 @@ class Compiler(Machine):
 def note_graph(graph: Any, _: Any) -> Callable[..., Any]:
     """A compiler that notes the graph, and returns zeros in its place."""
     Compiler.graphs.append(graph)
-    outputs = outputs_of(graph)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
 
     def run(arguments: list[Any]) -> list[Any]:
+        known = open_sizes(graph, arguments)
         arguments.clear()
         made = []
-        for value in outputs:
-            if isinstance(value, tuple):
-                shape, strides, dtype = value
-                value = torch.empty_strided(shape, strides, dtype=dtype).zero_()
-            made.append(value)
+        for node in output.args[0]:
+            value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+            if isinstance(value, Tensor):
+                shape = [number(size, known) for size in value.shape]
+                strides = [number(stride, known) for stride in value.stride()]
+                made.append(torch.empty_strided(shape, strides, dtype=value.dtype).zero_())
+            else:
+                made.append(number(value, known))
         return made
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -241,6 +245,26 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
         score(reloaded, tokens, config)
         assert new_graphs() == 0, score
     train_gpt.score_ttt(copy.deepcopy(reloaded), tokens[:900], config)
+    assert new_graphs() == 0
+
+
+@pytest.mark.slow
+def test_documents_of_all_lengths_need_no_graph_inside_the_clock(new_graphs: Callable[[], int]) -> None:
+    """TTT_MODE=lora, torch's own packed attention, all our kernels; more context than in training."""
+    config = tiny_config(
+        MODEL_DIM=32, NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, TRAIN_SEQ_LEN=32,
+        EVAL_SEQ_LEN=48, EVAL_STRIDE=0, VAL_BATCH_SIZE=2048, ROPE_DIMS=8, TTT_ENABLED=1, TTT_MODE="lora",
+        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_EARLY_CHUNKS="8:2", TTT_BATCH_SIZE=8,
+    )  # fmt: skip
+    machine = Compiler(dtype=torch.bfloat16, compiled=True)
+    model = train_gpt.ready_model(train_gpt.build_model(config), machine, on_gpu_kernels())
+    random = np.random.default_rng(0)
+    tokens = random.integers(train_gpt.BOS_ID + 1, config.vocab_size, 400).astype(np.uint16)
+    tokens[[0, *random.integers(1, 400, 12)]] = train_gpt.BOS_ID
+    train_gpt.compile_evaluation(model, config, tokens)
+    # Windows; documents: several and one, with and without gradients, two of them with a backward pass.
+    assert new_graphs() == 1 + 4 + 2
+    train_gpt.score_ttt(model, tokens, config)
     assert new_graphs() == 0
 
 

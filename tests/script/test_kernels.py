@@ -242,6 +242,34 @@ def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
     assert len(products) == 4
 
 
+@needs_runnable_kernels
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
+    """Rows of test-time training differ from chunk to chunk: a graph for each would break the run."""
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    run = torch.compile(
+        lambda *tensors: train_gpt.mlp_fused(*tensors, 0.5),
+        backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False,
+    )  # fmt: skip
+    for rows in (5, 7, 12):
+        x_ND, up_FD, down_DF = (tensor.to(DEVICE) for tensor in random_mlp(rows, 16, 32))
+        torch._dynamo.mark_dynamic(x_ND, 0)
+        x_ND.requires_grad_(backward)
+        out_ND = run(x_ND, up_FD, down_DF)
+        expected_ND = train_gpt.mlp_plain(x_ND, up_FD, down_DF, 0.5)
+        torch.testing.assert_close(out_ND, expected_ND, rtol=1e-4, atol=1e-4)
+        if backward:
+            out_ND.sum().backward()
+    assert len(graphs) == 1 + backward
+
+
 @pytest.mark.parametrize("form", [pytest.param("mlp_fused", marks=needs_runnable_kernels), "mlp_manual"])
 def test_frozen_matrices_of_the_mlp_get_no_gradients(form: str) -> None:
     """Where adapters learn, the input's gradient is as ever, and no product is spent on the matrices."""
