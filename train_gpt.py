@@ -3081,7 +3081,10 @@ if triton is not None:
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
-    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N)."""
+    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N).
+
+    ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
+    """
     a = a_MK.contiguous()
     b = b_NK.contiguous()
     device = a.device
@@ -3538,6 +3541,14 @@ def both_passes(function: Callable[..., Tensor], inputs: list[Tensor], rest: tup
     return [out, *gradients]
 
 
+class Chosen(NamedTuple):
+    """The form that a run computes with."""
+
+    name: str
+    function: Callable[..., Tensor]
+    line: str  # for the log: which forms were tried, and what came of each
+
+
 # Relative to the largest value: bfloat16 has 8 bits, and errors add up along a row.
 MAX_FORM_ERROR = 0.03
 
@@ -3549,8 +3560,8 @@ def first_that_agrees(
     inputs: list[Tensor],
     exact: list[Tensor],
     machine: Machine,
-) -> tuple[Callable[..., Tensor], str]:
-    """The first form that compiles, launches and agrees with `exact` on all ranks; and a line for the log.
+) -> Chosen:
+    """The first form that compiles, launches and agrees with `exact` on all ranks, which call it together.
 
     asked: the setting and its value. inputs: tensors with gradients, of the real shape. exact: output and
     gradients by the plain form, possibly for the first rows only. Raises ConfigError if no form agrees.
@@ -3578,7 +3589,7 @@ def first_that_agrees(
         tried.append(f"{name} {worst_message}")
         if worst_error <= MAX_FORM_ERROR:
             setting = asked.split("=")[0].lower()
-            return form.function, f"{setting}:{name} tried: {' | '.join(tried)}"
+            return Chosen(name, form.function, f"{setting}:{name} tried: {' | '.join(tried)}")
     raise ConfigError(f"{asked}: {' | '.join(tried)}; set auto, or lower MICRO_BATCH_TOKENS")
 
 
@@ -3601,19 +3612,23 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
     `auto` tries them in the order of the speed they are known for; `benchmarks/kernels.py` times them.
     Raises ConfigError for one that was asked for and fails.
     """
-    attend, attention_line = choose_attention(c, machine)
-    mlp_name, mlp_line = choose_mlp(c, machine)
-    heads_name, heads_line = choose_heads(c, machine)
-    loss_name, loss_lines = choose_loss(c, machine)
-    name = attention_line.removeprefix("attention:").split()[0]
+    attention = choose_attention(c, machine)
+    mlp = choose_mlp(c, machine)
+    heads = choose_heads(c, machine)
+    loss = choose_loss(c, machine)
+    report = [attention.line, mlp.line, heads.line]
+    if loss is not None:
+        report.append(loss.line)
+    report += slow_attention(attention.name, c, machine)
+    manual_loss = loss is not None and loss.name == "manual"
     return Kernels(
-        attend,
-        mlp={"kernel": mlp_fused, "manual": mlp_manual, "plain": mlp_plain}[mlp_name],
-        heads={"kernel": heads_fused, "manual": heads_manual, "plain": heads_plain}[heads_name],
-        xsa=xsa_fused if heads_name == "kernel" else xsa_plain,
-        norm=rms_norm_manual if loss_name == "manual" else rms_norm,
-        cross_entropy=cross_entropy_manual if loss_name == "manual" else cross_entropy_plain,
-        report=[attention_line, mlp_line, heads_line, *loss_lines, *slow_attention(name, c, machine)],
+        attend=attention.function,
+        mlp=mlp.function,
+        heads={"kernel": heads_fused, "manual": heads_manual, "plain": heads_plain}[heads.name],
+        xsa=xsa_fused if heads.name == "kernel" else xsa_plain,
+        norm=rms_norm_manual if manual_loss else rms_norm,
+        cross_entropy=cross_entropy_manual if manual_loss else cross_entropy_plain,
+        report=report,
     )
 
 
@@ -3634,8 +3649,8 @@ def slow_attention(name: str, c: Config, machine: Machine) -> list[str]:
 MATH_ATTENTION_BYTES = 1 << 30
 
 
-def choose_attention(c: Config, machine: Machine) -> tuple[Callable[..., Tensor], str]:
-    """The attention of this machine, and the line that tells why; as `choose_kernels`."""
+def choose_attention(c: Config, machine: Machine) -> Chosen:
+    """The attention of this machine; as `choose_kernels`."""
     # Queries, keys and values of one micro-batch, with a document border in every 256 tokens or so.
     shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
@@ -3668,7 +3683,7 @@ def form_names(setting: str, c: Config, machine: Machine) -> list[str]:
     """The forms to try for the value of FUSED_MLP or FUSED_HEADS, in order."""
     if setting == "1":
         return ["kernel"]
-    if setting == "auto" and machine.on_gpu:
+    if setting == "auto" and machine.on_gpu and c.manual_backward != "1":
         return ["kernel", "plain"]
     return manual_names(c, machine)
 
@@ -3683,22 +3698,8 @@ def manual_names(c: Config, machine: Machine) -> list[str]:
     return ["plain"]
 
 
-def choose_form(
-    asked: str,
-    names: list[str],
-    forms: dict[str, Form],
-    inputs: list[Tensor],
-    exact: list[Tensor],
-    machine: Machine,
-) -> tuple[str, str]:
-    """The name of the form that is taken, and the line that tells why; as `first_that_agrees`."""
-    chosen, line = first_that_agrees(asked, names, lambda name: forms[name], inputs, exact, machine)
-    (name,) = [name for name in names if forms[name].function is chosen]
-    return name, line
-
-
-def choose_mlp(c: Config, machine: Machine) -> tuple[str, str]:
-    """The form of the MLP, and the line that tells why; as `choose_kernels`."""
+def choose_mlp(c: Config, machine: Machine) -> Chosen:
+    """The form of the MLP; as `choose_kernels`."""
     # Input, up and down matrix, of real sizes.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     sizes = [(c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)]
@@ -3710,11 +3711,12 @@ def choose_mlp(c: Config, machine: Machine) -> tuple[str, str]:
         "plain": Form(mlp_plain, (c.leaky_slope,)),
     }
     names = form_names(c.fused_mlp, c, machine)
-    return choose_form(f"FUSED_MLP={c.fused_mlp}", names, forms, tensors, exact, machine)
+    asked = f"FUSED_MLP={c.fused_mlp}"
+    return first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
 
 
-def choose_heads(c: Config, machine: Machine) -> tuple[str, str]:
-    """The form of what stands before and after attention, and why; as `choose_kernels`."""
+def choose_heads(c: Config, machine: Machine) -> Chosen:
+    """The form of what stands before and after attention, whose function is both; as `choose_kernels`."""
     # What the projection makes of a micro-batch, the gains, and the gates.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
@@ -3737,17 +3739,18 @@ def choose_heads(c: Config, machine: Machine) -> tuple[str, str]:
     }
     exact = both_passes(forms["plain"].function, tensors, (rotary,))
     names = form_names(c.fused_heads, c, machine)
-    return choose_form(f"FUSED_HEADS={c.fused_heads}", names, forms, tensors, exact, machine)
+    asked = f"FUSED_HEADS={c.fused_heads}"
+    return first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
 
 
 LOSS_CHECK_TOKENS = 256  # as many as show whether a loss is right; those of a batch would take GBs
 
 
-def choose_loss(c: Config, machine: Machine) -> tuple[str, list[str]]:
-    """The form of the last norm and the loss, which other norms have too, and why; as `choose_kernels`."""
+def choose_loss(c: Config, machine: Machine) -> Chosen | None:
+    """The form of all norms and of the loss; None: the plain one, nothing is tried; as `choose_kernels`."""
     names = manual_names(c, machine)
     if names == ["plain"]:
-        return "plain", []
+        return None
     # Hidden states and the head.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     tensors = [normal(LOSS_CHECK_TOKENS, c.model_dim), normal(c.vocab_size, c.model_dim)]
@@ -3767,8 +3770,7 @@ def choose_loss(c: Config, machine: Machine) -> tuple[str, list[str]]:
     }
     exact = both_passes(forms["plain"].function, tensors, ())
     asked = f"MANUAL_BACKWARD={c.manual_backward}"
-    name, line = choose_form(asked, names, forms, tensors, exact, machine)
-    return name, [line]
+    return first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
 
 
 def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:

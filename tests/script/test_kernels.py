@@ -365,10 +365,11 @@ def first_of(
 
     inputs = [torch.tensor([[1.0, -4.0], [2.0, 3.0]])]
     exact = train_gpt.both_passes(twice, inputs, ())
-    function, line = train_gpt.first_that_agrees(
+    chosen = train_gpt.first_that_agrees(
         "FORM=auto", list(names), load, inputs, exact, machine or train_gpt.Machine()
     )
-    return function, line, tried
+    assert forms[chosen.name] is chosen.function
+    return chosen.function, chosen.line, tried
 
 
 def test_the_order_decides_and_what_comes_after_is_not_tried() -> None:
@@ -427,6 +428,13 @@ def test_on_a_gpu_auto_takes_the_kernel_and_0_and_1_are_obeyed(asked: str, form:
     name, line = chosen(CallsItselfGpu(), fused_mlp=asked)
     assert name == form
     assert line.startswith(f"fused_mlp:{form} tried: {form} error:") and "|" not in line
+
+
+def test_derivatives_by_hand_are_taken_on_a_gpu_where_they_are_asked_for() -> None:
+    config = dataclasses.replace(SMALL, manual_backward="1")
+    kernels = train_gpt.choose_kernels(config, CallsItselfGpu())
+    assert kernels.mlp is train_gpt.mlp_manual and kernels.heads is train_gpt.heads_manual
+    assert kernels.norm is train_gpt.rms_norm_manual
 
 
 @needs_runnable_kernels

@@ -786,7 +786,7 @@ def test_forms_for_cpus_pass_their_own_check(dtype: torch.dtype, monkeypatch: py
     compiled = Machine(dtype=dtype, compiled=True)
     assert train_gpt.manual_names(tiny(), compiled) == ["plain"]
     monkeypatch.setattr(train_gpt, "MATH_ATTENTION_BYTES", 1000)
-    assert train_gpt.choose_attention(tiny(), Machine(dtype=dtype))[0] is train_gpt.attention_sdpa
+    assert train_gpt.choose_attention(tiny(), Machine(dtype=dtype)).function is train_gpt.attention_sdpa
 
 
 def test_a_cpu_compiles_what_trains_and_not_what_scores() -> None:
