@@ -2995,8 +2995,8 @@ if triton is not None:
         BACKWARD: tl.constexpr, HAS_OWN: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
         HALF: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One head of some tokens. Forward reads qkv and writes queries and keys; backward reads qkv and the
-        # gradients of queries, keys and values, and writes those of qkv and, for each token, of the gain.
+        # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
+        # gradients in q, k, v and own_v, and writes those of qkv and, for each token, of the gain.
         head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -3017,11 +3017,12 @@ if triton is not None:
                 own = q + (row * H + head) * E
             else:
                 own = k + (row * K + head - H) * E
-            # The reciprocal root mean square and the gain of a row.
+            # One over the root mean square of each row, and the gain of the head; keys have a gain of one.
             x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
-            root = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
-            sharp = tl.load(gain + tl.minimum(head, H - 1)).to(tl.float32)
-            sharp = tl.where(head < H, sharp, 1.0)
+            inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
+            head_gain = tl.load(gain + tl.minimum(head, H - 1)).to(tl.float32)
+            head_gain = tl.where(head < H, head_gain, 1.0)
+            scale = (inverse * head_gain)[:, None]
             # The partner of a channel in the rotation, and the rotation of this position; others stay.
             turned = inside & (channel < 2 * HALF)
             first = channel < HALF
@@ -3034,13 +3035,13 @@ if triton is not None:
                 d = tl.load(own + channel, inside, 0.0).to(tl.float32) * cos
                 d -= tl.load(own + partner, turned, 0.0).to(tl.float32) * sin
                 along = tl.sum(d * x, 1)
-                d_x = (root * sharp)[:, None] * (d - x * (root * root * along / E)[:, None])
+                d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x.to(d_qkv.dtype.element_ty), inside)
                 if head < H:
-                    tl.store(d_gain + token * H + head, along * root, token < tokens)
+                    tl.store(d_gain + token * H + head, along * inverse, token < tokens)
             else:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
-                out = (x * cos + x_partner * sin) * (root * sharp)[:, None]
+                out = (x * cos + x_partner * sin) * scale
                 tl.store(own + channel, out.to(q.dtype.element_ty), inside)
 
     @triton.jit
@@ -3166,14 +3167,21 @@ def launch_heads(
     qkv_BTNE, gain_H, rotary = (operand.contiguous() for operand in operands)
     B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
-    heads = N if gradients else (N + H) // 2  # forward leaves the values alone
-    # What one direction does not have is never read: any tensor stands in its place.
-    pointers = [*parts, parts[-1]][:3]
+    K = (N - H) // 2
+    backward = len(gradients) > 0
+    if backward:
+        q, k, v = parts
+        d_qkv, d_gain = gradients
+        heads = N
+    else:
+        q, k = parts
+        # Forward leaves the values alone. What it does not have is not read: any tensor stands in its place.
+        v = d_qkv = d_gain = k
+        heads = H + K
+    has_own = own_v is not None
     heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), heads)](
-        qkv_BTNE, gain_H, rotary, *pointers, parts[-1] if own_v is None else own_v,
-        *(gradients or parts[:2]), B * T, T, RMS_NORM_EPS,
-        BACKWARD=bool(gradients), HAS_OWN=own_v is not None,
-        H=H, K=(N - H) // 2, E=E, HALF=rotary.size(-1),
+        qkv_BTNE, gain_H, rotary, q, k, v, own_v if has_own else v, d_qkv, d_gain, B * T, T, RMS_NORM_EPS,
+        BACKWARD=backward, HAS_OWN=has_own, H=H, K=K, E=E, HALF=rotary.size(-1),
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
 
 
@@ -3244,21 +3252,33 @@ def heads_fused(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
 
 
 def launch_xsa(operands: list[Tensor], results: list[Tensor]) -> None:
-    """Run `xsa_kernel`: y, v, gate and, backward, the gradient of the output; into the results."""
-    y_BTHE, v_BTKE, gate_BTH, *rest = operands
-    # The values lie between the other heads of a token: they are read where they are.
-    if v_BTKE.stride()[2:] != (v_BTKE.size(3), 1) or v_BTKE.stride(0) != v_BTKE.size(1) * v_BTKE.stride(1):
-        v_BTKE = v_BTKE.contiguous()
-    operands = [y_BTHE.contiguous(), v_BTKE, *(operand.contiguous() for operand in (gate_BTH, *rest))]
+    """Run `xsa_kernel`.
+
+    Forward: operands are y, v and gate, the result is the output. Backward: the gradient of the output is one
+    more operand, and the results are the gradients of the other three.
+    """
+    y_BTHE, v_BTKE, gate_BTH = operands[:3]
     B, T, H, E = y_BTHE.shape
     K = v_BTKE.size(2)
+    # The values lie between the other heads of a token, and are read there: tokens must be evenly spaced, and
+    # the heads of a token side by side.
+    evenly = v_BTKE.stride(0) == T * v_BTKE.stride(1)
+    side_by_side = v_BTKE.stride()[2:] == (E, 1)
+    if not (evenly and side_by_side):
+        v_BTKE = v_BTKE.contiguous()
+    y_BTHE = y_BTHE.contiguous()
+    gate_BTH = gate_BTH.contiguous()
+    # What one direction does not have is neither read nor written: any tensor stands in its place.
     backward = len(operands) == 4
-    # What one direction does not have is never read: any tensor stands in its place.
-    out = operands[0] if backward else results[0]
-    d_out = operands[-1]
-    d_results = results if backward else [y_BTHE] * 3
+    if backward:
+        out = y_BTHE
+        d_out = operands[3].contiguous()
+        d_y, d_v, d_gate = results
+    else:
+        (out,) = results
+        d_out = d_y = d_v = d_gate = y_BTHE
     xsa_kernel[(triton.cdiv(B * T, HEAD_ROWS), K)](
-        *operands[:3], out, d_out, *d_results, B * T, v_BTKE.stride(1), XSA_MIN_SQUARE,
+        y_BTHE, v_BTKE, gate_BTH, out, d_out, d_y, d_v, d_gate, B * T, v_BTKE.stride(1), XSA_MIN_SQUARE,
         BACKWARD=backward, K=K, GROUPS=H // K, E=E,
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
 
@@ -3804,7 +3824,6 @@ POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
 )
 FIXED_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan et al., Muon
 
-
 Quintic = tuple[float, float, float]  # a, b, c of a·x + b·x³ + c·x⁵, for every singular value x
 
 
@@ -4017,12 +4036,12 @@ class Optimizer:
 
     def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C)."""
+        c = self.config
         buffer.mul_(momentum).add_(gradient)
         # Nesterov: as if the next step's momentum were already in.
         update = gradient.add_(buffer, alpha=momentum)
-        if self.config.muon_row_normalize:
+        if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-        c = self.config
         dtype = self.machine.orthogonalize_dtype
         return self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, dtype)
 
@@ -4181,7 +4200,8 @@ class Ledger:
                              "its score: each is scored once")
         finite = np.isfinite(nats)
         if not finite.all():
-            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite")
+            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite: weights have "
+                             "diverged, in training or while the text was learnt; lower that learning rate")
         self._nats[start:stop] = nats
         self.scored += len(nats)
 
@@ -4467,8 +4487,9 @@ class ProgressReport:
         self.name = name
         self.every = every
         self.batch_tokens = batch_tokens
+        self.targets = 0  # that this rank scores; 0: all, as the ranks score them together
         self.told = 0  # how many times `every` had been scored when the last line was printed
-        self.done = 0.0  # share of all chunks
+        self.done = 0.0  # share of this rank's work
         self.start = time.perf_counter()
         self.told_at = self.start
 
@@ -4476,10 +4497,8 @@ class ProgressReport:
         """Log a line after some chunks, and after the last. number: of the chunk, among so many."""
         if self.every == 0:
             return
-        targets = len(ledger.nats)
-        # One of several ranks may have the scores of its own documents alone, until the end.
-        self.done = max(ledger.scored / targets, (number + 1) / chunks)
-        if self._reached(ledger) > self.told or ledger.scored == targets:
+        self.done = max(self._scored_share(ledger), (number + 1) / chunks)
+        if self._reached(ledger) > self.told or ledger.scored == len(ledger.nats):
             self._log(ledger)
 
     def still_at_work(self, ledger: Ledger, under_way: int = 0) -> None:
@@ -4488,14 +4507,18 @@ class ProgressReport:
         under_way: targets of the chunk that the device has been given, and that are not in the ledger yet.
         """
         if self.every != 0 and time.perf_counter() - self.told_at >= SILENT_SECONDS:
-            self.done = max(self.done, (ledger.scored + under_way) / len(ledger.nats))
+            self.done = max(self.done, self._scored_share(ledger, under_way))
             self._log(ledger)
+
+    def _scored_share(self, ledger: Ledger, under_way: int = 0) -> float:
+        """Share of this rank's targets; in the end the ledger has those of the others as well."""
+        return min(1.0, (ledger.scored + under_way) / (self.targets or len(ledger.nats)))
 
     def _reached(self, ledger: Ledger) -> int:
         """How many times `every` has been scored: there is a line for each of them."""
         interval = self.every * self.batch_tokens
         if self.every < 0:
-            interval = math.ceil(len(ledger.nats) / 20)
+            interval = math.ceil((self.targets or len(ledger.nats)) / 20)
         return ledger.scored // interval
 
     def _log(self, ledger: Ledger) -> None:
@@ -4517,6 +4540,7 @@ class WindowScorer:
     def __init__(
         self, model: GPT, tokens: np.ndarray, config: Config, stride: int, chunk_tokens: int, looping: bool
     ) -> None:
+        """tokens: 1-D ids. stride, chunk_tokens: targets. looping: as in `GPT.forward`."""
         self.model = model
         self.machine = model.machine
         self.looping = looping
@@ -4825,7 +4849,7 @@ class DocumentScorer:
         return [longest_first[at : at + size] for at in range(0, len(longest_first), size)]
 
     def batches_of_rank(self) -> list[np.ndarray]:
-        """Those of this rank. Each batch goes to the rank that has least to do, before anything is scored."""
+        """The batches of this rank: each goes to the one with least to do, before anything is scored."""
         loads = np.zeros(self.machine.world_size)
         mine = []
         for batch in self.batches():
@@ -4950,6 +4974,7 @@ def score_documents(
     scorer = DocumentScorer(frozen, tokens, config, ledger)
     batches = scorer.batches_of_rank()
     if progress:
+        progress.targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
         scorer.after_chunk = functools.partial(progress.still_at_work, ledger)
     for number, batch in enumerate(batches):
         scorer.score(batch)
