@@ -4200,8 +4200,8 @@ class Ledger:
                              "its score: each is scored once")
         finite = np.isfinite(nats)
         if not finite.all():
-            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite: weights have "
-                             "diverged, in training or while the text was learnt; lower that learning rate")
+            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite: weights "
+                             "diverged, in training or in learning from the text; lower that learning rate")
         self._nats[start:stop] = nats
         self.scored += len(nats)
 
