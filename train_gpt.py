@@ -4605,6 +4605,14 @@ class WindowScorer:
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
 
 
+def unlearned_scorer(
+    model: GPT, tokens: np.ndarray, config: Config, stride: int, looping: bool = True
+) -> WindowScorer:
+    """The scorer of weights that stay as they are: one for the score, and for what is compiled before."""
+    # Chunks bound nothing here but how often there is something to report.
+    return WindowScorer(model, tokens, config, stride, 32 * config.val_pass_tokens, looping)
+
+
 def score_sliding(
     model: GPT, tokens: Any, config: Config, progress: ProgressReport | None = None, looping: bool = True
 ) -> Ledger:
@@ -4613,9 +4621,7 @@ def score_sliding(
     tokens: 1-D ids. looping: whether the extra passes run, as in `GPT.forward`. All ranks get one ledger.
     """
     ledger = Ledger(tokens)
-    # Chunks bound nothing here but how often there is something to report.
-    chunk_tokens = 32 * config.val_pass_tokens
-    scorer = WindowScorer(model, tokens, config, config.eval_stride, chunk_tokens, looping)
+    scorer = unlearned_scorer(model, tokens, config, config.eval_stride, looping)
     if progress:
         scorer.after_batch = functools.partial(progress.still_at_work, ledger)
     for number, chunk in enumerate(scorer.chunks):
@@ -4911,10 +4917,11 @@ class DocumentScorer:
         # One document a row.
         row_starts = np.arange(0, ids_BT.size + 1, len(places_T), dtype=np.int32)
         starts = to_device(row_starts, self.device)
-        torch._dynamo.mark_dynamic(starts, 0)
-        visits = adapters.of_visits(chunk.rows)
         inputs_BT = to_device(ids_BT, self.device)
+        # Or torch recompiles for every number of documents and every length. "Maybe": a single row stays one.
+        torch._dynamo.mark_dynamic(starts, 0)
         torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
+        visits = adapters.of_visits(chunk.rows)
         # All windows have the rotary base of the longest ones, so that adapters learn of one geometry.
         longest = self.config.eval_length
         hidden_BTD = self.forward(self.model, inputs_BT, starts, True, None, visits, longest)
@@ -4999,10 +5006,9 @@ def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
     # Every rank compiles for itself, so each scores as if it were alone: one batch does not go round.
     alone = copy.deepcopy(model)
     alone.machine = replace(model.machine, rank=0, world_size=1)
-    chunk_tokens = 32 * config.val_pass_tokens
-    scorers = [WindowScorer(alone, wordless, config, config.eval_length, chunk_tokens, True)]
+    scorers = [unlearned_scorer(alone, wordless, config, config.eval_length)]
     if config.eval_stride:
-        scorers.append(WindowScorer(alone, wordless, config, config.eval_stride, chunk_tokens, True))
+        scorers.append(unlearned_scorer(alone, wordless, config, config.eval_stride))
     if config.ttt_enabled and config.ttt_mode == "lora":
         # Documents of 4, 2, 1 and 1 chunks, in pairs: with gradients and without, one row and several.
         half = max(1, config.eval_length // 2)
@@ -5014,7 +5020,8 @@ def compile_evaluation(model: GPT, config: Config, tokens: np.ndarray) -> None:
         learner = copy.deepcopy(model)
         made_up = np.full(config.ttt_chunk_tokens + 1, BOS_ID + 1, np.uint16)
         sgd = torch.optim.SGD(learner.parameters(), lr=0.0, momentum=config.ttt_momentum)
-        learn(learner, sgd, made_up, replace(config, ttt_epochs=1))  # together, as its batches are shared out
+        # All ranks together, as they share out its batches; then each alone again.
+        learn(learner, sgd, made_up, replace(config, ttt_epochs=1))
         learner.machine = alone.machine
         scorers.append(
             WindowScorer(learner, wordless, config, config.eval_stride, config.ttt_chunk_tokens, True))
