@@ -3,6 +3,9 @@
 `make docs` writes RESULTS.md anew from the files, and so does a benchmark that is started with --keep.
 A benchmark has a TITLE and `tables(measured)`, a pure function from its raw figures to lines of Markdown. A
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
+
+results/release.json names a version and the train_gpt.py that is it; the figures beside it are of that file.
+Those of scripts before it lie in results/earlier/: what was tried on the way, and not measured again.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from tools.markdown import Block, refresh
 from tools.runs.writing import write_text
 
 FOLDER = REPO / "benchmarks" / "results"
+RELEASE = "release.json"
+EARLIER = "earlier"
 PAGE = REPO / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- measured:begin (make docs) -->", "<!-- measured:end -->"
 
@@ -47,9 +52,14 @@ def commit() -> str:
     return f"{name}-dirty" if changed else name
 
 
+def script_hash() -> str:
+    """SHA-256 of train_gpt.py as it is."""
+    return hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()
+
+
 def conditions() -> dict[str, Any]:
     """Machine, versions, commit and date; take them before a measurement, which is what loads the machine."""
-    script = hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()[:12]
+    script = script_hash()[:12]
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "processor": processor(), "cores": os.cpu_count(),
         "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
@@ -69,17 +79,55 @@ def described(at: dict[str, Any]) -> str:
     )
 
 
-def section(result: dict[str, Any]) -> str:
-    """One section of RESULTS.md."""
+def section(result: dict[str, Any], of: str = "") -> str:
+    """One section of RESULTS.md; of: what distinguishes it from others of the same benchmark."""
     benchmark = importlib.import_module(f"benchmarks.{result['benchmark']}")
+    title = benchmark.TITLE + (f": {of}" if of else "")
     lines = benchmark.tables(result["measured"])
-    return "\n".join([f"## {benchmark.TITLE}", "", described(result["conditions"]), "", *lines, ""])
+    return "\n".join([f"## {title}", "", described(result["conditions"]), "", *lines, ""])
+
+
+def stored(folder: Path) -> dict[str, dict[str, Any]]:
+    """All measurements of a folder by the names of their files, which sort them."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name != RELEASE:
+            found[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def latest(name: str) -> dict[str, Any]:
+    """A measurement of the release, or of before it; KeyError where there is none."""
+    return {**stored(FOLDER / EARLIER), **stored(FOLDER)}[name]
+
+
+def sections(folder: Path) -> list[str]:
+    """A section for each measurement of a folder."""
+    return [section(result, name.partition("-")[2]) for name, result in stored(folder).items()]
+
+
+def release() -> dict[str, str]:
+    """version, commit and script (the SHA-256 of train_gpt.py) of what the figures are of."""
+    named: dict[str, str] = json.loads((FOLDER / RELEASE).read_text(encoding="utf-8"))
+    return named
 
 
 def page() -> str:
-    """All sections of RESULTS.md, from the files of results/ in the order of their names."""
-    stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))]
-    return "\n".join(section(result) for result in stored)
+    """The generated part of RESULTS.md: figures of the release, then those of scripts before it."""
+    of = release()
+    lines = [
+        f"# Version {of['version']}", "",
+        f"Measured with train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`.", "",
+        *sections(FOLDER),
+    ]  # fmt: skip
+    if stored(FOLDER / EARLIER):
+        lines += [
+            "# Before it", "",
+            "What was tried on the way, each with the script of its day, whose hash stands with it; not "
+            "measured again.", "",
+            *sections(FOLDER / EARLIER),
+        ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def block() -> Block:
@@ -90,7 +138,7 @@ def block() -> Block:
 def finish(name: str, before: dict[str, Any], measured: dict[str, Any], keep: bool) -> None:
     """Print a benchmark's section; with `keep` store it as results/NAME.json and write RESULTS.md anew."""
     text = json.dumps({"benchmark": name.split("-")[0], "conditions": before, "measured": measured}, indent=1)
-    print(section(json.loads(text)))
+    print(section(json.loads(text), name.partition("-")[2]))
     if keep:
         write_text(FOLDER / f"{name}.json", text + "\n")
         refresh(block())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,17 +40,42 @@ def test_the_page_follows_from_the_raw_figures() -> None:
 
 
 def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
-    stored = [json.loads(path.read_text(encoding="utf-8")) for path in results.FOLDER.glob("*.json")]
+    folders = (results.FOLDER, results.FOLDER / results.EARLIER)
+    stored = [one for folder in folders for one in results.stored(folder).values()]
     sections = re.findall(r"^## .+\n\n(.+)$", results.page(), re.MULTILINE)
     assert stored and sorted(sections) == sorted(results.described(one["conditions"]) for one in stored)
     for one in stored:
         assert one["measured"] and re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", one["conditions"]["commit"])
 
 
+def test_no_two_sections_have_one_title() -> None:
+    titles = re.findall(r"^##? .+$", results.page(), re.MULTILINE)
+    assert len(titles) == len(set(titles)) and "Modelled" in " ".join(titles)
+
+
+def test_every_figure_is_of_the_release() -> None:
+    """Of the script that the release names, whatever the working file is by now."""
+    script = results.release()["script"]
+    assert re.fullmatch("[0-9a-f]{64}", script)
+    of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}
+    assert set(of.values()) <= {script[:12]}, of
+    for name, one in results.stored(results.FOLDER / results.EARLIER).items():
+        assert one["conditions"]["script"] != script[:12], name
+
+
+def test_the_commit_of_the_release_holds_its_script(repo: Path) -> None:
+    """Where the history is there; an unpacked archive has none."""
+    release = results.release()
+    show = ["git", "show", f"{release['commit']}:train_gpt.py"]
+    shown = subprocess.run(show, cwd=repo, capture_output=True, check=False)
+    if shown.returncode != 0:
+        pytest.skip("the commit of the release is not in this copy's history")
+    assert hashlib.sha256(shown.stdout).hexdigest() == release["script"]
+
+
 @pytest.mark.parametrize("data", ["fineweb_sample_sp1024", "mixed_text_sp8192"])
 def test_the_default_beats_the_baseline_as_the_readme_says(data: str) -> None:
-    stored = json.loads((results.FOLDER / f"ablation-{data}-240s.json").read_text(encoding="utf-8"))
-    rows = stored["measured"]["rows"]
+    rows = results.latest(f"ablation-{data}-240s")["measured"]["rows"]
     scores = {name: {run["seed"]: run["val_bpb"] for run in runs} for name, runs in rows.items()}
     default, baseline = scores["default stack"], scores["upstream_baseline"]
     assert len(default) == 3 and default.keys() == baseline.keys()
@@ -60,6 +87,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
     monkeypatch.setattr(results, "PAGE", tmp_path / "RESULTS.md")
     results.PAGE.write_text(f"{results.BEGIN}\n{results.END}\n")
+    (tmp_path / "results").mkdir()
+    release = {"version": "0", "commit": "0000000", "script": "0" * 64}
+    (tmp_path / "results" / results.RELEASE).write_text(json.dumps(release))
     return tmp_path
 
 
@@ -94,7 +124,7 @@ def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(empty
 def test_what_is_not_kept_is_only_printed(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results.finish("coder", results.conditions(), measured_coder(), keep=False)
     assert "## Entropy coder" in capsys.readouterr().out
-    assert [path.name for path in empty.iterdir()] == ["RESULTS.md"]
+    assert [path.name for path in (empty / "results").iterdir()] == [results.RELEASE]
     assert "Entropy coder" not in (empty / "RESULTS.md").read_text()
 
 

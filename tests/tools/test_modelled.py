@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_pass_takes_no_less_than_its_launches_and_scales_with_its_rows() -> No
 
 def test_the_modelled_page_keeps_its_bars() -> None:
     """Of what is stored: evaluation with test-time training, and its table next to the words that say so."""
-    stored = json.loads((results.FOLDER / "modelled.json").read_text(encoding="utf-8"))["measured"]
+    stored = results.latest("modelled")["measured"]
     assert sum(phase.seconds for phase in modelled.evaluation(stored)) <= 120
     plain, looped, *_ = stored["steps"]
     assert modelled.milliseconds(looped, 0.65) <= 96 and looped["moved_bytes"] <= 200e9
