@@ -3,7 +3,7 @@
     python benchmarks/ttt.py cost --data DIR [--config FILE] [--census FILE.json]
     python benchmarks/ttt.py measure --data DIR --tokenizer FILE --store DIR [--seeds 42 1337 2025]
         [--steps 400] [--documents 0] [--only "round trip" "LoRA"] [--sweep NAME=V1/V2 …] [--set NAME=VALUE …]
-    python benchmarks/ttt.py table --store DIR [--keep]
+    python benchmarks/ttt.py table --store DIR [--keep NAME]
 
 `measure` trains one small model a seed for a fixed number of steps, at contexts of 512 tokens, and scores its
 averaged weights, before any quantization, on the first documents of the validation text (0: on all). What is
@@ -316,7 +316,7 @@ def main() -> None:
     counting.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings over it")
     printing = verbs.add_parser("table")
     printing.add_argument("--store", type=Path, required=True)
-    printing.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+    printing.add_argument("--keep", metavar="NAME", help="store as results/ttt-NAME.json and in RESULTS.md")
     arguments = parser.parse_args()
     if arguments.verb == "measure":
         measure(arguments)
@@ -324,8 +324,14 @@ def main() -> None:
         cost(arguments)
     else:
         torch.set_num_threads(1)
+        conditions = results.conditions()
         measured = {"scores": stored(arguments.store)}
-        results.finish("ttt", results.conditions(), measured, arguments.keep)
+        others = {score["script"] for score in measured["scores"]} - {conditions["script"]}
+        if others:
+            raise SystemExit(f"{arguments.store} has scores of train_gpt.py {', '.join(others)}, this one is "
+                             f"{conditions['script']}: print their table with that script")
+        name = f"ttt-{arguments.keep}" if arguments.keep else "ttt"
+        results.finish(name, conditions, measured, bool(arguments.keep))
 
 
 if __name__ == "__main__":

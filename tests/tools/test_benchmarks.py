@@ -23,6 +23,7 @@ from benchmarks import (
     caseops,
     coder,
     paired,
+    picture,
     readout,
     results,
     speed,
@@ -519,3 +520,30 @@ def test_the_default_read_out_is_that_of_the_optimizer(
                 "default_decay": 0.95, "runs": [{"seed": 7, "scores": scores}]}  # fmt: skip
     lines = readout.tables(measured)
     assert f"| 1 of decay 0.95 | {expected:.4f} | - |" in "\n".join(lines)
+
+
+def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = [{"seed": 1, "val_bpb": 2.5}, {"seed": 2, "val_bpb": 2.6}]
+    ours = [{"seed": 2, "val_bpb": 2.25}, {"seed": 1, "val_bpb": 2.0}]
+    scores: list[dict[str, Any]] = []
+    for place, row in enumerate(ttt.ROWS):
+        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place})
+    scores.append({"row": "SGD", "documents": 100, "bits_per_byte": 9.0})  # of a part of the text: not shown
+    stored = {
+        picture.BESIDE: {"measured": {"seconds": 180.0, "rows": {"theirs": theirs, "ours": ours}}},
+        picture.SCORING: {"measured": {"scores": scores}},
+    }
+    monkeypatch.setattr(results, "latest", stored.__getitem__)
+    left, right = picture.draw().axes
+    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.0], [2.6, 2.25]]
+    assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
+    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path / "results.png")])
+    picture.main()
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scores_of_two_scripts_are_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "score-1.json").write_text('{"script": "of another"}')
+    monkeypatch.setattr("sys.argv", ["ttt.py", "table", "--store", str(tmp_path)])
+    with pytest.raises(SystemExit, match="of another"):
+        ttt.main()

@@ -1,0 +1,74 @@
+"""results.png, the picture of README: drawn from the raw figures of results/, like the tables of RESULTS.md.
+
+    python -m benchmarks.picture [--out benchmarks/results.png]
+
+Left: a public script and this one after the same seconds of one thread, a line for each seed. Right: the ways
+of scoring the same weights, a point for each seed. The lower, the better.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import results, ttt
+
+BESIDE = "beside-fineweb_sample_sp1024-180s"
+SCORING = "ttt-fineweb_sample_sp1024"
+OUT = Path(__file__).with_name("results.png")
+SIZE_INCHES = (9.0, 3.6)
+SIDES = {"theirs": "the challenge's\nown script", "ours": "this one"}
+
+
+def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
+    """Bits per byte of both scripts, joined seed by seed."""
+    rows = measured["rows"]
+    theirs = {run["seed"]: run["val_bpb"] for run in rows["theirs"]}
+    for run in rows["ours"]:
+        if run["seed"] in theirs:
+            axes.plot([0, 1], [theirs[run["seed"]], run["val_bpb"]], "o-", label=f"seed {run['seed']}")
+    axes.set_xticks([0, 1], list(SIDES.values()))
+    axes.set_xlim(-0.4, 1.4)
+    axes.set_title(f"after {measured['seconds']:g} s of training on one core", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
+    """Bits per byte of the same weights, by each way of scoring all documents."""
+    names = [name for name in ttt.ROWS if any(score["row"] == name for score in scores)]
+    for place, name in enumerate(names):
+        found = [s["bits_per_byte"] for s in scores if s["row"] == name and s["documents"] == 0]
+        axes.plot([place] * len(found), found, "o", color="tab:blue", alpha=0.7)
+        axes.annotate(f"{sum(found) / len(found):.3f}", (place, min(found)), (0, -12),
+                      textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+    axes.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names])
+    axes.margins(x=0.15, y=0.25)
+    axes.set_title("the same weights, scored in four ways", fontsize=10)
+
+
+def draw() -> Figure:
+    """The picture, from what is stored."""
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_beside(left, results.latest(BESIDE)["measured"])
+    draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
+    for axes in (left, right):
+        axes.set_ylabel("bits per byte")
+        axes.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    draw().savefig(arguments.out, dpi=110)
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
