@@ -41,7 +41,11 @@ STACKS = {
         "MUON_MOMENTUM_WARMUP_FRAC": str(1500 / PR1493_STEPS),
     },
 }  # fmt: skip
-EVALUATION = {"EVAL_STRIDE": "96", "TTT_ENABLED": "1", "TTT_CHUNK_TOKENS": "9216", "TTT_EPOCHS": "1"}
+EVALUATION = {
+    "EVAL_STRIDE": "96", "TTT_ENABLED": "1",
+    # The ancestors learn by SGD, the default by adapters, at the rate of the demo.
+    "TTT_CHUNK_TOKENS": "9216", "TTT_EPOCHS": "1", "TTT_LORA_LR": "0.003", "TTT_CHUNK_SIZE": "32",
+}  # fmt: skip
 COMMON = {
     **SMALL, "TRAIN_PREFETCH": "1", "WARMUP_STEPS": "2", "ITERATIONS": "1000000", "VAL_LOSS_EVERY": "0",
     "GPTQ_CALIBRATION_BATCHES": "16", "GPTQ_RESERVE_SECONDS": "2", "GPTQ_DAMPING": "0.05",
