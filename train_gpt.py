@@ -48,6 +48,7 @@ import struct
 import sys
 import threading
 import time
+import tokenize
 import traceback
 import zlib
 from collections import deque
@@ -676,10 +677,10 @@ FORMER_NAMES = [
     FormerName("RESUME=auto", "name the run directory to continue"),
     # What is done anyhow, or can be had by other settings.
     FormerName("EMA_ENABLED", "EMA_DECAY averages the weights; EMA_DECAY=0 does not", "1"),
-    FormerName("TTT_FREEZE_BLOCKS", "test-time training updates all weights, so 0 is what is done", "0"),
+    FormerName("TTT_FREEZE_BLOCKS", "all blocks take part in test-time training, so 0 is what is done", "0"),
     FormerName("EMBEDDING_DIM", "embeddings are as wide as the model; leave it out", "MODEL_DIM"),
-    FormerName("CASEOPS_ENABLED", "DATA_PATH and TOKENIZER_PATH name the data, and a byte sidecar beside the "
-               "shards is used; set them, and leave it out", "0"),
+    FormerName("CASEOPS_ENABLED", "DATA_PATH and TOKENIZER_PATH name the data, by default those of CaseOps; "
+               "leave it out, and for plain text set CONFIG=configs/sp8192.env", "1"),
     FormerName("VAL_COPY_STREAM", "no effect on results: VAL_PREFETCH says how validation is copied", "0 1"),
     FormerName("VAL_PREFETCH_QUEUE", "no effect on results: validation is copied whole", "*"),
     FormerName("VAL_BYTECOUNT_DEVICE", "no effect on results: the host counts bytes, once", "cpu cuda"),
@@ -4957,11 +4958,19 @@ class DocumentScorer:
         return self.model.loss_per_token(hidden_BCD.flatten(0, 1), targets_N, added_NV).view(targets_BC.shape)
 
     def exchange(self) -> None:
-        """Give all ranks the scores of all; all ranks call it together."""
-        mine_N = np.nan_to_num(self.ledger.nats)
-        nats_N = torch.from_numpy(mine_N).to(self.device)
-        self.machine.add_up(nats_N)
-        everyones_N = nats_N.cpu().numpy()
+        """Give all ranks the scores of all; all ranks call it together.
+
+        Raises ValueError for a target that no rank has scored, or more than one.
+        """
+        nats_N = self.ledger.nats
+        scored_N = ~np.isnan(nats_N)
+        both_2N = torch.from_numpy(np.stack([np.nan_to_num(nats_N), scored_N])).to(self.device)
+        self.machine.add_up(both_2N)
+        everyones_N, ranks_N = both_2N.cpu().numpy()
+        wrong_N = ranks_N != 1
+        if wrong_N.any():
+            target = int(wrong_N.argmax())
+            raise ValueError(f"target {target} was scored by {ranks_N[target]:.0f} ranks: expected one")
         for begin, length in zip(self.begins, self.lengths, strict=True):
             if np.isnan(self.ledger.nats[begin]):
                 self.ledger.record(int(begin), everyones_N[begin : begin + length])
@@ -5959,18 +5968,58 @@ exec(compile(s,n,"exec"))
 ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
 
 
+def line_numbers(node: ast.expr | ast.stmt) -> range:
+    """The lines of a part of a program, from 1."""
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def bare_source(source: str) -> str:
+    """A program without docstrings, comments and empty lines; all else as it is written.
+
+    Not `ast.unparse` of its tree: Python from 3.12 on writes f-strings that older ones cannot read.
+    """
+    lines = source.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+
+    dropped: set[int] = set()  # numbers of lines, from 1
+    of_text: set[int] = set()  # within strings an empty line has a meaning
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            of_text.update(line_numbers(node))
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first = node.body[0] if node.body else None
+        if first is None or ast.get_docstring(node, clean=False) is None:
+            continue
+        # A docstring that shares its lines with other code stays.
+        numbers = line_numbers(first)
+        before = lines[numbers[0] - 1].encode()[: first.col_offset]
+        after = lines[numbers[-1] - 1].encode()[first.end_col_offset :]
+        if before.strip() or after.strip():
+            continue
+        dropped.update(numbers)
+        if len(node.body) == 1:
+            lines[first.lineno - 1] = before.decode() + "pass"
+            dropped.discard(first.lineno)
+
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        if number not in dropped and (line.strip() or number in of_text):
+            kept.append(line)
+    return "\n".join(kept)
+
+
 @functools.cache
 def shipped_code(source: bytes, mode: str) -> bytes:
     """The script in the form that CODE_BYTES=`mode` ships and counts; wrapped: no comments, no docstrings."""
     already_wrapped = source.startswith(WRAPPER.split("%s")[0].encode())
     if mode == "raw" or already_wrapped:
         return source
-    # The shipped form is the same program: it parses to the same tree but for its texts.
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-    packed = lzma.compress(ast.unparse(tree).encode(), lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
+    bare = bare_source(source.decode())
+    packed = lzma.compress(bare.encode(), lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME)
     text = packed.decode("latin-1").translate(ESCAPES)
     return (WRAPPER % text).encode("latin-1")
 
@@ -6756,6 +6805,9 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     listing = [[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)]
     read = {"code": source, "tokenizer": tokenizer.read_bytes(), "shards": json.dumps(listing).encode()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
+    # The manifest of a data set has the hash of each shard; shards of one's own may have none.
+    manifest = folder / "manifest.json"
+    hashes["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
     alike = {**config.as_env(), **hashes, "torch": torch.__version__}
     alike["bytes of validation text"] = str(validation.bytes_total)
     compare_ranks(alike, machine)

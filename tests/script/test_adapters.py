@@ -296,14 +296,17 @@ def test_batches_are_dealt_before_anything_is_scored_and_evenly() -> None:
 def test_a_rank_tells_how_much_of_its_own_documents_is_scored() -> None:
     """It would say twice the time that is left, if it counted those of its peer."""
 
-    class WithoutPeers(Machine):
+    class WithPeer(Machine):
         def add_up(self, tensor: torch.Tensor) -> None:
-            """The scores of the peer stay zero."""
+            """The peer has scored the rest, and each of it is certain."""
+            nats_N, ranks_N = tensor
+            assert not nats_N[ranks_N == 0].any()
+            ranks_N.fill_(1)
 
     lab = subject(TTT_BATCH_SIZE=1)
     tokens = lab.tokens()
     model = lab.model()
-    model.machine = WithoutPeers(0, 2)
+    model.machine = WithPeer(0, 2)
     mine = scorer_of(lab, tokens, model.machine)
     own_targets = sum(int(mine.lengths[batch].sum()) for batch in mine.batches_of_rank())
     run = probes.RecordingRun()
@@ -313,6 +316,22 @@ def test_a_rank_tells_how_much_of_its_own_documents_is_scored() -> None:
     for line in run.lines:
         seen = int(line.split("tokens_seen:")[1].split()[0])
         assert line.split()[1] == f"{min(1, seen / own_targets):.0%}"
+
+
+@pytest.mark.parametrize("too_many", [0, 2])
+def test_a_target_that_not_one_rank_has_scored_is_an_error(too_many: int) -> None:
+    """Its zero nats would be a perfect score, and the sum of two a wrong one."""
+
+    class WrongPeer(Machine):
+        def add_up(self, tensor: torch.Tensor) -> None:
+            tensor[1].fill_(1)
+            tensor[1, 70] = too_many
+
+    lab = subject(TTT_BATCH_SIZE=1)
+    model = lab.model()
+    model.machine = WrongPeer(0, 2)
+    with pytest.raises(ValueError, match=f"target 70 was scored by {too_many} ranks"):
+        train_gpt.score_documents(model, lab.tokens(), lab.config)
 
 
 def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:

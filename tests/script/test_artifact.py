@@ -26,7 +26,7 @@ import torch
 import train_gpt
 from tests.support.models import plain_settings, random_batches, trained_like
 from tests.support.waiting import DEADLINE_SECONDS
-from tools.runs.source import decoded, unwrap
+from tools.runs.source import decoded, same_program, unwrap
 from train_gpt import ArtifactError, Config, ModelSettings
 
 TOKENIZER = "ab" * 32
@@ -552,12 +552,61 @@ def test_wrapped_code_holds_any_byte() -> None:
         wrapped = train_gpt.shipped_code(f'NOISE = "{noise}"'.encode(), "wrapped")
         scope = {"__file__": "noise.py"}
         exec(compile(wrapped, "noise.py", "exec"), scope)
-        assert scope["NOISE"] == noise and read_source(wrapped) == f"NOISE = '{noise}'"
+        assert scope["NOISE"] == noise and read_source(wrapped) == f'NOISE = "{noise}"'
         escapes |= set(re.findall(rb"\\(x00\d|x00|.)", wrapped))
         held |= set(wrapped)
     assert {b"x00", b"r", b"'", b"\\"} <= escapes, "each escape was needed somewhere"
     assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
     assert held == set(range(256)) - {0, 13}
+
+
+AWKWARD = '''"""Of the module."""
+# a comment
+import sys
+
+
+class Alone(ValueError):
+    """A docstring and nothing else."""
+
+
+TEXT = """# no comment
+
+an empty line above"""  # a comment
+
+
+def one_line(): "a docstring beside its header"; return 1
+
+
+def f(x):
+    """Two
+    lines."""  # a comment behind
+    parts = ["a"  # a comment within
+             "b",
+
+             f"{x!r:>{4}} # no comment {', '.join('cd')}"]
+    return parts
+
+
+async def g():
+    """Doc."""
+    return """
+"""
+print(Alone.__doc__, one_line(), f(sys.argv), repr(TEXT))
+'''
+
+
+def test_what_is_bare_is_the_same_program_in_the_same_lines() -> None:
+    """Nothing is written anew: it would read otherwise by one Python than by another."""
+    for source in (AWKWARD, PROGRAM, Path(train_gpt.__file__).read_text("utf-8")):
+        bare = train_gpt.bare_source(source)
+        assert same_program(bare, source)
+        lines = iter(source.split("\n"))
+        for line in bare.rstrip("\n").split("\n"):
+            assert line.strip() == "pass" or any(whole.startswith(line) for whole in lines), line
+        assert "a comment" not in bare and "Two" not in bare
+        assert train_gpt.bare_source(bare) == bare
+    bare = train_gpt.bare_source(AWKWARD)
+    assert "# no comment\n\nan empty" in bare and "class Alone(ValueError):\n    pass\n" in bare
 
 
 def read_source(wrapped: bytes) -> str | None:
