@@ -499,7 +499,10 @@ class Config(TrainingSettings):
 
     @property
     def documents_at_once(self) -> int:
-        """Documents that learn side by side on one rank; by default they need the memory of a micro-batch."""
+        """Documents that learn side by side on one rank; by default as many as a micro-batch has rows.
+
+        Each needs the memory of a row, and that of its adapters, their gradients and moments.
+        """
         return self.ttt_batch_size or max(1, self.micro_batch_tokens // self.eval_length)
 
     @property
@@ -730,12 +733,13 @@ FORMER_NAMES = [
     FormerName("LQER_RANK LQER_TOP_K LQER_FACTOR_BITS LQER_ASYM_ENABLED LQER_ASYM_GROUP",
                "no low-rank correction of rounding errors; leave it out"),
     FormerName("NGRAM_TILT_ENABLED", "evaluation mixes in no n-grams; set it to 0", "0"),
-    FormerName("PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS", "TTT_ENABLED=1 trains chunk by chunk, not in "
-               "phases; set it to 0", "0"),
+    FormerName("PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS", "with TTT_ENABLED=1 adapters of each document "
+               "learn, and nothing between documents; set it to 0", "0"),
     FormerName("PHASED_TTT_NUM_PHASES GLOBAL_TTT_LR GLOBAL_TTT_MOMENTUM GLOBAL_TTT_EPOCHS "
                "GLOBAL_TTT_CHUNK_TOKENS GLOBAL_TTT_BATCH_SEQS GLOBAL_TTT_WARMUP_START_LR "
                "GLOBAL_TTT_WARMUP_CHUNKS GLOBAL_TTT_GRAD_CLIP GLOBAL_TTT_RESPECT_DOC_BOUNDARIES",
-               "TTT_ENABLED=1 trains chunk by chunk, not in phases; leave it out"),
+               "with TTT_ENABLED=1 adapters of each document learn, and nothing between documents; leave it "
+               "out"),
     FormerName("TTT_K_LORA TTT_O_LORA TTT_MLP_LORA", "TTT_LORA_TARGETS lists what has adapters with "
                "TTT_MODE=lora; leave it out there", "1"),
     FormerName("TTT_OPTIMIZER", "adapters learn with AdamW", "adam adamw"),
@@ -4186,6 +4190,7 @@ class Ledger:
         self._tokens = np.array(tokens)
         self._nats = np.full(len(tokens) - 1, np.nan)
         self.scored = 0  # targets
+        self.scored_nats = 0.0  # their sum so far, for a line of progress; `score` adds up all of them anew
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
@@ -4205,6 +4210,7 @@ class Ledger:
                              "diverged, in training or in learning from the text; lower that learning rate")
         self._nats[start:stop] = nats
         self.scored += len(nats)
+        self.scored_nats += float(nats.sum())
 
     def scored_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens start .. stop: all that an update may learn from. ValueError if one is not scored yet."""
@@ -4295,7 +4301,8 @@ def longest_prefixes(pieces: Any, size: int) -> np.ndarray:
 CASE_MARKS = ("\ue001", "\ue002", "\ue003", "\ue004", "\ue005", "\ue006")
 FIRST_MARK_ID = 4
 ESCAPE_ID = 7
-MAKE_AGAIN = "fetch it again with data/fineweb.py, or export it again with data/export.py"
+MAKE_AGAIN = ("run data/fineweb.py, which keeps what is right and notes it in the manifest, or export again "
+              "with data/export.py")
 
 
 def case_marks(pieces: Any) -> list[int]:
@@ -4528,7 +4535,7 @@ class ProgressReport:
         mean = "-"
         eta = "-"
         if ledger.scored > 0:  # before the first chunk it is not known
-            mean = f"{ledger.nats[np.isfinite(ledger.nats)].mean():.4f}"
+            mean = f"{ledger.scored_nats / ledger.scored:.4f}"
         if self.done > 0:
             eta = f"{(self.told_at - self.start) * (1 / self.done - 1):.0f}s"
         self.run.log(f"val_progress:{self.name} {self.done:.0%} partial_mean_loss:{mean} "
@@ -6518,18 +6525,25 @@ def validate(training: Training, label: str, looping: bool = True) -> float:
 
 
 def calibration_batches(training: Training) -> Iterator[Batch]:
-    """The training batches that follow the last step, while the clock allows; all ranks get equally many."""
+    """The training batches that follow the last step, while the clock allows; all ranks get equally many.
+
+    A warning says so where the clock allows fewer than GPTQ_CALIBRATION_BATCHES.
+    """
     config = training.config
     machine = training.run.machine
+    wanted = config.gptq_calibration_batches
     spare_seconds = 0.1 * config.gptq_reserve_seconds
     now = 0.0
-    for number in range(math.ceil(config.gptq_calibration_batches / machine.world_size)):
+    for number in range(math.ceil(wanted / machine.world_size)):
         machine.wait()
         before = now
         now = machine.gather(training.seconds)[0]
         # One more will take as long as the last; of the first one nothing is known.
         ends_at = 2 * now - before + spare_seconds
         if number > 0 and 0 < config.max_wallclock_seconds < ends_at:
+            training.run.log(f"warning: {number * machine.world_size} calibration batches, expected "
+                             f"GPTQ_CALIBRATION_BATCHES={wanted}: GPTQ_RESERVE_SECONDS="
+                             f"{config.gptq_reserve_seconds:g} had no time for more; raise it")
             return
         yield training.loader.next_batch()
 

@@ -19,6 +19,7 @@ import torch
 
 import train_gpt
 from data import shards
+from tests.support import tiny
 from tests.support.clock import FORWARD_SECONDS, counted_clock
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
@@ -429,3 +430,32 @@ def test_a_public_command_trains_scores_and_stores_its_system(
         assert ended.summary["artifact"]["bits"].keys() >= {"bigram_table_RC", "value_table_VC"}
     if pull_request == 591:
         assert "output_head_VD" in ended.summary["artifact"]["bits"]
+
+
+class OneSecondABatch:
+    """What `calibration_batches` sees of a training: each batch takes a second."""
+
+    def __init__(self, config: train_gpt.Config) -> None:
+        self.config = config
+        self.lines: list[str] = []
+        self.run = SimpleNamespace(machine=train_gpt.Machine(), log=self.lines.append)
+        self.loader = SimpleNamespace(next_batch=lambda: None)
+        self.read = 0
+
+    @property
+    def seconds(self) -> float:
+        self.read += 1
+        return float(self.read)
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(5, 3), (100, 16)])
+def test_fewer_calibration_batches_than_asked_for_are_a_warning(limit: int, batches: int) -> None:
+    asked = {"GPTQ_RESERVE_SECONDS": 2, "GPTQ_CALIBRATION_BATCHES": 16}
+    config = train_gpt.Config.from_env(tiny.environment(MAX_WALLCLOCK_SECONDS=limit, **asked))
+    training: Any = OneSecondABatch(config)
+    assert len(list(train_gpt.calibration_batches(training))) == batches
+    if batches == 16:
+        assert training.lines == []
+    else:
+        (line,) = training.lines
+        assert line.startswith("warning: 3 calibration batches, expected GPTQ_CALIBRATION_BATCHES=16: GPTQ_")
