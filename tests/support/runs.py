@@ -65,7 +65,7 @@ def make_run(
         "code": {"sha256": hashlib.sha256(source.encode()).hexdigest(), "bytes": len(source.encode())},
         "stream_hash": f"{seed:016x}",
         "versions": {"python": "3.11.7", "torch": "2.13.0+cpu", "numpy": "2.4.6", "cuda": None},
-        "hardware": {"gpus": [], "cpu": "x86_64", "cores": 2, "world_size": 1},
+        "hardware": {"gpus": [], "cores": 2, "world_size": 1},
         "phases": {
             "setup": 1.25,
             "train": STEPS * STEP_MS / 1e3,
@@ -118,7 +118,7 @@ def _log(
 ) -> str:
     lines = [f"  {name}={value}" for name, value in settings.items()]
     lines += [
-        "Running Python 3.11.7 PyTorch 2.13.0+cpu on x86_64 CPU",
+        "Running Python 3.11.7 PyTorch 2.13.0+cpu on x86_64 CPU dtype:torch.float32 compile:0 threads:2",
         "train_loader:dataset:sample train_shards:4",
         f"val_loader:shards pattern=data/sample/fineweb_val_*.bin tokens:{TOKENS} bytes:{TEXT_BYTES}",
         "world_size:1 grad_accum_steps:1",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 
+from data.files import sha256_file
+from tests.support import case
 from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, pack, wrap
 from tools.__main__ import main
-from tools.runs.folder import Folder
+from tools.check.checks import audit
+from tools.check.findings import Level
+from tools.pack import readme
+from tools.runs.folder import FORMER_FORMAT, Folder
 from tools.runs.source import read_script, same_program
 
 
@@ -31,11 +38,111 @@ def test_every_number_is_from_the_logs(tmp_path: Path) -> None:
     assert submission["seed_results"]["42"]["steps"] == 400
     assert submission["bytes_total"] == 300_000 + len(SOURCE.encode())
     assert (folder.path / "train_gpt.py").read_text() == SOURCE
-    assert (folder.path / "requirements.txt").read_text() == "torch==2.13.0\nnumpy==2.4.6\n"
+    assert submission["hardware"] == "x86_64 CPU, 2 cores"
     config = (folder.path / "config.env").read_text()
     assert "MATRIX_LR=0.02" in config and "SEED" not in config and "RUN_ID" not in config
-    readme = (folder.path / "README.md").read_text()
-    assert f"{submission['val_bpb']:.8f}" in readme and "SEED=1337 python train_gpt.py" in readme
+    page = (folder.path / "README.md").read_text()
+    assert f"{submission['val_bpb']:.8f}" in page and "SEED=1337 python train_gpt.py" in page
+    assert "| legal_ttt s |" in page and "the clock of training stands still" in page
+
+
+def requirements(tmp_path: Path, versions: dict[str, str | None], attention: str = "sdpa") -> list[str]:
+    """Lines of the requirements.txt of a run with these versions, and this kernel of attention."""
+    run = make_run(tmp_path / "runs" / "a", 1, summary_changes={"versions": versions})
+    with (run / "log.txt").open("a") as log:
+        log.write(f"attention:{attention} tried: {attention} error:6.0e-07\n")
+    return (pack(tmp_path / "records", [run]) / "requirements.txt").read_text().splitlines()
+
+
+def test_what_the_script_imports_is_required_in_the_build_that_ran(tmp_path: Path) -> None:
+    versions = {"python": "3.12.3", "torch": "2.13.0+cu128", "numpy": "2.4.6", "triton": "3.9"}
+    assert requirements(tmp_path, versions, "fa3") == [
+        "--extra-index-url https://download.pytorch.org/whl/cu128",
+        "torch==2.13.0+cu128",
+        "numpy==2.4.6",
+        "sentencepiece",  # always imported; runs do not record its version
+        "triton==3.9",
+        "--find-links https://windreamer.github.io/flash-attention3-wheels/cu128_torch2130/",
+        "flash_attn_3",
+    ]
+
+
+def test_an_own_build_of_torch_and_a_missing_triton(tmp_path: Path) -> None:
+    versions = {"torch": "2.13.0+git1a2b3c", "numpy": "2.4.6", "triton": None}
+    assert requirements(tmp_path, versions) == ["torch==2.13.0", "numpy==2.4.6", "sentencepiece"]
+
+
+def run_on(folder: Path, environment: dict[str, str], **data: int) -> Path:
+    """A run on an exported data set, with the hashes that it records of its data."""
+    shards, tokenizer = Path(environment["DATA_PATH"]), Path(environment["TOKENIZER_PATH"])
+    hashes = {"tokenizer": sha256_file(tokenizer), "manifest": sha256_file(shards / "manifest.json")}
+    paths = {"DATA_PATH": str(shards), "TOKENIZER_PATH": str(tokenizer)}
+    settings = {**CONFIG, **paths}
+    changes = {"data": {"hashes": hashes, **data}, "config": settings}
+    return make_run(folder / "a", 1, config=paths, summary_changes=changes)
+
+
+def test_a_record_on_case_marks_holds_what_proves_its_bytes(tmp_path: Path) -> None:
+    environment = case.make_dataset(tmp_path, "caseops")
+    run = run_on(tmp_path / "runs", environment, val_tokens=1234, val_bytes=5678)
+    folder = pack(tmp_path / "records", [run])
+    files = {path.name for path in folder.iterdir()}
+    assert {"caseops.model", "caseops.py", "manifest.json"} <= files
+    section = (folder / "README.md").read_text().split("## Data\n")[1].split("\n## ")[0]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    sidecar_bytes = manifest["splits"]["val"]["audit"]["sidecar_bytes"]
+    for fact in (manifest["source"], manifest["revision"], manifest["tokenizer"]["sha256"], "1,234 tokens",
+                 "5,678 bytes", "151,080,891", f"{sidecar_bytes:,} in all"):  # fmt: skip
+        assert fact in section, fact
+    assert main(["check", str(folder)]) == 0
+    tokenizer = folder / "caseops.model"
+    tokenizer.write_bytes(tokenizer.read_bytes() + b"x")
+    found = [finding.text for finding in audit(Folder(folder))]
+    assert "`caseops.model` is not the tokenizer of seed 1: its sha256 differs" in found
+
+
+def test_case_marks_without_their_tokenizer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = case.make_dataset(tmp_path, "caseops")
+    run = run_on(tmp_path / "runs", environment)
+    Path(environment["TOKENIZER_PATH"]).unlink()
+    assert "a record on CaseOps data holds its tokenizer" in refusal(capsys, tmp_path / "records", [run])
+
+
+PUBLISHED = {"source": "romeerp/parameter-golf-caseops-v1", "revision": "abc", "train_shards": 80,
+             "dataset": "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "command"),
+    [
+        (PUBLISHED, "python data/fineweb.py --variant caseops --train-shards 80 --revision abc"),
+        ({**PUBLISHED, "source": "somebody/else"}, ""),
+        ({"dataset": "sample_sp1024", "source": "docstrings"}, "python data/sample.py"),
+        (
+            {"dataset": "mine", "source": "a.jsonl", "revision": "sha256:0", "tokenizer": "t.model"},
+            "python data/export.py --docs a.jsonl --name mine --tokenizer t.model",
+        ),
+    ],
+)
+def test_the_command_that_gets_the_data(data: dict, command: str) -> None:
+    assert readme.fetch_command(data) == command
+
+
+def test_a_folder_of_the_former_format_is_audited_as_it_was_packed(repo: Path) -> None:
+    folder = Folder(repo / "records/track_cpu_demo/2026-11-21_ShorterScript")
+    assert folder.submission["format"] == FORMER_FORMAT
+    assert [finding.text for finding in audit(folder) if finding.written is Level.FAIL] == []
+
+
+def test_what_a_submission_needs_and_was_not_given_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    place = ["--records", str(tmp_path / "records"), "--name", "Own"]
+    assert main(["pack", str(run), "--author", "A", *place]) == 0
+    assert "note: --github-id, --blurb not given" in capsys.readouterr().out
 
 
 def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
@@ -62,6 +169,8 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: 
     shipped = read_script(folder / "train_gpt.py")
     assert shipped.wrapped and shipped.raw == wrap(SOURCE) and same_program(shipped.text, SOURCE)
     assert (folder / "train_gpt_readable.py").read_text() == SOURCE
+    first_of_run = (folder / "README.md").read_text().split("## Run\n\n")[1].splitlines()[0]
+    assert "Read `train_gpt_readable.py`" in first_of_run
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 
@@ -76,6 +185,17 @@ def test_foreign_shipped_form_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     run = make_run(tmp_path / "runs" / "a", 1)
     (run / "train_gpt.shipped.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
     assert "is not the program in train_gpt.py" in refusal(capsys, tmp_path / "records", [run])
+
+
+def test_a_shipped_form_of_another_python_is_told_as_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    newer = lzma.compress(b"type of another = Python\n")  # no Python reads it, as 3.10 not all of 3.12
+    wrapper = f"import lzma,base64;exec(lzma.decompress(base64.b85decode({base64.b85encode(newer)!r})))"
+    (run / "train_gpt.shipped.py").write_text(wrapper)
+    message = refusal(capsys, tmp_path / "records", [run])
+    assert "is no program for Python" in message and "(3.11.7)" in message
 
 
 REFUSED = {
@@ -185,6 +305,22 @@ def test_the_track_is_that_of_the_runs_configuration(
     )
     folder = Folder(tmp_path / "r" / track / "2026-05-01_Own")
     assert folder.submission["track"] == track
+
+
+@pytest.mark.parametrize(
+    ("summary", "reason"),
+    [
+        ({"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 599.0}}, "for 640.00 s"),
+        ({"train_seconds": 601.5}, "it trained for 601.50 s"),
+    ],
+)
+def test_a_run_over_the_clocks_is_no_record_whatever_its_own_limits(
+    summary: dict, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**TEN_MINUTES, "MAX_EVAL_SECONDS": "4800"}
+    run = make_run(tmp_path / "runs" / "a", 1, config=config, summary_changes={**H100S, **summary})
+    message = refusal(capsys, tmp_path / "records", [run], "--track", "track_10min_16mb")
+    assert reason in message and "track_8xh100_10min_16mb" in message
 
 
 def test_a_demo_is_no_ten_minute_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
+from pathlib import PurePosixPath
 from typing import Any
 
 from data.files import sha256_file
@@ -12,9 +13,20 @@ from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
 from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, mapping, nested, submission
+from tools.runs.derive import Evidence, compare_with, data_facts, mapping, nested, submission
 from tools.runs.errors import RecordError
-from tools.runs.folder import LOG_NAME, READABLE_SCRIPT, README, SUBMISSION, SUMMARY_NAME, Folder, number
+from tools.runs.folder import (
+    CASEOPS,
+    LOG_NAME,
+    MANIFEST,
+    READABLE_SCRIPT,
+    README,
+    SUBMISSION,
+    SUMMARY_NAME,
+    Folder,
+    number,
+    read_object,
+)
 from tools.runs.logs import decimals
 from tools.runs.source import IGNORED_IN, read_script, same_program
 
@@ -143,6 +155,22 @@ def _check_losses(evidence: Evidence) -> Iterator[Finding]:
                     )
 
 
+def check_data(folder: Folder) -> Iterator[Finding]:
+    """A4: manifest and tokenizer, where the folder holds them, are those that every run names."""
+    if not folder.ours:
+        return
+    for evidence in _evidence(folder):
+        hashes = mapping(evidence.summary, "data", "hashes")
+        settings = mapping(evidence.summary, "config")
+        tokenizer = PurePosixPath(str(settings.get("TOKENIZER_PATH", ""))).name
+        for name, kind in ((MANIFEST, "manifest"), (tokenizer, "tokenizer")):
+            if not name or not folder.has(name) or folder.file(name).stat().st_size > PACKED_BYTES_MAX:
+                continue
+            if sha256_file(folder.file(name)) != hashes.get(kind):
+                text = f"`{name}` is not the {kind} of seed {evidence.seed}: its sha256 differs"
+                yield fail("A4", text, name, REMEDY)
+
+
 def check_derived(folder: Folder) -> Iterator[Finding]:
     """A4: submission.json and README.md are what logs and summaries give when derived again."""
     if not folder.ours or folder.script is None:
@@ -152,10 +180,11 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
         yield fail("A5", "`seeds` names no seed that has a log and a summary", SUBMISSION, REMEDY)
         return
     files = folder.submission.get("files")
+    files = files if isinstance(files, dict) else {}
+    manifest = read_object(folder.file(MANIFEST)) if folder.has(MANIFEST) else None
+    data = data_facts(evidences[0].summary, manifest, folder.has(CASEOPS))
     try:
-        expected = submission(
-            folder.submission, evidences, folder.script.bytes, files if isinstance(files, dict) else {}, None
-        )
+        expected = submission(folder.submission, evidences, folder.script.bytes, files, None, data)
     except RecordError as error:
         yield fail("C10", str(error), folder.name, REMEDY)
         return
@@ -231,4 +260,4 @@ def check_limits(folder: Folder) -> Iterator[Finding]:
                 )
 
 
-CHECKS = (check_limits, check_files, check_code, check_seeds, check_summaries, check_derived)
+CHECKS = (check_limits, check_files, check_code, check_seeds, check_summaries, check_data, check_derived)

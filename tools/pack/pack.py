@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import platform
 import re
 import shutil
 import sys
@@ -15,16 +16,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.files import sha256_file, write_bytes
-from tools import RECORDS
+from data import caseops, shards
+from data.files import DataError, sha256_file, write_bytes
+from tools import RECORDS, REPO
 from tools.compare.codediff import unified
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, hardware, nested, submission
+from tools.runs.derive import Evidence, compare_with, data_facts, hardware, mapping, nested, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     BASELINE_DIFF,
+    CASEOPS,
     CONFIG,
     LOG_NAME,
+    MANIFEST,
     PER_RUN_SETTINGS,
     READABLE_SCRIPT,
     README,
@@ -32,10 +36,13 @@ from tools.runs.folder import (
     SCRIPT,
     SUBMISSION,
     SUMMARY_NAME,
+    number,
+    read_object,
 )
 from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
+    EVAL_SECONDS_MAX,
     RECORD_GPU,
     RECORD_TRACK,
     RECORD_WORLD_SIZE,
@@ -44,12 +51,15 @@ from tools.runs.rules import (
     VALIDATION_BYTES_TOLERANCE,
 )
 from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, Group, RunDirectory, load_group
-from tools.runs.source import decoded, same_program, unwrap
+from tools.runs.source import decoded, is_program, same_program, unwrap
 from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 TRACK = re.compile(r"track_[A-Za-z0-9_]+")
-PINNED = ("torch", "numpy", "sentencepiece", "triton")  # what a shipped script may import
+IMPORTED = ("torch", "numpy", "sentencepiece", "triton")  # by a shipped script
+BUILD = re.compile(r"cpu|cu\d+")  # of torch, which has an index of its own: torch 2.13.0+cu128
+TORCH_INDEX = "https://download.pytorch.org/whl/"
+FLASH_WHEELS = "https://windreamer.github.io/flash-attention3-wheels/"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +114,19 @@ def run(args: argparse.Namespace) -> int:
         print(json_text({"folder": str(destination), **packed}), end="")
     else:
         print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
+        for note in missing_identity(packed):
+            print(note)
         print(not_proved(destination))
     return 0
+
+
+def missing_identity(packed: dict[str, Any]) -> list[str]:
+    """What the challenge asks of a submission and the record does not say yet; at most one line."""
+    options = {"author": "--author", "github_id": "--github-id", "blurb": "--blurb"}
+    missing = [option for key, option in options.items() if not packed[key]]
+    if not missing:
+        return []
+    return [f"note: {', '.join(missing)} not given: a submission needs them; pack again with them"]
 
 
 def not_proved(folder: Path) -> str:
@@ -180,16 +201,33 @@ def no_record_because(directory: RunDirectory) -> list[str]:
     gpus = nested(directory.summary, "hardware", "gpus")
     known = isinstance(gpus, list) and bool(gpus) and all(RECORD_GPU in str(gpu) for gpu in gpus)
     if world != RECORD_WORLD_SIZE or not known:
-        reasons.append(f"it ran on {hardware(directory.summary)}, not on {RECORD_WORLD_SIZE} x {RECORD_GPU}")
+        machine = hardware(directory.summary, directory.log)
+        reasons.append(f"it ran on {machine}, not on {RECORD_WORLD_SIZE} x {RECORD_GPU}")
     seconds = _setting(directory, "MAX_WALLCLOCK_SECONDS")
     if seconds is None or not 0 < seconds <= TRAIN_SECONDS_MAX:
         shown = "no limit" if not seconds else f"{seconds:g}"
         reasons.append(f"MAX_WALLCLOCK_SECONDS is {shown}, at most {TRAIN_SECONDS_MAX:g} are allowed")
+    reasons += _clocks_exceeded(directory.summary)
     text_bytes = nested(directory.summary, "data", "val_bytes")
     if isinstance(text_bytes, int) and abs(text_bytes / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
         reasons.append(
             f"it was scored on {text_bytes:,} bytes, the challenge's text has {VALIDATION_BYTES:,}"
         )
+    return reasons
+
+
+def _clocks_exceeded(summary: dict[str, Any]) -> list[str]:
+    """The clocks of the challenge that a run exceeded as measured, whatever limits it had set itself."""
+    evaluation = 0.0
+    for name, value in mapping(summary, "phases").items():
+        if str(name).startswith("eval_"):
+            evaluation += number(value) or 0.0
+    reasons = []
+    training = number(summary.get("train_seconds")) or 0.0
+    if training > TRAIN_SECONDS_MAX:
+        reasons.append(f"it trained for {training:.2f} s, at most {TRAIN_SECONDS_MAX:g} are allowed")
+    if evaluation > EVAL_SECONDS_MAX:
+        reasons.append(f"it evaluated for {evaluation:.2f} s, at most {EVAL_SECONDS_MAX:g} are allowed")
     return reasons
 
 
@@ -272,6 +310,12 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))
+    if inner is not None and not is_program(inner):
+        made_by = nested(directory.summary, "versions", "python")
+        raise RecordError(
+            f"{counted} is no program for Python {platform.python_version()}: scripts until 22 November 2026"
+            f" wrote what only the Python of the run reads; pack with that one ({made_by})"
+        )
     if inner is None or not same_program(inner, source.decode()):
         raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
     return ShippedCode(shipped, source)
@@ -294,14 +338,16 @@ def write_folder(
         write_bytes(folder / READABLE_SCRIPT, code.readable)
     kept = [line for line in runs[0].config_lines if line.split("=", 1)[0] not in PER_RUN_SETTINGS]
     write_text(folder / CONFIG, "\n".join(kept) + "\n")
-    write_text(folder / REQUIREMENTS, requirements(runs[0].summary))
+    write_text(folder / REQUIREMENTS, requirements(runs[0].summary, runs[0].log.attention))
     if base is not None:
         write_text(folder / BASELINE_DIFF, _baseline_diff(base, runs[0]))
+    case_marks = copy_data_sources(folder, runs[0])
     files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
     evidences = [
         Evidence(seed, directory.log, directory.summary) for seed, directory in sorted(seeds.items())
     ]
-    packed = submission(identity, evidences, len(code.script), files, None)
+    facts = data_facts(runs[0].summary, read_object(folder / MANIFEST), case_marks)
+    packed = submission(identity, evidences, len(code.script), files, None, facts)
     if base is not None:
         packed["comparison"] = compare_with(
             base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss")
@@ -312,17 +358,72 @@ def write_folder(
     return packed
 
 
+def copy_data_sources(folder: Path, directory: RunDirectory) -> bool:
+    """Copy into `folder` what says how the run's bytes are counted; whether the tokenizer has case marks.
+
+    The manifest of the shards, where it is still the one of the run; and of a text with case marks (CaseOps)
+    the tokenizer and the transform, since the challenge asks of such a change that its bits per byte can be
+    proved. RecordError where that tokenizer is not here.
+    """
+    hashes = mapping(directory.summary, "data", "hashes")
+    manifest = find(directory.config.get("DATA_PATH", "")) / MANIFEST
+    if manifest.is_file() and sha256_file(manifest) == hashes.get("manifest"):
+        shutil.copyfile(manifest, folder / MANIFEST)
+    name = directory.config.get("TOKENIZER_PATH", "")
+    tokenizer = find(name)
+    if not tokenizer.is_file() or sha256_file(tokenizer) != hashes.get("tokenizer"):
+        if "caseops" in name.lower():
+            raise RecordError(
+                f"TOKENIZER_PATH={name}: not here as the run had it, sha256 {hashes.get('tokenizer')}; a"
+                " record on CaseOps data holds its tokenizer: fetch it (python data/fineweb.py --variant"
+                " caseops --train-shards 1), or pack where the run was made"
+            )
+        return False
+    try:
+        pieces = shards.load_tokenizer(tokenizer)
+    except DataError as error:
+        raise RecordError(str(error)) from error
+    if caseops.form_of(pieces) is None:
+        return False
+    shutil.copyfile(tokenizer, folder / tokenizer.name)
+    shutil.copyfile(Path(caseops.__file__), folder / CASEOPS)
+    return True
+
+
+def find(path: str) -> Path:
+    """A path of a run's settings: as given, else in this repository."""
+    given = Path(path).expanduser()
+    return given if given.exists() else REPO / given
+
+
 def _baseline_diff(base: Group, directory: RunDirectory) -> str:
     if base.script is None:
         raise RecordError(f"--baseline {base.name} holds no script to diff against: give one that does")
     return unified(base.script, directory.script, base.name, "this record")
 
 
-def requirements(summary: dict[str, Any]) -> str:
-    """requirements.txt: the versions that the run recorded of what the script may import."""
+def requirements(summary: dict[str, Any], attention: Sequence[str]) -> str:
+    """requirements.txt: what the script imports, in the versions that the run recorded.
+
+    A package of which nothing was recorded is named without a version; one that the run recorded as missing
+    is left out. attention: the kernels that the run chose.
+    """
     versions = nested(summary, "versions") or {}
-    pinned = [f"{name}=={str(versions[name]).split('+')[0]}" for name in PINNED if versions.get(name)]
-    return "\n".join(pinned or PINNED) + "\n"
+    release, _, build = str(versions.get("torch", "")).partition("+")
+    lines = []
+    if BUILD.fullmatch(build):
+        lines.append(f"--extra-index-url {TORCH_INDEX}{build}")
+    for name in IMPORTED:
+        if name in versions and not versions[name]:
+            continue
+        version = str(versions.get(name) or "")
+        if name == "torch" and not BUILD.fullmatch(build):
+            version = release  # an own build: no index has it
+        lines.append(f"{name}=={version}" if version else name)
+    if "fa3" in attention:
+        lines.append(f"--find-links {FLASH_WHEELS}{build}_torch{release.replace('.', '')}/")
+        lines.append("flash_attn_3")
+    return "\n".join(lines) + "\n"
 
 
 def over_cap(packed: dict[str, Any], runs: Sequence[RunDirectory], track: str) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import FORMAT, number
+from tools.runs.folder import FORMAT, FORMER_FORMAT, number
 from tools.runs.logs import RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
@@ -82,16 +83,23 @@ def submission(
     code_bytes: int,
     files: Mapping[str, str],
     comparison: Mapping[str, Any] | None,
+    data: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The whole of submission.json; `files` maps names to SHA-256, `comparison` comes from `compare_with`."""
+    """The whole of submission.json; `files` maps names to SHA-256.
+
+    `comparison` comes from `compare_with`, `data` from `data_facts`. An identity that names the former format
+    gives a submission of that format, which holds no `data`.
+    """
+    form = FORMER_FORMAT if identity.get("format") == FORMER_FORMAT else FORMAT
     ordered = sorted(evidences, key=lambda evidence: evidence.seed)
     results = {str(evidence.seed): seed_result(evidence, code_bytes) for evidence in ordered}
     losses = [result["val_loss"] for result in results.values()]
     bpbs = [result["val_bpb"] for result in results.values()]
     first = ordered[0].summary
+    devices = hardware(first) if form == FORMER_FORMAT else hardware(first, ordered[0].log)
     largest = max(result["artifact_bytes"] for result in results.values())
-    return {
-        "format": FORMAT,
+    found = {
+        "format": form,
         **{key: identity.get(key, "") for key in IDENTITY},
         "metric": next(iter(results.values()))["metric"],
         "val_loss": _rounded(mean(losses), 8),
@@ -103,7 +111,7 @@ def submission(
         "bytes_total": largest,
         "bytes_code": code_bytes,
         "artifact_bytes_max": largest,
-        "hardware": hardware(first),
+        "hardware": devices,
         "pytorch_version": nested(first, "versions", "torch"),
         "cuda_version": nested(first, "versions", "cuda"),
         "compliance": compliance([evidence.summary for evidence in ordered]),
@@ -113,16 +121,50 @@ def submission(
         ],
         "files": dict(sorted(files.items())),
     }
+    if form != FORMER_FORMAT:
+        found["data"] = dict(data) if data else None
+    return found
 
 
-def hardware(summary: Mapping[str, Any]) -> str:
-    """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`."""
+def data_facts(
+    summary: Mapping[str, Any], manifest: Mapping[str, Any] | None, case_marks: bool
+) -> dict[str, Any]:
+    """What a run scored and where it comes from: the `data` object.
+
+    manifest: the one beside the run's shards, None where there was none. case_marks: whether the tokenizer
+    has those of CaseOps, which count no bytes.
+    """
+    said = manifest or {}
+    settings = mapping(summary, "config")
+    files = [file for file in mapping(said, "files").values() if isinstance(file, Mapping)]
+    return {
+        "dataset": PurePosixPath(str(settings.get("DATA_PATH", ""))).name,
+        "source": nested(said, "source"),
+        "revision": nested(said, "revision"),
+        "train_shards": sum(file.get("split") == "train" for file in files),
+        "tokenizer": PurePosixPath(str(settings.get("TOKENIZER_PATH", ""))).name,
+        "tokenizer_sha256": nested(summary, "data", "hashes", "tokenizer"),
+        "case_marks": case_marks,
+        "val_tokens": nested(summary, "data", "val_tokens"),
+        "val_bytes": nested(summary, "data", "val_bytes"),
+        "sidecar_bytes": nested(said, "splits", "val", "audit", "sidecar_bytes"),
+    }
+
+
+def hardware(summary: Mapping[str, Any], log: RunLog | None = None) -> str:
+    """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`.
+
+    The summary counts the cores of a CPU; its name is in the log.
+    """
     world = nested(summary, "hardware", "world_size") or 1
     gpus = nested(summary, "hardware", "gpus")
     if isinstance(gpus, list) and gpus:
         return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
     cores = nested(summary, "hardware", "cores")
-    return f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU" + (f", {cores} cores" if cores else "")
+    device = f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU"
+    if log is not None and log.device is not None:
+        device = log.device
+    return device + (f", {cores} cores" if cores else "")
 
 
 def compliance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, bool]:

@@ -34,7 +34,10 @@ DEPTH_MAX = 8  # of folders in a folder
 TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
 LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
 SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
-FORMAT = "records/1"  # value of submission.json's `format` in folders that `pack` wrote
+MANIFEST = "manifest.json"  # of the shards, as it stood beside them
+CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
+FORMAT = "records/2"  # value of submission.json's `format` in folders that `pack` writes
+FORMER_FORMAT = "records/1"  # until November 2026: nothing on data, and the machine as the summary names it
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Folder:
     @property
     def ours(self) -> bool:
         """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
-        return self.submission.get("format") == FORMAT or bool(self.summaries)
+        return self.submission.get("format") in (FORMAT, FORMER_FORMAT) or bool(self.summaries)
 
     @cached_property
     def script_path(self) -> Path | None:

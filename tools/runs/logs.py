@@ -44,6 +44,9 @@ TRAIN_LOADER_LINE = re.compile(rf"^train_loader:dataset:(\S+) train_shards:({COU
 VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
+# What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
+DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
+ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 FENCE = "=" * 100
 EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
@@ -143,6 +146,8 @@ class RunLog:
     settings: dict[str, Located] = field(default_factory=dict)
     versions: dict[str, Located] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
+    device: str | None = None  # of rank 0, as our script names it: `x86_64 CPU`
+    attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
@@ -335,6 +340,10 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.gpus.append(match[1])
     elif match := VERSION_LINE.match(line):
         log.versions.setdefault(match[1].lower(), Located(match[2], number))
+        if named := DEVICE_LINE.match(line):
+            log.device = named[1].partition(" dtype:")[0]
+    elif match := ATTENTION_LINE.match(line):
+        log.attention.append(match[1])
     elif match := HESSIAN_LINE.search(line):
         log.hessian_seconds = Located(match[1], number)
     elif match := TOTAL_EVAL_LINE.match(line):

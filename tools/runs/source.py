@@ -228,6 +228,15 @@ def _is_program(text: str) -> bool:
     return any(not (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)) for node in body)
 
 
+def is_program(text: str) -> bool:
+    """Whether this Python can read a text as a program."""
+    try:
+        parsed(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 def same_program(first: str, second: str, also_ignored: Sequence[Removal] = ()) -> bool:
     """Whether two texts are one program: equal but for layout, comments and docstrings.
 
