@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from data.files import DataError
+from tools import REPO
 from tools.runs.errors import RecordError
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -23,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "board": ("tools.pack.board", "write the leaderboard from the folders"),
     "docs": ("tools.docs", "write every generated table of the repository"),
 }
+MADE_BY_MAKE = REPO / ".venv" / "bin" / "python"
 EXIT_USAGE = 2  # argparse's own status for a bad command line; used for bad inputs too
 EXIT_INTERRUPTED = 130
 
@@ -44,7 +46,23 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser(arguments).parse_args(arguments)
+    try:
+        args = build_parser(arguments).parse_args(arguments)
+        return _run(args)
+    except ModuleNotFoundError as error:
+        print(f"tools: {sys.executable} has no {error.name}; {python_with_packages()}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def python_with_packages() -> str:
+    """How to come by a Python that has what requirements.txt names."""
+    if MADE_BY_MAKE.exists():
+        return f"use the environment that `make` made: {MADE_BY_MAKE} -m tools"
+    return "`make demo` makes an environment with all that is needed; or pip install -r requirements.txt"
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the verb, and turn what it raises into an exit status."""
     module_name, _ = VERBS[args.verb]
     try:
         return int(importlib.import_module(module_name).run(args))

@@ -10,6 +10,7 @@ import argparse
 import glob
 import lzma
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,16 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
     found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
-    found.append(f"again: EVAL_ONLY={directory.path}/model.bin python train_gpt.py")
+    found.append(f"again: EVAL_ONLY={directory.path}/model.bin {python_command()} train_gpt.py")
     return found
+
+
+def python_command() -> str:
+    """The Python that runs this, as short as a shell in the working directory takes it."""
+    python = Path(sys.executable)  # a link in a virtual environment, and what makes it one: not resolved
+    if python.is_relative_to(Path.cwd()):
+        return str(python.relative_to(Path.cwd()))
+    return str(python)
 
 
 def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import lzma
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,14 @@ def test_ten_lines_say_what_was_reached(finished: Ended, capsys: pytest.CaptureF
     assert f"size: {size['value']:,} of {size['limit']:,} bytes" in told[6]
     assert "1,536 tokens" in told[7] and "tokens per second" in told[7]
     assert str(finished.directory) in told[8] and "model.bin" in told[8] and "EVAL_ONLY=" in told[9]
+
+
+def test_the_python_that_is_named_can_be_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    assert summary.python_command() == ".venv/bin/python"
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    assert summary.python_command() == "/usr/bin/python3"
 
 
 def test_xz_is_asked_about_the_validation_text(finished: Ended, dataset: Path) -> None:

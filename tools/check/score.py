@@ -141,7 +141,8 @@ def check_plausible(folder: Folder) -> Iterator[Finding]:
         if score.rank == 3 and earlier and min(earlier) - score.bpb > LEGAL_TTT_GAIN_BPB:
             yield warn(
                 "C9",
-                f"test-time training gains {min(earlier) - score.bpb:.4f}; legal precedents gain 0.002-0.013",
+                f"test-time training gains {min(earlier) - score.bpb:.4f}; legal precedents gain 0.002-0.013"
+                " at full size (a small model, trained for minutes, may gain far more)",
                 where,
                 "prove the scorer",
             )

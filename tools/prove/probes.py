@@ -474,8 +474,9 @@ def _coverage(subject: Subject, run: LabelRun, label: str, targets: int) -> Iter
         text = f"{run.twice} targets recorded more than once"
         yield fail("B3", text, where, "score every target once: no second pass, no choice among passes (C4)")
     elif run.spans != sorted(run.spans) and in_order_within_documents(subject.tokens(), run.spans):
-        text = (f"all {targets} targets scored once, the tail included, those of a document in order; B9 "
-                "asks whether the order of the documents is of no account")
+        text = (f"all {targets} targets scored once, the tail included, those of a document in order, the "
+                "documents not: 0hq in #402 against it, #1530 and later records merged with it; B9 asks "
+                "whether their order is of no account")
         yield info("B3", text, where)
     elif run.spans != sorted(run.spans):
         text = f"scoring order is not increasing: {run.spans[:4]} … (0hq in #402 against merged #1530)"
