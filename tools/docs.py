@@ -1,7 +1,7 @@
 """`docs`: every generated block of this repository, each between two marks of its file.
 
-README.md holds the main settings and the results of all records, records/README.md the board,
-benchmarks/RESULTS.md what the benchmarks measured.
+README.md holds the main settings, the results of all records and an example of a patch, records/README.md the
+board, benchmarks/RESULTS.md what the benchmarks measured.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import re
 import statistics
 import sys
 from pathlib import Path
 
 from tools import RECORDS, REPO
-from tools.markdown import Block, refresh, table
+from tools.markdown import Block, refresh, split_at_marks, table
 from tools.pack import board
 from tools.runs.folder import LOG_NAME, README, Folder
 from tools.runs.logs import read_log
@@ -22,6 +23,9 @@ from tools.runs.logs import read_log
 SETTINGS_BEGIN, SETTINGS_END = "<!-- settings:begin (make docs) -->", "<!-- settings:end -->"
 RESULTS_BEGIN, RESULTS_END = "<!-- results:begin (make docs) -->", "<!-- results:end -->"
 
+TECHNIQUE_BEGIN, TECHNIQUE_END = "<!-- technique:begin -->", "<!-- technique:end -->"
+
+# The settings that README.md shows, chosen by hand.
 MAIN_SETTINGS = """
 DATA_PATH TOKENIZER_PATH SEED MAX_WALLCLOCK_SECONDS TRAIN_BATCH_TOKENS MICRO_BATCH_TOKENS TRAIN_SEQ_LEN
 NUM_LAYERS MODEL_DIM MATRIX_LR ARTIFACT_BYTES_MAX EVAL_STRIDE TTT_ENABLED TTT_MODE RUN_ID RESUME EVAL_ONLY
@@ -54,6 +58,7 @@ def all_blocks() -> list[Block]:
     return [
         Block(REPO / README, SETTINGS_BEGIN, SETTINGS_END, settings_table),
         Block(REPO / README, RESULTS_BEGIN, RESULTS_END, lambda: result_tables(RECORDS)),
+        Block(REPO / README, TECHNIQUE_BEGIN, TECHNIQUE_END, lambda: technique(REPO)),
         board.block(RECORDS),
         results.block(),
     ]
@@ -125,3 +130,46 @@ def _training_seconds(folders: list[Folder]) -> str:
         first = next(iter(folder.summaries.values()))
         limits.add(float(first["config"]["MAX_WALLCLOCK_SECONDS"]))
     return " or ".join(f"{limit:g}" for limit in sorted(limits))
+
+
+# ======================================================================================================
+# TECHNIQUE
+# ======================================================================================================
+
+HUNK = re.compile(r"^@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@")
+
+
+def technique(repo: Path) -> str:
+    """The block of README.md that holds a patch, with the line numbers of the files as they are."""
+    parts = split_at_marks((repo / README).read_text(encoding="utf-8"), TECHNIQUE_BEGIN, TECHNIQUE_END)
+    assert parts is not None, "refresh has found these marks"
+    return numbered(parts.between, repo)
+
+
+def numbered(patch: str, repo: Path) -> str:
+    """A unified diff whose hunks have the line numbers at which their old lines stand in the files of `repo`.
+
+    A hunk that is not found, or found twice, keeps its numbers; `git apply` then tells what does not fit.
+    """
+    lines = patch.split("\n")
+    text: list[str] = []  # of the file that is patched
+    grown = 0  # lines that the hunks before have added to it
+    for at, line in enumerate(lines):
+        if line.startswith("--- a/"):
+            text = (repo / line.removeprefix("--- a/")).read_text(encoding="utf-8").split("\n")
+            grown = 0
+        if not HUNK.match(line) or line.startswith("@@ -0,0"):
+            continue
+        body = []
+        for below in lines[at + 1 :]:
+            if below[:1] not in ("", " ", "+", "-") or below.startswith("--- "):
+                break
+            body.append(below)
+        old = [below[1:] for below in body if below[:1] in ("", " ", "-")]
+        new = [below[1:] for below in body if below[:1] in ("", " ", "+")]
+        found = [i for i in range(len(text)) if text[i : i + len(old)] == old]
+        if len(found) == 1:
+            start = found[0] + 1
+            lines[at] = f"@@ -{start},{len(old)} +{start + grown},{len(new)} @@"
+            grown += len(new) - len(old)
+    return "\n".join(lines)
