@@ -30,7 +30,7 @@ RUN_BY = [
     ("--nnodes=2", TORCHRUN),
     ("benchmarks/ttt.py cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
     ("benchmarks/pod.py", "tools/test_pod.py::test_it_measures_what_there_is_and_says_what_there_is_not"),
-    ("RESUME=runs/x torchrun", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
+    ("RESUME=runs/long", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
     ("torchrun", TORCHRUN),
     ("RESUME=", FIRST_HOUR),
     ("EVAL_ONLY=", FIRST_HOUR),
