@@ -28,6 +28,8 @@ help:
 
 # An environment that has a fitting torch is used as it is; elsewhere the default version is installed.
 $(READY): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is no Python 3.10 or later: name one, as in make demo PYTHON=python3.12"; exit 1; }
 	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
 	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
 		echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \

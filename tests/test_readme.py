@@ -89,6 +89,19 @@ def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_says_that_a_python_is_too_old_before_it_makes_anything(repo: Path, tmp_path: Path) -> None:
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(repo / name, tmp_path)
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    command = ["make", "demo", f"PYTHON={old}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0 and f"{old} is no Python 3.10 or later" in done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
 def train_losses(ended: Ended) -> list[float]:
     return [event["train_loss"] for event in ended.events if event["event"] == "train"]
 
