@@ -225,6 +225,14 @@ def test_our_evaluation_passes_at_the_edges(subject: probes.Subject) -> None:
     assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
 
 
+def test_another_order_of_documents_is_told_with_what_was_said_of_it(subject: probes.Subject) -> None:
+    documents = probes.make_subject(train_gpt, **tiny.LORA)
+    for scored, named in ((documents, True), (subject, False)):
+        findings = probes.ledger_order(scored, "score_ttt")
+        found = [finding.text for finding in findings if finding.check == "B3"]
+        assert found and all(("#402" in text) == named for text in found), found
+
+
 def test_our_scorer_of_documents_is_not_refuted() -> None:
     documents = probes.make_subject(train_gpt, **tiny.LORA)
     findings = [*asked(documents, [32]), *probes.document_isolation(documents)]

@@ -126,7 +126,7 @@ def missing_identity(packed: dict[str, Any]) -> list[str]:
     missing = [option for key, option in options.items() if not packed[key]]
     if not missing:
         return []
-    return [f"note: {', '.join(missing)} not given: a submission needs them; pack again with them"]
+    return [f"note: {', '.join(missing)} not given: a submission needs them; give them, and another --name"]
 
 
 def not_proved(folder: Path) -> str:
