@@ -55,7 +55,7 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1
 	done
 	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
 
-test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
+test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=3)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
 
