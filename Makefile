@@ -13,7 +13,7 @@ CONFIG ?= $(shell nvidia-smi >/dev/null 2>&1 && echo configs/gpu_demo.env || ech
 NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 NAME := $(NAME)
 SEEDS ?= 1337 42 2025
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 2
 SOAK_SECONDS ?= 1200
 KEEP ?= 0
 KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
@@ -55,7 +55,7 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1
 	done
 	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
 
-test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=3)
+test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
 

@@ -434,7 +434,7 @@ CASES = [
     case("no BOS", no_document_begins, f"{TRAIN}|begins with id", "expected BOS=1|export it again"),
     case("no text", validation_without_text, "stand for no text", "nothing to score"),
     case("short", shorter_than_a_sequence, "no training shard holds TRAIN_SEQ_LEN + 1 = 33", "fetch more"),
-    case("byte counts", too_few_byte_counts, "byte sidecars|fineweb_val_000000.bin', 10)", "export it again"),
+    case("byte counts", too_few_byte_counts, "byte sidecars|fineweb_val_000000.bin', 10)", "export again"),
     # tokenizers
     setting(
         "TOKENIZER_PATH=/no/such.model|no SentencePiece model", "see data/", TOKENIZER_PATH="/no/such.model"
