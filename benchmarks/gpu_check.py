@@ -11,7 +11,6 @@ still run. Exit status: 0 if all went well, 1 if a part failed, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import subprocess
@@ -27,6 +26,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
 import torch
 
 import train_gpt
+from benchmarks import results
 from benchmarks.gpu_model import memory
 
 REPO = Path(__file__).resolve().parents[1]
@@ -179,7 +179,7 @@ def report(parts: list[Part], card: str) -> str:
     lines = [
         "# First hour on a GPU", "",
         f"{card}; torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"triton {getattr(train_gpt.triton, '__version__', None)}, script {script_hash()}.",
+        f"triton {getattr(train_gpt.triton, '__version__', None)}, script {results.script_hash()}.",
         "Modelled: for an H100, see benchmarks/gpu_model/README.md. Expected: with what logs add to it.", "",
         "| part | outcome | seconds |", "|---|---|---|",
     ]  # fmt: skip
@@ -188,11 +188,6 @@ def report(parts: list[Part], card: str) -> str:
     for part in parts:
         lines += ["", f"## {part.title}", "", *part.lines]
     return "\n".join(lines) + "\n"
-
-
-def script_hash() -> str:
-    """The first digits of the script's SHA-256."""
-    return hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
 
 def main(arguments: Sequence[str] | None = None, run: Runner = run_command) -> int:

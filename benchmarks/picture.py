@@ -21,7 +21,7 @@ BESIDE = "beside-fineweb_sample_sp1024-180s"
 SCORING = "ttt-fineweb_sample_sp1024"
 OUT = Path(__file__).with_name("results.png")
 SIZE_INCHES = (9.0, 3.6)
-SIDES = {"theirs": "the challenge's\nown script", "ours": "this one"}
+SIDES = ["the challenge's\nown script", "this one"]
 
 
 def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
     for run in rows["ours"]:
         if run["seed"] in theirs:
             axes.plot([0, 1], [theirs[run["seed"]], run["val_bpb"]], "o-", label=f"seed {run['seed']}")
-    axes.set_xticks([0, 1], list(SIDES.values()))
+    axes.set_xticks([0, 1], SIDES)
     axes.set_xlim(-0.4, 1.4)
     axes.set_title(f"after {measured['seconds']:g} s of training on one core", fontsize=10)
     axes.legend(fontsize=8)
@@ -39,13 +39,16 @@ def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
 
 def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
     """Bits per byte of the same weights, by each way of scoring all documents."""
-    names = [name for name in ttt.ROWS if any(score["row"] == name for score in scores)]
-    for place, name in enumerate(names):
-        found = [s["bits_per_byte"] for s in scores if s["row"] == name and s["documents"] == 0]
+    of_all: dict[str, list[float]] = {}
+    for row in ttt.ROWS:
+        found = [s["bits_per_byte"] for s in scores if s["row"] == row and s["documents"] == 0]
+        if found:
+            of_all[row] = found
+    for place, found in enumerate(of_all.values()):
         axes.plot([place] * len(found), found, "o", color="tab:blue", alpha=0.7)
         axes.annotate(f"{sum(found) / len(found):.3f}", (place, min(found)), (0, -12),
                       textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-    axes.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names])
+    axes.set_xticks(range(len(of_all)), [row.replace(" ", "\n", 1) for row in of_all])
     axes.margins(x=0.15, y=0.25)
     axes.set_title("the same weights, scored in four ways", fontsize=10)
 

@@ -53,19 +53,18 @@ def commit() -> str:
 
 
 def script_hash() -> str:
-    """SHA-256 of train_gpt.py as it is."""
-    return hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()
+    """The first digits of the SHA-256 of train_gpt.py as it is."""
+    return hashlib.sha256((REPO / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
 
 def conditions() -> dict[str, Any]:
     """Machine, versions, commit and date; take them before a measurement, which is what loads the machine."""
-    script = script_hash()[:12]
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "processor": processor(), "cores": os.cpu_count(),
         "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-        "commit": commit(), "script": script,
+        "commit": commit(), "script": script_hash(),
     }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ from tools.runs.rules import (
     VALIDATION_BYTES_TOLERANCE,
 )
 from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, Group, RunDirectory, load_group
-from tools.runs.source import decoded, is_program, same_program, unwrap
+from tools.runs.source import decoded, parses, same_program, unwrap
 from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
@@ -310,7 +310,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))
-    if inner is not None and not is_program(inner):
+    if inner is not None and not parses(inner):
         made_by = nested(directory.summary, "versions", "python")
         raise RecordError(
             f"{counted} is no program for Python {platform.python_version()}: scripts until 22 November 2026"

@@ -41,7 +41,6 @@ SCORER = {
 }
 
 
-
 def scorer(script: ModuleType) -> dict[str, str]:
     """SCORER with test-time training by SGD, which older scripts have no name for: they know no other way."""
     if hasattr(script.Config, "ttt_mode"):

@@ -228,7 +228,7 @@ def _is_program(text: str) -> bool:
     return any(not (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)) for node in body)
 
 
-def is_program(text: str) -> bool:
+def parses(text: str) -> bool:
     """Whether this Python can read a text as a program."""
     try:
         parsed(text)
