@@ -41,11 +41,11 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import ablation, results  # noqa: E402
+from benchmarks.gpu_model.document_rows import OFFICIAL_TARGETS  # noqa: E402
 from benchmarks.gpu_model.roofline import BANDWIDTH_SHARE, CARDS  # noqa: E402
 from train_gpt import BOS_ID, GPT, Config  # noqa: E402
 
 TITLE = "Test-time training"
-TARGETS_OF_FINEWEB = 40_540_160  # of the official validation text in SP8192, 50,000 documents
 GPUS = 8
 # How often a step reads or writes as much as the adapters are, in fp32: AdamW reads four numbers for each and
 # writes three; its gradient is filled with zeros and written; casts read and write twice, half as much.
@@ -217,23 +217,35 @@ def line_of(row: str, found: list[dict[str, Any]], sliding: dict[int, float]) ->
 # ======================================================================================================
 
 
-class Cost(NamedTuple):
-    """Tokens that pass through the model, for each target that is scored."""
+class TokenTime(NamedTuple):
+    """Modelled microseconds of one GPU for a token forward and for one backward."""
 
-    forward: float
-    backward: float
-    adapter_bytes: float = 0.0  # likewise: read and written by steps of adapters
+    forward_microseconds: float
+    backward_microseconds: float
 
-    def seconds(self, census: dict[str, Any], targets: int) -> float:
-        """Of 8 GPUs: modelled, from the time that the census gives a token forward and backward."""
-        milliseconds = {False: 0.0, True: 0.0}
+    @classmethod
+    def of(cls, census: dict[str, Any]) -> TokenTime:
+        """From a traced training step."""
+        microseconds = {False: 0.0, True: 0.0}
         for graph in census["graphs"]:
             for launch in graph["launches"]:
-                milliseconds[graph["backward"]] += launch["microseconds"] / 1e3
-        per_target_ms = self.forward * milliseconds[False] + self.backward * milliseconds[True]
-        seconds = per_target_ms / census["tokens"] / 1e3
-        seconds += self.adapter_bytes / (BANDWIDTH_SHARE * CARDS["h100"].bytes_per_second)
-        return seconds * targets / GPUS
+                microseconds[graph["backward"]] += launch["microseconds"]
+        return cls(microseconds[False] / census["tokens"], microseconds[True] / census["tokens"])
+
+
+class Cost(NamedTuple):
+    """What a score asks for, per target that is scored."""
+
+    forward: float  # tokens that pass through the model
+    backward: float
+    adapter_bytes: float = 0.0  # read and written by steps of adapters
+    passes: float = 0.0  # of a batch through the model, where they are counted
+
+    def seconds(self, token: TokenTime, targets: int) -> float:
+        """Of 8 GPUs: modelled, their host not counted."""
+        microseconds = self.forward * token.forward_microseconds + self.backward * token.backward_microseconds
+        moving = self.adapter_bytes / (BANDWIDTH_SHARE * CARDS["h100"].bytes_per_second)
+        return (1e-6 * microseconds + moving) * targets / GPUS
 
 
 def cost_of_windows(tokens: np.ndarray, config: Config, stride: int, chunk_tokens: int) -> Cost:
@@ -260,15 +272,17 @@ def cost_of_documents(tokens: np.ndarray, config: Config) -> Cost:
     forward = 0
     backward = 0
     adapter_bytes = 0
+    passes = 0
     for batch in scorer.batches():
         for chunk in scorer.chunks(batch):
             passed = chunk.rows * (chunk.stop - chunk.first)
             forward += passed
+            passes += 1
             if chunk.learning:
                 backward += passed
                 adapter_bytes += ADAPTER_PASSES * document_bytes * len(batch)
     targets = len(tokens) - 1
-    return Cost(forward / targets, backward / targets, adapter_bytes / targets)
+    return Cost(forward / targets, backward / targets, adapter_bytes / targets, passes / targets)
 
 
 def cost(arguments: argparse.Namespace) -> None:
@@ -285,13 +299,15 @@ def cost(arguments: argparse.Namespace) -> None:
         "SGD": cost_of_chunks(tokens, config),
         "LoRA": cost_of_documents(tokens, config),
     }
-    census = json.loads(arguments.census.read_text(encoding="utf-8")) if arguments.census else None
+    token = None
+    if arguments.census:
+        token = TokenTime.of(json.loads(arguments.census.read_text(encoding="utf-8")))
     print(f"{arguments.data.name}: {len(tokens) - 1:,} targets; context {config.eval_length}, stride "
           f"{config.eval_stride}, SGD chunks of {config.ttt_chunk_tokens}, LoRA chunks of "
           f"{config.ttt_early_chunks} {config.ttt_chunk_size}, batches of {config.documents_at_once}")
     print("| score | forward tokens per target | backward | modelled seconds on 8 GPUs |\n|---|---|---|---|")
     for name, found in costs.items():
-        seconds = f"{found.seconds(census, TARGETS_OF_FINEWEB):.0f}" if census else "-"
+        seconds = f"{found.seconds(token, OFFICIAL_TARGETS):.0f}" if token else "-"
         print(f"| {name} | {found.forward:.2f} | {found.backward:.2f} | {seconds} |")
 
 

@@ -62,12 +62,15 @@ def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
     folder = max((repo / "records" / "track_cpu_demo").glob("*_*"))
     summaries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("summary_seed*.json")]
     cells = docs.result_row(Folder(folder))
-    assert len(summaries) == 3 == int(cells[1])
-    for name, cell in zip(("roundtrip", "sliding_window", "legal_ttt"), cells[4:7], strict=True):
+    row = dict(zip(docs.RESULT_COLUMNS, cells, strict=True))
+    assert len(summaries) == 3 == int(row["seeds"])
+    for name, column in docs.SCORES.items():
         scores = [summary["losses"][name]["bits_per_byte"] for summary in summaries]
-        assert cell == f"{sum(scores) / 3:.4f}", name
+        mean = sum(scores) / 3
+        spread = (sum((score - mean) ** 2 for score in scores) / 2) ** 0.5
+        assert row[column] == f"{mean:.4f} ± {spread:.4f}", name
     most = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
-    assert cells[7] == f"{most:,}"
+    assert row["code and weights"] == f"{most:,}"
 
 
 def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:

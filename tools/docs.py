@@ -33,7 +33,9 @@ NUM_LAYERS MODEL_DIM MATRIX_LR ARTIFACT_BYTES_MAX EVAL_STRIDE TTT_ENABLED TTT_MO
 
 # The scores of a run in the order of its evaluation: the name in summary.json, the head of the column.
 SCORES = {"roundtrip": "round-trip", "sliding_window": "sliding window", "legal_ttt": "legal TTT"}
-RESULT_COLUMNS = ["record", "seeds", "parameters", "steps", *SCORES.values(), "code and weights"]
+RESULT_COLUMNS = [
+    "track", "record", "seeds", "training s", "steps", "parameters", *SCORES.values(), "code and weights",
+]  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +59,7 @@ def all_blocks() -> list[Block]:
     results = importlib.import_module("benchmarks.results")  # loads torch
     return [
         Block(REPO / README, SETTINGS_BEGIN, SETTINGS_END, settings_table),
-        Block(REPO / README, RESULTS_BEGIN, RESULTS_END, lambda: result_tables(RECORDS)),
+        Block(REPO / README, RESULTS_BEGIN, RESULTS_END, lambda: result_table(RECORDS)),
         Block(REPO / README, TECHNIQUE_BEGIN, TECHNIQUE_END, lambda: technique(REPO)),
         board.block(RECORDS),
         results.block(),
@@ -89,47 +91,47 @@ def settings_table() -> str:
 # ======================================================================================================
 
 
-def result_tables(records: Path) -> str:
-    """A table per track, the best record first."""
-    parts = []
+def result_table(records: Path) -> str:
+    """All records, track by track, the best of each first."""
+    rows = []
     for track in sorted(records.glob("track_*")):
         folders = [Folder(path) for path in track.iterdir() if (path / "submission.json").is_file()]
         folders.sort(key=lambda folder: float(folder.submission["val_bpb"]))
-        title = f"`{track.name}`, {_training_seconds(folders)} s of training, bits per byte:"
-        rows = [result_row(folder) for folder in folders]
-        parts.append(f"{title}\n\n{table(RESULT_COLUMNS, rows)}")
-    return "\n\n".join(parts)
+        rows += [result_row(folder) for folder in folders]
+    return table(RESULT_COLUMNS, rows)
 
 
 def result_row(folder: Folder) -> list[str]:
-    """One record: means over its seeds, and the most bytes of any seed."""
+    """One record: means over its seeds, their standard deviations, and the most bytes of any seed."""
     summaries = list(folder.summaries.values())
     log = read_log(folder.file(LOG_NAME.format(seed=min(folder.summaries))))
     parameters = int(log.settings["model_params"].value)
     steps = statistics.mean(summary["steps"] for summary in summaries)
+    seconds = {float(summary["config"]["MAX_WALLCLOCK_SECONDS"]) for summary in summaries}
     cells = [
-        f"[{folder.name}](records/{folder.track}/{folder.name}/)",
+        f"`{folder.track.removeprefix('track_')}`",
+        f"[{folder.name.partition('_')[2]}](records/{folder.track}/{folder.name}/)",
         str(len(summaries)),
-        f"{parameters:,}",
+        " or ".join(f"{limit:g}" for limit in sorted(seconds)),
         f"{steps:.0f}",
+        f"{parameters:,}",
     ]
     for score in SCORES:
         found = [
             summary["losses"][score]["bits_per_byte"] for summary in summaries if score in summary["losses"]
         ]
-        cells.append(f"{statistics.mean(found):.4f}" if found else "-")
+        cells.append(mean_and_spread(found))
     most_bytes = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
     cells.append(f"{most_bytes:,}")
     return cells
 
 
-def _training_seconds(folders: list[Folder]) -> str:
-    """The limit on training time of the records of a track, or their limits."""
-    limits = set()
-    for folder in folders:
-        first = next(iter(folder.summaries.values()))
-        limits.add(float(first["config"]["MAX_WALLCLOCK_SECONDS"]))
-    return " or ".join(f"{limit:g}" for limit in sorted(limits))
+def mean_and_spread(scores: list[float]) -> str:
+    """The mean, and the standard deviation of several; a dash for none."""
+    if not scores:
+        return "-"
+    spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+    return f"{statistics.mean(scores):.4f}{spread}"
 
 
 # ======================================================================================================

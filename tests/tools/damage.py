@@ -31,7 +31,7 @@ from tools.check.apart import Auditor, Report
 from tools.check.check import printable, render
 from tools.check.checks import UNFINISHED
 from tools.check.findings import Mode
-from tools.runs.folder import FORMAT, FORMER_FORMAT
+from tools.runs.folder import FORMAT
 
 BYTES_MAX = 500_000_000
 LARGE_BYTES = 200_000_000  # of a log that is far too long
@@ -282,7 +282,7 @@ def leaving_file_names(folder: Path, rng: random.Random) -> None:
         value = {}
     if isinstance(value, dict):
         value["files"] = {name: rng.choice(["0" * 64, None, 3]) for name in names}
-        value["format"] = rng.choice([FORMAT, FORMER_FORMAT])
+        value["format"] = rng.choice([FORMAT, "records/1"])
         path.write_text(json.dumps(value), encoding="utf-8")
 
 

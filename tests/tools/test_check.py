@@ -26,7 +26,6 @@ from tools.check.apart import Auditor
 from tools.check.checks import audit
 from tools.check.execute import network_can_be_cut
 from tools.check.findings import Finding, Level, Mode
-from tools.pack import readme
 from tools.runs.folder import Folder
 from tools.runs.source import UNWRAPPED_BYTES_MAX
 
@@ -154,10 +153,17 @@ def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:
     assert any("is not the program in train_gpt_readable.py" in finding.text for finding in fails(folder))
 
 
-def test_a_folder_with_the_former_begin_mark_is_read_alike(packed: Path) -> None:
+def test_a_folder_of_another_format_is_named_with_what_to_do(packed: Path) -> None:
+    submission = json.loads((packed / "submission.json").read_text("utf-8"))
+    (packed / "submission.json").write_text(json.dumps({**submission, "format": "records/1"}), "utf-8")
+    (finding,) = fails(packed)
+    assert "'records/1'" in finding.text and "pack the runs again" in finding.remedy
+
+
+def test_the_line_of_readme_that_differs_is_shown(packed: Path) -> None:
     path = packed / "README.md"
-    path.write_text("Prose above.\n" + path.read_text().replace(readme.BEGIN, readme.FORMER_BEGIN))
-    assert readme.FORMER_BEGIN in path.read_text() and fails(packed) == []
+    path.write_text("Prose above.\n" + path.read_text())
+    assert fails(packed) == []
     _digit_in_readme(packed)
     (finding,) = fails(packed)
     changed = path.read_text().splitlines()[int(finding.where.split(":")[1]) - 1]

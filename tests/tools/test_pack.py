@@ -14,9 +14,8 @@ from tests.support import case
 from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, pack, wrap
 from tools.__main__ import main
 from tools.check.checks import audit
-from tools.check.findings import Level
 from tools.pack import readme
-from tools.runs.folder import FORMER_FORMAT, Folder
+from tools.runs.folder import Folder
 from tools.runs.source import read_script, same_program
 
 
@@ -128,12 +127,6 @@ PUBLISHED = {"source": "romeerp/parameter-golf-caseops-v1", "revision": "abc", "
 )
 def test_the_command_that_gets_the_data(data: dict, command: str) -> None:
     assert readme.fetch_command(data) == command
-
-
-def test_a_folder_of_the_former_format_is_audited_as_it_was_packed(repo: Path) -> None:
-    folder = Folder(repo / "records/track_cpu_demo/2026-11-21_ShorterScript")
-    assert folder.submission["format"] == FORMER_FORMAT
-    assert [finding.text for finding in audit(folder) if finding.written is Level.FAIL] == []
 
 
 def test_what_a_submission_needs_and_was_not_given_is_told(

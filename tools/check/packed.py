@@ -17,6 +17,7 @@ from tools.runs.derive import Evidence, compare_with, data_facts, mapping, neste
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     CASEOPS,
+    FORMAT,
     LOG_NAME,
     MANIFEST,
     READABLE_SCRIPT,
@@ -28,7 +29,7 @@ from tools.runs.folder import (
     read_object,
 )
 from tools.runs.logs import decimals
-from tools.runs.source import IGNORED_IN, read_script, same_program
+from tools.runs.source import read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 PACKED_BYTES_MAX = 64 * 2**20  # of one file; no more is hashed
@@ -61,7 +62,7 @@ def check_code(folder: Folder) -> Iterator[Finding]:
     if folder.has(READABLE_SCRIPT):
         source = read_script(readable).raw
         text = source.decode("utf-8", errors="replace")
-        if not same_program(folder.script.text, text, IGNORED_IN.get(folder.name, ())):
+        if not same_program(folder.script.text, text):
             what = f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}"
             yield fail("A6", what, READABLE_SCRIPT, REMEDY)
     digest = hashlib.sha256(source).hexdigest()
@@ -175,6 +176,12 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     """A4: submission.json and README.md are what logs and summaries give when derived again."""
     if not folder.ours or folder.script is None:
         return
+    form = folder.submission.get("format", FORMAT)
+    if form != FORMAT:
+        what = f"`format` is {form!r}, these tools derive {FORMAT!r}"
+        remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
+        yield fail("A4", what, SUBMISSION, remedy)
+        return
     evidences = _evidence(folder)
     if not evidences:
         yield fail("A5", "`seeds` names no seed that has a log and a summary", SUBMISSION, REMEDY)
@@ -230,7 +237,7 @@ def _check_readme(
     folder: Folder, expected: dict[str, Any], summaries: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[Finding]:
     text = folder.text(README)
-    parts = split_at_marks(text.replace(readme.FORMER_BEGIN, readme.BEGIN), readme.BEGIN, readme.END)
+    parts = split_at_marks(text, readme.BEGIN, readme.END)
     if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import FORMAT, FORMER_FORMAT, number
+from tools.runs.folder import FORMAT, number
 from tools.runs.logs import RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
@@ -87,19 +87,16 @@ def submission(
 ) -> dict[str, Any]:
     """The whole of submission.json; `files` maps names to SHA-256.
 
-    `comparison` comes from `compare_with`, `data` from `data_facts`. An identity that names the former format
-    gives a submission of that format, which holds no `data`.
+    `comparison` comes from `compare_with`, `data` from `data_facts`.
     """
-    form = FORMER_FORMAT if identity.get("format") == FORMER_FORMAT else FORMAT
     ordered = sorted(evidences, key=lambda evidence: evidence.seed)
     results = {str(evidence.seed): seed_result(evidence, code_bytes) for evidence in ordered}
     losses = [result["val_loss"] for result in results.values()]
     bpbs = [result["val_bpb"] for result in results.values()]
     first = ordered[0].summary
-    devices = hardware(first) if form == FORMER_FORMAT else hardware(first, ordered[0].log)
     largest = max(result["artifact_bytes"] for result in results.values())
-    found = {
-        "format": form,
+    return {
+        "format": FORMAT,
         **{key: identity.get(key, "") for key in IDENTITY},
         "metric": next(iter(results.values()))["metric"],
         "val_loss": _rounded(mean(losses), 8),
@@ -111,7 +108,7 @@ def submission(
         "bytes_total": largest,
         "bytes_code": code_bytes,
         "artifact_bytes_max": largest,
-        "hardware": devices,
+        "hardware": hardware(first, ordered[0].log),
         "pytorch_version": nested(first, "versions", "torch"),
         "cuda_version": nested(first, "versions", "cuda"),
         "compliance": compliance([evidence.summary for evidence in ordered]),
@@ -120,10 +117,8 @@ def submission(
             {"run_id": r["run_id"], "seed": int(seed), "val_bpb": r["val_bpb"]} for seed, r in results.items()
         ],
         "files": dict(sorted(files.items())),
+        "data": dict(data) if data else None,
     }
-    if form != FORMER_FORMAT:
-        found["data"] = dict(data) if data else None
-    return found
 
 
 def data_facts(
@@ -151,7 +146,7 @@ def data_facts(
     }
 
 
-def hardware(summary: Mapping[str, Any], log: RunLog | None = None) -> str:
+def hardware(summary: Mapping[str, Any], log: RunLog) -> str:
     """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`.
 
     The summary counts the cores of a CPU; its name is in the log.
@@ -162,7 +157,7 @@ def hardware(summary: Mapping[str, Any], log: RunLog | None = None) -> str:
         return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
     cores = nested(summary, "hardware", "cores")
     device = f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU"
-    if log is not None and log.device is not None:
+    if log.device is not None:
         device = log.device
     return device + (f", {cores} cores" if cores else "")
 

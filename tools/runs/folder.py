@@ -37,7 +37,6 @@ SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
 MANIFEST = "manifest.json"  # of the shards, as it stood beside them
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
 FORMAT = "records/2"  # value of submission.json's `format` in folders that `pack` writes
-FORMER_FORMAT = "records/1"  # until November 2026: nothing on data, and the machine as the summary names it
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class Folder:
     @property
     def ours(self) -> bool:
         """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
-        return self.submission.get("format") in (FORMAT, FORMER_FORMAT) or bool(self.summaries)
+        return self.submission.get("format") == FORMAT or bool(self.summaries)
 
     @cached_property
     def script_path(self) -> Path | None:

@@ -62,7 +62,6 @@ LOADERS = {  # calls that run the file which their arguments name
     "execfile",
 }
 
-Removal = Callable[[ast.AST], None]  # takes something out of a node of a syntax tree
 
 
 class UnwrapError(ValueError):
@@ -237,27 +236,24 @@ def parses(text: str) -> bool:
     return True
 
 
-def same_program(first: str, second: str, also_ignored: Sequence[Removal] = ()) -> bool:
+def same_program(first: str, second: str) -> bool:
     """Whether two texts are one program: equal but for layout, comments and docstrings.
 
-    That is what a wrapped script goes without (`shipped_code` of train_gpt.py). also_ignored: what older ones
-    went without besides, see `IGNORED_IN`.
+    That is what a wrapped script goes without (`shipped_code` of train_gpt.py).
     """
     if first == second:
         return True
     try:
-        return _program(first, also_ignored) == _program(second, also_ignored)
+        return _program(first) == _program(second)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
 
-def _program(source: str, also_ignored: Sequence[Removal]) -> str:
-    """The syntax tree as text, without docstrings and what else is ignored."""
+def _program(source: str) -> str:
+    """The syntax tree as text, without docstrings."""
     tree = parsed(source)
     for node in ast.walk(tree):
         remove_docstring(node)
-        for remove in also_ignored:
-            remove(node)
     return ast.dump(tree)
 
 
@@ -267,32 +263,6 @@ def remove_docstring(node: ast.AST) -> None:
         if ast.get_docstring(node) is not None:
             del node.body[0]
         node.body = node.body or [ast.Pass()]
-
-
-def remove_annotations(node: ast.AST) -> None:
-    """Those of a function's arguments and result; a decorator may read them, so not where there is one."""
-    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
-        node.returns = None
-        for part in ast.walk(node.args):
-            if isinstance(part, ast.arg):
-                part.annotation = None
-
-
-def remove_meaning_of_setting(node: ast.AST) -> None:
-    """The text that is the second argument of `knob(default, meaning, …)`, which only --help shows."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "knob" and len(node.args) > 1:
-        meaning = node.args[1]
-        if isinstance(meaning, ast.Constant) and isinstance(meaning.value, str):
-            node.args[1] = ast.Constant("")
-
-
-# Records whose wrapped scripts went without more than docstrings and comments, by the names of their folders.
-IGNORED_IN: dict[str, tuple[Removal, ...]] = {
-    "2026-11-22_DefaultStack": (remove_annotations, remove_meaning_of_setting),
-    "2026-11-22_PR1493": (remove_annotations, remove_meaning_of_setting),
-    "2026-11-22_PR549": (remove_annotations, remove_meaning_of_setting),
-    "2026-11-22_UpstreamBaseline": (remove_annotations, remove_meaning_of_setting),
-}
 
 
 def _longest_literal(text: str) -> bytes | None:
