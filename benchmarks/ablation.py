@@ -304,14 +304,19 @@ def steps_of_equal_cost(stack: dict[str, dict[str, str]], steps: int) -> dict[st
     return found
 
 
-def kept_steps(folder: Path, stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
-    """The same, kept in the folder: processes that share its runs have the same steps."""
+Price = Callable[[dict[str, dict[str, str]], int], dict[str, int]]
+
+
+def kept_steps(
+    folder: Path, stack: dict[str, dict[str, str]], steps: int, price: Price = steps_of_equal_cost
+) -> dict[str, int]:
+    """The same, or what `price` says, kept in the folder: processes that share it have the same steps."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "steps.json"
     with open(folder / "steps.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            train_gpt.write_atomically(path, json.dumps(steps_of_equal_cost(stack, steps)).encode())
+            train_gpt.write_atomically(path, json.dumps(price(stack, steps)).encode())
     counts: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
     if unknown := stack.keys() - counts.keys():
         raise SystemExit(f"{path}: has no steps of {sorted(unknown)}; name another folder for --runs")

@@ -1,28 +1,33 @@
-"""The default and the systems it descends from, each as a record at equal seconds, at a width for a CPU.
+"""The default and the systems it descends from, each as a record at equal cost, at a width for a CPU.
 
-    python benchmarks/stacks.py --data data/datasets/fineweb_sample_sp1024 --limit 230000
-        --tokenizer data/tokenizers/fineweb_1024_bpe.model --track track_cpu_small_sp1024 [--seconds 180]
-        [--seeds 1337] [--only DefaultStack] [--round-trip]
+    python benchmarks/stacks.py --data data/datasets/fineweb_sample_sp1024 --limit 260000
+        --tokenizer data/tokenizers/fineweb_1024_bpe.model --track track_cpu_small_sp1024 [--steps 600]
+        [--seeds 42 1337 2025] [--only DefaultStack] [--round-trip]
 
 Each is a whole run of train_gpt.py on one core: its own model, optimizer, artifact and evaluation, the
-geometry of ablation.py, the same tokens in the same order, and the same limit on code and weights. Layers
-are scaled from each system's own depth, schedules that count steps from the length of its own 8-GPU run; the
-learning rates are the baseline's for all. What ends is packed under records/ as it is, the best and the
-worst. Two processes, each with some of the stacks, share two cores.
+geometry of ablation.py, the same tokens in the same order, and the same limit on code and weights. Each gets
+as many steps as cost what `--steps` of the default do: that is measured first, by the CPU clock of short runs
+in turns, so that a machine which is now slower, now faster meets all alike. Layers are scaled from each
+system's own depth, schedules that count steps from the length of its own 8-GPU run; the learning rates are
+the baseline's for all. What ends is packed under records/ as it is, the best and the worst. Two processes,
+each with some of the stacks, share two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
-from benchmarks.ablation import BASELINE_SCHEDULE, DEFAULT_SMALL, SMALL  # noqa: E402
+from benchmarks.ablation import BASELINE_SCHEDULE, DEFAULT_SMALL, SMALL, kept_steps  # noqa: E402
+from benchmarks.turns import Turns  # noqa: E402
 
 CONFIGS = "configs"
 PR549_STEPS, PR1493_STEPS = 7191, 4553  # of their runs on 8 GPUs
@@ -51,10 +56,11 @@ EVALUATION = {
     "DefaultStack": BY_ADAPTERS, "UpstreamBaseline": WITHOUT_OVERLAP, "PR549": BY_SGD, "PR1493": BY_SGD,
 }  # fmt: skip
 COMMON = {
-    **SMALL, "CPU_THREADS": "1", "TRAIN_PREFETCH": "1", "WARMUP_STEPS": "2", "ITERATIONS": "1000000",
-    "VAL_LOSS_EVERY": "0", "GPTQ_CALIBRATION_BATCHES": "16", "GPTQ_RESERVE_SECONDS": "2",
-    "GPTQ_DAMPING": "0.05",
+    **SMALL, "CPU_THREADS": "1", "TRAIN_PREFETCH": "1", "WARMUP_STEPS": "2", "VAL_LOSS_EVERY": "0",
+    "MAX_WALLCLOCK_SECONDS": "0", "GPTQ_CALIBRATION_BATCHES": "16", "GPTQ_DAMPING": "0.05",
 }  # fmt: skip
+PRICE_STEPS = 60  # of a short run, whose schedule is a whole one's, in turns of
+PRICE_TURN_STEPS = 10
 
 
 def environment(stack: str, seed: int, arguments: argparse.Namespace) -> dict[str, str]:
@@ -66,9 +72,25 @@ def environment(stack: str, seed: int, arguments: argparse.Namespace) -> dict[st
     return {
         **COMMON, **STACKS[stack], **evaluation, "SEED": str(seed), "VOCAB_SIZE": str(vocabulary),
         "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
-        "MAX_WALLCLOCK_SECONDS": str(arguments.seconds), "ARTIFACT_BYTES_MAX": str(arguments.limit),
+        "ARTIFACT_BYTES_MAX": str(arguments.limit),
         "RUN_ID": f"{arguments.track}-{stack}-seed{seed}",
     }  # fmt: skip
+
+
+def steps_of_equal_cost(stacks: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
+    """Steps of each stack that cost what `steps` of the first do, by the CPU clock of short runs in turns."""
+    cpu_ms = dict.fromkeys(stacks, 0.0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
+        turns = {}
+        for name, settings in stacks.items():
+            # One step more than is asked for, so that no run goes on to its evaluation.
+            short = {"ITERATIONS": str(PRICE_STEPS + 1), "RUNS_DIR": folder, "ARTIFACT_BYTES_MAX": "16000000"}
+            turns[name] = ends.enter_context(Turns(REPO / "train_gpt.py", {**settings, **short}))
+        for _ in range(PRICE_STEPS // PRICE_TURN_STEPS):
+            for name, running in turns.items():
+                cpu_ms[name] += sum(running.steps(PRICE_TURN_STEPS).cpu_ms)
+    first = next(iter(cpu_ms.values()))
+    return {name: round(steps * first / cost) for name, cost in cpu_ms.items()}
 
 
 def main() -> None:
@@ -78,25 +100,29 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--track", required=True, help="folder under records/")
     parser.add_argument("--limit", type=int, required=True, help="bytes of code and artifact together")
-    parser.add_argument("--seconds", type=int, default=180, help="training time of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
+    parser.add_argument("--steps", type=int, default=600, help="of the default; others: what costs that")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--round-trip", action="store_true", help="score all without overlap or training")
     parser.add_argument("--only", nargs="+", choices=list(STACKS), default=list(STACKS))
     arguments = parser.parse_args()
+    os.chdir(REPO)
+    stacks = {stack: environment(stack, 0, arguments) for stack in STACKS}
+    steps = kept_steps(REPO / "runs" / arguments.track, stacks, arguments.steps, steps_of_equal_cost)
     runs: dict[str, list[str]] = {stack: [] for stack in arguments.only}
-    # Seeds are the outer loop, so that drift of the machine meets every stack alike.
+    # Seeds are the outer loop: who ends it early has whole rows.
     for seed in arguments.seeds:
         for stack in arguments.only:
-            settings = environment(stack, seed, arguments)
-            subprocess.run([sys.executable, "train_gpt.py"], cwd=REPO, env=os.environ | settings, check=True)
+            settings = {**environment(stack, seed, arguments), "ITERATIONS": str(steps[stack])}
+            subprocess.run([sys.executable, "train_gpt.py"], env=os.environ | settings, check=True)
             runs[stack].append(f"runs/{settings['RUN_ID']}")
     for stack in arguments.only:
         pack = [sys.executable, "-m", "tools", "pack", *runs[stack]]
-        blurb = f"{stack} at 4 layers × 64, {arguments.seconds} s of one core on {arguments.data.name}."
+        cost = f"as many steps as cost {arguments.steps} of DefaultStack"
+        blurb = f"{stack} at 4 layers × 64 on {arguments.data.name}: {cost}, on one core."
         date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
         place = ["--name", stack, "--track", arguments.track]
         about = ["--date", date, "--author", "the project", "--blurb", blurb]
-        subprocess.run([*pack, *place, *about], cwd=REPO, check=True)
+        subprocess.run([*pack, *place, *about], check=True)
 
 
 if __name__ == "__main__":

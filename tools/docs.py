@@ -112,7 +112,7 @@ def result_row(folder: Folder) -> list[str]:
         f"`{folder.track.removeprefix('track_')}`",
         f"[{folder.name.partition('_')[2]}](records/{folder.track}/{folder.name}/)",
         str(len(summaries)),
-        " or ".join(f"{limit:g}" for limit in sorted(seconds)),
+        " or ".join(f"{limit:g}" if limit else "-" for limit in sorted(seconds)),
         f"{steps:.0f}",
         f"{parameters:,}",
     ]

@@ -27,6 +27,7 @@ from benchmarks import (
     readout,
     results,
     speed,
+    stacks,
     ttt,
     tune,
 )  # fmt: skip
@@ -366,6 +367,30 @@ def test_steps_cost_what_those_of_the_first_row_do(tmp_path: Path, monkeypatch: 
     assert len(turns) == 2 * ablation.TURNS
     with pytest.raises(SystemExit, match="no steps of"):
         ablation.kept_steps(tmp_path, {**stack, "deep": {}}, 100)
+
+
+def test_a_stack_of_slower_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Running:
+        """A run whose later steps cost more, as recurrence makes them; it has one step more than is taken."""
+
+        def __init__(self, script: Path, settings: dict[str, str]) -> None:
+            self.step_ms = float(settings["STEP_MS"])
+            self.left = int(settings["ITERATIONS"])
+
+        def __enter__(self) -> Running:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            assert self.left == 1
+
+        def steps(self, count: int) -> Turn:
+            late = 2.0 if self.left <= stacks.PRICE_STEPS // 2 + 1 else 1.0
+            self.left -= count
+            return Turn([0.0] * count, [late * self.step_ms] * count, [0.0] * count)
+
+    monkeypatch.setattr(stacks, "Turns", Running)
+    settings = {"DefaultStack": {"STEP_MS": "30"}, "UpstreamBaseline": {"STEP_MS": "20"}}
+    assert stacks.steps_of_equal_cost(settings, 600) == {"DefaultStack": 600, "UpstreamBaseline": 900}
 
 
 def test_lengths_are_told_beside_their_partners() -> None:
