@@ -92,7 +92,15 @@ REPLACEMENTS = (
 
 # Functions and classes of a script that `main` calls and a step does not need: replaced by name.
 LOADERS = ("DistributedTokenLoader", "ShuffledSequenceLoader")
+SHUFFLING_LOADERS = ("ShuffledSequenceLoader",)
 DATA_OF_VALIDATION = ("load_validation_tokens", "build_sentencepiece_luts", "ValidationData")
+
+# The average of the weights that a script keeps (EMA): a local variable of the function with its loop.
+AVERAGES = ("ema_state",)
+NAME_OF_AN_AVERAGE = re.compile(r"ema(_\w+)?", re.IGNORECASE)
+
+# What quantizes in the manner of the baseline, and back.
+FUNCTIONS_OF_SHIPPING = ("quantize_state_dict_int8", "dequantize_state_dict_int8")
 
 # Rank 1 of a world of one: no process group, and neither log nor files, which are rank 0's.
 FIXED_SETTINGS = {
@@ -101,6 +109,7 @@ FIXED_SETTINGS = {
     "VAL_LOSS_EVERY": "0",
     "TRAIN_LOG_EVERY": "0",
     "MAX_WALLCLOCK_SECONDS": "0",
+    "GPTQ_RESERVE_SECONDS": "0",  # a clock's seconds are all of training
     "TRAIN_PREFETCH": "0",
     "TRAIN_COPY_STREAM": "0",
     "VAL_PREFETCH": "0",
@@ -164,6 +173,17 @@ def missing_package(statement: ast.stmt) -> str:
         if importlib.util.find_spec(package) is None:
             return f"imports {package}, which is not installed"
     return ""
+
+
+def names_used(text: str) -> set[str]:
+    """Variables and attributes of a script's text."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+    return found
 
 
 # ======================================================================================================
@@ -323,6 +343,7 @@ class Upstream:
         self.steps = 0
         self._losses: list[Tensor] = []
         self._exchange = Exchange()
+        self._names: set[str] = set()  # all that the script's text uses
         given = dict(settings or {})
         fixed = sorted(given.keys() & FIXED_SETTINGS.keys())
         if fixed:
@@ -368,6 +389,16 @@ class Upstream:
         """All parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def shuffles(self) -> bool:
+        """Whether the script's own loader draws sequences at random; else it reads shards in their order."""
+        return any(name in self._namespace for name in SHUFFLING_LOADERS)
+
+    @property
+    def ships(self) -> bool:
+        """Whether `ship` knows how the script quantizes."""
+        return not self._missing_of_shipping()
+
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> float:
         """One training step of the script on this batch (int64 ids); the loss before the update, in nats."""
         self._losses.clear()
@@ -382,9 +413,36 @@ class Upstream:
 
     @torch.no_grad()
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> float:
-        """Mean nats of a batch with the weights as they are; nothing is updated."""
+        """Mean nats of a batch with the weights as they are; nothing is updated.
+
+        As the scripts evaluate, so without what they do in training alone, like rounding of weights.
+        """
+        was_training = self.model.training
+        self.model.eval()
         loss: Tensor = self.model(inputs_BT, targets_BT)
+        self.model.train(was_training)
         return loss.item()
+
+    def average(self) -> dict[str, Tensor] | None:
+        """The average of the weights that the script keeps, by the names of its model's state; None: none.
+
+        Such a script evaluates the average, not the last weights. It is no global: it is read in the function
+        that waits for a batch, or in one that called it. UpstreamError where the script's text speaks of an
+        average and none of AVERAGES is there, or is one of other names than the model's.
+        """
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None:
+            for name in AVERAGES:
+                if name in frame.f_locals:
+                    return self._checked_average(name, frame.f_locals[name])
+            frame = frame.f_back
+        told = sorted(name for name in self._names if NAME_OF_AN_AVERAGE.fullmatch(name))
+        if told:
+            raise UpstreamError(
+                f"{self.path}: has {' '.join(told)}, but no function that waits for a batch has a variable "
+                f"{' or '.join(AVERAGES)}; add the name of its average to AVERAGES"
+            )
+        return None
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -408,11 +466,11 @@ class Upstream:
         Of scripts in the manner of the baseline: 8 bits a weight, pickled by torch, zlib. UpstreamError for
         others.
         """
-        names = ("quantize_state_dict_int8", "dequantize_state_dict_int8")
-        missing = [name for name in names if name not in self._namespace]
+        missing = self._missing_of_shipping()
         if missing:
-            raise UpstreamError(f"{self.path}: has no {' and no '.join(missing)}; nothing else ships it here")
-        quantize, dequantize = (self._namespace[name] for name in names)
+            raise UpstreamError(
+                f"{self.path}: has no {' and no '.join(missing)} that it calls; nothing else ships it here")
+        quantize, dequantize = (self._namespace[name] for name in FUNCTIONS_OF_SHIPPING)
         quantized = quantize(self.model.state_dict())[0]
         pickled = io.BytesIO()
         torch.save(quantized, pickled)
@@ -425,10 +483,29 @@ class Upstream:
         self._thread.join(timeout=60)
         sys.modules.pop(self._module.__name__, None)
 
+    def _missing_of_shipping(self) -> list[str]:
+        """The functions of shipping that the script lacks; one that it has and never calls is a leftover."""
+        missing = []
+        for name in FUNCTIONS_OF_SHIPPING:
+            if name not in self._namespace or name not in self._names:
+                missing.append(name)
+        return missing
+
+    def _checked_average(self, name: str, average: Any) -> dict[str, Tensor] | None:
+        """What the script calls its average, if it is one of all of its model's state; None: it is off."""
+        if average is None:
+            return None
+        own = self.model.state_dict()
+        if not isinstance(average, dict) or average.keys() != own.keys():
+            raise UpstreamError(f"{self.path}: {name} is {type(average).__name__}, expected the names of "
+                                f"the model's state: {' '.join(own)}")
+        return average
+
     def _load(self) -> None:
         """Fill the script's globals, with all replacements made; its `main` is not yet called."""
         text = patched(read_script(self.path).text, self.path.name)
         check_nothing_is_left(text, self.path.name)
+        self._names = names_used(text)
         namespace = self._namespace
         namespace["__file__"] = str(self.path)
         namespace[STAND_IN] = self._on_cpu

@@ -155,6 +155,71 @@ def test_the_loss_updates_nothing(script: Path) -> None:
         assert miniature.loss(*batch(0)) < before
 
 
+def test_the_loss_is_that_of_evaluation_and_training_goes_on(script: Path) -> None:
+    factor = "return (2 if self.training else 1) * F.cross_entropy("
+    doubled = MINIATURE.replace("return F.cross_entropy(", factor)
+    script.write_text(doubled, encoding="utf-8")
+    with Upstream(script) as miniature:
+        assert 2 * miniature.loss(*batch(0)) == miniature.step(*batch(0))
+        assert miniature.model.training
+
+
+# As a script keeps it: in the function of its loop, which asks for batches in another one.
+KEEPS_AN_AVERAGE = (
+    MINIATURE.replace(
+        "    for step in range(args.iterations):",
+        "    ema_state = {name: tensor.clone() for name, tensor in base_model.state_dict().items()}\n"
+        "    def next_batch():\n"
+        "        return loader.next_batch(1024, 8, grad_accum_steps)\n"
+        "    for step in range(args.iterations):",
+    ).replace("x, y = loader.next_batch(1024, 8, grad_accum_steps)", "x, y = next_batch()")
+    + """        for name, tensor in base_model.state_dict().items():
+            ema_state[name].mul_(0.5).add_(tensor, alpha=0.5)
+"""
+)
+
+
+def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) -> None:
+    with Upstream(script) as miniature:
+        assert miniature.average() is None
+    script.write_text(KEEPS_AN_AVERAGE, encoding="utf-8")
+    with Upstream(script) as miniature:
+        expected = {name: tensor.clone() for name, tensor in miniature.model.state_dict().items()}
+        for step in range(3):
+            miniature.step(*batch(step))
+            for name, tensor in miniature.model.state_dict().items():
+                expected[name] = (expected[name] + tensor) / 2
+        average = miniature.average()
+        assert average is not None and average.keys() == expected.keys()
+        for name, tensor in average.items():
+            torch.testing.assert_close(tensor, expected[name])
+            assert not torch.equal(tensor, miniature.model.state_dict()[name])
+
+
+@pytest.mark.parametrize(("found", "instead", "told"), [
+    ("ema_state", "ema_weights", "has ema_weights, but .* ema_state; add"),
+    ("ema_state = {name: tensor.clone()", "ema_state = {'x' + name: tensor.clone()", "expected the names"),
+])  # fmt: skip
+def test_an_average_that_is_not_found_is_told(script: Path, found: str, instead: str, told: str) -> None:
+    script.write_text(KEEPS_AN_AVERAGE.replace(found, instead), encoding="utf-8")
+    with Upstream(script) as miniature, pytest.raises(UpstreamError, match=told):
+        miniature.average()
+
+
+def test_an_average_that_is_off_is_none(script: Path) -> None:
+    script.write_text(MINIATURE.replace("    for step in", "    ema_state = None\n    for step in"))
+    with Upstream(script) as miniature:
+        assert miniature.average() is None
+
+
+def test_a_script_shuffles_if_its_loader_does(script: Path) -> None:
+    with Upstream(script) as miniature:
+        assert not miniature.shuffles
+    script.write_text(MINIATURE.replace("DistributedTokenLoader", "ShuffledSequenceLoader"))
+    with Upstream(script) as miniature:
+        assert miniature.shuffles
+
+
 def test_a_compressed_script_is_the_same(script: Path, tmp_path: Path) -> None:
     packed = base64.b85encode(lzma.compress(MINIATURE.encode())).decode()
     wrapped = tmp_path / "wrapped.py"
@@ -276,8 +341,13 @@ def test_the_schedule_follows_a_clock_whose_end_is_the_caller_s(script: Path) ->
 
 
 def test_a_script_ships_its_weights_by_its_own_functions(script: Path) -> None:
-    with Upstream(script) as miniature, pytest.raises(UpstreamError, match="no quantize_state_dict_int8"):
-        miniature.ship()
+    def refused() -> None:
+        with Upstream(script) as miniature:
+            assert not miniature.ships
+            with pytest.raises(UpstreamError, match="no quantize_state_dict_int8"):
+                miniature.ship()
+
+    refused()
     text = MINIATURE + '''
 def quantize_state_dict_int8(weights):
     return {name: (4 * tensor).round().char() for name, tensor in weights.items()}, "statistics"
@@ -286,9 +356,16 @@ def dequantize_state_dict_int8(codes):
     return {name: code.float() / 4 for name, code in codes.items()}
 '''
     script.write_text(text, encoding="utf-8")
+    refused()  # it has them from where it began, and ships in another way
+    text += '''
+def ship(model):
+    model.load_state_dict(dequantize_state_dict_int8(quantize_state_dict_int8(model.state_dict())[0]))
+'''
+    script.write_text(text, encoding="utf-8")
     sizes = []
     for given in (weights(0), {name: torch.zeros(50, 8) for name in weights(0)}):
         with Upstream(script) as miniature:
+            assert miniature.ships
             miniature.set_weights(given)
             sizes.append(miniature.ship())
             for name, parameter in miniature.model.named_parameters():
