@@ -2,30 +2,41 @@
 
     python benchmarks/beside.py ~/parameter-golf/train_gpt.py --data data/datasets/fineweb_sample_sp1024
         --tokenizer data/tokenizers/fineweb_1024_bpe.model --runs DIR [--config configs/cpu_demo.env]
-        [--set NAME=VALUE ...] [--seconds 180] [--clock cpu] [--seeds 1337 42 2025]
-        [--only speed theirs ours] [--keep]
+        [--set NAME=VALUE ...] [--theirs NAME=VALUE ...] [--as-theirs configs/pr549.env]
+        [--seconds 180] [--clock cpu] [--seeds 1337 42 2025]
+        [--only speed theirs "theirs shuffled" "ours as theirs" ours] [--keep]
 
-PATH is your own copy of a script in the manner of the challenge's baseline; `benchmarks/upstream.py` runs it,
-with its own defaults but for what must be equal: the config's width, depth, heads, MLP, vocabulary, sequence
-length and tokens a step. Ours has the settings of the config and of --set. Both get the same seconds of one
+PATH is your own copy of a script that `benchmarks/upstream.py` can run. It has its own defaults, but for what
+must be equal, the config's width, depth, heads, MLP, vocabulary, sequence length and tokens a step, and for
+--theirs: layers that this depth lacks, and what counts steps, as its own run has far more of them. `ours as
+theirs` is this script with the model, the optimizer settings and the order of the data of theirs, which
+--as-theirs and --theirs name; ours has the settings of --config and --set. All get the same seconds of one
 thread, by the wall or by the CPU, which other programs on the machine spoil less; each then quantizes, and is
-scored without overlap on the same first part of the validation text. `speed` takes turns of a few steps:
-theirs, ours with the model and the optimizer settings of theirs (`upstream_baseline.env`), ours.
+scored without overlap on the same first part of the validation text. `speed` takes turns of a few steps.
 
-Runs are kept in DIR, and several processes started alike share the work: two of them run theirs and ours
-side by side, each on a core of its own, swapped from seed to seed.
+A script is fed as its own loader reads: shards in their order, or shuffled sequences; `theirs shuffled` gives
+one of the first kind what ours trains on. Where it keeps an average of its weights, the average and the last
+weights are scored, and the better ones count. One that does not quantize like the baseline is not shipped:
+then the scores before quantization are compared.
+
+Runs are kept in DIR, and several processes started alike share the work: two of them run two sides at a time,
+each on a core of its own, swapped from seed to seed. A result that --keep stores has the name of your copy,
+`pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import math
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +54,38 @@ import train_gpt  # noqa: E402
 from benchmarks import ablation, paired, results, speed, tune  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches  # noqa: E402
-from train_gpt import Config  # noqa: E402
+from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
-TITLE = "The challenge's own script beside this one"
-SIDES = ["speed", "theirs", "ours"]
+TITLE = "A public script beside this one"
+BASELINE = REPO / "configs" / "upstream_baseline.env"
+SHUFFLED = "theirs shuffled"
+AS_THEIRS = "ours as theirs"
+SIDES = ["speed", "theirs", SHUFFLED, AS_THEIRS, "ours"]
+USUAL_SIDES = ["speed", "theirs", AS_THEIRS, "ours"]
+OF_THEIRS = ("theirs", SHUFFLED)
 SPEED_HEADER = "| script | CPU ms a step | p20 | p80 | tokens/s | times theirs | n |"
 SCORE_HEADER = (
     "| script | parameters | steps | float bpb | weights, bytes | code, bytes | "
     + paired.HEADER.format("theirs")
 )  # fmt: skip
+FLOAT_HEADER = (
+    "| script | parameters | steps | last weights | their average | "
+    + paired.HEADER.format("theirs").replace("val_bpb", "float bpb")
+)  # fmt: skip
+AVERAGED = (
+    "Theirs keeps an average of its weights, which it evaluates in the end; over so few steps the last "
+    "weights may be better, so both are scored, and the better ones of each seed count as theirs."
+)
+SHIPPED = (
+    "float, of the weights before quantization; val_bpb, of what is shipped. Code: theirs plain, ours "
+    "wrapped, as each counts it."
+)
+UNSHIPPED = (
+    "Nothing of theirs is shipped, as its quantization is not of the kind that this benchmark runs: the "
+    "weights of all are compared before quantization."
+)
+# Ours as theirs minus theirs is the implementation, ours minus ours as theirs the recipe.
+COMPARED = [(SHUFFLED, "theirs"), (AS_THEIRS, "theirs"), ("ours", AS_THEIRS), ("ours", "theirs")]
 SPEED_TURNS = 8
 SCORED_ROWS = 64  # sequences of a batch
 
@@ -63,6 +97,9 @@ class Race:
         self.path: Path = arguments.path
         self.clock: str = arguments.clock
         self.seeds: list[int] = arguments.seeds
+        self.scored: list[str] = [side for side in arguments.only if side != "speed"]
+        self.as_theirs_config: Path = arguments.as_theirs or BASELINE
+        self.settings_of_theirs = dict(item.split("=", 1) for item in arguments.theirs)
         self.ours = {
             "CONFIG": str(arguments.config), "DATA_PATH": str(arguments.data), "DEVICE": "cpu",
             "TOKENIZER_PATH": str(arguments.tokenizer), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
@@ -77,6 +114,12 @@ class Race:
         self.ours["VAL_TOKENS_LIMIT"] = str(targets)
         self.ours["ARTIFACT_BYTES_MAX"] = str(config.artifact_bytes_max - self.code_bytes)
         self.config = Config.from_env(self.ours)
+        fixed = sorted(self.settings_of_theirs.keys() & {*self.geometry(), "SEED"})
+        if fixed:
+            raise UpstreamError(
+                f"--theirs {' '.join(fixed)}: is equal on all sides; give it to --set or --seeds")
+        if {"speed", AS_THEIRS} & set(arguments.only):
+            self.check_as_theirs(arguments)
 
     def geometry(self) -> dict[str, str]:
         """What must be equal, by the names that both sides have."""
@@ -88,26 +131,54 @@ class Race:
             "TRAIN_BATCH_TOKENS": str(c.train_batch_tokens),
         }  # fmt: skip
 
+    def check_as_theirs(self, arguments: argparse.Namespace) -> None:
+        """UpstreamError where it is not told, or not in settings of ours, how ours is as theirs."""
+        if arguments.as_theirs is None and name_of_script(self.path):
+            raise UpstreamError(
+                f"{self.path}: which config is this script in ours? Name it with --as-theirs, like "
+                f"configs/pr549.env, or leave speed and '{AS_THEIRS}' out of --only")
+        known = Config().as_env()
+        for name, value in self.settings_of_theirs.items():
+            if name not in known and train_gpt.former_name(name, value) is None:
+                raise UpstreamError(f"--theirs {name}: no setting of ours; leave speed and '{AS_THEIRS}' out")
+        Config.from_env(self.as_theirs())
+
     def as_theirs(self) -> dict[str, str]:
-        """Our settings for their model and optimizer."""
-        given = {name: self.ours[name] for name in ("DATA_PATH", "TOKENIZER_PATH", "DEVICE")}
+        """Our settings for their model and optimizer; ours answers to the names of public scripts."""
+        shared = (
+            "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "MAX_WALLCLOCK_SECONDS", "ITERATIONS",
+            "GPTQ_RESERVE_SECONDS", "VAL_TOKENS_LIMIT",
+        )  # fmt: skip
         return {
-            **given, **self.geometry(), "CONFIG": str(REPO / "configs/upstream_baseline.env"),
+            **{name: self.ours[name] for name in shared}, **self.geometry(), **self.settings_of_theirs,
+            "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip
 
-    def batches(self) -> Any:
-        """What theirs trains on, endlessly: it reads shards in their order, again after the last one."""
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endlessly: the shards in their order, again after the last one."""
         c = self.config
         while True:
             yield from batches(
                 Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
 
+    def shuffled_batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endlessly: what ours trains on with this seed, each step in one batch."""
+        c = dataclasses.replace(
+            self.config, seed=seed, shuffle=True, train_prefetch=False,
+            micro_batch_tokens=self.config.train_batch_tokens,
+        )  # fmt: skip
+        shards = train_gpt.open_shards(f"{c.data_path}/fineweb_train_*.bin")
+        with contextlib.closing(train_gpt.Loader(c, shards, Machine())) as loader:
+            while True:
+                batch = loader.next_batch()
+                yield batch.inputs_BT, batch.targets_BT
+
     def use_core(self, side: str, seed: int) -> None:
-        """One of two cores for each side, the other one for the next seed."""
+        """One of two cores for each run: the other one for the next side, and for the next seed."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if len(cores) > 1:
-            place = (self.seeds.index(seed) + SIDES.index(side)) % 2
+            place = (self.seeds.index(seed) + self.scored.index(side)) % 2
             os.sched_setaffinity(0, {cores[place]})
 
     def measure(self, settings: dict[str, str], seed: int, clock: str) -> dict[str, Any]:
@@ -118,26 +189,54 @@ class Race:
         all_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         self.use_core(side, seed)
         try:
-            return self.theirs(seed) if side == "theirs" else tune.measure(self.ours, seed, clock)
+            if side in OF_THEIRS:
+                return self.theirs(seed, shuffled=side == SHUFFLED)
+            return tune.measure(self.as_theirs() if side == AS_THEIRS else self.ours, seed, clock)
         finally:
             if all_cores is not None:
                 os.sched_setaffinity(0, all_cores)
 
-    def theirs(self, seed: int) -> dict[str, Any]:
-        """Train their script by the clock; score its weights as they are, and as it would ship them."""
+    def upstream(self, seed: int, clock: TrainingClock | None = None) -> Upstream:
+        """Their script, waiting for its first batch."""
+        settings = {**self.geometry(), **self.settings_of_theirs, "SEED": str(seed)}
+        return Upstream(self.path, settings, clock)
+
+    def theirs(self, seed: int, shuffled: bool) -> dict[str, Any]:
+        """Train their script by the clock; score its weights as they are, and as it would ship them.
+
+        Without val_bpb and bytes for a script that nothing here ships.
+        """
         clock = TrainingClock(ablation.clock(self.clock), self.config.max_wallclock_seconds)
-        with Upstream(self.path, {**self.geometry(), "SEED": str(seed)}, clock) as upstream:
-            feed = self.batches()
+        with self.upstream(seed, clock) as upstream:
+            if shuffled and upstream.shuffles:
+                raise UpstreamError(f"{self.path}: shuffles by itself; leave '{SHUFFLED}' out of --only")
+            feed = self.shuffled_batches(seed) if shuffled or upstream.shuffles else self.batches()
             while not clock.is_over:
                 upstream.step(*next(feed))
-            seconds = clock.seconds
-            float_bpb = self.score(upstream)
-            size_bytes = upstream.ship()
-            return {
+            found: dict[str, Any] = {
                 "seed": seed, "parameters": upstream.parameters_count, "steps": upstream.steps,
-                "seconds": seconds, "float_bpb": float_bpb, "bytes": size_bytes,
-                "val_bpb": self.score(upstream),
+                "seconds": clock.seconds,
             }  # fmt: skip
+            found.update(self.take_better_weights(upstream))
+            if upstream.ships:
+                found["bytes"] = upstream.ship()
+                found["val_bpb"] = self.score(upstream)
+        return found
+
+    def take_better_weights(self, upstream: Upstream) -> dict[str, float]:
+        """Leave the model with its last weights or their average, whichever scores better; the scores."""
+        last_bpb = self.score(upstream)
+        average = upstream.average()
+        if average is None:
+            return {"float_bpb": last_bpb}
+        last = {name: tensor.clone() for name, tensor in upstream.model.state_dict().items()}
+        upstream.model.load_state_dict(average)
+        average_bpb = self.score(upstream)
+        if last_bpb < average_bpb:
+            upstream.model.load_state_dict(last)
+        return {
+            "float_bpb": min(last_bpb, average_bpb), "last_bpb": last_bpb, "average_bpb": average_bpb,
+        }  # fmt: skip
 
     def score(self, upstream: Upstream) -> float:
         """Bits per byte of their model on the first part of the validation text, without overlap."""
@@ -155,12 +254,12 @@ class Race:
 
     def speeds(self, seed: int) -> dict[str, Any]:
         """CPU milliseconds of the steps of theirs, ours as theirs, and ours, in turns."""
-        taken: dict[str, list[float]] = {"theirs": [], "ours as theirs": [], "ours": []}
+        taken: dict[str, list[float]] = {"theirs": [], AS_THEIRS: [], "ours": []}
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
-            upstream = ends.enter_context(Upstream(self.path, {**self.geometry(), "SEED": str(seed)}))
+            upstream = ends.enter_context(self.upstream(seed))
             feed = self.batches()
             turns = {}
-            for name, given in (("ours as theirs", self.as_theirs()), ("ours", self.ours)):
+            for name, given in ((AS_THEIRS, self.as_theirs()), ("ours", self.ours)):
                 unpaced = {"ARTIFACT_BYTES_MAX": "16000000", "RATE_CONTROL": "0", "WARMUP_STEPS": "0"}
                 settings = speed.settings(Path(given["CONFIG"]), Path(folder), [])
                 settings = {**given, **settings, **unpaced, "RUN_ID": name.replace(" ", "-")}
@@ -185,7 +284,7 @@ class Race:
 def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
     """The table of step times."""
     lines = []
-    for name in ("theirs", "ours as theirs", "ours"):
+    for name in ("theirs", AS_THEIRS, "ours"):
         all_ms = [ms for run in runs for ms in run[name]]
         theirs_ms = [ms for run in runs for ms in run["theirs"]]
         low, *_, high = statistics.quantiles(all_ms, n=5)
@@ -200,47 +299,139 @@ def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
     return ["", *paired.table(SPEED_HEADER, lines)]
 
 
-def score_lines(rows: dict[str, paired.Runs], code_bytes: dict[str, int]) -> list[str]:
-    """The table of scores, and the differences seed by seed."""
-    lines = []
-    theirs = rows.get("theirs", [])
-    for name in ("theirs", "ours"):
-        runs = rows.get(name, [])
-        if runs:
-            steps, float_bpb, size_bytes = (
-                statistics.mean(run[figure] for run in runs) for figure in ("steps", "float_bpb", "bytes")
-            )
-            lines.append(
-                f"| {name} | {runs[0]['parameters']:,} | {steps:.0f} | {float_bpb:.4f} | {size_bytes:,.0f} | "
-                f"{code_bytes[name]:,} | {paired.cells(runs, theirs)}"
-            )
-    reference = {run["seed"]: run["val_bpb"] for run in theirs}
+def mean(runs: paired.Runs, figure: str) -> float:
+    """Over the runs."""
+    return statistics.mean(run[figure] for run in runs)
+
+
+def shipped_line(name: str, runs: paired.Runs, theirs: paired.Runs, code_bytes: int) -> str:
+    """A line of the table of what is shipped."""
+    return (
+        f"| {name} | {runs[0]['parameters']:,} | {mean(runs, 'steps'):.0f} | {mean(runs, 'float_bpb'):.4f} | "
+        f"{mean(runs, 'bytes'):,.0f} | {code_bytes:,} | {paired.cells(runs, theirs)}"
+    )
+
+
+def float_line(name: str, runs: paired.Runs, theirs: paired.Runs) -> str:
+    """A line of the table of weights before quantization; runs: with that score as their val_bpb."""
+    both = "- | -"
+    if "average_bpb" in runs[0]:
+        both = f"{mean(runs, 'last_bpb'):.4f} | {mean(runs, 'average_bpb'):.4f}"
+    steps = f"{mean(runs, 'steps'):.0f}"
+    return f"| {name} | {runs[0]['parameters']:,} | {steps} | {both} | {paired.cells(runs, theirs)}"
+
+
+def seed_by_seed(rows: dict[str, paired.Runs], name: str, other: str) -> list[str]:
+    """A sentence with the differences of one side's scores from another's; none without seeds of both."""
+    reference = {run["seed"]: run["val_bpb"] for run in rows.get(other, [])}
     gains = [
         f"{run['seed']}: {run['val_bpb'] - reference[run['seed']]:+.4f}"
-        for run in rows.get("ours", []) if run["seed"] in reference
+        for run in rows.get(name, []) if run["seed"] in reference
     ]  # fmt: skip
-    told = ["", f"Ours minus theirs, seed by seed: {', '.join(gains)}."] if gains else []
-    return ["", *paired.table(SCORE_HEADER, lines), *told]
+    if not gains:
+        return []
+    return ["", f"{name.capitalize()} minus {other}, seed by seed: {', '.join(gains)}."]
+
+
+def is_shipped(rows: dict[str, paired.Runs]) -> bool:
+    """Whether all that was scored was shipped: not of public scripts that quantize in ways of their own."""
+    return all("val_bpb" in run for name, runs in rows.items() if name != "speed" for run in runs)
+
+
+def averages_weights(rows: dict[str, paired.Runs]) -> bool:
+    """Whether the public script keeps an average of its weights."""
+    return any("average_bpb" in run for name in OF_THEIRS for run in rows.get(name, []))
+
+
+def told_of_shipping(rows: dict[str, paired.Runs]) -> str:
+    """Why weights are compared before quantization, and what ours would ship."""
+    ours = rows.get("ours", [])
+    if not ours:
+        return UNSHIPPED
+    size_bytes, val_bpb = mean(ours, "bytes"), mean(ours, "val_bpb")
+    return f"{UNSHIPPED} Ours ships {size_bytes:,.0f} bytes of weights, which score {val_bpb:.4f}."
+
+
+def score_lines(rows: dict[str, paired.Runs], code_bytes: dict[str, int]) -> list[str]:
+    """The table of scores, and the differences seed by seed."""
+    scored = {name: rows[name] for name in SIDES if name in rows and name != "speed"}
+    shipped = is_shipped(rows)
+    if not shipped:
+        for name, runs in scored.items():
+            scored[name] = [{**run, "val_bpb": run["float_bpb"]} for run in runs]
+    theirs = scored.get("theirs", [])
+    lines = []
+    for name, runs in scored.items():
+        if shipped:
+            code = code_bytes["theirs" if name in OF_THEIRS else "ours"]
+            lines.append(shipped_line(name, runs, theirs, code))
+        else:
+            lines.append(float_line(name, runs, theirs))
+    told = [] if shipped else ["", told_of_shipping(rows)]
+    if averages_weights(rows):
+        told += ["", AVERAGED]
+    for name, other in COMPARED:
+        told += seed_by_seed(scored, name, other)
+    return ["", *paired.table(SCORE_HEADER if shipped else FLOAT_HEADER, lines), *told]
+
+
+def told_sides(measured: dict[str, Any]) -> str:
+    """What each side is, in a line."""
+    rows = measured["rows"]
+    given = " ".join(measured.get("theirs", []))
+    theirs = "with its own defaults for everything else, in fp32 and without a compiler"
+    if given:
+        theirs = f"with `{given}` and its own defaults for everything else, in fp32 and without a compiler"
+    told = [f"Theirs: `{measured['public']}` of {measured['sha256']}, {theirs}"]
+    if SHUFFLED in rows:
+        told.append(f"{SHUFFLED}: on the sequences that ours trains on")
+    if "speed" in rows or AS_THEIRS in rows:
+        config = measured.get("as_theirs", "upstream_baseline.env")
+        same = " with the same settings" if given else ""
+        told.append(f"{AS_THEIRS}: `{config}` at this geometry{same}")
+    told.append(f"ours: `{' '.join([measured['config'], *measured['set']])}`")
+    return "; ".join(told)
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """What was equal, the speeds, the scores."""
     rows: dict[str, paired.Runs] = measured["rows"]
     geometry = " ".join(f"{name}={value}" for name, value in measured["geometry"].items())
-    told = " ".join([measured["config"], *measured["set"]])
+    scores = SHIPPED if is_shipped(rows) else "of the weights before quantization."
     lines = [
-        f"`{measured['data']}`, {geometry}. Theirs: `{measured['public']}` of {measured['sha256']}, with its "
-        "own defaults for everything else, in fp32 and without a compiler; ours as theirs: "
-        f"`upstream_baseline.env` at this geometry; ours: `{told}`. One thread each; scores "
+        f"`{measured['data']}`, {geometry}. {told_sides(measured)}. One thread each; scores "
         f"after {measured['seconds']:g} s of training by the {measured['clock']} clock, without overlap, on "
-        f"the first {measured['val_targets']:,} targets of the validation text: float, of the weights before "
-        "quantization; val_bpb, of what is shipped. Code: theirs plain, ours wrapped, as each counts it.",
+        f"the first {measured['val_targets']:,} targets of the validation text: {scores}",
     ]  # fmt: skip
     if "speed" in rows:
         lines += speed_lines(rows["speed"], int(measured["geometry"]["TRAIN_BATCH_TOKENS"]))
-    if "theirs" in rows or "ours" in rows:
+    if rows.keys() - {"speed"}:
         lines += score_lines(rows, measured["code_bytes"])
     return lines
+
+
+def name_of_script(path: Path) -> str:
+    """Which public script a copy is by its name: `pr549` of pr549_train_gpt.py, and "" of train_gpt.py."""
+    return path.stem.removesuffix("train_gpt").strip("_-")
+
+
+def result_name(arguments: argparse.Namespace) -> str:
+    """Of the file that --keep stores: which script, unless it is the challenge's, the data, the seconds."""
+    script = name_of_script(arguments.path)
+    parts = ["beside", *([script] if script else []), arguments.data.name, f"{arguments.seconds:g}s"]
+    return "-".join(parts)
+
+
+def check_nothing_is_lost(name: str, sha256: str) -> None:
+    """SystemExit where a result of this name is stored that is another script's."""
+    path = results.FOLDER / f"{name}.json"
+    if path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))["measured"]
+        if stored["sha256"] != sha256:
+            raise SystemExit(
+                f"{path}: holds a script of {stored['sha256']}, this one is of {sha256}; give your copy "
+                "another name, like pr549_train_gpt.py, or remove that file"
+            )
 
 
 def main() -> None:
@@ -251,31 +442,50 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
+    parser.add_argument(
+        "--theirs", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the public script"
+    )
+    parser.add_argument(
+        "--as-theirs", type=Path, metavar="CONFIG",
+        help="the config that is the public script in ours; of train_gpt.py configs/upstream_baseline.env",
+    )  # fmt: skip
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="cpu")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score")
     paired.add_options(parser, SIDES)
-    parser.set_defaults(seconds=180.0)
+    parser.set_defaults(seconds=180.0, only=USUAL_SIDES)
     arguments = parser.parse_args()
+    for item in (*arguments.set, *arguments.theirs):
+        if "=" not in item:
+            parser.error(f"{item}: expected NAME=VALUE")
+    try:
+        measure(arguments)
+    except (UpstreamError, ConfigError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure what the folder of runs lacks; print the tables of what it then has."""
     torch.set_num_threads(1)
     before = results.conditions()
     race = Race(arguments)
     theirs = arguments.path.read_bytes()
+    sha256 = train_gpt.hashlib.sha256(theirs).hexdigest()[:12]
+    name = result_name(arguments)
+    if arguments.keep:
+        check_nothing_is_lost(name, sha256)
     measured: dict[str, Any] = {
         "data": arguments.data.name, "config": arguments.config.name, "set": arguments.set,
         "geometry": race.geometry(),
-        "public": arguments.path.name, "sha256": train_gpt.hashlib.sha256(theirs).hexdigest()[:12],
+        "public": arguments.path.name, "sha256": sha256,
         "seconds": arguments.seconds, "clock": arguments.clock,
         "val_targets": race.config.val_tokens_limit,
+        "theirs": arguments.theirs, "as_theirs": race.as_theirs_config.name,
         "code_bytes": {"theirs": len(theirs), "ours": race.code_bytes},
     }  # fmt: skip
     stack = {side: {"SIDE": side} for side in arguments.only}
-    name = f"beside-{arguments.data.name}-{arguments.seconds:g}s"
-    try:
-        ablation.finish_shared(
-            name, arguments, arguments.runs, stack, arguments.clock, before, measured, race.measure)
-    except UpstreamError as error:
-        raise SystemExit(str(error)) from error
+    ablation.finish_shared(
+        name, arguments, arguments.runs, stack, arguments.clock, before, measured, race.measure)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import math
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +37,8 @@ from benchmarks import (
     tune,
 )  # fmt: skip
 from benchmarks.turns import Turn, Turns, TurnsError
+from tests.support.tiny import environment
+from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 from tools.markdown import refresh
 from tools.prove import tiny
 from tools.prove.probes import make_subject
@@ -472,22 +479,180 @@ def test_the_table_of_settings_begins_with_the_best() -> None:
     assert lines[-1] == "The rows change: bigrams: BIGRAM_DIM=32 MLP_MULT=2."
 
 
+def beside_measured(rows: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "public": "theirs.py", "sha256": "0",
+        "config": "small.env", "set": [], "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
+        "code_bytes": {"theirs": 50, "ours": 60}, **more,
+    }  # fmt: skip
+
+
 def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of_each_seed() -> None:
     steps = {"theirs": [30.0] * 10, "ours as theirs": [20.0] * 10, "ours": [15.0] * 10}
     rows = {
         "speed": [{"seed": 1, **steps}],
         "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "ours": [tuned(1, 2.2), tuned(2, 2.25)],
     }  # fmt: skip
-    lines = beside.tables({
-        "data": "text", "geometry": {"TRAIN_BATCH_TOKENS": "300"}, "public": "theirs.py", "sha256": "0",
-        "config": "small.env", "set": [], "seconds": 180, "clock": "cpu", "val_targets": 1000, "rows": rows,
-        "code_bytes": {"theirs": 50, "ours": 60},
-    })  # fmt: skip
+    lines = beside.tables(beside_measured(rows))
     assert "| ours as theirs | 20.0 | 20.0 | 20.0 | 15,000 | 1.50 | 10 |" in lines
     assert "| ours | 15.0 | 15.0 | 15.0 | 20,000 | 2.00 | 10 |" in lines
     (ours,) = [line for line in lines if line.startswith("| ours | 1,000")]
     assert "| 900 | 60 | 2.2250 |" in ours and "| -0.2250 | 0.0250 |" in ours
     assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."
+
+
+def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> None:
+    rows = {
+        "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "theirs shuffled": [tuned(1, 2.375), tuned(2, 2.5)],
+        "ours as theirs": [tuned(1, 2.3), tuned(2, 2.35)], "ours": [tuned(1, 2.2), tuned(2, 2.25)],
+    }  # fmt: skip
+    given = {"theirs": ["MATRIX_LR=0.04", "VE_LAYERS=1"], "as_theirs": "their_stack.env"}
+    lines = beside.tables(beside_measured(rows, **given))
+    assert "with `MATRIX_LR=0.04 VE_LAYERS=1` and its own defaults" in lines[0]
+    assert "; ours as theirs: `their_stack.env` at this geometry with the same settings;" in lines[0]
+    of_side = {line.split(" | ")[0]: line for line in lines}
+    assert "| 900 | 50 | 2.4375 |" in of_side["| theirs shuffled"]
+    assert "| 900 | 60 | 2.3250 |" in of_side["| ours as theirs"]
+    assert "| -0.1250 | 0.0250 |" in of_side["| ours as theirs"]
+    assert [line for line in lines[-8:] if line] == [
+        "Theirs shuffled minus theirs, seed by seed: 1: -0.0250, 2: +0.0000.",
+        "Ours as theirs minus theirs, seed by seed: 1: -0.1000, 2: -0.1500.",
+        "Ours minus ours as theirs, seed by seed: 1: -0.1000, 2: -0.1000.",
+        "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500.",
+    ]
+
+
+def test_a_script_that_is_not_shipped_is_compared_before_quantization() -> None:
+    theirs = []
+    for seed, last, average in ((1, 2.4, 2.5), (2, 2.6, 2.5)):
+        scores = {"float_bpb": min(last, average), "last_bpb": last, "average_bpb": average}
+        theirs.append({"seed": seed, "parameters": 500, "steps": 100, "seconds": 1.0, **scores})
+    rows = {"theirs": theirs, "ours": [tuned(1, 2.21), tuned(2, 2.26)]}
+    lines = beside.tables(beside_measured(rows))
+    assert lines[0].endswith("of the validation text: of the weights before quantization.")
+    assert "ours as theirs" not in lines[0] and "float bpb" in lines[2] and "val_bpb" not in lines[2]
+    assert lines[4].startswith("| theirs | 500 | 100 | 2.5000 | 2.5000 | 2.4500 |")
+    assert lines[5].startswith("| ours | 1,000 | 200 | - | - | 2.2250 |") and "| -0.2250 |" in lines[5]
+    told = "\n".join(lines[6:])
+    assert "Nothing of theirs is shipped" in told
+    assert "Ours ships 900 bytes of weights, which score 2.2350." in told
+    assert "average of its weights" in told and "the better ones of each seed count as theirs" in told
+    assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."
+
+
+@pytest.mark.parametrize(("file", "name"), [
+    ("train_gpt.py", "beside-text-180s"),
+    ("pr549_train_gpt.py", "beside-pr549-text-180s"),
+    ("other.py", "beside-other-text-180s"),
+])  # fmt: skip
+def test_a_result_has_the_name_of_its_script_and_is_never_lost_to_another(
+    empty: Path, file: str, name: str
+) -> None:
+    arguments = argparse.Namespace(path=Path("folder", file), data=Path("datasets/text"), seconds=180.0)
+    assert beside.result_name(arguments) == name
+    beside.check_nothing_is_lost(name, "1")
+    results.finish(name, results.conditions(), beside_measured({"ours": [tuned(1, 2.0)]}), keep=True)
+    beside.check_nothing_is_lost(name, "0")  # the same script again
+    with pytest.raises(SystemExit, match="holds a script of 0, this one is of 1; give your copy another"):
+        beside.check_nothing_is_lost(name, "1")
+
+
+# A script with an average of its weights that reads what the benchmark sets.
+RACED = KEEPS_AN_AVERAGE.replace('"VOCABULARY"', '"VOCAB_SIZE"').replace(
+    "    width =",
+    """    [os.environ.get(name) for name in (
+        "NUM_LAYERS", "MODEL_DIM", "NUM_HEADS", "NUM_KV_HEADS", "MLP_MULT", "TRAIN_SEQ_LEN",
+        "TRAIN_BATCH_TOKENS", "SEED", "MATRIX_LR",
+    )]
+    width =""",
+)
+
+
+@pytest.fixture
+def race(
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Runs the command on a script; what each side measured. Every look at the clock is a second."""
+    config = tmp_path / "small.env"
+    config.write_text("".join(f"{name}={value}\n" for name, value in environment().items()))
+    folders = (tmp_path / f"runs{number}" for number in itertools.count())
+
+    def run(script: str, *options: str, file: str = "train_gpt.py") -> dict[str, dict[str, Any]]:
+        path = tmp_path / file
+        path.write_text(script, encoding="utf-8")
+        folder = next(folders)
+        monkeypatch.setattr(ablation, "clock", lambda kind: functools.partial(next, itertools.count(0.0)))
+        places = {"--data": dataset, "--tokenizer": dataset / "tokenizer.model", "--config": config}
+        command = ["beside.py", str(path), *(str(word) for place in places.items() for word in place)]
+        counts = ["--runs", str(folder), "--seconds", "6", "--val-tokens", "256", "--seeds", "7"]
+        monkeypatch.setattr("sys.argv", [*command, *counts, *options])
+        beside.main()
+        files = folder.glob("*.json")
+        return {path.stem.removesuffix("-seed7"): json.loads(path.read_text()) for path in files}
+
+    return run
+
+
+def test_each_side_is_trained_and_scored(race: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = ["theirs", "theirs shuffled", "ours as theirs", "ours"]
+    found = race(RACED, "--theirs", "MATRIX_LR=0.04", "--only", *sides)
+    assert found.keys() == {side.replace(" ", "_") for side in sides}
+    theirs = found["theirs"]
+    assert theirs["steps"] > 2 and "val_bpb" not in theirs
+    assert theirs["float_bpb"] == min(theirs["last_bpb"], theirs["average_bpb"])
+    assert theirs["last_bpb"] != theirs["average_bpb"] != found["theirs_shuffled"]["average_bpb"]
+    ours, as_theirs = found["ours"], found["ours_as_theirs"]
+    assert ours["parameters"] != as_theirs["parameters"]  # the gates of the default are not the baseline's
+    assert as_theirs["val_bpb"] != ours["val_bpb"] and min(ours["bytes"], as_theirs["bytes"]) > 0
+    printed = capsys.readouterr().out
+    assert "| ours as theirs |" in printed and "Nothing of theirs is shipped" in printed
+
+
+def test_what_is_equal_on_all_sides_is_no_setting_of_theirs(race: Any) -> None:
+    with pytest.raises(SystemExit, match="--theirs NUM_LAYERS: is equal on all sides"):
+        race(RACED, "--theirs", "NUM_LAYERS=3")
+    with pytest.raises(SystemExit, match="never reads WARMDOWN"):
+        race(RACED, "--theirs", "WARMDOWN=3", "--only", "theirs")
+
+
+def test_how_ours_is_as_theirs_is_told_before_anything_is_measured(race: Any) -> None:
+    with pytest.raises(SystemExit, match="--theirs WIDTH: no setting of ours"):
+        race(RACED, "--theirs", "WIDTH=4")
+    with pytest.raises(SystemExit, match="MATRIX_LR='much'"):
+        race(RACED, "--theirs", "MATRIX_LR=much", "--only", "ours as theirs")
+    with pytest.raises(SystemExit, match="which config is this script in ours"):
+        race(RACED, file="pr549_train_gpt.py")
+
+
+def test_shuffled_batches_are_those_of_ours(tmp_path: Path, dataset: Path) -> None:
+    config = tmp_path / "small.env"
+    config.write_text("".join(f"{name}={value}\n" for name, value in environment().items()))
+    arguments = argparse.Namespace(
+        path=Path("train_gpt.py"), config=config, data=dataset, tokenizer=dataset / "tokenizer.model",
+        seconds=6.0, val_tokens=256, set=[], theirs=[], as_theirs=None, only=["theirs shuffled"], seeds=[7],
+        clock="cpu",
+    )  # fmt: skip
+    race = beside.Race(arguments)
+    ours = train_gpt.Config.from_env({**race.ours, "SEED": "7"})
+    shards = train_gpt.open_shards(f"{dataset}/fineweb_train_*.bin")
+    feed = race.shuffled_batches(7)
+    with contextlib.closing(train_gpt.Loader(ours, shards, train_gpt.Machine())) as loader:
+        for _ in range(2):
+            batches = [loader.next_batch() for _ in range(loader.micro_steps)]
+            inputs_BT, targets_BT = next(feed)
+            assert torch.equal(inputs_BT, torch.cat([batch.inputs_BT for batch in batches]))
+            assert torch.equal(targets_BT, torch.cat([batch.targets_BT for batch in batches]))
+    assert not torch.equal(inputs_BT, next(race.batches())[0])
+
+
+def test_a_script_that_shuffles_is_not_shuffled_once_more(race: Any) -> None:
+    shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
+    with pytest.raises(SystemExit, match="shuffles by itself"):
+        race(shuffling, "--only", "theirs shuffled")
+    assert race(RACED, "--only", "theirs shuffled")["theirs_shuffled"]["last_bpb"] == \
+        pytest.approx(race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9)
+
+
 
 
 # --- candidates, and what is read out of a run ---
