@@ -41,7 +41,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import ablation, results  # noqa: E402
-from benchmarks.gpu_model.document_rows import OFFICIAL_TARGETS  # noqa: E402
+from benchmarks.gpu_model.document_rows import OFFICIAL_DOCUMENTS, OFFICIAL_TARGETS  # noqa: E402
 from benchmarks.gpu_model.roofline import BANDWIDTH_SHARE, CARDS  # noqa: E402
 from train_gpt import BOS_ID, GPT, Config  # noqa: E402
 
@@ -264,7 +264,14 @@ def cost_of_chunks(tokens: np.ndarray, config: Config) -> Cost:
 
 
 def cost_of_documents(tokens: np.ndarray, config: Config) -> Cost:
-    """Of adapters: the windows of all chunks, as they are filled up to rows of one length."""
+    """Of adapters: the windows of all chunks, as they are filled up to rows of one length.
+
+    The more documents a rank has, the more alike are the lengths of a batch: the documents of `tokens` are
+    repeated until there are as many as one of eight ranks has of the official text.
+    """
+    documents = int((tokens == BOS_ID).sum())
+    repeats = max(round(OFFICIAL_DOCUMENTS / GPUS / documents), 1)
+    tokens = np.tile(tokens, repeats)
     model = GPT(config, seed=None)  # nothing is scored
     scorer = train_gpt.DocumentScorer(model, tokens, config, train_gpt.Ledger(tokens))
     adapters = train_gpt.DocumentAdapters(model, config, np.array([0]))

@@ -24,6 +24,7 @@ from benchmarks.gpu_model import fake_gpu
 from data import shards
 
 OFFICIAL_TARGETS = 40_540_160  # of the sp8192 validation shard
+OFFICIAL_DOCUMENTS = 50_000
 CONTEXT = 2048  # tokens of a row
 TRAINING_SHARDS = 2  # that the keys are averaged over
 
