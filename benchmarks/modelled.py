@@ -66,8 +66,8 @@ FUSED_MLP = "train_gpt.linear_leaky_square"
 MLP_SHARES = (roofline.MATRIX_PRODUCT_SHARE, 0.45, 0.31)
 CARD = roofline.CARDS["h100"]
 
-# Logged over modelled milliseconds of PR #1493's six extra visits. What its steps take besides, 6 ms, is not in
-# a pass of an evaluation: optimizer, collectives, host.
+# Logged over modelled milliseconds of PR #1493's six extra visits. What its steps take besides, 6 ms of
+# optimizer, collectives and host, is not in a pass of an evaluation.
 CALIBRATION = 1.139
 # Of the host for each launch of compiled code, estimated: below it a step of few tokens cannot go.
 HOST_LAUNCH_SECONDS = 13e-6
@@ -271,8 +271,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return [
         "**Nothing here was measured on a GPU.** Launches, bytes, FLOP and peak memory are traced by torch's "
         "own compiler for an H100; milliseconds are a roofline over them, without optimizer, collectives and "
-        "host ([gpu_model/README.md](gpu_model/README.md)). The logged steps of PR #1493, which have those in "
-        f"them, are {' and '.join(logged)} times as long as the modelled ones.",
+        "host ([gpu_model/README.md](gpu_model/README.md)). The logged steps of PR #1493, which hold those, "
+        f"are {' and '.join(logged)} times as long as the modelled ones.",
         "",
         f"Forward and backward pass over {tokens:,} tokens, one GPU's share of a step, with the kernels that "
         "`auto` takes. MLP: its Triton product at so much of the card's peak, where all other products reach "

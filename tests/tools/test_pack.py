@@ -138,6 +138,31 @@ def test_what_a_submission_needs_and_was_not_given_is_told(
     assert "note: --github-id, --blurb not given" in capsys.readouterr().out
 
 
+def test_more_files_are_part_of_the_record_and_replace_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    maker = tmp_path / "prepare_data.py"
+    maker.write_text("print('tokens')\n")
+    folder = pack(tmp_path / "records", [run], "--with", str(maker))
+    assert (folder / "prepare_data.py").read_bytes() == maker.read_bytes()
+    assert "prepare_data.py" in Folder(folder).submission["files"]
+    for name in ("train_gpt.py", "README.md"):
+        (tmp_path / name).write_text("other\n")
+        message = refusal(capsys, tmp_path / "again", [run], "--with", str(tmp_path / name))
+        assert f"the record has a {name} of its own" in message
+    missing = str(tmp_path / "nothing.py")
+    assert "no such file" in refusal(capsys, tmp_path / "again", [run], "--with", missing)
+
+
+def test_a_record_of_the_challenge_is_refused_without_its_author(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
+    message = refusal(capsys, tmp_path / "records", [run], "--author", "A")
+    assert "needs --github-id --blurb" in message and not list(tmp_path.glob("records/track_*/*"))
+
+
 def test_baseline_gives_diff_and_comparison(tmp_path: Path) -> None:
     base = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, 2, 3), name="Base")
     changed = SOURCE.replace("LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
@@ -292,12 +317,11 @@ def test_the_track_is_that_of_the_runs_configuration(
     config: dict, summary: dict, track: str, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config=config, summary_changes=summary)
-    assert (
-        main(["pack", str(run), "--name", "Own", "--date", "2026-05-01", "--records", str(tmp_path / "r")])
-        == 0
-    )
+    who = ["--author", "A", "--github-id", "a", "--blurb", "B."]
+    place = ["--name", "Own", "--date", "2026-05-01", "--records", str(tmp_path / "r")]
+    assert main(["pack", str(run), *place, *who]) == 0
     folder = Folder(tmp_path / "r" / track / "2026-05-01_Own")
-    assert folder.submission["track"] == track
+    assert folder.submission["track"] == track.removeprefix("track_")
 
 
 @pytest.mark.parametrize(

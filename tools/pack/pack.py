@@ -73,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--github-id", default="", help="author's GitHub id")
     parser.add_argument("--blurb", default="", help="one paragraph: what is new and what it brought")
     parser.add_argument("--baseline", type=Path, help="records folder to compare with and to diff against")
+    parser.add_argument(
+        "--with", nargs="+", type=Path, default=[], dest="also", metavar="FILE",
+        help="more files of the record, such as the program that made its data",
+    )  # fmt: skip
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
     parser.add_argument(
         "--wrap",
@@ -95,14 +99,15 @@ def run(args: argparse.Namespace) -> int:
     track = args.track or track_of(runs[0])
     if track == RECORD_TRACK:
         _check_record(runs)
+        _check_identity(args)
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date")}
-    identity["track"] = track
+    identity["track"] = track.removeprefix("track_")  # as the challenge's own folders have it
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
     try:
-        packed = write_folder(staging, runs, code, identity, base)
+        packed = write_folder(staging, runs, code, identity, base, args.also)
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
@@ -116,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
         for note in missing_identity(packed):
             print(note)
+        if track == RECORD_TRACK:
+            print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
         print(not_proved(destination))
     return 0
 
@@ -231,6 +238,14 @@ def _clocks_exceeded(summary: dict[str, Any]) -> list[str]:
     return reasons
 
 
+def _check_identity(args: argparse.Namespace) -> None:
+    """RecordError for a record of the challenge without author, GitHub id or blurb."""
+    given = {"--author": args.author, "--github-id": args.github_id, "--blurb": args.blurb}
+    missing = [option for option, value in given.items() if not value]
+    if missing:
+        raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
+
+
 def _check_record(runs: Sequence[RunDirectory]) -> None:
     reasons = [f"{directory.path}: {reason}" for directory in runs for reason in no_record_because(directory)]
     if reasons:
@@ -327,8 +342,9 @@ def write_folder(
     code: ShippedCode,
     identity: dict[str, Any],
     base: Group | None,
+    also: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Write every file of the record into `folder`; returns submission.json's object."""
+    """Write every file of the record into `folder`, those of `also` too; returns submission.json's object."""
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
     for seed, directory in seeds.items():
         shutil.copyfile(directory.path / LOG, folder / LOG_NAME.format(seed=seed))
@@ -342,6 +358,7 @@ def write_folder(
     if base is not None:
         write_text(folder / BASELINE_DIFF, _baseline_diff(base, runs[0]))
     case_marks = copy_data_sources(folder, runs[0])
+    copy_more(folder, also)
     files = {path.name: sha256_file(path) for path in sorted(folder.iterdir())}
     evidences = [
         Evidence(seed, directory.log, directory.summary) for seed, directory in sorted(seeds.items())
@@ -356,6 +373,16 @@ def write_folder(
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
     write_text(folder / README, readme.render(packed, summaries, code.readable is not None))
     return packed
+
+
+def copy_more(folder: Path, paths: Sequence[Path]) -> None:
+    """Copy files into `folder`. RecordError for one that is missing, or whose name the record has already."""
+    for path in paths:
+        if not path.is_file():
+            raise RecordError(f"--with {path}: no such file")
+        if (folder / path.name).exists() or path.name in (README, SUBMISSION):
+            raise RecordError(f"--with {path}: the record has a {path.name} of its own; rename the file")
+        shutil.copyfile(path, folder / path.name)
 
 
 def copy_data_sources(folder: Path, directory: RunDirectory) -> bool:
