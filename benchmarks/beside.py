@@ -401,8 +401,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     lines = [
         f"`{measured['data']}`, {geometry}. {told_sides(measured)}. One thread each; scores "
         f"after {measured['seconds']:g} s of training by the {measured['clock']} clock, without overlap, on "
-        f"the first {measured['val_targets']:,} targets of the validation text: {scores} Batches that ours reads "
-        "for its Hessians come after these seconds.",
+        f"the first {measured['val_targets']:,} targets of the validation text: {scores} Batches that "
+        "ours reads for its Hessians come after these seconds.",
     ]  # fmt: skip
     if "speed" in rows:
         lines += speed_lines(rows["speed"], int(measured["geometry"]["TRAIN_BATCH_TOKENS"]))

@@ -280,9 +280,9 @@ def tables(measured: dict[str, Any]) -> list[str]:
     handover_us = 1e3 * float(np.median(measured["handover_ms"]))
     lines += [
         "",
-        f"Medians of {len(measured['staging_ms'][OURS])} interleaved rounds. Staging, hash and starts together "
-        f"take {all_of_ours / median[DRAWN]:.2f} of what #1532's rows do, which have neither and are int64; "
-        "handing a batch over costs the main thread "
+        f"Medians of {len(measured['staging_ms'][OURS])} interleaved rounds. Staging, hash and starts take "
+        f"{all_of_ours / median[DRAWN]:.2f} of what #1532's rows do, which have neither and are int64; handing "
+        "a batch over costs the main thread "
         f"{handover_us:.0f} µs. The `next_batch()` rows are wall time in the caller's thread and include the "
         "widening to int64, which a GPU does itself.",
         "",
