@@ -281,10 +281,10 @@ def tables(measured: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"Medians of {len(measured['staging_ms'][OURS])} interleaved rounds. Staging, hash and starts take "
-        f"{all_of_ours / median[DRAWN]:.2f} of what #1532's rows do, which have neither and are int64; handing "
-        "a batch over costs the main thread "
-        f"{handover_us:.0f} µs. The `next_batch()` rows are wall time in the caller's thread and include the "
-        "widening to int64, which a GPU does itself.",
+        f"{all_of_ours / median[DRAWN]:.2f} of what #1532's rows do, which have neither and are int64; "
+        f"handing a batch over costs the main thread {handover_us:.0f} µs. "
+        "The `next_batch()` rows are wall time in the caller's thread and include the widening to int64, "
+        "which a GPU does itself.",
         "",
     ]
     latencies = next(iter(measured["waits_ms"].values()))

@@ -150,6 +150,7 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     config = subject.config()
     tokens = shards.read_shard(sorted(data.glob("*_val_*.bin"))[0]).astype(np.int64)
     eager = read("eager_parts")
+    adapters_cost = ttt.cost_of_documents(ttt.documents_of_a_rank(tokens), config)
     token = ttt.TokenTime.of(read("default_train_loop_kernel"))
     sums = ("launches", "moved_bytes", "microseconds")
     return {
@@ -160,7 +161,7 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
         "head": {"targets": eager_parts.SCORED_TARGETS, **{name: eager["head"][name] for name in sums}},
         "scores": scoring_rounds(tokens, config),
         "learning_steps": learning_steps(config),
-        "adapters": {**ttt.cost_of_documents(tokens, config)._asdict(), **token._asdict()},
+        "adapters": {**adapters_cost._asdict(), **token._asdict()},
         "row_tokens": config.eval_length,
         "documents": int((tokens == shards.BOS_ID).sum()),
     }

@@ -263,15 +263,17 @@ def cost_of_chunks(tokens: np.ndarray, config: Config) -> Cost:
     return Cost(windows.forward + learning, learning)
 
 
-def cost_of_documents(tokens: np.ndarray, config: Config) -> Cost:
-    """Of adapters: the windows of all chunks, as they are filled up to rows of one length.
+def documents_of_a_rank(tokens: np.ndarray) -> np.ndarray:
+    """These documents, again and again until they are as many as one of 8 ranks has of the official text.
 
-    The more documents a rank has, the more alike are the lengths of a batch: the documents of `tokens` are
-    repeated until there are as many as one of eight ranks has of the official text.
+    The more documents there are, the more alike are the lengths of a batch.
     """
     documents = int((tokens == BOS_ID).sum())
-    repeats = max(round(OFFICIAL_DOCUMENTS / GPUS / documents), 1)
-    tokens = np.tile(tokens, repeats)
+    return np.tile(tokens, max(round(OFFICIAL_DOCUMENTS / GPUS / documents), 1))
+
+
+def cost_of_documents(tokens: np.ndarray, config: Config) -> Cost:
+    """Of adapters: the windows of all chunks, as they are filled up to rows of one length."""
     model = GPT(config, seed=None)  # nothing is scored
     scorer = train_gpt.DocumentScorer(model, tokens, config, train_gpt.Ledger(tokens))
     adapters = train_gpt.DocumentAdapters(model, config, np.array([0]))
@@ -304,7 +306,7 @@ def cost(arguments: argparse.Namespace) -> None:
         "round trip": cost_of_windows(tokens, config, config.eval_length, len(tokens)),
         "sliding window": cost_of_windows(tokens, config, config.eval_stride, len(tokens)),
         "SGD": cost_of_chunks(tokens, config),
-        "LoRA": cost_of_documents(tokens, config),
+        "LoRA": cost_of_documents(documents_of_a_rank(tokens), config),
     }
     token = None
     if arguments.census:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -280,6 +281,13 @@ def test_costs_of_test_time_training_are_those_of_the_passes(monkeypatch: pytest
         assert cost.adapter_bytes * 149 == pytest.approx(4 * ttt.ADAPTER_PASSES * sum(stepped))
 
 
+def test_documents_are_repeated_until_a_rank_has_its_share() -> None:
+    document = np.array([train_gpt.BOS_ID, 5, 6])
+    repeated = ttt.documents_of_a_rank(np.tile(document, 100))
+    assert (repeated == train_gpt.BOS_ID).sum() == 6_200  # 50,000 on 8 ranks are 6,250 each
+    assert (repeated.reshape(-1, 3) == document).all()
+
+
 def test_a_table_of_test_time_training_has_a_line_for_each_row(tmp_path: Path) -> None:
     score = {"row": "SGD", "seed": 1, "documents": 3, "data": "x", "bits_per_byte": 2.5, "seconds": 7.0,
              "scored_tokens": 99, "parameters": 5, "settings": {**ttt.SMALL, "ITERATIONS": "4"}}  # fmt: skip
@@ -529,7 +537,7 @@ def test_a_script_that_is_not_shipped_is_compared_before_quantization() -> None:
         theirs.append({"seed": seed, "parameters": 500, "steps": 100, "seconds": 1.0, **scores})
     rows = {"theirs": theirs, "ours": [tuned(1, 2.21), tuned(2, 2.26)]}
     lines = beside.tables(beside_measured(rows))
-    assert lines[0].endswith("of the validation text: of the weights before quantization.")
+    assert "of the validation text: of the weights before quantization." in lines[0]
     assert "ours as theirs" not in lines[0] and "float bpb" in lines[2] and "val_bpb" not in lines[2]
     assert lines[4].startswith("| theirs | 500 | 100 | 2.5000 | 2.5000 | 2.4500 |")
     assert lines[5].startswith("| ours | 1,000 | 200 | - | - | 2.2250 |") and "| -0.2250 |" in lines[5]
