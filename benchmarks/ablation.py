@@ -52,13 +52,13 @@ from benchmarks import paired, results  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
 Rows = dict[str, paired.Runs]
-TITLE = "What each part brings at equal seconds"
+TITLE = "What each part brings"
 DEFAULT = "default stack"
 HEADER = "| stack | parameters | steps | " + paired.HEADER
 TURNS = 3  # of every row, to compare what their steps cost
 TURN_STEPS = 10  # of a turn; the lengths of TRAIN_SEQ_LENS have their shares of ten steps
 PAIRS_HEADER = (
-    "| row | minus row | difference | its error | runs for a third | n | at equal steps | its error |"
+    "| row | minus row | difference | its error | seeds to decide | n | at equal steps | its error |"
 )
 EQUAL_STEPS = (
     "At equal steps: least squares over all runs, a constant for each row and each seed and one slope in the "

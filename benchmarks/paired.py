@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 Runs = list[dict[str, Any]]
-HEADER = "val_bpb | std | minus {} | its error | runs for a third | n |"
+HEADER = "val_bpb | std | minus {} | its error | seeds to decide | n |"
 WANTED_SHARE = 1 / 3  # of a difference: with a smaller standard error its sign is hardly chance
 MANY_RUNS = 999
 

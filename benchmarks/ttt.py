@@ -190,16 +190,27 @@ def tables(measured: dict[str, Any]) -> list[str]:
         lines += [
             f"`{data}`, {text}, {targets}; {geometry['NUM_LAYERS']} layers × {geometry['MODEL_DIM']}, "
             f"{size}, {geometry['ITERATIONS']} steps of {geometry['TRAIN_BATCH_TOKENS']} tokens, context "
-            f"{geometry['TRAIN_SEQ_LEN']}; float weights; seeds {' '.join(map(str, seeds))}.",
+            f"{geometry['TRAIN_SEQ_LEN']}; float weights; seeds {' '.join(map(str, seeds))}. Test-time "
+            f"training: `{settings_of_learning(geometry)}`, else the script's defaults; a row named by settings "
+            "changes these.",
             "", "| score | bits per byte | std | minus sliding window | seconds of one core | n |",
             "|---|---|---|---|---|---|",
         ]  # fmt: skip
-        for row in dict.fromkeys([*ROWS, *(score["row"] for score in alike)]):
+        for row in dict.fromkeys([*ROWS, *sorted(score["row"] for score in alike)]):
             found = [score for score in alike if score["row"] == row]
             if found:
                 lines.append(line_of(row, found, sliding))
         lines.append("")
     return lines
+
+
+def settings_of_learning(settings: dict[str, str]) -> str:
+    """What of the settings is about test-time training, but for its switches."""
+    switches = ("TTT_ENABLED", "TTT_MODE")
+    return " ".join(
+        f"{name}={value}" for name, value in settings.items()
+        if name.startswith("TTT_") and name not in switches
+    )  # fmt: skip
 
 
 def line_of(row: str, found: list[dict[str, Any]], sliding: dict[int, float]) -> str:
