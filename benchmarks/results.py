@@ -119,8 +119,8 @@ def page() -> str:
         f"Measured with train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`.", "",
         "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so that "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *seeds to "
-        "decide* how many seeds would bring it to a third of the difference. A row with other rates (`rates ×`) is "
-        "compared with the base at these rates.", "",
+        "decide* how many seeds would bring it to a third of the difference. A row with other rates "
+        "(`rates ×`) is compared with the base at these rates.", "",
         *sections(FOLDER),
     ]  # fmt: skip
     if stored(FOLDER / EARLIER):

@@ -191,8 +191,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
             f"`{data}`, {text}, {targets}; {geometry['NUM_LAYERS']} layers × {geometry['MODEL_DIM']}, "
             f"{size}, {geometry['ITERATIONS']} steps of {geometry['TRAIN_BATCH_TOKENS']} tokens, context "
             f"{geometry['TRAIN_SEQ_LEN']}; float weights; seeds {' '.join(map(str, seeds))}. Test-time "
-            f"training: `{settings_of_learning(geometry)}`, else the script's defaults; a row named by settings "
-            "changes these.",
+            f"training: `{settings_of_learning(geometry)}`, else the script's defaults; a row named by "
+            "settings changes these.",
             "", "| score | bits per byte | std | minus sliding window | seconds of one core | n |",
             "|---|---|---|---|---|---|",
         ]  # fmt: skip
