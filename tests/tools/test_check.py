@@ -404,6 +404,46 @@ AFTER_A_COLON = "if True:from helper import work;work()\n"
 DOES_NOT_PARSE = "x = (\nif True:import json,helper as h\n"
 
 
+@pytest.mark.parametrize(
+    "name", ["prior.pt", "more/prior.npz", "prior.bin", "prior.safetensors", "prior.model"]
+)
+@pytest.mark.parametrize(
+    "line", ["torch.load(Path(__file__).parent / {!r})", "x = ({!r}"], ids=["", "no parse"]
+)
+def test_weights_that_the_script_names_count(line: str, name: str, tmp_path: Path) -> None:
+    script = line.format(name) + "\n"
+    script += "#" * (47642 - len(script))
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(bytes(12_000_000))
+    (found,) = fails(folder)
+    assert found.check == "A9" and "+ files it runs or reads 12,000,000 = 27,863,489" in found.text
+    assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(Folder(folder)))
+
+
+def test_what_explains_a_run_is_no_weights(tmp_path: Path) -> None:
+    names = ["train.log", "README.md", "submission.json", "sp1024.model", "requirements.txt", "log.txt"]
+    script = f"NAMES = {names}\n"
+    script += "#" * (47642 - len(script))
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    for name in names:
+        if not (folder / name).exists():
+            (folder / name).write_text(PLAIN_A if name == "log.txt" else "x")
+    assert not [f.text for f in audit(Folder(folder)) if f.check == "A10"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(15_815_847, "of a model in a log"), (9_999_999, "named nowhere")]
+)
+def test_large_files_of_no_known_purpose_are_named(count: int, text: str, tmp_path: Path) -> None:
+    script = "open('final_model.ptz', 'wb')\n" if count == 15_815_847 else ""
+    script += "#" * (47642 - len(script))
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    (folder / "final_model.ptz").write_bytes(bytes(count))
+    (found,) = [f for f in audit(Folder(folder)) if f.check in ("A9", "A10")]
+    assert found.level(Mode.STRICT) is Level.WARN and text in found.text
+
+
 @pytest.mark.parametrize("start", [AFTER_A_COLON, DOES_NOT_PARSE], ids=["after a colon", "does not parse"])
 @pytest.mark.parametrize("over", [0, 1])
 def test_bytes_of_imported_files_count(start: str, over: int, tmp_path: Path) -> None:

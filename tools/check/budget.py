@@ -32,14 +32,14 @@ def is_record(folder: Folder) -> bool:
 
 
 def shipped_code_bytes(folder: Folder) -> int:
-    """Bytes of the script as shipped and of every file it runs."""
+    """Bytes of the script as shipped and of every file it runs or reads."""
     if folder.script is None:
         return 0
     return folder.script.bytes + _helper_bytes(folder)
 
 
 def _helper_bytes(folder: Folder) -> int:
-    """Bytes of the files that the script runs."""
+    """Bytes of the files that the script runs or reads."""
     return sum(path.stat().st_size for path in folder.closure)
 
 
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     """Bytes of one run: what its log counts in all, and the model with all code as shipped.
 
     `certain` holds in either reading. Where the log counts the very script that is shipped, the files that it
-    runs come on top.
+    runs or reads come on top.
     """
 
     model: int
@@ -124,7 +124,7 @@ def check_artifact(folder: Folder) -> Iterator[Finding]:
 def _parts(folder: Folder, sizes: Sizes) -> str:
     """What a total consists of, and the other total where the log gives one."""
     script = folder.script.bytes if folder.script else 0
-    helpers = f" + files it runs {_helper_bytes(folder):,}" if folder.closure else ""
+    helpers = f" + files it runs or reads {_helper_bytes(folder):,}" if folder.closure else ""
     text = f"model {sizes.model:,} + script {script:,}{helpers} = {sizes.shipped:,}"
     return text + (f"; the log's total is {sizes.logged:,}" if sizes.logged else "")
 

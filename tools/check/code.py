@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs import source
-from tools.runs.folder import README, REQUIREMENTS, Folder
+from tools.runs.folder import ASIDE_BYTES_MAX, README, REQUIREMENTS, Folder
 from tools.runs.logs import COUNT
 from tools.runs.rules import VALIDATION_DOCUMENTS
 
@@ -23,6 +23,7 @@ OPTIONAL_MODULES = {
 }
 HARMLESS_PROGRAMS = {"nvidia-smi", "git", "rocm-smi", "hostname"}
 INSTALLERS = {"pip", "apt", "apt-get", "conda", "uv", "curl", "wget"}
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 PACKED_LINE_CHARACTERS = 4_000  # no readable line is that long
 FIRST_PYTHON_WITH_NESTED_QUOTES = (3, 12)
 
@@ -98,17 +99,33 @@ def check_programs(folder: Folder) -> Iterator[Finding]:
 
 
 def check_closure(folder: Folder) -> Iterator[Finding]:
-    """A10: code outside the counted script."""
+    """A10: code and data outside the counted script."""
     script = folder.script
     if script is None:
         return
     for path in folder.closure:
+        verb = "runs" if path.suffix in source.CODE_SUFFIXES else "reads"
         yield contested(
             "A10",
-            f"{script.path.name} also runs {path.relative_to(folder.path)} ({path.stat().st_size:,} bytes)",
+            f"{script.path.name} also {verb} {path.relative_to(folder.path)} ({path.stat().st_size:,} bytes)",
             script.path.name,
             "all counted code lives in train_gpt.py; put it there, its bytes count",
         )
+
+
+def check_large_files(folder: Folder) -> Iterator[Finding]:
+    """A10: large files of which the script's text does not tell whether a run reads them."""
+    known = {*folder.closure, *folder.scripts, *(log.path for log in folder.logs)}
+    for path in folder.files():
+        size = path.stat().st_size
+        name = path.relative_to(folder.path).as_posix()
+        if path in folder.models:
+            text = f"`{name}` has the bytes of a model in a log: taken for that, and not counted once more"
+        elif size > ASIDE_BYTES_MAX and path not in known and path.suffix.lower() not in PICTURE_SUFFIXES:
+            text = f"`{name}` ({size:,} bytes) is named nowhere: not decidable whether the script reads it"
+        else:
+            continue
+        yield warn("A10", text, name, "leave out what no run reads")
 
 
 def check_outside(folder: Folder) -> Iterator[Finding]:
@@ -189,6 +206,7 @@ CHECKS = (
     check_imports,
     check_programs,
     check_closure,
+    check_large_files,
     check_outside,
     check_patterns,
     check_split,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.logs import COUNT, EXACT, LOG_BYTES_MAX, Final, RunLog, decimals, read_log
+from tools.runs.logs import COUNT, EXACT, LOG_BYTES_MAX, MODEL_BYTES, Final, RunLog, decimals, read_log
 from tools.runs.source import SCRIPT_BYTES_MAX, Script, closure, read_script
 
 SUBMISSION = "submission.json"
@@ -35,6 +35,8 @@ TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
 LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
 SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
 MANIFEST = "manifest.json"  # of the shards, as it stood beside them
+ASIDE_SUFFIXES = (".md", ".json", ".log", ".model", ".vocab", ".env")  # a script may name them uncounted,
+ASIDE_BYTES_MAX = 2**20  # up to this size: no tokenizer of 8,192 pieces has half of it
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
 FORMAT = "records/2"  # value of submission.json's `format` in folders that `pack` writes
 
@@ -192,8 +194,19 @@ class Folder:
 
     @cached_property
     def closure(self) -> list[Path]:
-        """Files that the script runs besides itself."""
-        return closure(self.script, self.scripts, self.files()) if self.script else []
+        """Files that the script runs or names besides itself, but for logs, tokenizers and what explains."""
+        if self.script is None:
+            return []
+        aside = {*(log.path for log in self.logs), *self.models, self.file(REQUIREMENTS)}
+        counted = [path for path in self.files() if path not in aside and not _is_aside(path)]
+        return closure(self.script, self.scripts, counted)
+
+    @cached_property
+    def models(self) -> list[Path]:
+        """Files with exactly the bytes of a model that a log counts: taken for what a run left."""
+        sizes = {count.bytes for log in self.logs for count in log.byte_counts if count.what == MODEL_BYTES}
+        scripts = self.scripts
+        return [path for path in self.files() if path not in scripts and path.stat().st_size in sizes]
 
     @cached_property
     def logs(self) -> list[RunLog]:
@@ -339,6 +352,11 @@ def number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether a file is a tokenizer, a note or a manifest, by its name and size."""
+    return path.suffix in ASIDE_SUFFIXES and path.stat().st_size <= ASIDE_BYTES_MAX
 
 
 def _within(paths: list[Path], bytes_max: int, read_max: int) -> list[Path]:

@@ -48,6 +48,7 @@ VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
+MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
 EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
 
@@ -170,7 +171,7 @@ class RunLog:
     @property
     def model_bytes(self) -> ByteCount | None:
         """Bytes of the compressed model: the last line that names a compression."""
-        return self._last_bytes("Serialized model")
+        return self._last_bytes(MODEL_BYTES)
 
     @property
     def total_bytes(self) -> ByteCount | None:

@@ -46,9 +46,8 @@ NETWORK_MODULES = {
     "ftplib",
 }
 
-CODE_SUFFIXES = (".py", ".pyc", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so", ".npy", ".pt2")
+CODE_SUFFIXES = (".py", ".pyc", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so", ".pt2")
 PATH_CHARACTERS_MAX = 256
-NOT_CODE = (".md", ".json", ".log", ".model", ".vocab", ".env")  # what a script may name without running it
 EXECUTES = re.compile(r"(?<![.\w])(?:exec|eval|compile|execfile)\s*\(|\b(?:marshal|builtins|__builtins__)\b")
 LOADERS = {  # calls that run the file which their arguments name
     "exec",
@@ -61,7 +60,6 @@ LOADERS = {  # calls that run the file which their arguments name
     "load_dynamic",
     "execfile",
 }
-
 
 
 class UnwrapError(ValueError):
@@ -518,7 +516,10 @@ def _called(node: ast.Call) -> str:
 
 
 def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path]) -> list[Path]:
-    """Files among `files` that `script` imports, executes or loads as code, through `scripts`; not itself."""
+    """Files among `files` that `script` imports, executes or names, through `scripts`; not itself.
+
+    Whether a file that is named is read as code, as weights or not at all, its text does not tell.
+    """
     by_ending: dict[str, Path] = {}  # "c.py" and "b/c.py" for a/b/c.py; the least deep file where several fit
     for path in sorted(files, key=lambda path: -len(path.parts)):
         for count in range(1, min(len(path.parts), 5)):
@@ -526,7 +527,7 @@ def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path
     seen: dict[Path, None] = {script.path: None}
     pending = [script]
     while pending:
-        for name in sorted(_code_names(pending.pop())):
+        for name in sorted(_file_names(pending.pop())):
             found = by_ending.get(name)
             if found is None or found in seen:
                 continue
@@ -536,12 +537,8 @@ def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path
     return [path for path in seen if path != script.path]
 
 
-def _code_names(script: Script) -> set[str]:
-    """Endings of paths of files that the script may run.
-
-    These are modules it imports, code files its literals name, and any other file that they name where the
-    script executes text.
-    """
+def _file_names(script: Script) -> set[str]:
+    """Endings of paths of files that the script may run or read: modules it imports, files it names."""
     names: set[str] = set()
     for statement in import_statements(script):
         parts = tuple(part for part in statement.module.split(".") if part)
@@ -549,10 +546,9 @@ def _code_names(script: Script) -> set[str]:
         modules += [(*parts, name) for name in statement.names]
         for module in modules:
             names |= {"/".join(module) + ".py", "/".join((*module, "__init__.py"))}
-    executes = EXECUTES.search(script.text) is not None
     for value, _ in _literals(script):
         path = PurePosixPath(value)
-        if path.suffix in CODE_SUFFIXES or (executes and path.suffix and path.suffix not in NOT_CODE):
+        if path.suffix:
             names |= {path.name, value}
     return names
 
