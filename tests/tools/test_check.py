@@ -421,6 +421,61 @@ def test_weights_that_the_script_names_count(line: str, name: str, tmp_path: Pat
     assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(Folder(folder)))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train_files = os.path.join(data_path, 'fineweb_val_*.bin')",
+        "class A:\n    train_files: str = f'{path}/fineweb_val_*.bin'",
+        "args.train_files = sorted(folder.glob('fineweb_*.bin'))",
+        "val, train = 'fineweb_val_*.bin', 'fineweb_[tv]*.bin'",
+        "loader = Loader(train_files='fineweb_val_000000.bin', val_files='fineweb_val_*.bin')",
+        "files = {'train': 'fineweb_val_*.bin', 'val': 'fineweb_val_*.bin'}",
+        "for train_shard in glob('fineweb_val_*.bin'): pass",
+        "train_loader = Loader(args.val_files, rank, device)",
+        "def load(path, train_files='fineweb_val_*.bin', *, val='fineweb_val_*.bin'): pass",
+    ],
+)
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_training_on_validation_files_is_named(line: str, split: str, tmp_path: Path) -> None:
+    if split == "train":  # the same as it should be
+        head, _, tail = line.partition("train")
+        for pattern in ("fineweb_val_", "fineweb_*", "fineweb_[tv]*"):
+            tail = tail.replace(pattern, "fineweb_train_*", 1)
+        line = head + "train" + tail.replace("args.val_files", "args.train_files")
+    folder = public(tmp_path, {"train.log": PLAIN_A}, line + "\n" + SOURCE, **A_SCORE)
+    found = [f for f in fails(folder) if f.check == "C6"]
+    assert len(found) == (split == "val")
+    assert all("training on validation text" in f.text and "train_gpt.py:" in f.where for f in found)
+
+
+def test_training_on_validation_files_is_named_where_nothing_parses(tmp_path: Path) -> None:
+    script = "x = (\nA,B=1,2;train_files=join(A,'fineweb_val_*.bin');val_files='fineweb_val_*.bin'\n"
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    assert ("C6", "FAIL") in _codes(folder)
+    (folder / "train_gpt.py").write_text(script.replace("val", "train", 1))
+    assert not any(check == "C6" for check, _ in _codes(folder))
+
+
+def test_one_value_for_both_splits_is_not_decided(tmp_path: Path) -> None:
+    script = "train_data = load('fineweb_train_*.bin', 'fineweb_val_*.bin')\n" + SOURCE
+    folder = public(tmp_path, {"train.log": PLAIN_A}, script, **A_SCORE)
+    assert ("C6", "WARN") in _codes(folder) and ("C6", "FAIL") not in _codes(folder)
+
+
+@pytest.mark.parametrize(
+    "line", ["train_loader:shards pattern={}", "train_loader:x train_shards:1 pattern={}"]
+)
+def test_a_log_that_trains_on_validation_files_is_named(line: str, tmp_path: Path) -> None:
+    text = PLAIN_A.replace("seed:1337", line.format("./data/fineweb_val_*.bin") + "\nseed:1337")
+    folder = public(tmp_path, {"train.log": text}, CODE, **A_SCORE)
+    assert [f.check for f in fails(folder)] == ["C6"] and "`train_files` takes" in fails(folder)[0].text
+    (folder / "train.log").write_text(text.replace("fineweb_val_", "fineweb_train_"))
+    assert fails(folder) == []
+    block = DIALECT_B.replace("  seed: 42", "  seed: 42\n  train_files: /data/fineweb_val_*.bin")
+    (folder / "train.log").write_text(block)
+    assert ("C6", "FAIL") in _codes(folder)
+
+
 def test_what_explains_a_run_is_no_weights(tmp_path: Path) -> None:
     names = ["train.log", "README.md", "submission.json", "sp1024.model", "requirements.txt", "log.txt"]
     script = f"NAMES = {names}\n"

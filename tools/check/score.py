@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tools.check.budget import is_record
 from tools.check.findings import Finding, contested, fail, info, warn
+from tools.runs import source
 from tools.runs.folder import Folder, SeedRun
 from tools.runs.logs import EXACT, Final, Point, decimals
 from tools.runs.rules import (
@@ -86,6 +87,32 @@ def _check_implied(folder: Folder, run: SeedRun, score: Final) -> Iterator[Findi
 def _integer(run: SeedRun) -> int | None:
     located = run.log.validation_tokens
     return located.integer if located else None
+
+
+def check_training_files(folder: Folder) -> Iterator[Finding]:
+    """C6: training reads no validation file, by the script's patterns and by those that a log prints."""
+    for script in folder.run_scripts:
+        for call in source.training_files(script):
+            yield from _check_training_files(call.name, call.detail.split(), script.where(call.line))
+    for run in folder.seed_runs:
+        for name, located in run.log.settings.items():
+            if "train" in name and not source.OTHER_THAN_TRAINING.search(name):
+                files = source.DATA_FILE.findall(located.value)
+                yield from _check_training_files(name, files, run.log.where(located.line))
+
+
+def _check_training_files(name: str, files: list[str], where: str) -> Iterator[Finding]:
+    validation = [file for file in files if source.takes_split(file, "val")]
+    if not validation:
+        return
+    only_training = [file for file in files if file not in validation and source.takes_split(file, "train")]
+    report = warn if only_training else fail  # one value for both splits may be told apart later
+    yield report(
+        "C6",
+        f"`{name}` takes {', '.join(validation)}: training on validation text",
+        where,
+        "train on fineweb_train_* alone",
+    )
 
 
 def check_provenance(folder: Folder) -> Iterator[Finding]:
@@ -235,4 +262,11 @@ def _disagreement(run: SeedRun, ratios: list[Ratio], report: Report) -> Iterator
     )
 
 
-CHECKS = (check_denominator, check_ratios, check_provenance, check_seeds, check_plausible)
+CHECKS = (
+    check_denominator,
+    check_ratios,
+    check_training_files,
+    check_provenance,
+    check_seeds,
+    check_plausible,
+)

@@ -41,6 +41,7 @@ INPUT_LINE = re.compile(r"^(train|val)_io:")
 HYPERPARAMETER_LINE = re.compile(r"^  (\w+): (.*)$")
 LABELLED_LINE = re.compile(rf"^(train_shards|val_tokens|model_params|seed)\s*[:=]\s*({COUNT})$")
 TRAIN_LOADER_LINE = re.compile(rf"^train_loader:dataset:(\S+) train_shards:({COUNT})")
+TRAIN_PATTERN_LINE = re.compile(r"^train_loader:.*\bpattern=(\S+)")
 VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
@@ -329,6 +330,8 @@ def _read_line(line: str, number: int, log: RunLog) -> None:
 
 
 def _read_setting(line: str, number: int, log: RunLog) -> None:
+    if pattern := TRAIN_PATTERN_LINE.match(line):
+        log.settings.setdefault("train_files", Located(pattern[1], number))
     loader = TRAIN_LOADER_LINE.match(line)
     if loader:
         log.settings.setdefault("train_dataset", Located(loader[1], number))

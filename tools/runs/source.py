@@ -11,6 +11,7 @@ import ast
 import base64
 import bz2
 import contextlib
+import fnmatch
 import hashlib
 import importlib
 import io
@@ -46,6 +47,9 @@ NETWORK_MODULES = {
     "ftplib",
 }
 
+# FineWeb files, without what follows a point, and what upstream's scripts call their patterns.
+DATA_FILE = re.compile(r"fineweb_[\w*?!\[\]-]{0,64}|\b(?:train|val)_files\b")
+OTHER_THAN_TRAINING = re.compile(r"val|eval|test|ttt", re.IGNORECASE)  # in a name that also says `train`
 CODE_SUFFIXES = (".py", ".pyc", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so", ".pt2")
 PATH_CHARACTERS_MAX = 256
 EXECUTES = re.compile(r"(?<![.\w])(?:exec|eval|compile|execfile)\s*\(|\b(?:marshal|builtins|__builtins__)\b")
@@ -386,6 +390,7 @@ PROGRAM_CALL = re.compile(
     r"\b(?:subprocess|os|sp)\.(?:run|Popen|check_call|check_output|call|getoutput|system)"
     r"\(\s{0,8}\[?\s{0,8}['\"]([^'\"\n]{1,200})"
 )
+TRAINING_FILES = re.compile(r"\b(\w{0,40}train\w{0,40})[ \t]{0,8}=(?!=)([^;=\n]{0,200})")
 STRING_LITERAL = re.compile(r"'([^'\\\n]{1,255})'|\"([^\"\\\n]{1,255})\"")
 
 
@@ -637,6 +642,87 @@ def validation_training(script: Script) -> list[Call]:
         ):
             found.append(Call(node.name, "backward and step beside validation tokens", node.lineno))
     return found
+
+
+def training_files(script: Script) -> list[Call]:
+    """FineWeb files that a variable, key or argument for training is given.
+
+    `name` is that variable's, `detail` the files' names or patterns, such as `fineweb_train_*`.
+    """
+    found = []
+    if isinstance(script.tree, SyntaxError):
+        for match, line in _with_lines(TRAINING_FILES, script.text):
+            found.append(Call(match[1], " ".join(DATA_FILE.findall(match[2])), line))
+    for node in script.nodes:
+        for name, value in _bindings(node):
+            if "train" in name.lower():
+                files = DATA_FILE.findall(" ".join(_own_texts(value)))
+                found.append(Call(name, " ".join(files), value.lineno))
+    return [call for call in found if call.detail and not OTHER_THAN_TRAINING.search(call.name)]
+
+
+def _bindings(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """Names that a node gives a value: of variables and attributes, of keys, of arguments."""
+    if isinstance(node, ast.Assign):
+        return [pair for target in node.targets for pair in _named(target, node.value)]
+    if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        return _named(node.target, node.value)
+    if isinstance(node, ast.For | ast.comprehension):
+        return _named(node.target, node.iter)
+    if isinstance(node, ast.keyword):
+        return [(node.arg or "", node.value)]
+    if isinstance(node, ast.Dict):
+        return [
+            pair for key, value in zip(node.keys, node.values, strict=True) for pair in _named(key, value)
+        ]
+    if isinstance(node, ast.arguments):
+        with_default = [*node.posonlyargs, *node.args][-len(node.defaults) :] if node.defaults else []
+        pairs = [*zip(with_default, node.defaults, strict=True)]
+        pairs += [(arg, value) for arg, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
+        return [(arg.arg, value) for arg, value in pairs]
+    return []
+
+
+def _named(target: ast.expr | None, value: ast.expr) -> list[tuple[str, ast.expr]]:
+    """The name of a target and its value; of two tuples, those of their elements one by one."""
+    if isinstance(target, ast.Tuple | ast.List):
+        if not isinstance(value, ast.Tuple | ast.List) or len(value.elts) != len(target.elts):
+            return []
+        pairs = zip(target.elts, value.elts, strict=True)
+        return [pair for inner, own in pairs for pair in _named(inner, own)]
+    if isinstance(target, ast.Subscript):
+        target = target.slice
+    if isinstance(target, ast.Name):
+        return [(target.id, value)]
+    if isinstance(target, ast.Attribute):
+        return [(target.attr, value)]
+    if isinstance(target, ast.Constant) and isinstance(target.value, str):
+        return [(target.value, value)]
+    return []
+
+
+def _own_texts(value: ast.expr) -> list[str]:
+    """Literals and names in an expression, but for those that a key or an argument in it names otherwise."""
+    found = []
+    pending: list[ast.AST] = [value]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.Name):
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.append(node.attr)
+        if not isinstance(node, ast.Dict | ast.keyword):
+            pending += ast.iter_child_nodes(node)
+    return found
+
+
+def takes_split(pattern: str, split: str) -> bool:
+    """Whether a name or pattern of FineWeb files takes those of a split, `train` or `val`."""
+    if pattern.startswith(f"fineweb_{split}") or pattern == f"{split}_files":
+        return True
+    return fnmatch.fnmatchcase(f"fineweb_{split}_000000", pattern)
 
 
 def argument_defaults(script: Script, option: str) -> list[Call]:
