@@ -6,6 +6,7 @@ import base64
 import json
 import lzma
 import random
+import re
 import shutil
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -474,6 +475,26 @@ def test_a_log_that_trains_on_validation_files_is_named(line: str, tmp_path: Pat
     block = DIALECT_B.replace("  seed: 42", "  seed: 42\n  train_files: /data/fineweb_val_*.bin")
     (folder / "train.log").write_text(block)
     assert ("C6", "FAIL") in _codes(folder)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "check"),
+    [
+        (r"(?m)^stopping_early.*\n| ?(train_time|step_avg):[\d.]+ms", "C2"),
+        (r"(?m)^stopping_early.*\n| ?(train_time|step_avg):(600038|43.54)ms", "C2"),
+        (r" eval_time:\d+ms", "C3"),
+        (r"(?m)^\|.*\n", "C4"),
+    ],
+    ids=["training clock", "end of the clock", "evaluation clock", "GPU"],
+)
+@pytest.mark.parametrize("track", ["track_10min_16mb", "track_demo"])
+def test_missing_evidence_is_not_decided(evidence: str, check: str, track: str, tmp_path: Path) -> None:
+    folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE)
+    folder = folder.parent.rename(tmp_path / track) / folder.name
+    assert not [f.text for f in audit(Folder(folder)) if "not decidable" in f.text]
+    (folder / "train.log").write_text(re.sub(evidence, "", PLAIN_A))
+    found = [f for f in audit(Folder(folder)) if "not decidable" in f.text]
+    assert [(f.check, f.level(Mode.STRICT)) for f in found] == [(check, Level.WARN)] * (track != "track_demo")
 
 
 def test_what_explains_a_run_is_no_weights(tmp_path: Path) -> None:

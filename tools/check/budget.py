@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tools.check.findings import Finding, contested, fail, info, warn
-from tools.runs.folder import Folder, SeedRun
+from tools.runs.folder import SUBMISSION, Folder, SeedRun
 from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.logs import EXACT
 from tools.runs.rules import (
@@ -21,7 +21,7 @@ from tools.runs.rules import (
     TRAIN_SECONDS_MAX,
 )
 
-HARDWARE_FIELDS = ("hardware", "gpu", "gpus")
+HARDWARE_FIELDS = ("hardware", "gpu", "gpus", "platform")
 HARDWARE_CHARACTERS_MAX = 200
 
 
@@ -155,6 +155,13 @@ def check_train_clock(folder: Folder) -> Iterator[Finding]:
         return
     for run in folder.seed_runs:
         seconds = run.log.train_seconds
+        if seconds is None or not run.log.clock_is_whole:
+            yield warn(
+                "C2",
+                "no training time at the last step: not decidable whether training kept its limit",
+                run.log.where(run.log.lines),
+                "ship the log as the script wrote it, with train_time",
+            )
         if seconds is None:
             continue
         where = run.log.where(run.log.stop.line if run.log.stop else run.log.lines)
@@ -193,9 +200,16 @@ def check_eval_clock(folder: Folder) -> Iterator[Finding]:
     for run in folder.seed_runs:
         score = folder.score(run.log)
         timed = [final for final in run.log.finals if final.eval_seconds and not final.label.endswith(EXACT)]
+        printed = run.log.total_eval_seconds
+        if score is not None and score.eval_seconds is None and printed is None:
+            yield warn(
+                "C3",
+                f"no time of `{score.label}`: not decidable whether the evaluation kept its limit",
+                run.log.where(score.line),
+                "ship the log as the script wrote it, with eval_time",
+            )
         if not timed:
             continue
-        printed = run.log.total_eval_seconds
         parts_seconds = sum(final.eval_seconds or 0.0 for final in timed)
         total = max(parts_seconds, float(printed.value) if printed else 0.0)
         scored = (score.eval_seconds if score else None) or max(final.eval_seconds or 0.0 for final in timed)
@@ -239,9 +253,17 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
                 "file it as non-record",
             )
     declared = _declared_hardware(folder)
-    if declared is None:
-        return
     name = folder.submission_path.name if folder.submission_path else ""
+    if declared is None:
+        if not any(run.log.gpus for run in folder.seed_runs):
+            yield warn(
+                "C4",
+                f"neither a log nor {SUBMISSION} names a GPU: not decidable whether it ran on"
+                f" {RECORD_WORLD_SIZE} x {RECORD_GPU}",
+                folder.name,
+                f"print `nvidia-smi` into the log, or add `{HARDWARE_FIELDS[0]}`",
+            )
+        return
     if declared.gpu != RECORD_GPU or declared.number not in (None, RECORD_WORLD_SIZE):
         yield fail(
             "C4",

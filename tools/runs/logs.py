@@ -219,6 +219,13 @@ class RunLog:
         return max(times, default=None)
 
     @property
+    def clock_is_whole(self) -> bool:
+        """Whether the training clock is told to the end: where training stopped, or at the last step."""
+        points = (*self.train, *self.validation)
+        last = max((point.step for point in points), default=None)
+        return self.stop is not None or any(p.step == last and p.time_ms is not None for p in points)
+
+    @property
     def step_ms(self) -> float | None:
         steps = self.steps
         seconds = self.train_seconds
