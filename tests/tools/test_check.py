@@ -497,6 +497,47 @@ def test_missing_evidence_is_not_decided(evidence: str, check: str, track: str, 
     assert [(f.check, f.level(Mode.STRICT)) for f in found] == [(check, Level.WARN)] * (track != "track_demo")
 
 
+def _byte_count_off(factor: float) -> str:
+    """PLAIN_A without its number of tokens, and with every score divided by `factor`."""
+    text = re.sub(r"(?m)^val_loader.*\n", "", PLAIN_A)
+    return re.sub(r"val_bpb:([\d.]+)", lambda m: f"val_bpb:{float(m[1]) / factor:.{len(m[1]) - 2}f}", text)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 1.0413])
+def test_bytes_per_token_are_a_tokenizers_where_no_tokens_are_counted(
+    factor: float, named: bool, tmp_path: Path
+) -> None:
+    text = _byte_count_off(factor)
+    if not named:
+        text = text.replace("fineweb10B_sp1024", "own")
+    score = float(re.findall(r"_exact .*val_bpb:([\d.]+)", text)[0])
+    folder = public(tmp_path, {"train.log": text}, CODE, val_bpb=score)
+    found = [(f.level(Mode.AGREED), f.text) for f in audit(Folder(folder)) if f.check == "C1"]
+    if factor == 1.0:
+        assert found == []
+    elif named:
+        ((level, said),) = found
+        assert level is Level.FAIL and "implied validation bytes 157," in said and "#1289" in said
+    else:
+        ((level, said),) = found
+        assert level is Level.WARN and "2.5365 bytes per token are no known tokenizer's: not decid" in said
+
+
+def test_a_count_of_tokens_that_no_tokenizer_gives_is_named(tmp_path: Path) -> None:
+    tokens = f"val_loader:x tokens:{62021632 / 1.0413:.0f}"
+    text = _byte_count_off(1.0413).replace("world_size", f"{tokens}\nworld_size")
+    score = float(re.findall(r"_exact .*val_bpb:([\d.]+)", text)[0])
+    found = fails(public(tmp_path, {"train.log": text}, CODE, val_bpb=score))
+    assert [f.check for f in found] == ["C1"]
+
+
+def test_a_score_that_implies_no_bytes_is_not_decided(tmp_path: Path) -> None:
+    text = PLAIN_A.replace("val_loss:2.05945460", "val_loss:nan").replace("val_loss:2.0595", "val_loss:nan")
+    folder = public(tmp_path, {"train.log": text}, CODE, val_bpb=1.21972502)
+    assert any(f.check == "C1" and "imply no number of bytes" in f.text for f in audit(Folder(folder)))
+
+
 def test_what_explains_a_run_is_no_weights(tmp_path: Path) -> None:
     names = ["train.log", "README.md", "submission.json", "sp1024.model", "requirements.txt", "log.txt"]
     script = f"NAMES = {names}\n"

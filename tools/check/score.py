@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from tools.check.budget import is_record
@@ -17,12 +18,18 @@ from tools.runs.rules import (
     LEGAL_TTT_GAIN_BPB,
     PLAUSIBLE_BPB_MIN,
     RECORD_SEEDS_MIN,
+    TOKENIZER_TOLERANCE,
+    TOKENIZERS,
     VALIDATION_BYTES,
     VALIDATION_BYTES_TOLERANCE,
+    Tokenizer,
     bits_per_byte,
+    bytes_per_token,
 )
 from tools.runs.stats import deviation, mean
 
+DECIMALS_MIN = 4  # printed decimals of val_bpb below which nothing is decided
+DATASET_SETTINGS = ("train_dataset", "datasets_dir", "data_path")
 DIGITS_MIN = 6  # printed decimals below which the implied bytes scatter too far
 RATIO_TOLERANCE = 5e-5  # public evaluations drop up to a window of the text at its end: 6.5e-5 at most
 Report = Callable[[str, str, str, str], Finding]
@@ -30,10 +37,16 @@ OVERLAP_SHARDS = 1499  # shard count of the export whose training text overlaps 
 
 
 def check_denominator(folder: Folder) -> Iterator[Finding]:
-    """C1: tokens x loss / ln 2 / bpb is the number of bytes of the validation text."""
+    """C1: tokens x loss / ln 2 / bpb is the number of bytes of the validation text.
+
+    Without a count of tokens, and beside it, loss / ln 2 / bpb is what the tokenizer has of bytes per token.
+    """
     for run in folder.seed_runs:
         score = folder.score(run.log)
-        if score is None or not math.isfinite(score.loss) or score.bpb <= 0:
+        if score is None:
+            continue
+        if not math.isfinite(score.loss) or not score.bpb > 0:
+            yield _undecided(run, score)
             continue
         if score.scored_tokens and score.val_bytes:
             yield from _check_own_line(run, score)
@@ -58,24 +71,60 @@ def _check_own_line(run: SeedRun, score: Final) -> Iterator[Finding]:
 
 
 def _check_implied(folder: Folder, run: SeedRun, score: Final) -> Iterator[Finding]:
+    if decimals(score.bpb_text) < DECIMALS_MIN:
+        yield _undecided(run, score)
+        return
     tokens = score.scored_tokens or _integer(run)
-    if tokens is None or decimals(score.bpb_text) < 4:
-        return
-    implied = score.loss / math.log(2.0) * tokens / score.bpb
+    ratio = bytes_per_token(score.loss, score.bpb)
+    named = _named_tokenizer(run)
+    if tokens is not None:
+        off = ratio * tokens / VALIDATION_BYTES - 1
+        slack = (
+            VALIDATION_BYTES_TOLERANCE
+            if decimals(score.bpb_text) >= DIGITS_MIN
+            else 2 * VALIDATION_BYTES_TOLERANCE
+        )
+        if abs(off) > slack:
+            yield _wrong_bytes(folder, run, score, ratio * tokens)
+            return
+    if named is not None:
+        if abs(ratio / named.bytes_per_token - 1) > TOKENIZER_TOLERANCE:
+            yield _wrong_bytes(folder, run, score, ratio / named.bytes_per_token * VALIDATION_BYTES)
+    elif tokens is None and not any(
+        abs(ratio / known.bytes_per_token - 1) < TOKENIZER_TOLERANCE for known in TOKENIZERS
+    ):
+        yield warn(
+            "C1",
+            f"no count of tokens, and {ratio:.4f} bytes per token are no known tokenizer's: not decidable",
+            run.log.where(score.line),
+            "print the number of validation tokens",
+        )
+
+
+def _undecided(run: SeedRun, score: Final) -> Finding:
+    text = f"val_loss {score.loss_text} and val_bpb {score.bpb_text} imply no number of bytes: not decidable"
+    return warn("C1", text, run.log.where(score.line), "print all digits")
+
+
+def _named_tokenizer(run: SeedRun) -> Tokenizer | None:
+    """The tokenizer of the data set that a log names, where it is a known one."""
+    for key in DATASET_SETTINGS:
+        located = run.log.settings.get(key)
+        name = PurePosixPath(located.value).name if located else ""
+        for tokenizer in TOKENIZERS:
+            if name and name == tokenizer.dataset:
+                return tokenizer
+    return None
+
+
+def _wrong_bytes(folder: Folder, run: SeedRun, score: Final, implied: float) -> Finding:
     off = implied / VALIDATION_BYTES - 1
-    slack = (
-        VALIDATION_BYTES_TOLERANCE
-        if decimals(score.bpb_text) >= DIGITS_MIN
-        else 2 * VALIDATION_BYTES_TOLERANCE
-    )
-    if abs(off) <= slack:
-        return
     known = [
         e for e in KNOWN_BYTE_ERRORS if abs(implied / VALIDATION_BYTES / e.ratio - 1) < BYTE_ERROR_TOLERANCE
     ]
     cause = f": {known[0].cause}" if known else ""
     report = contested if known and "export" in known[0].cause else fail if is_record(folder) else warn
-    yield report(
+    return report(
         "C1",
         f"implied validation bytes {implied:,.0f} ({off:+.2%}), the challenge's text has {VALIDATION_BYTES:,}"
         f"{cause}",

@@ -29,18 +29,22 @@ PLAUSIBLE_BPB_MIN = 1.0
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of public records; `bytes_per_token`: the validation text over its scored tokens."""
+    """A tokenizer of public records; `bytes_per_token`: the validation text over its scored tokens.
+
+    `dataset` is the folder of the shards made with it, empty where there is no one of that name.
+    """
 
     name: str
     bytes_per_token: float
+    dataset: str
 
 
 TOKENIZERS = (
-    Tokenizer("sp1024", 2.435930),
-    Tokenizer("sp4096", 3.319681),
-    Tokenizer("sp8192", 3.726631),
-    Tokenizer("CaseOps 8192", 3.157152),
-    Tokenizer("bytes", 1.0),
+    Tokenizer("sp1024", 2.435930, "fineweb10B_sp1024"),
+    Tokenizer("sp4096", 3.319681, "fineweb10B_sp4096"),
+    Tokenizer("sp8192", 3.726631, "fineweb10B_sp8192"),
+    Tokenizer("CaseOps 8192", 3.157152, "fineweb10B_sp8192_lossless_caps_caseops_v1_reserved"),
+    Tokenizer("bytes", 1.0, ""),
 )
 TOKENIZER_TOLERANCE = 0.005  # relative; 4-digit logs and older validation splits stay inside
 
