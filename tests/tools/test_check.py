@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data.files import sha256_file
 from tests.support.dialects import DIALECT_A, DIALECT_B
 from tests.support.runs import SOURCE, make_runs, pack, wrap
 from tests.support.waiting import wait_until
@@ -27,6 +28,8 @@ from tools.check.apart import Auditor
 from tools.check.checks import audit
 from tools.check.execute import network_can_be_cut
 from tools.check.findings import Finding, Level, Mode
+from tools.pack import readme
+from tools.runs.derive import compare_with
 from tools.runs.folder import Folder
 from tools.runs.source import UNWRAPPED_BYTES_MAX
 
@@ -146,6 +149,80 @@ def test_alteration_is_named(packed: Path, alter: Callable[[Path], None], check:
     alter(packed)
     found = fails(packed)
     assert any(f.check == check and text in f.text for f in found), [f"{f.check} {f.text}" for f in found]
+
+
+def _hash_again(folder: Path) -> None:
+    """What somebody does who changed a packed file."""
+    path = folder / "submission.json"
+    value = json.loads(path.read_text())
+    value["files"] = {name: sha256_file(folder / name) for name in value["files"] if (folder / name).exists()}
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("MATRIX_LR=0.02", "MATRIX_LR=0.5", "config.env says MATRIX_LR=0.5, seed 42 ran with 0.02"),
+        ("MATRIX_LR=0.02\n", "", "config.env says MATRIX_LR=nothing, seed 42 ran with 0.02"),
+        ("MATRIX_LR=0.02", "MATRIX_LR=0.02\nXSA_LAST_N=4", "XSA_LAST_N=4, seed 42 ran with no such setting"),
+    ],
+    ids=["changed", "removed", "added"],
+)
+def test_settings_are_those_that_ran(old: str, new: str, text: str, packed: Path) -> None:
+    _edit(packed, "config.env", old, new)
+    _hash_again(packed)
+    found = fails(packed)
+    assert {f.check for f in found} == {"A4"} and any(text in f.text for f in found)
+
+
+def test_settings_that_are_taken_away_are_missed(packed: Path) -> None:
+    (packed / "config.env").unlink()
+    _hash_again(packed)
+    assert ["`config.env` is missing" in f.text for f in fails(packed)] == [True]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed folder with a baseline beside it."""
+    place = tmp_path_factory.mktemp("compared")
+    base = pack(place / "records", make_runs(place / "base", 1, 2, 3), name="Base")
+    runs = make_runs(place / "new", 4, 5, 6, gain=0.02)
+    return pack(place / "records", runs, "--baseline", str(base), name="New")
+
+
+def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path, tmp_path: Path) -> None:
+    records = Path(shutil.copytree(compared.parents[1], tmp_path / "records"))
+    folder = records / "track_demo" / compared.name
+    claim = [f for f in audit(Folder(folder)) if "baseline" in f.text]
+    assert claim == []
+    value = json.loads((folder / "submission.json").read_text())
+    bpbs = [score + 0.1 for score in value["comparison"]["baseline_val_bpb"]]
+    value["comparison"] = compare_with(
+        value["comparison"]["baseline"], value["seed_results"], bpbs, value["comparison"]["baseline_val_loss"]
+    )
+    (folder / "submission.json").write_text(json.dumps(value))
+    summaries = Folder(folder).summaries
+    (folder / "README.md").write_text(readme.render(value, summaries, False))
+    (found,) = fails(folder)
+    assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
+    (records / "track_other").mkdir()  # a baseline of another track is found as well
+    (folder.parent / "2026-05-01_Base").rename(records / "track_other" / "2026-05-01_Base")
+    assert fails(folder) == [found]
+
+
+def test_the_scores_of_a_baseline_that_is_not_there_are_only_claimed(compared: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(compared, tmp_path / "records" / "track_demo" / compared.name))
+    (found,) = [f for f in audit(Folder(folder)) if "only claimed" in f.text]
+    assert found.level(Mode.STRICT) is Level.WARN and fails(folder) == []
+
+
+def test_files_that_were_not_packed_are_named(packed: Path) -> None:
+    for name in ("extra.bin", "notes.md", "linked.md", "curve.png", "more.py"):
+        (packed / name).write_text("x")
+    with (packed / "README.md").open("a") as file:
+        file.write('\n[more](linked.md) <img src="curve.png"> [code](more.py)\n')
+    found = {f.where for f in audit(Folder(packed)) if "was not packed" in f.text}
+    assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
 
 
 def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs import source
-from tools.runs.folder import ASIDE_BYTES_MAX, README, REQUIREMENTS, Folder
+from tools.runs.folder import ASIDE_BYTES_MAX, PICTURE_SUFFIXES, README, REQUIREMENTS, Folder
 from tools.runs.logs import COUNT
 from tools.runs.rules import VALIDATION_DOCUMENTS
 
@@ -23,7 +23,6 @@ OPTIONAL_MODULES = {
 }
 HARMLESS_PROGRAMS = {"nvidia-smi", "git", "rocm-smi", "hostname"}
 INSTALLERS = {"pip", "apt", "apt-get", "conda", "uv", "curl", "wget"}
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 PACKED_LINE_CHARACTERS = 4_000  # no readable line is that long
 FIRST_PYTHON_WITH_NESTED_QUOTES = (3, 12)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import PurePosixPath
@@ -17,11 +19,16 @@ from tools.runs.derive import Evidence, compare_with, data_facts, mapping, neste
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     CASEOPS,
+    CONFIG,
     FORMAT,
     LOG_NAME,
     MANIFEST,
+    PER_RUN_SETTINGS,
+    PICTURE_SUFFIXES,
+    PROSE_SUFFIXES,
     READABLE_SCRIPT,
     README,
+    SETTINGS_OF_A_START,
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
@@ -29,15 +36,17 @@ from tools.runs.folder import (
     read_object,
 )
 from tools.runs.logs import decimals
+from tools.runs.runs import Group, load_group, settings_in
 from tools.runs.source import read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
 PACKED_BYTES_MAX = 64 * 2**20  # of one file; no more is hashed
+LINK = re.compile(r"\]\(([^()\s]{1,200})\)|\bsrc=[\"']([^\"'\s]{1,200})")  # in Markdown, also as HTML
 REMEDY = "restore the packed file, or pack the runs again"
 
 
 def check_files(folder: Folder) -> Iterator[Finding]:
-    """A2: no file was changed, removed or added to the evidence since packing."""
+    """A2: no file was changed or removed since packing, and none was added."""
     if not folder.ours:
         return
     files = folder.submission.get("files")
@@ -51,6 +60,19 @@ def check_files(folder: Folder) -> Iterator[Finding]:
             yield fail("A2", f"`{name}` has more than {PACKED_BYTES_MAX:,} bytes: not read", name, REMEDY)
         elif sha256_file(folder.file(name)) != digest:
             yield fail("A2", f"`{name}` is not the file that was packed: its sha256 differs", name, REMEDY)
+    yield from _added_files(folder, {*files, SUBMISSION, README})
+
+
+def _added_files(folder: Folder, known: set[str]) -> Iterator[Finding]:
+    """Files beside the packed ones; prose and pictures that README.md links are its own."""
+    linked = {PurePosixPath(one or other).as_posix() for one, other in LINK.findall(folder.text(README))}
+    for path in folder.files():
+        name = path.relative_to(folder.path).as_posix()
+        explains = path.suffix.lower() in (*PROSE_SUFFIXES, *PICTURE_SUFFIXES)
+        if name in known or (explains and name in linked):
+            continue
+        text = f"`{name}` ({path.stat().st_size:,} bytes) was not packed: nothing says what it is for"
+        yield warn("A2", text, name, "take it away; README.md may link prose and pictures")
 
 
 def check_code(folder: Folder) -> Iterator[Finding]:
@@ -76,6 +98,32 @@ def check_code(folder: Folder) -> Iterator[Finding]:
                 SUMMARY_NAME.format(seed=seed),
                 REMEDY,
             )
+
+
+def check_config(folder: Folder) -> Iterator[Finding]:
+    """A4: config.env, from which the command in README.md starts, holds the settings that every run had."""
+    if not folder.ours:
+        return
+    if not folder.has(CONFIG):
+        yield fail("A4", f"`{CONFIG}` is missing: no such run can be started again", CONFIG, REMEDY)
+        return
+    apart = PER_RUN_SETTINGS | SETTINGS_OF_A_START
+    written = dict(line.split("=", 1) for line in settings_in(folder.text(CONFIG)))
+    for seed, summary in folder.summaries.items():
+        ran = mapping(summary, "config")
+        if not ran:
+            name = SUMMARY_NAME.format(seed=seed)
+            yield warn("A4", f"{name} records no settings: `{CONFIG}` is not decidable", name, REMEDY)
+            continue
+        for key in sorted({*written, *ran} - apart):
+            if written.get(key) != ran.get(key):
+                yield fail(
+                    "A4",
+                    f"{CONFIG} says {key}={written.get(key, 'nothing')}, seed {seed} ran with"
+                    f" {ran.get(key, 'no such setting')}",
+                    CONFIG,
+                    REMEDY,
+                )
 
 
 def _declared_seeds(folder: Folder) -> list[int]:
@@ -201,6 +249,46 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     yield from _check_readme(folder, expected, {evidence.seed: evidence.summary for evidence in evidences})
 
 
+def check_baseline(folder: Folder) -> Iterator[Finding]:
+    """A4: the scores of the baseline are those of its folder, where the same records hold it."""
+    comparison = folder.submission.get("comparison")
+    if not folder.ours or not isinstance(comparison, dict):
+        return
+    name = comparison.get("baseline")
+    found = _baselines(folder, name)
+    for base in found:
+        pairs = (("baseline_val_bpb", base.scores("bpb")), ("baseline_val_loss", base.scores("loss")))
+        different = [key for key, scores in pairs if _numbers(comparison.get(key)) != scores]
+        if not different:
+            return
+    if not found:
+        text = f"no folder `{name}` in these records: the baseline's scores are only claimed"
+        yield warn("A4", text, SUBMISSION, "put the baseline's folder beside this one, and check it too")
+        return
+    yield fail(
+        "A4",
+        f"`comparison.baseline_val_bpb` is {comparison.get('baseline_val_bpb')!r}, the logs of `{name}` give"
+        f" {found[0].scores('bpb')!r} (losses: {found[0].scores('loss')!r})",
+        SUBMISSION,
+        REMEDY,
+    )
+
+
+def _baselines(folder: Folder, name: Any) -> list[Group]:
+    """The records of that name beside the folder, and in the other tracks."""
+    track = folder.path.resolve().parent
+    found = []
+    for place in dict.fromkeys([track, *sorted(track.parent.glob("track_*"))]):
+        if place.is_symlink() or not place.is_dir():
+            continue
+        for path in place.iterdir():
+            if path.name != name or path.is_symlink() or not path.is_dir():
+                continue
+            with contextlib.suppress(RecordError):  # no record: nothing to compare with
+                found.append(load_group(path))
+    return found
+
+
 def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any] | None:
     comparison = claimed.get("comparison")
     if not isinstance(comparison, dict):
@@ -267,4 +355,14 @@ def check_limits(folder: Folder) -> Iterator[Finding]:
                 )
 
 
-CHECKS = (check_limits, check_files, check_code, check_seeds, check_summaries, check_data, check_derived)
+CHECKS = (
+    check_limits,
+    check_files,
+    check_code,
+    check_config,
+    check_seeds,
+    check_summaries,
+    check_data,
+    check_derived,
+    check_baseline,
+)

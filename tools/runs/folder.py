@@ -24,6 +24,7 @@ REQUIREMENTS = "requirements.txt"
 CONFIG = "config.env"
 READABLE_SCRIPT = "train_gpt_readable.py"  # the source beside a wrapped script
 PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
+SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # stand in no config.env
 BASELINE_DIFF = "baseline.diff"
 LOG_NAME = "train_seed{seed}.log"
 SUMMARY_NAME = "summary_seed{seed}.json"
@@ -37,6 +38,8 @@ SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
 MANIFEST = "manifest.json"  # of the shards, as it stood beside them
 ASIDE_SUFFIXES = (".md", ".json", ".log", ".model", ".vocab", ".env")  # a script may name them uncounted,
 ASIDE_BYTES_MAX = 2**20  # up to this size: no tokenizer of 8,192 pieces has half of it
+PROSE_SUFFIXES = (".md", ".txt", ".html")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
 FORMAT = "records/2"  # value of submission.json's `format` in folders that `pack` writes
 

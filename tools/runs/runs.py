@@ -108,8 +108,12 @@ class RunDirectory:
 
 def settings_lines(path: Path) -> list[str]:
     """KEY=VALUE lines of a config.env, comments and blank lines left out."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.strip() for line in lines if "=" in line and not line.lstrip().startswith("#")]
+    return settings_in(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def settings_in(text: str) -> list[str]:
+    """KEY=VALUE lines of the text of a config.env."""
+    return [line.strip() for line in text.splitlines() if "=" in line and not line.lstrip().startswith("#")]
 
 
 def read_events(path: Path) -> list[Event]:
