@@ -127,7 +127,8 @@ def _log(
     ]
     for event in events:
         head = f"step:{event['step']}/400"
-        clock = f"train_time:{event['train_time_ms']:.0f}ms step_avg:{STEP_MS:.2f}ms"
+        time_ms = event["train_time_ms"]
+        clock = f"train_time:{time_ms:.0f}ms step_avg:{time_ms / event['step']:.2f}ms"
         if event["event"] == "train":
             lines.append(f"{head} train_loss:{event['train_loss']:.4f} {clock} data_wait_ms:0.02/0.02/0.02")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import lzma
 import random
@@ -615,6 +616,44 @@ def test_a_score_that_implies_no_bytes_is_not_decided(tmp_path: Path) -> None:
     assert any(f.check == "C1" and "imply no number of bytes" in f.text for f in audit(Folder(folder)))
 
 
+def _paced(steps: list[int], clock: list[float], averages: list[float]) -> str:
+    """PLAIN_A with training lines of these steps, milliseconds and mean times of a step."""
+    lines = [
+        f"step:{step}/20000 train_loss:3.0000 train_time:{time:.0f}ms step_avg:{average:.2f}ms\n"
+        for step, time, average in zip(steps, clock, averages, strict=True)
+    ]
+    marker = "step:1/20000 train_loss"
+    before, _, after = PLAIN_A.partition(marker)
+    return before + "".join(lines) + "step:13780/20000" + after.partition("step:13780/20000")[2]
+
+
+STEPS = list(range(500, 13_501, 500))
+CLOCK = [step * 43.5 + 300 * (step % 1000 > 0) for step in STEPS]
+
+
+def test_steps_are_those_that_the_clock_allows(tmp_path: Path) -> None:
+    averages = [time / step for step, time in zip(STEPS, CLOCK, strict=True)]
+    folder = public(tmp_path, {"train.log": _paced(STEPS, CLOCK, averages)}, CODE, **A_SCORE)
+    assert fails(folder) == []
+    (folder / "train.log").write_text(_paced([2 * step for step in STEPS], CLOCK, averages))
+    found = {f.text.split(" of ")[0].split(" at ")[0] for f in fails(folder)}
+    assert found == {"step 21,000", "step 1,000"}  # beyond the limit; more than the clock allows
+    text = _paced(STEPS, CLOCK, averages).replace("step:13780/20000 val", "step:14000/20000 val")
+    (folder / "train.log").write_text(text)
+    (found_last,) = fails(folder)
+    assert "step 14,000 at 43.54 ms per step makes 609.6 s, train_time says 600.0 s" in found_last.text
+
+
+def test_mean_times_of_a_window_and_of_a_resumed_run_are_no_contradiction(tmp_path: Path) -> None:
+    windows = [(time - before) / 500 for time, before in zip(CLOCK, [0.0, *CLOCK], strict=False)]
+    folder = public(tmp_path, {"train.log": _paced(STEPS, CLOCK, windows)}, CODE, **A_SCORE)
+    assert fails(folder) == []
+    since = [step - 6_250 * (step > 6_250) for step in STEPS]
+    clock = [step * 43.5 for step in since]
+    (folder / "train.log").write_text(_paced(STEPS, clock, [43.5] * len(STEPS)))
+    assert fails(folder) == []
+
+
 def test_what_explains_a_run_is_no_weights(tmp_path: Path) -> None:
     names = ["train.log", "README.md", "submission.json", "sp1024.model", "requirements.txt", "log.txt"]
     script = f"NAMES = {names}\n"
@@ -678,8 +717,8 @@ def test_one_log_has_one_ratio_of_loss_to_bits_per_byte(tmp_path: Path) -> None:
 def _steps(losses: list[float], clock: list[float]) -> str:
     """PLAIN_A with training lines of these losses and milliseconds."""
     lines = [
-        f"step:{50 * (index + 1)}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:43.54ms\n"
-        for index, (loss, time) in enumerate(zip(losses, clock, strict=True))
+        f"step:{step}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:{time / step:.2f}ms\n"
+        for step, loss, time in zip(itertools.count(50, 50), losses, clock, strict=False)
     ]
     marker = "step:13780/20000 val_loss"
     return PLAIN_A.replace(marker, "".join(lines) + marker)

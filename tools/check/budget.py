@@ -1,4 +1,4 @@
-"""A9, C2-C5: artifact bytes, the training and evaluation clocks, hardware, why training stopped."""
+"""A4, A9, C2-C5: artifact bytes, the training and evaluation clocks, hardware, why training stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import SUBMISSION, Folder, SeedRun
 from tools.runs.hardware import GPU_MODEL, compact
-from tools.runs.logs import EXACT
+from tools.runs.logs import EXACT, Point
 from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
     ARTIFACT_SLACK_BYTES,
@@ -193,6 +193,61 @@ def _check_hessians(run: SeedRun, seconds: float, hessians: float) -> Iterator[F
         )
 
 
+def check_steps(folder: Folder) -> Iterator[Finding]:
+    """A4: no step is beyond the limit, and steps times their mean time are the training clock."""
+    for run in folder.seed_runs:
+        points = sorted((*run.log.train, *run.log.validation), key=lambda point: point.line)
+        beyond = next((point for point in points if point.limit and point.step > point.limit), None)
+        if beyond is not None:
+            yield fail(
+                "A4",
+                f"step {beyond.step:,} of at most {beyond.limit:,}",
+                run.log.where(beyond.line),
+                "ship the log as the script wrote it",
+            )
+        wrong = _wrong_pace(points)
+        if wrong is not None and wrong.pace is not None:
+            yield fail(
+                "A4",
+                f"step {wrong.step:,} at {wrong.pace.average_ms:.2f} ms per step makes"
+                f" {wrong.step * wrong.pace.average_ms / 1e3:.1f} s, train_time says"
+                f" {wrong.pace.time_ms / 1e3:.1f} s",
+                run.log.where(wrong.line),
+                "ship the log as the script wrote it",
+            )
+
+
+def _wrong_pace(points: list[Point]) -> Point | None:
+    """The first line whose mean time of a step contradicts its step and clock; None where there is none.
+
+    The mean may be that of all steps, of those since the line before, or, in a run that went on with a new
+    clock, of those since then.
+    """
+    start = 0  # step at which the clock began
+    before: Point | None = None
+    for point in points:
+        pace = point.pace
+        if pace is None:
+            continue
+        if point.step == 0:  # there is no mean yet
+            before = point
+            continue
+        earlier = before.pace if before is not None else None
+        of_all = pace.fits(point.step, pace.time_ms) or pace.fits(point.step - start, pace.time_ms)
+        of_last = False
+        if before is not None and earlier is not None:
+            of_last = pace.fits(point.step - before.step, pace.time_ms - earlier.time_ms)
+        new_clock = earlier is None or pace.time_ms < earlier.time_ms
+        if not (of_all or of_last):
+            if not new_clock or pace.average_ms <= 0:
+                return point
+            start = point.step - round(pace.time_ms / pace.average_ms)
+            if start < 0:
+                return point
+        before = point
+    return None
+
+
 def check_eval_clock(folder: Folder) -> Iterator[Finding]:
     """C3: the scored evaluation, and all evaluations together, inside ten minutes."""
     if not is_record(folder):
@@ -332,6 +387,7 @@ CHECKS = (
     check_artifact,
     check_totals,
     check_train_clock,
+    check_steps,
     check_eval_clock,
     check_hardware,
     check_declared_hardware,

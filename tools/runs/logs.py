@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -71,14 +72,34 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """Training clock and mean time of a step, as one line prints both; `*_unit_ms`: of the last digit."""
+
+    time_ms: float
+    time_unit_ms: float
+    average_ms: float
+    average_unit_ms: float
+
+    def fits(self, steps: float, time_ms: float) -> bool:
+        """Whether `steps` of the mean time make `time_ms`, but for what rounding explains."""
+        slack_ms = abs(steps) * self.average_unit_ms + 2 * self.time_unit_ms
+        return abs(steps * self.average_ms - time_ms) <= slack_ms
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
-    """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock."""
+    """One step line. `loss` in nats per token, `bpb` on validation lines, `time_ms` of the training clock.
+
+    `limit` is what stands behind the slash, `pace` the clock and the mean time where the line prints both.
+    """
 
     step: int
     loss: float
     line: int
     time_ms: float | None = None
     bpb: float | None = None
+    limit: int | None = None
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,11 +392,13 @@ def _read_step(match: re.Match[str], number: int, log: RunLog) -> None:
     log.settings.setdefault("iterations", Located(match[2], number))
     if _is_number(pairs.get("val_loss")):
         bpb = float(pairs["val_bpb"]) if _is_number(pairs.get("val_bpb")) else None
-        log.validation.append(Point(step, float(pairs["val_loss"]), number, time_ms, bpb))
+        point = Point(step, float(pairs["val_loss"]), number, time_ms, bpb, int(match[2]), _pace(pairs))
+        log.validation.append(point)
         return
     loss = pairs.get("train_loss") or pairs.get("loss")
     if _is_number(loss):
-        log.train.append(Point(step, float(str(loss)), number, time_ms))
+        point = Point(step, float(str(loss)), number, time_ms, None, int(match[2]), _pace(pairs))
+        log.train.append(point)
 
 
 def _train_time_ms(step: int, pairs: dict[str, str], log: RunLog) -> float | None:
@@ -418,6 +441,18 @@ def _read_final(line: str, number: int) -> Final | None:
 def _duration_ms(text: str | None) -> float | None:
     match = DURATION.match(text) if text else None
     return float(match[1]) * MILLISECONDS[match[2]] if match else None
+
+
+def _pace(pairs: dict[str, str]) -> Pace | None:
+    """Clock and mean time of a step line; None where one of them is missing or no finite number."""
+    found = []
+    for name in ("train_time", "step_avg"):
+        match = DURATION.match(pairs.get(name, ""))
+        if match is None or not math.isfinite(float(match[1])):
+            return None
+        unit_ms = MILLISECONDS[match[2]]
+        found += [float(match[1]) * unit_ms, 10.0 ** -decimals(match[1]) * unit_ms]
+    return Pace(*found)
 
 
 def _is_number(text: str | None) -> bool:
