@@ -113,6 +113,10 @@ class Script:
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree)) if isinstance(self.tree, ast.Module) else []
 
+    @cached_property
+    def imported(self) -> list[Import]:
+        return import_statements(self)
+
     def where(self, line: int) -> str:
         return f"{self.path.name}{' (unwrapped)' if self.wrapped else ''}:{line}"
 
@@ -480,7 +484,7 @@ def imports(script: Script) -> list[Call]:
     """Absolute imports anywhere in the script, by top-level module; `detail` is 'guarded' where the script
     goes on without: inside a `try`, or in one of a function's alternatives."""
     found = []
-    for statement in import_statements(script):
+    for statement in script.imported:
         if not statement.relative:
             detail = "guarded" if statement.guarded else ""
             found.append(Call(statement.module.split(".")[0], detail, statement.line))
@@ -545,7 +549,7 @@ def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path
 def _file_names(script: Script) -> set[str]:
     """Endings of paths of files that the script may run or read: modules it imports, files it names."""
     names: set[str] = set()
-    for statement in import_statements(script):
+    for statement in script.imported:
         parts = tuple(part for part in statement.module.split(".") if part)
         modules = [parts[:count] for count in range(1, len(parts) + 1)]
         modules += [(*parts, name) for name in statement.names]
@@ -654,11 +658,17 @@ def training_files(script: Script) -> list[Call]:
         for match, line in _with_lines(TRAINING_FILES, script.text):
             found.append(Call(match[1], " ".join(DATA_FILE.findall(match[2])), line))
     for node in script.nodes:
-        for name, value in _bindings(node):
+        for name, value in _bindings(node) if isinstance(node, BINDERS) else ():
             if "train" in name.lower():
                 files = DATA_FILE.findall(" ".join(_own_texts(value)))
                 found.append(Call(name, " ".join(files), value.lineno))
     return [call for call in found if call.detail and not OTHER_THAN_TRAINING.search(call.name)]
+
+
+BINDERS = (  # nodes that give names a value; all others are passed over quickly
+    ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.keyword, ast.Dict,
+    ast.arguments,
+)  # fmt: skip
 
 
 def _bindings(node: ast.AST) -> list[tuple[str, ast.expr]]:
