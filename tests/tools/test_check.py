@@ -226,6 +226,16 @@ def test_files_that_were_not_packed_are_named(packed: Path) -> None:
     assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
 
 
+@pytest.mark.parametrize("key", ["author", "github_id", "blurb"])
+def test_a_record_of_ours_names_its_author(key: str, packed: Path) -> None:
+    value = json.loads((packed / "submission.json").read_text())
+    (packed / "submission.json").write_text(json.dumps({**value, key: ""}))
+    missing = f"`{key}` is absent"
+    assert not [f.text for f in fails(packed) if missing in f.text]
+    record = packed.parent.rename(packed.parent.with_name("track_10min_16mb")) / packed.name
+    assert [f.check for f in fails(record) if missing in f.text] == ["A3"]
+
+
 def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     (folder / "train_gpt.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
