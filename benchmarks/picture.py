@@ -21,18 +21,26 @@ BESIDE = "beside-fineweb_sample_sp1024-180s"
 SCORING = "ttt-fineweb_sample_sp1024"
 OUT = Path(__file__).with_name("results.png")
 SIZE_INCHES = (9.0, 3.6)
-SIDES = ["the challenge's\nown script", "this one"]
+SIDES = {
+    "theirs": "the challenge's\nown script",
+    "ours as theirs": "its settings\nin this file",
+    "ours": "this one",
+}
 
 
 def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
-    """Bits per byte of both scripts, joined seed by seed."""
+    """Bits per byte of all sides, joined seed by seed."""
     rows = measured["rows"]
-    theirs = {run["seed"]: run["val_bpb"] for run in rows["theirs"]}
-    for run in rows["ours"]:
-        if run["seed"] in theirs:
-            axes.plot([0, 1], [theirs[run["seed"]], run["val_bpb"]], "o-", label=f"seed {run['seed']}")
-    axes.set_xticks([0, 1], SIDES)
-    axes.set_xlim(-0.4, 1.4)
+    sides = [side for side in SIDES if side in rows]
+    by_seed: dict[int, dict[str, float]] = {}
+    for side in sides:
+        for run in rows[side]:
+            by_seed.setdefault(run["seed"], {})[side] = run["val_bpb"]
+    for seed, scores in by_seed.items():
+        places = [sides.index(side) for side in scores]
+        axes.plot(places, list(scores.values()), "o-", label=f"seed {seed}")
+    axes.set_xticks(range(len(sides)), [SIDES[side] for side in sides])
+    axes.set_xlim(-0.4, len(sides) - 0.6)
     axes.set_title(f"after {measured['seconds']:g} s of training on one core", fontsize=10)
     axes.legend(fontsize=8)
 

@@ -740,13 +740,14 @@ def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.M
     for place, row in enumerate(ttt.ROWS):
         scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place})
     scores.append({"row": "SGD", "documents": 100, "bits_per_byte": 9.0})  # of a part of the text: not shown
+    rows = {"theirs": theirs, "ours as theirs": [{"seed": 1, "val_bpb": 2.4}], "ours": ours}
     stored = {
-        picture.BESIDE: {"measured": {"seconds": 180.0, "rows": {"theirs": theirs, "ours": ours}}},
+        picture.BESIDE: {"measured": {"seconds": 180.0, "rows": rows}},
         picture.SCORING: {"measured": {"scores": scores}},
     }
     monkeypatch.setattr(results, "latest", stored.__getitem__)
     left, right = picture.draw().axes
-    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.0], [2.6, 2.25]]
+    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.4, 2.0], [2.6, 2.25]]
     assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
     monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path / "results.png")])
     picture.main()
