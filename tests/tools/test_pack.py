@@ -232,6 +232,16 @@ def test_unfit_run_is_refused(
     assert message in refusal(capsys, tmp_path / "records", [run])
 
 
+def test_a_run_that_was_resumed_with_another_setting_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "runs" / "a", 1)
+    config = run / "config.env"
+    config.write_text(config.read_text().replace("MATRIX_LR=0.02", "MATRIX_LR=0.03"))
+    message = refusal(capsys, tmp_path / "records", [run])
+    assert "says MATRIX_LR=0.03, the run ended with 0.02" in message
+
+
 def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         make_run(tmp_path / "runs" / "a", 1),

@@ -34,6 +34,7 @@ from tools.runs.folder import (
     README,
     REQUIREMENTS,
     SCRIPT,
+    SETTINGS_OF_A_START,
     SUBMISSION,
     SUMMARY_NAME,
     number,
@@ -298,6 +299,14 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
     recorded = nested(summary, "code", "sha256")
     if recorded and recorded != directory.script.sha256:
         reasons.append(f"{directory.path / SCRIPT} is not the code that ran: sha256 differs from {SUMMARY}")
+    ran = mapping(summary, "config")
+    for key in sorted(ran.keys() - PER_RUN_SETTINGS - SETTINGS_OF_A_START):
+        if directory.config.get(key) != ran[key]:
+            written = directory.config.get(key, "nothing")
+            reasons.append(
+                f"{directory.path / CONFIG} says {key}={written}, the run ended with {ran[key]}: it was"
+                " resumed with another setting"
+            )
     if summary.get("comparable") is False:
         reasons.append(
             f"{directory.path} is marked not comparable: validation was limited or another text was scored"
