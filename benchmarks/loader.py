@@ -163,7 +163,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     ids_BT = slot.reshape(rows, SEQ_LEN + 1)
     data = load_shard(shards[0], 0.0)
     loader = train_gpt.Loader(make_config(train_prefetch=False), shards, ALONE)
-    sequences = loader._sequences(loader._read(0))
+    segments = loader._segments(loader._read(0))
 
     def memcpy() -> None:
         nonlocal at
@@ -171,7 +171,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
         np.copyto(slot, data[at : at + len(slot)])
 
     def gather() -> None:
-        np.concatenate(list(itertools.islice(sequences, rows)), out=slot)
+        np.concatenate(list(itertools.islice(segments, rows)), out=slot)
 
     gather()
     functions: dict[str, Callable[[], Any]] = {

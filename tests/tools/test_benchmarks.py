@@ -28,6 +28,7 @@ from benchmarks import (
     candidates,
     caseops,
     coder,
+    loader,
     paired,
     picture,
     readout,
@@ -38,6 +39,7 @@ from benchmarks import (
     tune,
 )  # fmt: skip
 from benchmarks.turns import Turn, Turns, TurnsError
+from data.shards import write_shard
 from tests.support.tiny import environment
 from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 from tools.markdown import refresh
@@ -731,6 +733,24 @@ def test_the_default_read_out_is_that_of_the_optimizer(
                 "default_decay": 0.95, "runs": [{"seed": 7, "scores": scores}]}  # fmt: skip
     lines = readout.tables(measured)
     assert f"| 1 of decay 0.95 | {expected:.4f} | - |" in "\n".join(lines)
+
+
+def test_the_loader_is_timed_by_its_own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "STEP_TOKENS", loader.RANKS * loader.SEQ_LEN)
+    monkeypatch.setattr(loader, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(loader, "START_STEPS", 1)
+    monkeypatch.setattr(train_gpt, "read_tokens", train_gpt.read_tokens)  # `simulate` replaces it
+    for number in range(2):
+        ids = np.random.default_rng(number).integers(2, 1024, 64 * loader.SEQ_LEN, np.uint16)
+        write_shard(tmp_path / f"shard_{number}.bin", ids)
+    shards = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    staged = loader.staging(shards, rounds=2)
+    assert {loader.MEMCPY, loader.OURS, loader.DRAWN} < staged.keys()
+    assert all(len(times_ms) == 2 for times_ms in staged.values())
+    assert len(loader.whole_ms(shards, True, rounds=2)) == 2
+    assert len(loader.handover_ms(shards, batches=5)) == 5
+    for design in loader.DESIGNS:
+        assert len(loader.simulate(design, str(tmp_path), 0.0, steps=4)) == 3, design
 
 
 def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
