@@ -57,7 +57,7 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1
 
 test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
-	@$(RUN) -m pytest -q -n $(TEST_WORKERS) --dist worksteal
+	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(RUN) -m pytest -q -m slow
