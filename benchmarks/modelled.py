@@ -71,7 +71,6 @@ CARD = roofline.CARDS["h100"]
 CALIBRATION = 1.139
 # Of the host for each launch of compiled code, estimated: below it a step of few tokens cannot go.
 HOST_LAUNCH_SECONDS = 13e-6
-RANKS = 8
 BY_SGD = "test-time training by SGD"
 ADAPTERS = "test-time training by adapters (the default)"
 
@@ -122,10 +121,10 @@ def scoring_rounds(tokens: Any, config: Any) -> dict[str, dict[str, float]]:
         chunks = subject.window_rows(targets, config.eval_length, stride, begins, chunk_tokens)
         rows = [len(chunk) for chunk in chunks]
         batch_rows = subject.even_batch_rows(rows, most_rows)
-        rounds = sum(math.ceil(count / (RANKS * batch_rows)) for count in rows)
+        rounds = sum(math.ceil(count / (ttt.GPUS * batch_rows)) for count in rows)
         found[name] = {
             "rows": scale * sum(rows), "batch_rows": batch_rows, "batches": scale * rounds,
-            "targets": document_rows.OFFICIAL_TARGETS / RANKS / (scale * rounds),
+            "targets": document_rows.OFFICIAL_TARGETS / ttt.GPUS / (scale * rounds),
         }  # fmt: skip
     return found
 
@@ -236,7 +235,7 @@ def adapters(measured: dict[str, Any]) -> Phase:
     token = ttt.TokenTime(found["forward_microseconds"], found["backward_microseconds"])
     cost = ttt.Cost(found["forward"], found["backward"], found["adapter_bytes"], found["passes"])
     device_seconds = CALIBRATION * cost.seconds(token, document_rows.OFFICIAL_TARGETS)
-    passes = cost.passes * document_rows.OFFICIAL_TARGETS / RANKS
+    passes = cost.passes * document_rows.OFFICIAL_TARGETS / ttt.GPUS
     looped = next(step for step in measured["steps"] if step["recurrence"])
     host_seconds = passes * HOST_LAUNCH_SECONDS * looped["launches"]
     return Phase(ADAPTERS, passes, max(device_seconds, host_seconds) / passes)

@@ -63,18 +63,20 @@ PRICE_STEPS = 60  # of a short run, whose schedule is a whole one's, in turns of
 PRICE_TURN_STEPS = 10
 
 
-def environment(stack: str, seed: int, arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables of one run; the baseline is scored as it was, without overlap and without training."""
+def environments(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """The variables of each stack; the baseline is scored as it was, without overlap and without training."""
     import sentencepiece
 
     vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()
-    evaluation = WITHOUT_OVERLAP if arguments.round_trip else EVALUATION[stack]
-    return {
-        **COMMON, **STACKS[stack], **evaluation, "SEED": str(seed), "VOCAB_SIZE": str(vocabulary),
-        "DATA_PATH": str(arguments.data), "TOKENIZER_PATH": str(arguments.tokenizer),
-        "ARTIFACT_BYTES_MAX": str(arguments.limit),
-        "RUN_ID": f"{arguments.track}-{stack}-seed{seed}",
+    given = {
+        "VOCAB_SIZE": str(vocabulary), "DATA_PATH": str(arguments.data),
+        "TOKENIZER_PATH": str(arguments.tokenizer), "ARTIFACT_BYTES_MAX": str(arguments.limit),
     }  # fmt: skip
+    found = {}
+    for stack, settings in STACKS.items():
+        evaluation = WITHOUT_OVERLAP if arguments.round_trip else EVALUATION[stack]
+        found[stack] = {**COMMON, **settings, **evaluation, **given}
+    return found
 
 
 def steps_of_equal_cost(stacks: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
@@ -84,7 +86,10 @@ def steps_of_equal_cost(stacks: dict[str, dict[str, str]], steps: int) -> dict[s
         turns = {}
         for name, settings in stacks.items():
             # One step more than is asked for, so that no run goes on to its evaluation.
-            short = {"ITERATIONS": str(PRICE_STEPS + 1), "RUNS_DIR": folder, "ARTIFACT_BYTES_MAX": "16000000"}
+            short = {
+                "ITERATIONS": str(PRICE_STEPS + 1), "RUNS_DIR": folder, "RUN_ID": name,
+                "ARTIFACT_BYTES_MAX": "16000000",
+            }  # fmt: skip
             turns[name] = ends.enter_context(Turns(REPO / "train_gpt.py", {**settings, **short}))
         for _ in range(PRICE_STEPS // PRICE_TURN_STEPS):
             for name, running in turns.items():
@@ -106,15 +111,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(STACKS), default=list(STACKS))
     arguments = parser.parse_args()
     os.chdir(REPO)
-    stacks = {stack: environment(stack, 0, arguments) for stack in STACKS}
-    steps = kept_steps(REPO / "runs" / arguments.track, stacks, arguments.steps, steps_of_equal_cost)
+    stacks = environments(arguments)
+    # Another number of --steps is measured anew, and has runs of other names.
+    label = f"{arguments.track}-{arguments.steps}steps"
+    steps = kept_steps(REPO / "runs" / label, stacks, arguments.steps, steps_of_equal_cost)
     runs: dict[str, list[str]] = {stack: [] for stack in arguments.only}
     # Seeds are the outer loop: who ends it early has whole rows.
     for seed in arguments.seeds:
         for stack in arguments.only:
-            settings = {**environment(stack, seed, arguments), "ITERATIONS": str(steps[stack])}
-            subprocess.run([sys.executable, "train_gpt.py"], env=os.environ | settings, check=True)
-            runs[stack].append(f"runs/{settings['RUN_ID']}")
+            name = f"{label}-{stack}-seed{seed}"
+            of_run = {"SEED": str(seed), "RUN_ID": name, "ITERATIONS": str(steps[stack])}
+            environ = os.environ | stacks[stack] | of_run
+            subprocess.run([sys.executable, "train_gpt.py"], env=environ, check=True)
+            runs[stack].append(f"runs/{name}")
     for stack in arguments.only:
         pack = [sys.executable, "-m", "tools", "pack", *runs[stack]]
         cost = f"as many steps as cost {arguments.steps} of DefaultStack"

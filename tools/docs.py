@@ -19,6 +19,7 @@ from tools.markdown import Block, refresh, split_at_marks, table
 from tools.pack import board
 from tools.runs.folder import LOG_NAME, README, Folder
 from tools.runs.logs import read_log
+from tools.runs.stats import mean_and_deviation
 
 SETTINGS_BEGIN, SETTINGS_END = "<!-- settings:begin (make docs) -->", "<!-- settings:end -->"
 RESULTS_BEGIN, RESULTS_END = "<!-- results:begin (make docs) -->", "<!-- results:end -->"
@@ -120,18 +121,10 @@ def result_row(folder: Folder) -> list[str]:
         found = [
             summary["losses"][score]["bits_per_byte"] for summary in summaries if score in summary["losses"]
         ]
-        cells.append(mean_and_spread(found))
+        cells.append(mean_and_deviation(found, ".4f") if found else "-")
     most_bytes = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
     cells.append(f"{most_bytes:,}")
     return cells
-
-
-def mean_and_spread(scores: list[float]) -> str:
-    """The mean, and the standard deviation of several; a dash for none."""
-    if not scores:
-        return "-"
-    spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
-    return f"{statistics.mean(scores):.4f}{spread}"
 
 
 # ======================================================================================================

@@ -392,6 +392,7 @@ def test_a_stack_of_slower_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPa
 
         def __init__(self, script: Path, settings: dict[str, str]) -> None:
             self.step_ms = float(settings["STEP_MS"])
+            self.late = float(settings["TIMES_LATER"])
             self.left = int(settings["ITERATIONS"])
 
         def __enter__(self) -> Running:
@@ -401,12 +402,15 @@ def test_a_stack_of_slower_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPa
             assert self.left == 1
 
         def steps(self, count: int) -> Turn:
-            late = 2.0 if self.left <= stacks.PRICE_STEPS // 2 + 1 else 1.0
+            late = self.late if self.left <= stacks.PRICE_STEPS // 2 + 1 else 1.0
             self.left -= count
             return Turn([0.0] * count, [late * self.step_ms] * count, [0.0] * count)
 
     monkeypatch.setattr(stacks, "Turns", Running)
-    settings = {"DefaultStack": {"STEP_MS": "30"}, "UpstreamBaseline": {"STEP_MS": "20"}}
+    settings = {
+        "DefaultStack": {"STEP_MS": "20", "TIMES_LATER": "2"},
+        "UpstreamBaseline": {"STEP_MS": "20", "TIMES_LATER": "1"},
+    }
     assert stacks.steps_of_equal_cost(settings, 600) == {"DefaultStack": 600, "UpstreamBaseline": 900}
 
 

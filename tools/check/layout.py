@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from tools.check.budget import is_record
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import DEPTH_MAX, FILES_MAX, README, SCRIPT, SUBMISSION, Folder, number
-from tools.runs.rules import TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
+from tools.runs.rules import RECORD_TEXT, TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
 
 FOLDER_NAME = re.compile(r"^\d{4}-\d\d-\d\d_[A-Za-z0-9._+-]+$")
 TRACK_NAME = re.compile(r"^track_\w+$")
 REQUIRED_TEXT = ("author", "github_id", "name", "date")
-RECORD_TEXT = ("author", "github_id", "blurb")  # what the challenge asks of a record
 SCORE_ALIASES = ("mean_val_bpb", "mean_bpb", "bpb", "score")
 DATE = re.compile(r"^\d{4}-\d\d-\d\d")
 

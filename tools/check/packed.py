@@ -23,12 +23,10 @@ from tools.runs.folder import (
     FORMAT,
     LOG_NAME,
     MANIFEST,
-    PER_RUN_SETTINGS,
     PICTURE_SUFFIXES,
     PROSE_SUFFIXES,
     READABLE_SCRIPT,
     README,
-    SETTINGS_OF_A_START,
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
@@ -36,7 +34,7 @@ from tools.runs.folder import (
     read_object,
 )
 from tools.runs.logs import decimals
-from tools.runs.runs import Group, load_group, settings_in
+from tools.runs.runs import Group, load_group, settings_in, settings_that_differ
 from tools.runs.source import read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
@@ -107,7 +105,6 @@ def check_config(folder: Folder) -> Iterator[Finding]:
     if not folder.has(CONFIG):
         yield fail("A4", f"`{CONFIG}` is missing: no such run can be started again", CONFIG, REMEDY)
         return
-    apart = PER_RUN_SETTINGS | SETTINGS_OF_A_START
     written = dict(line.split("=", 1) for line in settings_in(folder.text(CONFIG)))
     for seed, summary in folder.summaries.items():
         ran = mapping(summary, "config")
@@ -115,15 +112,14 @@ def check_config(folder: Folder) -> Iterator[Finding]:
             name = SUMMARY_NAME.format(seed=seed)
             yield warn("A4", f"{name} records no settings: `{CONFIG}` is not decidable", name, REMEDY)
             continue
-        for key in sorted({*written, *ran} - apart):
-            if written.get(key) != ran.get(key):
-                yield fail(
-                    "A4",
-                    f"{CONFIG} says {key}={written.get(key, 'nothing')}, seed {seed} ran with"
-                    f" {ran.get(key, 'no such setting')}",
-                    CONFIG,
-                    REMEDY,
-                )
+        for key in settings_that_differ(written, ran):
+            yield fail(
+                "A4",
+                f"{CONFIG} says {key}={written.get(key, 'nothing')}, seed {seed} ran with"
+                f" {ran.get(key, 'no such setting')}",
+                CONFIG,
+                REMEDY,
+            )
 
 
 def _declared_seeds(folder: Folder) -> list[int]:

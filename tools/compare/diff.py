@@ -14,7 +14,7 @@ from tools.runs.derive import nested
 from tools.runs.errors import RecordError
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
 from tools.runs.runs import Group, Run, load_group, output_path, scores
-from tools.runs.stats import Comparison, Welch, compare, deviation, mean
+from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation
 from tools.runs.writing import json_text, write_text
 
 UNSET = "–"
@@ -148,11 +148,7 @@ def _values(group: Group, value_of: Callable[[Run], float | None]) -> list[float
 def _spread(values: Sequence[float], form: str) -> str:
     if not values:
         return UNSET
-    shown = f"{mean(values):{form}}"
-    spread = deviation(values)
-    if spread is not None:
-        shown += f" ± {spread:{form}}"
-    return f"{shown} (n={len(values)})"
+    return f"{mean_and_deviation(values, form)} (n={len(values)})"
 
 
 def sentence(found: Difference) -> str:

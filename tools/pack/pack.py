@@ -34,7 +34,6 @@ from tools.runs.folder import (
     README,
     REQUIREMENTS,
     SCRIPT,
-    SETTINGS_OF_A_START,
     SUBMISSION,
     SUMMARY_NAME,
     number,
@@ -45,13 +44,23 @@ from tools.runs.rules import (
     ARTIFACT_BYTES_MAX,
     EVAL_SECONDS_MAX,
     RECORD_GPU,
+    RECORD_TEXT,
     RECORD_TRACK,
     RECORD_WORLD_SIZE,
     TRAIN_SECONDS_MAX,
     VALIDATION_BYTES,
     VALIDATION_BYTES_TOLERANCE,
 )
-from tools.runs.runs import FINISHED, LOG, SHIPPED, SUMMARY, Group, RunDirectory, load_group
+from tools.runs.runs import (
+    FINISHED,
+    LOG,
+    SHIPPED,
+    SUMMARY,
+    Group,
+    RunDirectory,
+    load_group,
+    settings_that_differ,
+)
 from tools.runs.source import decoded, parses, same_program, unwrap
 from tools.runs.writing import json_text, write_text
 
@@ -98,13 +107,15 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
     runs.sort(key=lambda directory: directory.seed or 0)
     track = args.track or track_of(runs[0])
-    if track == RECORD_TRACK:
-        _check_record(runs)
-        _check_identity(args)
-    destination = _destination(args.records, track, f"{args.date}_{args.name}")
-    code = code_to_ship(runs[0], args.wrap)
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date")}
     identity["track"] = track.removeprefix("track_")  # as the challenge's own folders have it
+    missing = missing_options(identity)
+    if track == RECORD_TRACK:
+        _check_record(runs)
+        if missing:
+            raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
+    destination = _destination(args.records, track, f"{args.date}_{args.name}")
+    code = code_to_ship(runs[0], args.wrap)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
     try:
@@ -120,21 +131,18 @@ def run(args: argparse.Namespace) -> int:
         print(json_text({"folder": str(destination), **packed}), end="")
     else:
         print(f"{destination}: {packed['val_bpb']:.8f} bits per byte over {len(runs)} seed(s)")
-        for note in missing_identity(packed):
-            print(note)
+        if missing:
+            told = f"{', '.join(missing)} not given"
+            print(f"note: {told}: a submission needs them; give them, and another --name")
         if track == RECORD_TRACK:
             print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
         print(not_proved(destination))
     return 0
 
 
-def missing_identity(packed: dict[str, Any]) -> list[str]:
-    """What the challenge asks of a submission and the record does not say yet; at most one line."""
-    options = {"author": "--author", "github_id": "--github-id", "blurb": "--blurb"}
-    missing = [option for key, option in options.items() if not packed[key]]
-    if not missing:
-        return []
-    return [f"note: {', '.join(missing)} not given: a submission needs them; give them, and another --name"]
+def missing_options(identity: dict[str, Any]) -> list[str]:
+    """The options for what the challenge asks of a submission and was not given."""
+    return [f"--{key.replace('_', '-')}" for key in RECORD_TEXT if not identity[key]]
 
 
 def not_proved(folder: Path) -> str:
@@ -239,14 +247,6 @@ def _clocks_exceeded(summary: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def _check_identity(args: argparse.Namespace) -> None:
-    """RecordError for a record of the challenge without author, GitHub id or blurb."""
-    given = {"--author": args.author, "--github-id": args.github_id, "--blurb": args.blurb}
-    missing = [option for option, value in given.items() if not value]
-    if missing:
-        raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
-
-
 def _check_record(runs: Sequence[RunDirectory]) -> None:
     reasons = [f"{directory.path}: {reason}" for directory in runs for reason in no_record_because(directory)]
     if reasons:
@@ -300,13 +300,11 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
     if recorded and recorded != directory.script.sha256:
         reasons.append(f"{directory.path / SCRIPT} is not the code that ran: sha256 differs from {SUMMARY}")
     ran = mapping(summary, "config")
-    for key in sorted(ran.keys() - PER_RUN_SETTINGS - SETTINGS_OF_A_START):
-        if directory.config.get(key) != ran[key]:
-            written = directory.config.get(key, "nothing")
-            reasons.append(
-                f"{directory.path / CONFIG} says {key}={written}, the run ended with {ran[key]}: it was"
-                " resumed with another setting"
-            )
+    for key in settings_that_differ(directory.config, ran) if ran else ():
+        reasons.append(
+            f"{directory.path / CONFIG} says {key}={directory.config.get(key, 'nothing')}, the run ended with"
+            f" {ran.get(key, 'no such setting')}: it was resumed with another setting, or the file was edited"
+        )
     if summary.get("comparable") is False:
         reasons.append(
             f"{directory.path} is marked not comparable: validation was limited or another text was scored"

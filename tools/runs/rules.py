@@ -14,6 +14,7 @@ RECORD_WORLD_SIZE = 8
 RECORD_GPU = "H100"
 RECORD_TRACK = "track_10min_16mb"
 RECORD_SEEDS_MIN = 3
+RECORD_TEXT = ("author", "github_id", "blurb")  # keys of submission.json that a record may not leave empty
 
 VALIDATION_BYTES = 151_080_891  # normalised text of the 50,000 validation documents (#1804)
 VALIDATION_BYTES_TOLERANCE = 5e-4  # whole windows drop part of the tail; 146 merged logs stay inside

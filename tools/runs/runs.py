@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from tools.runs.folder import (
     READABLE_SCRIPT,
     REQUIREMENTS,
     SCRIPT,
+    SETTINGS_OF_A_START,
     SUBMISSION,
     Folder,
     SeedRun,
@@ -114,6 +115,16 @@ def settings_lines(path: Path) -> list[str]:
 def settings_in(text: str) -> list[str]:
     """KEY=VALUE lines of the text of a config.env."""
     return [line.strip() for line in text.splitlines() if "=" in line and not line.lstrip().startswith("#")]
+
+
+def settings_that_differ(written: Mapping[str, Any], ran: Mapping[str, Any]) -> list[str]:
+    """Names of the settings in which a config.env and the configuration of a run differ.
+
+    Apart from what may differ between the seeds of a record, and what stands in no config.env.
+    """
+    names = written.keys() | ran.keys()
+    apart = PER_RUN_SETTINGS | SETTINGS_OF_A_START
+    return [name for name in sorted(names - apart) if written.get(name) != ran.get(name)]
 
 
 def read_events(path: Path) -> list[Event]:

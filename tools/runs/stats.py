@@ -21,6 +21,12 @@ def deviation(values: Sequence[float]) -> float | None:
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
 
 
+def mean_and_deviation(values: Sequence[float], form: str) -> str:
+    """The mean in this format, and of several values their standard deviation: `2.2648 ± 0.0048`."""
+    spread = deviation(values)
+    return f"{mean(values):{form}}" + ("" if spread is None else f" ± {spread:{form}}")
+
+
 @dataclass(frozen=True)
 class Welch:
     """Welch's t-test that the first group is lower: statistic, degrees of freedom, one-sided p."""
