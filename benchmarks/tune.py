@@ -75,6 +75,9 @@ VARIANTS: dict[str, dict[str, str]] = {
     "TRELLIS": {"TRELLIS": "1"},
     "COLUMN_STEPS and TRELLIS": {"COLUMN_STEPS": "0.5", "TRELLIS": "1"},
     # Several at once.
+    "width 128, three layers": {"MODEL_DIM": "128", "NUM_HEADS": "2", "NUM_LAYERS": "3"},
+    "width 128, MLP 4x": {"MODEL_DIM": "128", "NUM_HEADS": "2", "MLP_MULT": "4"},
+    "width 128, warm-down 0.85": {"MODEL_DIM": "128", "NUM_HEADS": "2", "WARMDOWN_FRAC": "0.85"},
     "bigrams and COLUMN_STEPS": {
         "BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "COLUMN_STEPS": "0.5"},
     "bigrams and MLP 2x": {"BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "MLP_MULT": "2"},
