@@ -15,6 +15,7 @@ from tools import docs
 from tools.markdown import refresh
 from tools.runs.folder import Folder
 from tools.runs.rules import ARTIFACT_BYTES_MAX
+from train_gpt import Config, visit_order
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,19 @@ def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:
     assert re.findall("^@@.*@@$", patch, re.M) == [
         "@@ -1,2 +1,3 @@", "@@ -4,2 +5,2 @@", "@@ -1 +1 @@", "@@ -0,0 +1,1 @@",
     ]  # fmt: skip
+
+
+def test_the_model_that_is_drawn_is_the_default(readme: str) -> None:
+    config = Config.from_env({})
+    drawn = []
+    for half in ("encoder", "decoder"):
+        (layers,) = re.findall(rf"^{half} +layers ([0-9 ]+)", readme, re.MULTILINE)
+        drawn.append([int(layer) for layer in layers.split()])
+    assert tuple(drawn) == visit_order(config, looping=True)
+    first, last, passes = config.loop_start, config.loop_end, {2: "three"}[config.num_loops]
+    assert f"layers {first} to {last} run {passes} times" in readme
+    assert f"once {config.enable_looping_at:.0%} of".replace("%", " %") in readme
+    assert f"from layer {config.parallel_start_layer} on there are two lanes" in readme
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
