@@ -18,7 +18,6 @@ SOAK_SECONDS ?= 1200
 KEEP ?= 0
 KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
 
-export GOMP_SPINCOUNT ?= 0
 # Make hands what its command line gives to every program; the script would ask whether SEED was meant.
 unexport SEEDS
 
@@ -55,6 +54,8 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1
 	done
 	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
 
+# Tests run several programs at once: threads that spin would take time from others.
+test test-slow: export GOMP_SPINCOUNT ?= 0
 test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)

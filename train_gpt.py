@@ -60,10 +60,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
-# Before torch loads its OpenMP library, which reads it: threads that wait for work must not spin, for they
-# would take cores from the loader's threads and other ranks. Importing this file changes no environment.
+# Before torch loads its OpenMP library, which reads it: threads that wait for work spin for microseconds. For
+# the milliseconds that are usual they would take cores from the loader and from other runs; without spinning,
+# waking them costs more than a small model's operations. Importing this file changes no environment.
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twin
     triton = None
 
 # ============================================================================================================
-# SETTINGS — every setting in one frozen dataclass; what is wrong is refused by name, before anything starts.
+# SETTINGS — every setting in a frozen dataclass; what is wrong is refused by name, before anything starts.
 # ============================================================================================================
 
 
@@ -2946,7 +2947,7 @@ def build_model(config: Config) -> GPT:
 
 
 # ============================================================================================================
-# KERNELS — what may replace attention and MLP: the first of a fixed order that agrees with the plain twin.
+# KERNELS — what may replace attention, MLP and heads: the first of an order that agrees with the plain twin.
 # ============================================================================================================
 # Tiles of the MLP's kernel: by the shared memory of a block, 227 KB on an H100, 163 on an A100, 99 on an
 # RTX 4090 or 5090; small ones where sums are fp32.
