@@ -197,7 +197,8 @@ def head_pairs(trial: Trial) -> None:
         return torch.cat([blocks.view_as(first_NRC), whole(second_NRC, *rest)])
 
     def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-        paired = names[id(buffer)] in ("qo_bank", "kv_bank")
+        # A single head, as of keys in the tiny size, has no other to be paired with.
+        paired = names[id(buffer)] in ("qo_bank", "kv_bank") and buffer.size(1) % rows == 0
         optimizer.orthogonalize = by_pairs if paired else whole
         return plain(gradient, buffer, momentum)
 

@@ -178,8 +178,14 @@ def test_a_run_to_its_step_limit_has_all_its_steps_whatever_line_is_the_last(tmp
     lines = [line for line in (run / "log.txt").read_text().splitlines() if "step:400/400" not in line]
     (run / "log.txt").write_text("\n".join(lines) + "\n")
     folder = pack(tmp_path / "records", [run])
-    assert Folder(folder).submission["seed_results"]["1"]["steps"] == 400
+    result = Folder(folder).submission["seed_results"]["1"]
+    assert result["steps"] == 400 and result["train_time_s"] < 300  # of the last line that there is
     assert main(["check", str(folder)]) == 0
+
+    # With the line that tells the clock at the end, time and pace are of the whole training.
+    (run / "log.txt").write_text("\n".join([*lines, "limit:train_seconds 300.5 of 600 ok"]) + "\n")
+    result = Folder(pack(tmp_path / "told", [run])).submission["seed_results"]["1"]
+    assert result["train_time_s"] == 300.5 and result["step_avg_ms"] == 751.25
 
 
 def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: Path) -> None:

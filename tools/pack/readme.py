@@ -128,7 +128,8 @@ def _limit_table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
         for name, limit in mapping(summary, "limits").items():
             if isinstance(limit, Mapping):
                 verdict = "kept" if limit.get("ok") else "**broken**"
-                rows.append([seed, name, _shown(limit.get("value")), _shown(limit.get("limit")), verdict])
+                at_most = _shown(limit.get("limit")) if limit.get("limit") else "no limit was set"
+                rows.append([seed, name, _shown(limit.get("value")), at_most, verdict])
     return (
         table(["seed", "limit", "value", "at most", "verdict"], rows)
         if rows
@@ -155,7 +156,7 @@ def _data(submission: Mapping[str, Any]) -> str:
         f"- source: {origin}",
         f"- tokenizer: `{data.get('tokenizer')}`, sha256 `{data.get('tokenizer_sha256')}`",
         f"- validation: {_shown(data.get('val_tokens'))} tokens, {_shown(data.get('val_bytes'))} bytes; the"
-        f" challenge's own text has {VALIDATION_BYTES:,}",
+        f" challenge's own text has {VALIDATION_BYTES:,} bytes",
         f"- a byte: {_byte_of(data)}",
     ]
     command = fetch_command(data)

@@ -49,6 +49,7 @@ VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 # What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
 DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
+CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script tells it when all is done
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
@@ -172,6 +173,7 @@ class RunLog:
     device: str | None = None  # of rank 0, as our script names it: `x86_64 CPU`
     attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
+    clock_seconds: Located | None = None  # the training clock at its end, as our script tells it
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
     source: str | None = None  # the script's text, where the log begins with it
@@ -234,6 +236,8 @@ class RunLog:
 
         Times in dialect B follow from a rounded speed: there the line that says where it stopped counts.
         """
+        if self._ends_after_its_lines and self.clock_seconds is not None:
+            return float(self.clock_seconds.value)
         times = [p.time_ms / 1e3 for p in (*self.train, *self.validation) if p.time_ms is not None]
         if self.stop:
             times = [self.stop.train_seconds, *(times if self.dialect == "A" else [])]
@@ -242,13 +246,22 @@ class RunLog:
     @property
     def clock_is_whole(self) -> bool:
         """Whether the training clock is told to the end: where training stopped, or at the last step."""
+        if self._ends_after_its_lines and self.clock_seconds is not None:
+            return True
         points = (*self.train, *self.validation)
         last = max((point.step for point in points), default=None)
         return self.stop is not None or any(p.step == last and p.time_ms is not None for p in points)
 
     @property
+    def _ends_after_its_lines(self) -> bool:
+        """Whether training went on after the last line of it: to a step limit, with few lines on the way."""
+        return self.stop is None and self.steps != self.steps_done
+
+    @property
     def step_ms(self) -> float | None:
         steps = self.steps
+        if self._ends_after_its_lines and self.clock_seconds is not None:
+            steps = self.steps_done
         seconds = self.train_seconds
         return seconds * 1e3 / steps if steps and seconds else None
 
@@ -378,6 +391,8 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
         log.attention.append(match[1])
     elif match := HESSIAN_LINE.search(line):
         log.hessian_seconds = Located(match[1], number)
+    elif match := CLOCK_LINE.match(line):
+        log.clock_seconds = Located(match[1], number)
     elif match := TOTAL_EVAL_LINE.match(line):
         log.total_eval_seconds = Located(match[1], number)
     elif not log.train and SETTINGS_LINE.match(line) and not INPUT_LINE.match(line):
