@@ -236,8 +236,8 @@ class RunLog:
 
         Times in dialect B follow from a rounded speed: there the line that says where it stopped counts.
         """
-        if self._ends_after_its_lines and self.clock_seconds is not None:
-            return float(self.clock_seconds.value)
+        if self._seconds_past_its_lines is not None:
+            return self._seconds_past_its_lines
         times = [p.time_ms / 1e3 for p in (*self.train, *self.validation) if p.time_ms is not None]
         if self.stop:
             times = [self.stop.train_seconds, *(times if self.dialect == "A" else [])]
@@ -246,22 +246,22 @@ class RunLog:
     @property
     def clock_is_whole(self) -> bool:
         """Whether the training clock is told to the end: where training stopped, or at the last step."""
-        if self._ends_after_its_lines and self.clock_seconds is not None:
+        if self._seconds_past_its_lines is not None:
             return True
         points = (*self.train, *self.validation)
         last = max((point.step for point in points), default=None)
         return self.stop is not None or any(p.step == last and p.time_ms is not None for p in points)
 
     @property
-    def _ends_after_its_lines(self) -> bool:
-        """Whether training went on after the last line of it: to a step limit, with few lines on the way."""
-        return self.stop is None and self.steps != self.steps_done
+    def _seconds_past_its_lines(self) -> float | None:
+        """The clock told at the end, where training went on to its step limit after the last line of it."""
+        if self.clock_seconds is None or self.steps == self.steps_done:
+            return None
+        return float(self.clock_seconds.value)
 
     @property
     def step_ms(self) -> float | None:
-        steps = self.steps
-        if self._ends_after_its_lines and self.clock_seconds is not None:
-            steps = self.steps_done
+        steps = self.steps if self._seconds_past_its_lines is None else self.steps_done
         seconds = self.train_seconds
         return seconds * 1e3 / steps if steps and seconds else None
 
