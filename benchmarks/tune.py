@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     # Size.
     "one layer": {"NUM_LAYERS": "1"},
     "three layers": {"NUM_LAYERS": "3"},
-    "width 128": {"MODEL_DIM": "128", "NUM_HEADS": "2"},
+    "width 192": {"MODEL_DIM": "192", "NUM_HEADS": "3"},
     "width 256": {"MODEL_DIM": "256", "NUM_HEADS": "4"},
     "MLP 2x": {"MLP_MULT": "2"},
     "MLP 4x": {"MLP_MULT": "4"},
@@ -75,9 +75,6 @@ VARIANTS: dict[str, dict[str, str]] = {
     "TRELLIS": {"TRELLIS": "1"},
     "COLUMN_STEPS and TRELLIS": {"COLUMN_STEPS": "0.5", "TRELLIS": "1"},
     # Several at once.
-    "width 128, three layers": {"MODEL_DIM": "128", "NUM_HEADS": "2", "NUM_LAYERS": "3"},
-    "width 128, MLP 4x": {"MODEL_DIM": "128", "NUM_HEADS": "2", "MLP_MULT": "4"},
-    "width 128, warm-down 0.85": {"MODEL_DIM": "128", "NUM_HEADS": "2", "WARMDOWN_FRAC": "0.85"},
     "bigrams and COLUMN_STEPS": {
         "BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "COLUMN_STEPS": "0.5"},
     "bigrams and MLP 2x": {"BIGRAM_VOCAB_SIZE": "2048", "BIGRAM_DIM": "32", "MLP_MULT": "2"},
