@@ -701,6 +701,11 @@ def test_every_candidate_is_another_training(dataset: Path) -> None:
         assert len(weights) != len(base) or not torch.equal(weights, base), name
 
 
+def test_a_single_head_of_keys_is_paired_with_no_other(dataset: Path) -> None:
+    settings = few_steps(dataset, "Q, K by head pairs", NUM_KV_HEADS=1)
+    assert math.isfinite(candidates.measure(settings, 7, "cpu")["val_bpb"])
+
+
 def test_a_candidate_is_compared_with_the_base_of_its_seeds_and_rates() -> None:
     def runs(*scores: float) -> list[dict[str, Any]]:
         found = []
