@@ -55,6 +55,7 @@ Rows = dict[str, paired.Runs]
 TITLE = "What each part brings"
 DEFAULT = "default stack"
 HEADER = "| stack | parameters | steps | " + paired.HEADER
+COST_HEADER = " times the seconds |"
 TURNS = 3  # of every row, to compare what their steps cost
 TURN_STEPS = 10  # of a turn; the lengths of TRAIN_SEQ_LENS have their shares of ten steps
 PAIRS_HEADER = (
@@ -353,6 +354,13 @@ def row(name: str, runs: paired.Runs, default: paired.Runs) -> str:
     return f"| {name} | {runs[0]['parameters']:,} | {steps:.0f} | {paired.cells(runs, default)}"
 
 
+def cost(runs: paired.Runs, default: paired.Runs) -> str:
+    """The seconds of training over those of the same seeds of another row, where both took as many steps."""
+    theirs = {run["seed"]: run["seconds"] for run in default}
+    ratios = [run["seconds"] / theirs[run["seed"]] for run in runs if run["seed"] in theirs]
+    return f" {statistics.median(ratios):.2f} |" if ratios else " - |"
+
+
 def pairs(rows: Rows) -> list[str]:
     """A table of the differences between rows of `--arm lengths`; no lines for other rows."""
     adjusted = paired.AtEqualSteps(rows)
@@ -376,6 +384,15 @@ def tables(measured: dict[str, Any]) -> list[str]:
     geometry = measured["geometry"]
     reference = DEFAULT if DEFAULT in rows else next(iter(rows))
     header = HEADER.format(reference)
+    lines = [row(name, runs, rows[reference]) for name, runs in rows.items()]
+    told_cost = ""
+    if measured.get("steps") and not measured.get("equal_cost"):
+        header += COST_HEADER
+        costs = [cost(runs, rows[reference]) for runs in rows.values()]
+        lines = [line + ratio for line, ratio in zip(lines, costs, strict=True)]
+        told_cost = " Times the seconds: of training, by the {clock} clock, the median of the seeds.".format(
+            **measured
+        )
     budget = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
     if measured.get("steps"):
         budget = f"{measured['steps']} steps"
@@ -387,8 +404,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     scored = f"{measured['val_tokens']:,}" if measured["val_tokens"] else "all"
     return [
         f"`{measured['data']}`, {budget}; {size.format(**geometry)}; seeds {' '.join(map(str, seeds))}; "
-        f"{scored} validation targets. The default's choices at this depth: {choices}.",
-        "", *paired.table(header, [row(name, runs, rows[reference]) for name, runs in rows.items()]),
+        f"{scored} validation targets. The default's choices at this depth: {choices}.{told_cost}",
+        "", *paired.table(header, lines),
         *pairs(rows),
     ]  # fmt: skip
 

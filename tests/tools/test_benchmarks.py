@@ -10,7 +10,9 @@ import itertools
 import json
 import math
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,8 @@ from benchmarks import (
     loader,
     paired,
     picture,
+    proofs,
+    public,
     readout,
     results,
     speed,
@@ -414,6 +418,25 @@ def test_a_stack_of_slower_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPa
     assert stacks.steps_of_equal_cost(settings, 600) == {"DefaultStack": 600, "UpstreamBaseline": 900}
 
 
+def test_a_part_at_equal_steps_is_told_with_what_its_seconds_are(tmp_path: Path) -> None:
+    """The median of the ratios of a seed, over the seeds that both have."""
+
+    def runs(*seconds: float) -> list[dict[str, Any]]:
+        return [{"seed": seed, "parameters": 10, "steps": 200, "seconds": took, "val_bpb": 2.0 + seed / 10}
+                for seed, took in enumerate(seconds)]  # fmt: skip
+
+    rows = {ablation.DEFAULT: runs(10.0, 20.0, 40.0), "no XSA": runs(9.0, 16.0, 32.0), "MLP 2x": runs(5.0)}
+    measured = {
+        "data": "sample", "seconds": 1.0, "clock": "cpu", "val_tokens": 0, "geometry": ablation.SMALL,
+        "default": {}, "rows": rows, "steps": 200,
+    }  # fmt: skip
+    lines = ablation.tables(measured)
+    last_cells = [line.split("|")[-2].strip() for line in lines if line.startswith("| ")]
+    assert last_cells == ["times the seconds", "1.00", "0.80", "0.50"]
+    for other in ({"steps": 0}, {"equal_cost": True}):  # there it is told by the steps
+        assert not any("times the seconds" in line for line in ablation.tables({**measured, **other}))
+
+
 def test_lengths_are_told_beside_their_partners() -> None:
     def runs(bpb: float) -> list[dict[str, Any]]:
         return [{"seed": seed, "parameters": 10, "steps": 10, "val_bpb": bpb + seed} for seed in (1, 2)]
@@ -663,10 +686,9 @@ def test_a_script_that_shuffles_is_not_shuffled_once_more(race: Any) -> None:
     shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
     with pytest.raises(SystemExit, match="shuffles by itself"):
         race(shuffling, "--only", "theirs shuffled")
-    assert race(RACED, "--only", "theirs shuffled")["theirs_shuffled"]["last_bpb"] == \
-        pytest.approx(race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9)
-
-
+    assert race(RACED, "--only", "theirs shuffled")["theirs_shuffled"]["last_bpb"] == pytest.approx(
+        race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9
+    )
 
 
 # --- candidates, and what is read out of a run ---
@@ -788,3 +810,68 @@ def test_scores_of_two_scripts_are_no_table(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("sys.argv", ["ttt.py", "table", "--store", str(tmp_path)])
     with pytest.raises(SystemExit, match="of another"):
         ttt.main()
+
+
+# --- the checker on public folders, and the proofs ---
+
+
+def test_every_public_folder_is_counted_once_for_a_check_however_often_it_fails() -> None:
+    contested = {"check": "C2", "agreed": "WARN", "strict": "FAIL", "convention": "INFO"}
+    broken = {"check": "A4", "agreed": "FAIL", "strict": "FAIL", "convention": "FAIL"}
+    lines = public.tables({
+        "commit": "0000000", "seconds": 1.0, "folders": [[contested, broken, broken], [contested], []],
+    })  # fmt: skip
+    assert lines[0].startswith("3 folders ") and "2 FAIL in 1 of them, 2 WARN, 0 INFO" in lines[0]
+    assert lines[-2:] == ["| A4 | 1 | 1 | 1 | 0 | 2 |", "| C2 | 0 | 2 | 0 | 2 | 2 |"]
+
+
+def test_public_folders_are_audited_as_they_are_and_none_is_named(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path
+) -> None:
+    """Of one folder that is complete and one without anything: what `check` says of each."""
+    records = tmp_path / "golf/records/track_somewhere"
+    shutil.copytree(own_records(repo)[0], records / "complete")
+    (records / "nothing").mkdir()
+    monkeypatch.setattr(sys, "argv", ["public.py", str(tmp_path / "golf"), "--keep"])
+    public.main()
+    stored = json.loads((empty / "results/public.json").read_text())["measured"]
+    complete, nothing = stored["folders"]
+    assert "FAIL" not in {finding["strict"] for finding in complete}
+    assert "FAIL" in {finding["agreed"] for finding in nothing}
+    assert "nothing" not in json.dumps(stored)
+    monkeypatch.setattr(sys, "argv", ["public.py", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit):
+        public.main()
+
+
+def test_every_record_is_proved_by_its_own_script_and_settings(repo: Path) -> None:
+    subjects = proofs.subjects()
+    configs = {subject.config for subject in subjects.values() if subject.config}
+    assert {folder / "config.env" for folder in own_records(repo)} < configs
+    for subject in subjects.values():
+        assert subject.script.is_file()
+        if subject.config and subject.config.name == "config.env":
+            assert subject.script.parent == subject.config.parent
+
+
+def test_a_proof_is_asked_once_and_its_results_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    findings = [{"check": check, "level": level} for check, level in
+                (("B0", "INFO"), ("B1", "INFO"), ("B1", "INFO"), ("B12", "WARN"))]  # fmt: skip
+    report = json.dumps({"status": 2, "verdict": "not proven: B12", "findings": findings})
+
+    def run(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        return SimpleNamespace(stdout=report, stderr="", returncode=2)
+
+    monkeypatch.setattr(proofs.subprocess, "run", run)
+    chosen = {"mine": proofs.Subject(tmp_path / "train_gpt.py", tmp_path / "my.env")}
+    proofs.share(tmp_path / "runs", chosen)
+    answers = proofs.share(tmp_path / "runs", chosen)
+    assert len(asked) == 1 and asked[0][-2:] == ["--config", str(tmp_path / "my.env")]
+    assert proofs.tables({"answers": answers})[-1].startswith("| mine | not proven: B12 | 2 | 3 | 1 | ")
+    report = ""
+    with pytest.raises(RuntimeError, match="ended with 2"):
+        proofs.share(tmp_path / "other", chosen)
