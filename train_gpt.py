@@ -309,6 +309,7 @@ class TrainingSettings(ModelSettings):
     muon_momentum_warmup_frac: float = knob(0.3, "progress over which momentum rises", 0, 1)
     muon_momentum_warmup_steps: int = knob(
         0, "the same in steps; 0: the fraction; given as 0 without it: none", 0)
+    muon_mixture: bool = knob(False, "momentum mixed of a younger and an older one (bi-Maxwell)")
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", 1, 20)
     muon_polar_express: bool = knob(True, "Polar Express coefficients; 0: one fixed quintic")
     muon_row_normalize: bool = knob(True, "normalise rows before orthogonalising")
@@ -3901,6 +3902,14 @@ def collective(name: str, former_name: str) -> Callable[..., Any]:
     return getattr(dist, name, None) or getattr(dist, former_name)
 
 
+# MUON_MIXTURE keeps two averages of the gradients. Of the newest gradient they take these multiples of what a
+# single one takes, so they are 5/12 and 5/3 as old; the mixture has this share of the older one (the share is
+# that of modded-nanogpt PR #340; the ages are ours).
+YOUNGER = 2.4
+OLDER = 0.6
+OLDER_SHARE = 0.5615
+
+
 class Gradients(NamedTuple):
     """The gradients of one step, means over all ranks."""
 
@@ -3939,6 +3948,10 @@ class Optimizer:
         for bank in self.banks:
             matrices = math.ceil(len(bank) / machine.world_size)
             self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
+        # The older momenta of MUON_MIXTURE.
+        self.slow_momenta: list[Tensor] = []
+        if c.muon_mixture:
+            self.slow_momenta = [torch.zeros_like(buffer) for buffer in self.momenta]
 
         self.small = groups["embedding"] + groups["scalar"] + groups["head"]
         # An embedding that is no head as well bears, and needs, a much larger rate.
@@ -4023,10 +4036,11 @@ class Optimizer:
 
     def _update_banks(self, gradients: list[Tensor], lr: float, momentum: float) -> None:
         """Muon (Jordan et al.): step along the orthogonal factor, with decoupled weight decay."""
+        slow_momenta: Iterable[Tensor | None] = self.slow_momenta or [None] * len(self.banks)
         # Made one by one: while a bank's updates travel, the next bank's are computed.
         updates = (
-            self._muon_update(gradient, buffer, momentum)
-            for gradient, buffer in zip(gradients, self.momenta, strict=True)
+            self._muon_update(gradient, buffer, momentum, slow)
+            for gradient, buffer, slow in zip(gradients, self.momenta, slow_momenta, strict=True)
         )
         for bank, update in self._gather(updates):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
@@ -4040,12 +4054,23 @@ class Optimizer:
             decay = min(self.config.ema_decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
 
-    def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C)."""
+    def _muon_update(
+        self, gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None = None
+    ) -> Tensor:
+        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C).
+
+        slow: the older momentum of MUON_MIXTURE; without it `buffer` is all there is.
+        """
         c = self.config
-        buffer.mul_(momentum).add_(gradient)
         # Nesterov: as if the next step's momentum were already in.
-        update = gradient.add_(buffer, alpha=momentum)
+        if slow is None:
+            buffer.mul_(momentum).add_(gradient)
+            update = gradient.add_(buffer, alpha=momentum)
+        else:
+            newest = 1.0 - momentum
+            buffer.lerp_(gradient, min(1.0, YOUNGER * newest))
+            slow.lerp_(gradient, min(1.0, OLDER * newest))
+            update = gradient.mul_(newest).add_(buffer.lerp(slow, OLDER_SHARE), alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
         dtype = self.machine.orthogonalize_dtype
@@ -4075,16 +4100,25 @@ class Optimizer:
         momenta = [whole for _, whole in self._gather(self.momenta)]
         # A copy: training goes on while it is written.
         state = {"weights": self.weights, "average": self.average, "adam": self.adam.state_dict()}
+        # Only where there are some: checkpoints of other runs stay as they were.
+        if self.slow_momenta:
+            state["slow_momenta"] = [whole for _, whole in self._gather(self.slow_momenta)]
         return copy.deepcopy({**state, "momenta": momenta})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` returned, on any world size."""
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
-        for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
+        self._load_momenta(self.momenta, state["momenta"])
+        if self.slow_momenta:
+            self._load_momenta(self.slow_momenta, state["slow_momenta"])
+        self.adam.load_state_dict(state["adam"])
+
+    def _load_momenta(self, momenta: list[Tensor], banks: list[Tensor]) -> None:
+        """Take this rank's part of every bank's momentum."""
+        for buffer, whole in zip(momenta, banks, strict=True):
             parts = self._fill(whole).chunk(self.machine.world_size)
             buffer.copy_(parts[self.machine.rank])
-        self.adam.load_state_dict(state["adam"])
 
 
 def require_gradient(gradient: Tensor | None) -> Tensor:

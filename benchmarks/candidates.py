@@ -275,6 +275,23 @@ def momentum_mixture(fast: float, slow: float, begin: float, slow_share: float =
     return patch
 
 
+def mixture_from_the_start(trial: Trial) -> None:
+    """Two momenta all along, of 5/12 and 5/3 of the age that the momentum of the step has by itself."""
+    optimizer = trial.optimizer
+    c = trial.config
+    late: dict[int, Tensor] = {}
+
+    def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+        slow = late.setdefault(id(buffer), torch.zeros_like(buffer))
+        buffer.lerp_(gradient, 2.4 * (1 - momentum))
+        slow.lerp_(gradient, 0.6 * (1 - momentum))
+        made = (1 - momentum) * gradient + momentum * buffer.lerp(slow, 0.5615)
+        made /= made.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+        return optimizer.orthogonalize(made, c.muon_backend_steps, c.muon_polar_express, torch.float32)
+
+    optimizer._muon_update = update  # type: ignore[method-assign]
+
+
 def look_ahead(strength: float, memory_share: float) -> Patch:
     """EMA-Nesterov (modded-nanogpt PR #308): steps begin further along the mean of former steps."""
 
@@ -364,12 +381,20 @@ CANDIDATES: dict[str, Candidate] = {
     "second moment": Candidate({}, [second_moment(0.95)]),
     "cautious decay, doubled": Candidate({}, [cautious_decay(2.0)]),
     "momentum 0.97": Candidate({"MUON_MOMENTUM": "0.97"}, []),
+    # As old as the mixture from the start, but of one age.
+    "momentum 0.9553, from 0.8659": Candidate(
+        {"MUON_MOMENTUM": "0.9553", "MUON_MOMENTUM_WARMUP_START": "0.8659"}, []
+    ),
     "momentum cool-down": Candidate({}, [momentum_cooldown(0.85, 0.3)]),
     "momentum mixture": Candidate({}, [momentum_mixture(0.88, 0.97, 0.3)]),
+    "momentum mixture, from the start": Candidate({}, [mixture_from_the_start]),
     "EMA-Nesterov": Candidate({}, [look_ahead(0.6, 0.03)]),
     "Adam warm-down 0.4": Candidate({}, [adam_warmdown(0.4)]),
     "Adam betas 0.8 0.95": Candidate({"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}, []),
     "Adam beta2 0.99": Candidate({"BETA2": "0.99"}, []),
+    "Adam betas 0.8 0.95 and the mixture": Candidate(
+        {"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}, [mixture_from_the_start]
+    ),
 }
 
 

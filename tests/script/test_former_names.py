@@ -339,14 +339,14 @@ def test_values_that_public_scripts_allow(given: str, expected: str) -> None:
 
 # With a hash of what their settings resolve to: who changes one on purpose changes it here as well.
 ANCESTORS = {
-    "upstream_baseline": "894e4644c74d",
-    "pr549": "cb67d4e6e4f1",
-    "pr591": "d8a341c23338",
-    "pr785": "67e9d304d458",
-    "pr1493": "7c4f2bcad4a0",
-    "default_0_4": "a0f613f28ec3",
-    "frontier_1855": "7388721fb7c8",
-    "frontier_2014": "57c248756d67",
+    "upstream_baseline": "c575b062ceec",
+    "pr549": "960d46caf263",
+    "pr591": "b0e2674318b3",
+    "pr785": "f72dbb5feb7f",
+    "pr1493": "91890742e90b",
+    "default_0_4": "9b3d67c9470a",
+    "frontier_1855": "fcdfcaed7feb",
+    "frontier_2014": "f119a79067a9",
 }
 
 

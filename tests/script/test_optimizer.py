@@ -83,7 +83,9 @@ def one_rank(machine: Machine, folder: str, changes: dict[str, Any]) -> None:
     torch.save({"losses": losses, "weights": weights, "state": state}, f"{folder}/{machine.rank}.pt")
 
 
-@pytest.mark.parametrize(("size", "features"), [(2, {**PR549, "TIE_EMBEDDINGS": 0}), (4, {})])
+@pytest.mark.parametrize(
+    ("size", "features"), [(2, {**PR549, "TIE_EMBEDDINGS": 0}), (4, {"MUON_MIXTURE": 1})]
+)
 def test_any_number_of_ranks_takes_the_same_steps(
     size: int, features: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -100,19 +102,31 @@ def test_any_number_of_ranks_takes_the_same_steps(
             assert torch.equal(weights, ranks[0]["weights"][name]), name
     resumed = alone(model, config)
     resumed.load_state(ranks[-1]["state"])
-    assert [m.shape for m in resumed.momenta] == [bank.shape for bank in resumed.banks]
-    assert all(m.abs().max() > 0 for m in resumed.momenta)
+    kept = [resumed.momenta, resumed.slow_momenta] if config.muon_mixture else [resumed.momenta]
+    for momenta in kept:
+        assert [m.shape for m in momenta] == [bank.shape for bank in resumed.banks]
+        assert all(m.abs().max() > 0 for m in momenta)
+
+
+def average_of(gradients: list[Tensor], newest: float) -> Tensor:
+    """What an average of gradients holds that takes so much of each new one, in float64."""
+    older_first = list(enumerate(reversed(gradients)))
+    return sum(newest * (1 - newest) ** age * gradient.double() for age, gradient in older_first)
 
 
 def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum: float) -> Tensor:
     """Muon on one matrix, step after step, in float64."""
     weight = weight.double()
-    buffer = torch.zeros_like(weight)
     tall = weight.size(0) > weight.size(1)
     coefficients = train_gpt.POLAR_EXPRESS if config.muon_polar_express else [(3.4445, -4.775, 2.0315)] * 5
-    for gradient in gradients:
-        buffer = momentum * buffer + gradient.double()
-        x = gradient.double() + momentum * buffer
+    for last in range(len(gradients)):
+        gradient = gradients[last].double()
+        if config.muon_mixture:
+            younger = average_of(gradients[: last + 1], 2.4 * (1 - momentum))
+            older = average_of(gradients[: last + 1], 0.6 * (1 - momentum))
+            x = (1 - momentum) * gradient + momentum * (0.4385 * younger + 0.5615 * older)
+        else:
+            x = gradient + momentum * average_of(gradients[: last + 1], 1 - momentum) / (1 - momentum)
         if config.muon_row_normalize:
             x = x / x.norm(dim=1, keepdim=True).clamp(min=1e-7)
         x = x.T if tall else x
@@ -126,7 +140,11 @@ def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum
     return weight
 
 
-@pytest.mark.parametrize("changes", [{}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0}, {"MUON_MIXTURE": 1}],
+    ids=["default", "plain", "mixture"],
+)
 def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
     config = three_layers(GRAD_CLIP_NORM=0, **changes)
     model = build_model(config)
@@ -253,15 +271,33 @@ def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
     assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
 
 
-def test_state_is_a_copy_that_repeats_the_run() -> None:
-    config = three_layers()
+def test_a_mixture_without_momentum_takes_the_gradient_alone() -> None:
+    """Both averages then take at most all of the newest gradient, however much more they would."""
+    found = []
+    for mixture in (0, 1):
+        config = three_layers(MUON_MIXTURE=mixture, GRAD_CLIP_NORM=0)
+        model = build_model(config)
+        generator = torch.Generator().manual_seed(3)
+        optimizer = alone(model, config)
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step(1.0, 0.0)
+        found.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mixture", [0, 1])
+def test_state_is_a_copy_that_repeats_the_run(mixture: int) -> None:
+    config = three_layers(MUON_MIXTURE=mixture)
     model = build_model(config)
     optimizer = alone(model, config)
     fresh = optimizer.state()
     weights = [p.detach().clone() for p in model.parameters()]
     first = train(model, optimizer, range(4))
     optimizer.load_state(fresh)
-    assert all(m.abs().max() == 0 for m in optimizer.momenta)
+    assert all(m.abs().max() == 0 for m in (*optimizer.momenta, *optimizer.slow_momenta))
+    assert len(optimizer.slow_momenta) == mixture * len(optimizer.momenta)
     assert all(map(torch.equal, weights, model.parameters()))
     assert all(map(torch.equal, weights, optimizer.average))
     assert train(model, optimizer, range(4)) == first
