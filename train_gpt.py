@@ -44,6 +44,7 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import struct
 import sys
 import threading
@@ -461,7 +462,7 @@ class Config(TrainingSettings):
     training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
-    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: OMP_NUM_THREADS, or one a core", 0, 1024)
+    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: OMP_NUM_THREADS, or the fastest", 0, 1024)
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob(
         "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
@@ -1020,6 +1021,8 @@ class Machine:
     dtype: torch.dtype = torch.float32
     # Whether torch.compile is wanted.
     compiled: bool = False
+    # Numbers of threads of which training takes the fastest; empty: it has those that were asked for.
+    threads_to_try: tuple[int, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -1127,6 +1130,15 @@ def check_cpp_compiler(environ: Mapping[str, str]) -> None:
                           "it, set CXX to another one, or set COMPILE=0")
 
 
+def threads_to_try(config: Config, environ: Mapping[str, str]) -> tuple[int, ...]:
+    """1, 2, 4, ... and all threads that torch would take; empty where the user named a number."""
+    if config.cpu_threads or environ.get("OMP_NUM_THREADS"):
+        return ()
+    most = torch.get_num_threads()
+    fewer = [2**power for power in range(most.bit_length()) if 2**power < most]
+    return (*fewer, most) if fewer else ()
+
+
 NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 
 
@@ -1136,7 +1148,6 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     Raises ConfigError for a device that is not there or cannot be used, and where ranks do not meet.
     """
     rank, world_size, local_rank = place_among_ranks(environ)
-    # Before the first operation: a small model's are so short that several threads may gain nothing.
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
@@ -1180,7 +1191,10 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
             raise ConfigError(f"rank {rank}: MASTER_ADDR={environ['MASTER_ADDR']} "
                               f"MASTER_PORT={environ['MASTER_PORT']}: {world_size} ranks have not met there "
                               f"({reason}); start all of them, with torchrun") from error
-    machine = Machine(rank, world_size, device, dtype, compiled)
+    # Ranks share the cores among them, and a compiler's loops are made for one number of threads.
+    alone = world_size == 1 and not on_gpu and not compiled
+    numbers = threads_to_try(config, environ) if alone else ()
+    machine = Machine(rank, world_size, device, dtype, compiled, numbers)
     # A rank that soon finds something wrong would leave while others still connect to it, and they would
     # tell of a lost connection, or wait for it.
     machine.gather(None)
@@ -6133,6 +6147,7 @@ class Training:
         self.timer = StepTimer(every, machine.on_gpu, self.trace)
         self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
+        self.threads = 0  # that training takes on a CPU; 0: those that torch has
         self.unread: list[StepResult] = []
         self.untold: list[dict[str, Any]] = []  # what metrics.jsonl will say of the steps read since
         self.waits_ms: list[float] = []  # for batches, of the steps since the last line
@@ -6152,6 +6167,7 @@ class Training:
         return {
             "step": self.step,
             "seconds": self.seconds,
+            "threads": self.threads,
             "config": self.config.as_env(),
             "loader": self.loader.state_dict(self.stream_hash()),
             "optimizer": self.optimizer.state(),
@@ -6196,6 +6212,9 @@ class Training:
                 again = self.run.path(SETTINGS_FILE)
                 raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={again}")
         self.load_state(state)
+        # As many threads add up in the same order.
+        if state.get("threads") in self.run.machine.threads_to_try:
+            self.threads = state["threads"]
         train_ms = 1e3 * state["seconds"]
         self.run.log(f"resumed:{self.run.directory} step:{self.step} train_time:{train_ms:.0f}ms")
 
@@ -6307,6 +6326,56 @@ def warm_up(training: Training) -> None:
             train_step(training, graph.progress)
             training.run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping}{about}")
     training.load_state(before)
+
+
+# A step of more seconds has operations so large that all threads pay. Others are tried for so many steps on
+# each number of threads, of which the median counts; more threads than needed must gain so much of it.
+ALL_THREADS_SECONDS = 1.0
+THREADS_TRIED_STEPS = 5
+THREADS_GAIN = 0.03
+
+
+def seconds_of_step(training: Training, progress: float, threads: int) -> float:
+    """Seconds of a training step on a number of threads of a CPU."""
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    train_step(training, progress)
+    return time.perf_counter() - start
+
+
+def choose_threads(training: Training) -> None:
+    """Go on with the number of threads that trains fastest, where nobody named one; changes no weights.
+
+    Operations of a small model are so short that more threads may cost more than they bring: how many are
+    best depends on the machine, and on what else runs there. A resumed run has those that it had.
+    """
+    run = training.run
+    numbers = run.machine.threads_to_try
+    if training.threads:
+        torch.set_num_threads(training.threads)
+        return
+    if not numbers or training.config.warmup_steps == 0:
+        return
+    before = training.state()
+    training.loader.seek(training.step)
+    progress = graphs_of(training.config)[-1].progress
+    took_seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    is_long = seconds_of_step(training, progress, numbers[-1]) > ALL_THREADS_SECONDS
+    # In turns: what else the machine does meets all numbers alike.
+    for _ in range(0 if is_long else THREADS_TRIED_STEPS):
+        for number in numbers:
+            took_seconds[number].append(seconds_of_step(training, progress, number))
+    training.load_state(before)
+    if is_long:
+        return
+
+    step_ms = {number: 1e3 * statistics.median(seconds) for number, seconds in took_seconds.items()}
+    fast_enough = (1 + THREADS_GAIN) * min(step_ms.values())
+    training.threads = min(number for number in numbers if step_ms[number] <= fast_enough)
+    torch.set_num_threads(training.threads)
+    told = ", ".join(f"{number}: {step_ms[number]:.1f}ms" for number in numbers)
+    run.log(f"threads:{training.threads} of {numbers[-1]}, by the step ({told}); CPU_THREADS names another",
+            "threads", threads=training.threads, step_ms=step_ms)  # fmt: skip
 
 
 def log_length(training: Training, start: LengthStart) -> None:
@@ -6800,10 +6869,14 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             training.resume()
         with run.phase("warmup"):
             warm_up(training)
+            choose_threads(training)
         with run.phase("train"):
             run.training = True
             train(training)
             run.training = False
+        # What follows has large operations, which all threads share.
+        if run.machine.threads_to_try:
+            torch.set_num_threads(run.machine.threads_to_try[-1])
         # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
         stream_hash = training.stream_hash()
         with run.phase("hessians"):
