@@ -462,6 +462,18 @@ def test_a_run_whose_quantization_is_not_felt_proves_nothing_about_it(folder: Pa
     assert unfelt.text.startswith("not checked")
 
 
+def test_bits_that_settings_fix_are_made_so_few_that_they_are_felt(folder: Path, repo: Path) -> None:
+    """8 bits change the weights of the baseline by less than one part in a hundred."""
+    laboratory = mutants.laboratory_in(folder)
+    script = mutants.load_script(SCRIPT)
+    config = script.Config.from_env({"CONFIG": str(repo / "configs/upstream_baseline.env")})
+    settings, shrunk = rehearsal.settings_for_runs(script, config)
+    assert "MATRIX_BITS 8 -> 5" in shrunk and "EMBED_BITS 8 -> 5" in shrunk
+    fixed = rehearsal.run_script(script, laboratory, "fixed", settings)
+    (felt,) = rehearsal.quantization_felt(script, fixed)
+    assert felt.level(Mode.AGREED) is Level.INFO
+
+
 # --- scripts of another kind ---
 
 FOREIGN = '''

@@ -31,6 +31,7 @@ from tools.prove.probes import REPORTED
 from tools.runs.folder import CONFIG
 
 GRAM = 8  # tokens that tell validation text from training text
+FIXED_BITS = 5  # at most, of a code where settings fix them: of 8 bits too little would be felt
 FELT = 0.01  # of the weights' size: what quantization must at least change for a proof about it
 BITS_PER_WEIGHT = 4.0  # that the artifact's limit leaves
 ALONE_SECONDS_MAX = 200
@@ -261,9 +262,15 @@ def settings_for_runs(script: ModuleType, config: Any) -> tuple[dict[str, str], 
     weights = sum(parameter.numel() for parameter in script.build_model(small).parameters())
     source = Path(script.__file__ or "").read_bytes()
     code_bytes = len(script.shipped_code(source, small.code_bytes))
-    weight_bytes = 2 * weights  # where the settings fix the bits, there is room for them
     if small.rate_control:
         weight_bytes = math.ceil(BITS_PER_WEIGHT * weights / 8)
+    else:
+        weight_bytes = 2 * weights  # no limit makes fixed bits fewer: they are made fewer here
+        for name in ("MATRIX_BITS", "EMBED_BITS"):
+            bits = int(small.as_env()[name])
+            if bits > FIXED_BITS:
+                settings[name] = str(FIXED_BITS)
+                shrunk.append(f"{name} {bits} -> {FIXED_BITS}")
     settings["ARTIFACT_BYTES_MAX"] = str(code_bytes + 1200 + weight_bytes)
     return settings, shrunk
 
