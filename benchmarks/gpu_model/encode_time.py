@@ -1,6 +1,6 @@
-"""CPU seconds of writing the artifact of the default model, all passes of the search for its size together.
+"""CPU seconds of writing and reading the artifact of a model, all passes of the search for its size together.
 
-    python -m benchmarks.gpu_model.encode_time
+    python -m benchmarks.gpu_model.encode_time [--config configs/beyond.env] [--set KEY=VALUE ...]
 
 The weights are drawn: rows of different spread, with heavier tails than a Gaussian. They are rounded to
 nearest; GPTQ, which a run does on its GPU, is in eager_parts.py. One of eight ranks writes, the others wait.
@@ -8,10 +8,11 @@ nearest; GPTQ, which a run does on its GPU, is in eager_parts.py. One of eight r
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", default="", help="file of KEY=VALUE lines; default: the 8-GPU run")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings over that file")
+    options = parser.parse_args(arguments)
     from benchmarks.gpu_model import subject
 
-    config = subject.config()
+    config = subject.config(options.config, options.set)
     model = subject.drawn_model(config)
     parts: dict[str, list[float]] = {"encode": [], "quantize": []}
 

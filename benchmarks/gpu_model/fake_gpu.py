@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -94,17 +95,19 @@ def _check_environment() -> str:
 
 
 def _library(name: str, version: str, libraries: tuple[str, ...], folder: Path) -> str:
-    """Path of the library built from NAME.cpp, once for each version of torch (the hooks: minutes)."""
+    """Path of the library built from NAME.cpp, once for each torch and its folder (the hooks: minutes)."""
     source = Path(__file__).with_name(f"{name}.cpp")
-    built = folder / f"lib{name}-{version}.so"
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "torch was found before"
+    torch_folder = Path(spec.origin).parent
+    # What is built looks for torch where it was: another environment has another folder.
+    place = hashlib.sha256(str(torch_folder).encode()).hexdigest()[:8]
+    built = folder / f"lib{name}-{version}-{place}.so"
     if built.exists() and built.stat().st_mtime >= source.stat().st_mtime:
         return str(built)
     compiler = shutil.which("g++")
     if compiler is None:
         raise Unavailable(f"the GPU model builds {source.name} with g++, which was not found; install it")
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None, "torch was found before"
-    torch_folder = Path(spec.origin).parent
     temporary = built.with_suffix(".tmp")
     command = [compiler, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch_folder}/include", str(source)]
     command += ["-o", str(temporary), f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"]

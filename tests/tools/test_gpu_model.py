@@ -407,6 +407,26 @@ def run_census(repo: Path, *arguments: str, path: str | None = None) -> subproce
     return subprocess.run(command, cwd=repo, capture_output=True, text=True, env=environ)
 
 
+def test_each_environment_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built for another one looks for torch where that had it, and may be gone."""
+    built: list[list[str]] = []
+
+    def compile_it(command: list[str], **_: Any) -> Any:
+        built.append(command)
+        Path(command[command.index("-o") + 1]).touch()
+        return types.SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(fake_gpu.shutil, "which", lambda name: name)
+    monkeypatch.setattr(fake_gpu.subprocess, "run", compile_it)
+    paths = set()
+    for environment in ("first", "second", "first"):
+        spec = types.SimpleNamespace(origin=f"/{environment}/torch/__init__.py")
+        monkeypatch.setattr(fake_gpu.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        paths.add(fake_gpu._library("hooks", "2.13.0+cpu", ("c10",), tmp_path))
+    assert len(built) == len(paths) == 2
+    assert "-L/first/torch/lib" in built[0] and "-L/second/torch/lib" in built[1]
+
+
 def test_without_a_compiler_it_says_so_in_one_sentence_and_exits_with_2(repo: Path, tmp_path: Path) -> None:
     result = run_census(repo, "--out", str(tmp_path), path=str(tmp_path))
     assert result.returncode == 2 and result.stdout == ""
