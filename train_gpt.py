@@ -65,7 +65,7 @@ from typing import Any, NamedTuple, TypeVar
 # the milliseconds that are usual they would take cores from the loader and from other runs; without spinning,
 # waking them costs more than a small model's operations. Importing this file changes no environment.
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import numpy as np
 import torch

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for torch: as train_gpt.py has it where it is run
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # for torch: as train_gpt.py has it where it is run
 
 import torch
 

@@ -261,7 +261,7 @@ runpy.run_path(sys.argv[1], run_name=sys.argv[2])
 
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
-    [("__main__", None, "1000"), ("__main__", "7", "7"), ("train_gpt", None, "None")],
+    [("__main__", None, "3000"), ("__main__", "7", "7"), ("train_gpt", None, "None")],
 )
 def test_threads_spin_shortly_where_the_file_is_run(name: str, given: str | None, expected: str) -> None:
     """What torch will find when it is loaded; importing the file changes nothing."""

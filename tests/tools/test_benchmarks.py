@@ -39,6 +39,7 @@ from benchmarks import (
     results,
     speed,
     stacks,
+    threads,
     ttt,
     tune,
 )  # fmt: skip
@@ -875,3 +876,51 @@ def test_a_proof_is_asked_once_and_its_results_are_counted(
     report = ""
     with pytest.raises(RuntimeError, match="ended with 2"):
         proofs.share(tmp_path / "other", chosen)
+
+
+# --- threads ---
+
+
+def test_each_number_of_threads_is_measured_alone_and_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a single thread there is one row: it waits for no other."""
+    started: list[dict[str, str]] = []
+    busy: list[bool] = []
+
+    class Running:
+        def __init__(self, script: Path, settings: dict[str, str]) -> None:
+            started.append(settings)
+            self.ms = 10.0 * len(started) + int(settings["GOMP_SPINCOUNT"])
+
+        def __enter__(self) -> Running:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def steps(self, count: int) -> Turn:
+            return Turn([self.ms + 0.5 * len(busy)] * count, [0.0] * count, [0.0] * count)
+
+    @contextlib.contextmanager
+    def busy_core() -> Any:
+        busy.append(True)
+        yield
+        busy.clear()
+
+    monkeypatch.setattr(threads, "Turns", Running)
+    monkeypatch.setattr(threads, "busy_core", busy_core)
+    arguments = argparse.Namespace(
+        config=tmp_path / "small.env", threads=[1, 2], spins=[100, 200], turns=2, steps=3
+    )
+    rows = threads.measure(arguments, tmp_path)
+    given = [(env["OMP_NUM_THREADS"], env["GOMP_SPINCOUNT"]) for env in started]
+    assert given == [pair for pair in (("1", "100"), ("2", "100"), ("2", "200")) for _ in range(2)]
+    assert len({env["RUN_ID"] for env in started}) == 6
+    one_thread = rows[0]
+    assert one_thread["alone"] == [110.0] * 6  # the first of the two processes, two turns of three steps
+    assert sorted(one_thread["two at once"]) == [110.0] * 6 + [120.0] * 6
+    assert one_thread["beside a busy core"] == [110.5] * 6
+    lines = threads.tables({"config": "small", "turns": 2, "steps": 3, "rows": rows})
+    assert lines[-3] == "| 1 | - | 110.0 | 110.0 | 110.0 | 115.0 | 110.5 |"
+    assert lines[-1].startswith("| 2 | 200 | 250.0 | ")
