@@ -196,7 +196,7 @@ def head_pairs(trial: Trial) -> None:
         blocks = whole(first_NRC.unflatten(1, (-1, rows)).flatten(0, 1), *rest)
         return torch.cat([blocks.view_as(first_NRC), whole(second_NRC, *rest)])
 
-    def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+    def update(gradient: Tensor, buffer: Tensor, momentum: float, _slow: Any = None) -> Tensor:
         # A single head, as of keys in the tiny size, has no other to be paired with.
         paired = names[id(buffer)] in ("qo_bank", "kv_bank") and buffer.size(1) % rows == 0
         optimizer.orthogonalize = by_pairs if paired else whole
@@ -213,7 +213,7 @@ def second_moment(decay: float) -> Patch:
         plain = optimizer._muon_update
         moments: dict[int, Tensor] = {}
 
-        def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+        def update(gradient: Tensor, buffer: Tensor, momentum: float, _slow: Any = None) -> Tensor:
             made_NRC = plain(gradient, buffer, momentum)
             along = -1 if made_NRC.size(1) >= made_NRC.size(2) else -2  # one value for each line
             square = made_NRC.square().mean(along, keepdim=True)
@@ -257,7 +257,7 @@ def momentum_mixture(fast: float, slow: float, begin: float, slow_share: float =
         c = trial.config
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+        def update(gradient: Tensor, buffer: Tensor, momentum: float, _slow: Any = None) -> Tensor:
             if trial.progress < begin:
                 return plain(gradient, buffer, momentum)
             if id(buffer) not in pairs:
@@ -273,23 +273,6 @@ def momentum_mixture(fast: float, slow: float, begin: float, slow_share: float =
         optimizer._muon_update = update  # type: ignore[method-assign]
 
     return patch
-
-
-def mixture_from_the_start(trial: Trial) -> None:
-    """Two momenta all along, of 5/12 and 5/3 of the age that the momentum of the step has by itself."""
-    optimizer = trial.optimizer
-    c = trial.config
-    late: dict[int, Tensor] = {}
-
-    def update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-        slow = late.setdefault(id(buffer), torch.zeros_like(buffer))
-        buffer.lerp_(gradient, 2.4 * (1 - momentum))
-        slow.lerp_(gradient, 0.6 * (1 - momentum))
-        made = (1 - momentum) * gradient + momentum * buffer.lerp(slow, 0.5615)
-        made /= made.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-        return optimizer.orthogonalize(made, c.muon_backend_steps, c.muon_polar_express, torch.float32)
-
-    optimizer._muon_update = update  # type: ignore[method-assign]
 
 
 def look_ahead(strength: float, memory_share: float) -> Patch:
@@ -387,13 +370,13 @@ CANDIDATES: dict[str, Candidate] = {
     ),
     "momentum cool-down": Candidate({}, [momentum_cooldown(0.85, 0.3)]),
     "momentum mixture": Candidate({}, [momentum_mixture(0.88, 0.97, 0.3)]),
-    "momentum mixture, from the start": Candidate({}, [mixture_from_the_start]),
+    "momentum mixture, from the start": Candidate({"MUON_MIXTURE": "1"}, []),
     "EMA-Nesterov": Candidate({}, [look_ahead(0.6, 0.03)]),
     "Adam warm-down 0.4": Candidate({}, [adam_warmdown(0.4)]),
     "Adam betas 0.8 0.95": Candidate({"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}, []),
     "Adam beta2 0.99": Candidate({"BETA2": "0.99"}, []),
     "Adam betas 0.8 0.95 and the mixture": Candidate(
-        {"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}, [mixture_from_the_start]
+        {"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10", "MUON_MIXTURE": "1"}, []
     ),
 }
 
