@@ -2,7 +2,7 @@
 
     python benchmarks/ablation.py --data DIR --tokenizer FILE [--seconds 120] [--seeds 1337 42 2025]
         [--only "default stack" upstream_baseline] [--clock cpu] [--steps 200] [--keep]
-        [--equal-cost] [--arm lengths] [--runs FOLDER]
+        [--equal-cost] [--arm lengths] [--runs FOLDER] [--table]
 
 Rows of `--arm parts`: the default stack, `upstream_baseline.env` at the same width, depth, batch and sequence
 length, that baseline under the default's schedule, and the default stack with one part off at a time. The
@@ -290,6 +290,15 @@ def share_runs(
     return {name: runs for name, runs in rows.items() if runs}
 
 
+def kept_rows(folder: Path, stack: dict[str, dict[str, str]]) -> Rows:
+    """All runs of these rows that the folder holds."""
+    rows: Rows = {}
+    for name in stack:
+        for path in sorted(folder.glob(f"{name.replace(' ', '_')}-seed*.json")):
+            rows.setdefault(name, []).append(json.loads(path.read_text(encoding="utf-8")))
+    return rows
+
+
 def steps_of_equal_cost(stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
     """Steps of each row that cost what `steps` of the first one do, by CPU seconds of short runs in turns."""
     turn = {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(TURN_STEPS), "VAL_TOKENS_LIMIT": "2000"}
@@ -339,12 +348,13 @@ def finish_shared(
 ) -> None:  # fmt: skip
     """Measure what the folder lacks, print the table of what it then has, and with --keep store it.
 
-    measured: all that its runs have in common. Seeds are the outer loop.
+    measured: all that its runs have in common. Seeds are the outer loop; without one nothing is measured.
     """
     alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
     about = json.dumps({**alike, **measured}, indent=1)
     order = list(itertools.product(arguments.seeds, stack))
-    measured["rows"] = share_runs(folder, stack, order, kind, about, measure_one)
+    share_runs(folder, stack, order, kind, about, measure_one)
+    measured["rows"] = kept_rows(folder, stack)
     results.finish(name, before, measured, arguments.keep)
 
 
@@ -433,6 +443,7 @@ def main() -> None:
     parser.add_argument("--arm", choices=["parts", "lengths"], default="parts", help="which rows")
     parser.add_argument("--runs", type=Path, help="keep each run there; go on with what is there")
     parser.add_argument("--only", nargs="+", help="names of the rows to measure; all by default")
+    parser.add_argument("--table", action="store_true", help="measure nothing more; with --runs")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score; 0: all")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -443,6 +454,10 @@ def main() -> None:
     stack = stacks(arguments)
     if unknown := set(arguments.only or []) - stack.keys():
         parser.error(f"--only {sorted(unknown)}: expected names among {list(stack)}")
+    if arguments.table and not arguments.runs:
+        parser.error("--table: expected --runs as well")
+    if arguments.table:
+        arguments.seeds = []
     if arguments.equal_cost and not (arguments.steps and arguments.runs):
         parser.error("--equal-cost: expected --steps and --runs as well")
     chosen = [name for name in stack if not arguments.only or name in arguments.only]

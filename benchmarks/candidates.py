@@ -525,15 +525,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
 
 
-def stored_rows(folder: Path, stack: dict[str, dict[str, str]]) -> ablation.Rows:
-    """All runs of these rows that the folder holds."""
-    rows: ablation.Rows = {}
-    for name in stack:
-        for path in sorted(folder.glob(f"{name.replace(' ', '_')}-seed*.json")):
-            rows.setdefault(name, []).append(json.loads(path.read_text(encoding="utf-8")))
-    return rows
-
-
 def main() -> None:
     """Measure what is not measured yet, print the table, and with --keep store it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -555,7 +546,7 @@ def main() -> None:
         about = json.dumps({**alike, **measured}, indent=1)
         ablation.share_runs(arguments.runs, stack, order, "cpu", about, measure)
     # With all seeds, also those of former calls.
-    measured["rows"] = stored_rows(arguments.runs, stack)
+    measured["rows"] = ablation.kept_rows(arguments.runs, stack)
     name = f"candidates-{arguments.data.name}-{arguments.size}-{arguments.steps}steps"
     results.finish(name, before, measured, arguments.keep)
 

@@ -7,7 +7,8 @@
 Each is a whole run of train_gpt.py on one core: its own model, optimizer, artifact and evaluation, the
 geometry of ablation.py, the same tokens in the same order, and the same limit on code and weights. Each gets
 as many steps as cost what `--steps` of the default do: that is measured first, by the CPU clock of short runs
-in turns, so that a machine which is now slower, now faster meets all alike. Layers are scaled from each
+in turns, so that a machine which is now slower, now faster meets all alike, and kept; runs that are finished
+are not run again. Layers are scaled from each
 system's own depth, schedules that count steps from the length of its own 8-GPU run; the learning rates are
 the baseline's for all. What ends is packed under records/ as it is, the best and the worst. Two processes,
 each with some of the stacks, share two cores.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
+import train_gpt  # noqa: E402
 from benchmarks.ablation import BASELINE_SCHEDULE, DEFAULT_SMALL, SMALL, kept_steps  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
 
@@ -61,6 +64,7 @@ COMMON = {
 }  # fmt: skip
 PRICE_STEPS = 60  # of a short run, whose schedule is a whole one's, in turns of
 PRICE_TURN_STEPS = 10
+PRICE_SERIES = 3  # of such runs, whose median counts: one was a third off, on a machine that others share
 
 
 def environments(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
@@ -79,8 +83,8 @@ def environments(arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     return found
 
 
-def steps_of_equal_cost(stacks: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
-    """Steps of each stack that cost what `steps` of the first do, by the CPU clock of short runs in turns."""
+def times_the_first(stacks: dict[str, dict[str, str]]) -> dict[str, float]:
+    """What a step of each stack costs, in steps of the first, by the CPU clock of short runs in turns."""
     cpu_ms = dict.fromkeys(stacks, 0.0)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
         turns = {}
@@ -95,7 +99,17 @@ def steps_of_equal_cost(stacks: dict[str, dict[str, str]], steps: int) -> dict[s
             for name, running in turns.items():
                 cpu_ms[name] += sum(running.steps(PRICE_TURN_STEPS).cpu_ms)
     first = next(iter(cpu_ms.values()))
-    return {name: round(steps * first / cost) for name, cost in cpu_ms.items()}
+    return {name: cost / first for name, cost in cpu_ms.items()}
+
+
+def steps_of_equal_cost(stacks: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
+    """Steps of each stack that cost what `steps` of the first do."""
+    series = [times_the_first(stacks) for _ in range(PRICE_SERIES)]
+    found = {}
+    for name in stacks:
+        times = statistics.median(one[name] for one in series)
+        found[name] = round(steps / times)
+    return found
 
 
 def main() -> None:
@@ -122,7 +136,9 @@ def main() -> None:
             name = f"{label}-{stack}-seed{seed}"
             of_run = {"SEED": str(seed), "RUN_ID": name, "ITERATIONS": str(steps[stack])}
             environ = os.environ | stacks[stack] | of_run
-            subprocess.run([sys.executable, "train_gpt.py"], env=environ, check=True)
+            # What a run that was ended early has finished is not run again.
+            if not (REPO / "runs" / name / train_gpt.SUMMARY).exists():
+                subprocess.run([sys.executable, "train_gpt.py"], env=environ, check=True)
             runs[stack].append(f"runs/{name}")
     for stack in arguments.only:
         pack = [sys.executable, "-m", "tools", "pack", *runs[stack]]

@@ -1,7 +1,7 @@
 """What each setting of a small run brings to its artifact's score, at equal time on an idle machine.
 
     python benchmarks/tune.py --runs DIR [--config configs/cpu_demo.env] [--steps 400] [--seeds 1337 42 2025]
-        [--only "as it is" "512 tokens a step"] [--keep]
+        [--only "as it is" "512 tokens a step"] [--table] [--keep]
 
 Each row is the config with some settings changed. How long its steps are beside those of the config is
 measured first, in turns by the clock of the CPU; it then gets as many steps as take the time of `--steps` of
@@ -190,8 +190,11 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="ROW")
+    parser.add_argument("--table", action="store_true", help="measure nothing more")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     arguments = parser.parse_args()
+    if arguments.table:
+        arguments.seeds = []
     torch.set_num_threads(1)
     before = results.conditions()
     stack = stacks(arguments)

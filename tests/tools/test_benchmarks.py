@@ -177,6 +177,9 @@ def test_runs_that_a_folder_holds_are_not_measured_again_and_a_claim_is_for_one(
     assert rows["other"] == [{"seed": 1}, {"seed": 2}]
     with pytest.raises(SystemExit, match="runs of other conditions"):
         ablation.share_runs(tmp_path, stack, order, "cpu", "another script", measure)
+    # A table has all that is there, whatever seeds a call names.
+    assert ablation.kept_rows(tmp_path, {**stack, "never run": {}}) == rows
+    assert ablation.kept_rows(tmp_path, {"other": {}}) == {"other": rows["other"]}
 
 
 def test_lengths_are_compared_on_the_same_tokens_and_steps() -> None:
@@ -417,6 +420,39 @@ def test_a_stack_of_slower_steps_gets_fewer_of_them(monkeypatch: pytest.MonkeyPa
         "UpstreamBaseline": {"STEP_MS": "20", "TIMES_LATER": "1"},
     }
     assert stacks.steps_of_equal_cost(settings, 600) == {"DefaultStack": 600, "UpstreamBaseline": 900}
+
+
+def test_a_price_that_the_machine_disturbed_once_is_not_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([{"first": 1.0, "other": 0.5}, {"first": 1.0, "other": 2.0}, {"first": 1.0, "other": 0.48}])
+    monkeypatch.setattr(stacks, "times_the_first", lambda settings: next(found))
+    assert stacks.steps_of_equal_cost({"first": {}, "other": {}}, 100) == {"first": 100, "other": 200}
+
+
+def test_a_stack_that_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A series that was ended early goes on where it ended."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], env: dict[str, str] | None = None, **_: Any) -> None:
+        commands.append(command)
+        if env is not None:
+            folder = tmp_path / "runs" / env["RUN_ID"]
+            folder.mkdir(parents=True)
+            (folder / "summary.json").touch()
+
+    monkeypatch.setattr(stacks, "REPO", tmp_path)
+    monkeypatch.setattr(stacks, "environments", lambda arguments: {name: {} for name in stacks.STACKS})
+    monkeypatch.setattr(stacks, "steps_of_equal_cost", lambda settings, steps: dict.fromkeys(settings, steps))
+    monkeypatch.setattr(stacks.subprocess, "run", run)
+    given = ["stacks.py", "--data", "d", "--tokenizer", "t", "--track", "track_mine", "--limit", "9"]
+    for seeds, trained in ((["1"], 1), (["1", "2"], 1)):
+        commands.clear()
+        monkeypatch.setattr(sys, "argv", [*given, "--only", "PR549", "--seeds", *seeds])
+        monkeypatch.chdir(tmp_path)
+        stacks.main()
+        assert sum("train_gpt.py" in command for command in commands) == trained
+        assert commands[-1][4:][: len(seeds)] == [
+            f"runs/track_mine-600steps-PR549-seed{seed}" for seed in seeds
+        ]
 
 
 def test_a_part_at_equal_steps_is_told_with_what_its_seconds_are(tmp_path: Path) -> None:
