@@ -462,7 +462,7 @@ class Config(TrainingSettings):
     training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
-    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: OMP_NUM_THREADS, or the fastest", 0, 1024)
+    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: all, and in training the fastest", 0, 1024)
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob(
         "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
@@ -1021,7 +1021,7 @@ class Machine:
     dtype: torch.dtype = torch.float32
     # Whether torch.compile is wanted.
     compiled: bool = False
-    # Numbers of threads of which training takes the fastest; empty: it has those that were asked for.
+    # Numbers of threads, the largest first, of which training takes the fastest; empty: it does not choose.
     threads_to_try: tuple[int, ...] = ()
 
     @property
@@ -1130,13 +1130,15 @@ def check_cpp_compiler(environ: Mapping[str, str]) -> None:
                           "it, set CXX to another one, or set COMPILE=0")
 
 
-def threads_to_try(config: Config, environ: Mapping[str, str]) -> tuple[int, ...]:
-    """1, 2, 4, ... and all threads that torch would take; empty where the user named a number."""
-    if config.cpu_threads or environ.get("OMP_NUM_THREADS"):
+def numbers_of_threads(config: Config, environ: Mapping[str, str]) -> tuple[int, ...]:
+    """All threads that torch has, half of them, ... and one; empty where the user named a number."""
+    named = config.cpu_threads or environ.get("OMP_NUM_THREADS") or environ.get("MKL_NUM_THREADS")
+    if named or torch.get_num_threads() == 1:
         return ()
-    most = torch.get_num_threads()
-    fewer = [2**power for power in range(most.bit_length()) if 2**power < most]
-    return (*fewer, most) if fewer else ()
+    numbers = [torch.get_num_threads()]
+    while numbers[-1] > 1:
+        numbers.append(numbers[-1] // 2)
+    return tuple(numbers)
 
 
 NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
@@ -1193,7 +1195,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
                               f"({reason}); start all of them, with torchrun") from error
     # Ranks share the cores among them, and a compiler's loops are made for one number of threads.
     alone = world_size == 1 and not on_gpu and not compiled
-    numbers = threads_to_try(config, environ) if alone else ()
+    numbers = numbers_of_threads(config, environ) if alone else ()
     machine = Machine(rank, world_size, device, dtype, compiled, numbers)
     # A rank that soon finds something wrong would leave while others still connect to it, and they would
     # tell of a lost connection, or wait for it.
@@ -4069,11 +4071,11 @@ class Optimizer:
             torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
 
     def _muon_update(
-        self, gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None = None
+        self, gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None
     ) -> Tensor:
         """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C).
 
-        slow: the older momentum of MUON_MIXTURE; without it `buffer` is all there is.
+        slow: the older momentum of MUON_MIXTURE; None: `buffer` is all there is.
         """
         c = self.config
         # Nesterov: as if the next step's momentum were already in.
@@ -6105,6 +6107,7 @@ class Trained(NamedTuple):
     tokens: int
     train_seconds: float
     stream_hash: str
+    train_threads: int  # of torch on the host
     train_seq_lens: str  # as the setting, with the steps at which lengths gave way; empty if there was one
 
 
@@ -6147,7 +6150,8 @@ class Training:
         self.timer = StepTimer(every, machine.on_gpu, self.trace)
         self.loader = Loader(config, shards, machine, self.trace)
         self.step = 0
-        self.threads = 0  # that training takes on a CPU; 0: those that torch has
+        self.threads = torch.get_num_threads()  # that training has on the host
+        self.threads_before = 0  # that it had in the run which it resumes
         self.unread: list[StepResult] = []
         self.untold: list[dict[str, Any]] = []  # what metrics.jsonl will say of the steps read since
         self.waits_ms: list[float] = []  # for batches, of the steps since the last line
@@ -6212,9 +6216,7 @@ class Training:
                 again = self.run.path(SETTINGS_FILE)
                 raise ConfigError(f"{name}={ours}, it was {theirs}; resume with CONFIG={again}")
         self.load_state(state)
-        # As many threads add up in the same order.
-        if state.get("threads") in self.run.machine.threads_to_try:
-            self.threads = state["threads"]
+        self.threads_before = state.get("threads", 0)
         train_ms = 1e3 * state["seconds"]
         self.run.log(f"resumed:{self.run.directory} step:{self.step} train_time:{train_ms:.0f}ms")
 
@@ -6328,54 +6330,80 @@ def warm_up(training: Training) -> None:
     training.load_state(before)
 
 
-# A step of more seconds has operations so large that all threads pay. Others are tried for so many steps on
-# each number of threads, of which the median counts; more threads than needed must gain so much of it.
-ALL_THREADS_SECONDS = 1.0
+# Each number of threads is tried for so many steps, as far as these seconds allow. Fewer threads that take so
+# many times as long are not tried again, nor are still fewer.
 THREADS_TRIED_STEPS = 5
-THREADS_GAIN = 0.03
+THREADS_TRIED_SECONDS = 10.0
+THREADS_TOO_SLOW = 1.5
+# The fewest threads are taken whose median is within this share of the best one.
+THREADS_ALIKE = 0.03
 
 
-def seconds_of_step(training: Training, progress: float, threads: int) -> float:
-    """Seconds of a training step on a number of threads of a CPU."""
+def step_on_threads(training: Training, progress: float, threads: int) -> float:
+    """Let torch have so many threads from now on, and take a training step. Returns its milliseconds."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
     train_step(training, progress)
-    return time.perf_counter() - start
+    return 1e3 * (time.perf_counter() - start)
+
+
+def time_threads(training: Training) -> dict[int, float]:
+    """Milliseconds of a step, the median, by the number of threads; those that are too slow are left out."""
+    config = training.config
+    numbers = training.run.machine.threads_to_try
+    deadline = time.perf_counter() + THREADS_TRIED_SECONDS
+    # Steps as the run begins with, looped if those of this length ever are.
+    begins = [graph for graph in graphs_of(config) if graph.length == config.length_parts[0].length]
+    progress = begins[-1].progress
+    # The first step reads a shard and wakes the threads. Where it took all the time there was, operations are
+    # large, and fewer threads would take longer.
+    first_ms = step_on_threads(training, progress, numbers[0])
+    if time.perf_counter() > deadline:
+        return {numbers[0]: first_ms}
+
+    # From many to few, as long as fewer are not much slower.
+    took_ms: dict[int, list[float]] = {}
+    best_ms = math.inf
+    for number in numbers:
+        step_ms = step_on_threads(training, progress, number)
+        best_ms = min(best_ms, step_ms)
+        if step_ms > THREADS_TOO_SLOW * best_ms:
+            break
+        took_ms[number] = [step_ms]
+    # In turns: what else the machine does meets all numbers alike.
+    for _ in range(THREADS_TRIED_STEPS - 1):
+        for number, times_ms in took_ms.items():
+            if time.perf_counter() < deadline:
+                times_ms.append(step_on_threads(training, progress, number))
+    return {number: statistics.median(times_ms) for number, times_ms in took_ms.items()}
 
 
 def choose_threads(training: Training) -> None:
     """Go on with the number of threads that trains fastest, where nobody named one; changes no weights.
 
     Operations of a small model are so short that more threads may cost more than they bring: how many are
-    best depends on the machine, and on what else runs there. A resumed run has those that it had.
+    best depends on the machine, and on what else runs there. A resumed run has as many as it had, where this
+    machine has so many: other numbers add up in another order.
     """
     run = training.run
     numbers = run.machine.threads_to_try
-    if training.threads:
-        torch.set_num_threads(training.threads)
+    if not numbers:
         return
-    if not numbers or training.config.warmup_steps == 0:
-        return
-    before = training.state()
-    training.loader.seek(training.step)
-    progress = graphs_of(training.config)[-1].progress
-    took_seconds: dict[int, list[float]] = {number: [] for number in numbers}
-    is_long = seconds_of_step(training, progress, numbers[-1]) > ALL_THREADS_SECONDS
-    # In turns: what else the machine does meets all numbers alike.
-    for _ in range(0 if is_long else THREADS_TRIED_STEPS):
-        for number in numbers:
-            took_seconds[number].append(seconds_of_step(training, progress, number))
-    training.load_state(before)
-    if is_long:
-        return
-
-    step_ms = {number: 1e3 * statistics.median(seconds) for number, seconds in took_seconds.items()}
-    fast_enough = (1 + THREADS_GAIN) * min(step_ms.values())
-    training.threads = min(number for number in numbers if step_ms[number] <= fast_enough)
+    if 0 < training.threads_before <= numbers[0]:
+        training.threads = training.threads_before
+        told = "as before"
+    elif training.config.warmup_steps == 0:
+        told = "not tried, as WARMUP_STEPS=0"
+    else:
+        before = training.state()
+        training.loader.seek(training.step)
+        step_ms = time_threads(training)
+        training.load_state(before)
+        alike_ms = (1 + THREADS_ALIKE) * min(step_ms.values())
+        training.threads = min(number for number, taken_ms in step_ms.items() if taken_ms <= alike_ms)
+        told = "by ms a step " + " ".join(f"{number}:{taken_ms:.1f}" for number, taken_ms in step_ms.items())
     torch.set_num_threads(training.threads)
-    told = ", ".join(f"{number}: {step_ms[number]:.1f}ms" for number in numbers)
-    run.log(f"threads:{training.threads} of {numbers[-1]}, by the step ({told}); CPU_THREADS names another",
-            "threads", threads=training.threads, step_ms=step_ms)  # fmt: skip
+    run.log(f"train_threads:{training.threads} of {numbers[0]}, {told}; CPU_THREADS names another")
 
 
 def log_length(training: Training, start: LengthStart) -> None:
@@ -6848,7 +6876,8 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     if loaded is None:
         trained = train_and_ship(config, run, inputs)
     else:
-        trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16, train_seq_lens="")
+        trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16, train_threads=0,
+                          train_seq_lens="")
     with run.phase("reload"):
         model, about = loaded or load_artifact(run.path(ARTIFACT))
         ready_model(model, run.machine.for_scoring, inputs.kernels)
@@ -6876,7 +6905,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             run.training = False
         # What follows has large operations, which all threads share.
         if run.machine.threads_to_try:
-            torch.set_num_threads(run.machine.threads_to_try[-1])
+            torch.set_num_threads(run.machine.threads_to_try[0])
         # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
         stream_hash = training.stream_hash()
         with run.phase("hessians"):
@@ -6886,6 +6915,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             tokens=training.step * config.train_batch_tokens,
             train_seconds=training.seconds,
             stream_hash=f"{stream_hash:016x}",
+            train_threads=training.threads,
             train_seq_lens=lengths_of_run(training),
         )
         with run.phase("quantize"):

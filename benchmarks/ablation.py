@@ -260,6 +260,16 @@ def claimed(path: Path) -> Iterator[bool]:
         yield not path.exists()
 
 
+def hold_common(folder: Path, about: str) -> None:
+    """Make the folder, or see that its runs have `about` in common; SystemExit where they have not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    common = folder / "common.txt"
+    if not common.exists():
+        common.write_text(about, encoding="utf-8")
+    if common.read_text(encoding="utf-8") != about:
+        raise SystemExit(f"{folder}: runs of other conditions, see {common}; name another folder for --runs")
+
+
 def share_runs(
     folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str,
     measure_one: MeasureOne = measure,
@@ -269,12 +279,7 @@ def share_runs(
     about: what all its runs must have in common; SystemExit where the folder holds others. measure_one: of
     settings, seed and clock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    common = folder / "common.txt"
-    if not common.exists():
-        common.write_text(about, encoding="utf-8")
-    if common.read_text(encoding="utf-8") != about:
-        raise SystemExit(f"{folder}: runs of other conditions, see {common}; name another folder for --runs")
+    hold_common(folder, about)
     paths = {(seed, name): folder / f"{name.replace(' ', '_')}-seed{seed}.json" for seed, name in order}
     for seed, name in order:
         path = paths[seed, name]

@@ -72,9 +72,12 @@ def prove(subject: Subject) -> dict[str, Any]:
     return {"status": report["status"], "verdict": report["verdict"], "seconds": seconds, "checks": of_check}
 
 
-def share(folder: Path, chosen: dict[str, Subject]) -> dict[str, dict[str, Any]]:
-    """Prove what no file of the folder holds and no other process proves; all answers there are."""
-    folder.mkdir(parents=True, exist_ok=True)
+def share(folder: Path, chosen: dict[str, Subject], about: str) -> dict[str, dict[str, Any]]:
+    """Prove what no file of the folder holds and no other process proves; all answers there are.
+
+    about: what all answers of the folder must have in common; SystemExit where it holds others.
+    """
+    ablation.hold_common(folder, about)
     paths = {name: folder / f"{name.replace('/', '_').replace(' ', '_')}.json" for name in chosen}
     for name, subject in chosen.items():
         with ablation.claimed(paths[name]) as mine:
@@ -100,7 +103,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
     """A line for each subject."""
     return [
         "By `prove`, whose proofs `records/README.md` lists; each of its results is a question about one way "
-        "of scoring, or about whole runs. Seconds of the clock, two proofs at once.",
+        "of scoring, or about whole runs. Seconds by the clock of a machine that did other work as well.",
         "", *HEADER.splitlines(), *[row(name, answer) for name, answer in measured["answers"].items()],
     ]  # fmt: skip
 
@@ -117,7 +120,9 @@ def main() -> None:
     if unknown := set(arguments.only or []) - known.keys():
         parser.error(f"--only {sorted(unknown)}: expected names among {list(known)}")
     chosen = {name: known[name] for name in arguments.only or known}
-    results.finish("proofs", before, {"answers": share(arguments.runs, chosen)}, arguments.keep)
+    about = json.dumps({key: before[key] for key in ("processor", "torch", "script")}, indent=1)
+    answers = share(arguments.runs, chosen, about)
+    results.finish("proofs", before, {"answers": answers}, arguments.keep)
 
 
 if __name__ == "__main__":

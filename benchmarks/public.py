@@ -46,7 +46,8 @@ def folders_with(folders: list[list[dict[str, str]]], check: str, mode: Mode, le
     count = 0
     for found in folders:
         levels = {finding[mode.value] for finding in found if check in ("", finding["check"])}
-        count += level in levels
+        if level in levels:
+            count += 1
     return count
 
 

@@ -17,6 +17,7 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,17 +49,21 @@ def rows_of(threads: list[int], spins: list[int]) -> list[Row]:
     return found
 
 
-def keep_busy() -> None:
-    """Do nothing, with all of one core."""
+def keep_busy(begun: Any) -> None:
+    """Do nothing, with all of one core; begun: the event that says so."""
+    begun.set()
     for _ in itertools.count():
         pass
 
 
 @contextlib.contextmanager
-def busy_core() -> Any:
+def busy_core() -> Iterator[None]:
     """While this lasts another program wants one core."""
-    process = multiprocessing.get_context("spawn").Process(target=keep_busy, daemon=True)
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    process = context.Process(target=keep_busy, args=(begun,), daemon=True)
     process.start()
+    begun.wait()
     try:
         yield
     finally:

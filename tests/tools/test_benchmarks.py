@@ -905,13 +905,15 @@ def test_a_proof_is_asked_once_and_its_results_are_counted(
 
     monkeypatch.setattr(proofs.subprocess, "run", run)
     chosen = {"mine": proofs.Subject(tmp_path / "train_gpt.py", tmp_path / "my.env")}
-    proofs.share(tmp_path / "runs", chosen)
-    answers = proofs.share(tmp_path / "runs", chosen)
+    proofs.share(tmp_path / "runs", chosen, "this script")
+    answers = proofs.share(tmp_path / "runs", chosen, "this script")
     assert len(asked) == 1 and asked[0][-2:] == ["--config", str(tmp_path / "my.env")]
     assert proofs.tables({"answers": answers})[-1].startswith("| mine | not proven: B12 | 2 | 3 | 1 | ")
     report = ""
     with pytest.raises(RuntimeError, match="ended with 2"):
-        proofs.share(tmp_path / "other", chosen)
+        proofs.share(tmp_path / "other", chosen, "this script")
+    with pytest.raises(SystemExit, match="runs of other conditions"):
+        proofs.share(tmp_path / "runs", chosen, "another script")
 
 
 # --- threads ---
