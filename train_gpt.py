@@ -462,7 +462,7 @@ class Config(TrainingSettings):
     training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
-    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: all, and in training the fastest", 0, 1024)
+    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: the number that trains fastest", 0, 1024)
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob(
         "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
@@ -1021,7 +1021,7 @@ class Machine:
     dtype: torch.dtype = torch.float32
     # Whether torch.compile is wanted.
     compiled: bool = False
-    # Numbers of threads, the largest first, of which training takes the fastest; empty: it does not choose.
+    # Numbers of threads, the largest first, of which a run takes the fastest; empty: it does not choose.
     threads_to_try: tuple[int, ...] = ()
 
     @property
@@ -6379,11 +6379,11 @@ def time_threads(training: Training) -> dict[int, float]:
 
 
 def choose_threads(training: Training) -> None:
-    """Go on with the number of threads that trains fastest, where nobody named one; changes no weights.
+    """Go on to the end of the run with the threads that train fastest, where nobody named a number.
 
     Operations of a small model are so short that more threads may cost more than they bring: how many are
     best depends on the machine, and on what else runs there. A resumed run has as many as it had, where this
-    machine has so many: other numbers add up in another order.
+    machine has so many: other numbers add up in another order. Trying changes no weights.
     """
     run = training.run
     numbers = run.machine.threads_to_try
@@ -6903,9 +6903,6 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             run.training = True
             train(training)
             run.training = False
-        # What follows has large operations, which all threads share.
-        if run.machine.threads_to_try:
-            torch.set_num_threads(run.machine.threads_to_try[0])
         # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
         stream_hash = training.stream_hash()
         with run.phase("hessians"):

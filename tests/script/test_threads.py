@@ -1,4 +1,4 @@
-"""On a CPU training takes the number of threads that is fastest there, unless the user names one."""
+"""On a CPU a run takes the number of threads that trains fastest there, unless the user names one."""
 
 from __future__ import annotations
 
@@ -217,11 +217,11 @@ contextlib._GeneratorContextManager.__enter__ = begin
 
 
 def test_a_run_tries_before_its_clock_and_trains_as_one_that_names_its_number(lab: Lab) -> None:
-    """By a clock that counts passes both numbers are alike, so one thread is taken; what follows has both."""
+    """By a clock that counts passes both numbers are alike, so one thread is taken, to the end of the run."""
     fault = TWO_THREADS + counted_clock()
     tried = lab.succeed(fault=fault, OMP_NUM_THREADS=None, WARMUP_STEPS=1, RUN_ID="tried")
-    assert "threads in train 1" in tried.out
-    assert "threads in hessians 2" in tried.out and "threads in eval_roundtrip 2" in tried.out
+    assert "threads in warmup 2" in tried.out and "threads in train 1" in tried.out
+    assert "threads in eval_roundtrip 1" in tried.out
     assert tried.out.index("train_threads:1 of 2") < tried.out.index("step:1/6")
     named = lab.succeed(fault=counted_clock(), CPU_THREADS=1, WARMUP_STEPS=1, RUN_ID="named")
     assert "train_threads:" not in named.out
