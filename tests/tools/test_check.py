@@ -782,6 +782,14 @@ def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_
     assert fails(folder) == []
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
+def test_another_form_of_the_gpu_in_a_log_is_not_that_of_the_track(name: str, tmp_path: Path) -> None:
+    assert "NVIDIA H100 80GB HBM3" in PLAIN_A
+    log = PLAIN_A.replace("NVIDIA H100 80GB HBM3", name)
+    folder = public(tmp_path, {"train.log": log}, CODE, **A_SCORE)
+    assert "C4" in {finding.check for finding in fails(folder) if name in finding.text}
+
+
 def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) -> None:
     folder = public(tmp_path, {"train.log": PLAIN_A}, CODE, **A_SCORE)
     outside = tmp_path / "outside.log"

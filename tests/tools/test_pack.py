@@ -362,6 +362,17 @@ def test_a_demo_is_no_ten_minute_record(tmp_path: Path, capsys: pytest.CaptureFi
     assert "it ran on x86_64 CPU, 2 cores, not on 8 x H100" in message and "track_cpu_60s" in message
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200"])
+def test_other_gpus_than_that_of_the_challenge_are_no_record(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same name on a board with less memory bandwidth or power is another machine."""
+    gpus = {"hardware": {"gpus": [name] * 8, "world_size": 8}}
+    run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=gpus)
+    message = refusal(capsys, tmp_path / "records", [run], "--track", "track_10min_16mb")
+    assert "not on 8 x H100" in message
+
+
 def test_a_baseline_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     message = refusal(capsys, tmp_path / "records", [run], "--baseline", str(tmp_path))

@@ -19,6 +19,7 @@ from tools.runs.rules import (
     RECORD_WORLD_SIZE,
     TRAIN_OVERSHOOT_SECONDS,
     TRAIN_SECONDS_MAX,
+    is_record_gpu,
 )
 
 HARDWARE_FIELDS = ("hardware", "gpu", "gpus", "platform")
@@ -299,11 +300,11 @@ def check_hardware(folder: Folder) -> Iterator[Finding]:
                 run.log.where(world.line),
                 "file it as a non-record submission",
             )
-        foreign = sorted({gpu for gpu in run.log.gpus if RECORD_GPU not in gpu})
+        foreign = sorted({gpu for gpu in run.log.gpus if not is_record_gpu(gpu)})
         if foreign:
             yield fail(
                 "C4",
-                f"ran on {', '.join(foreign)}, not {RECORD_GPU}",
+                f"ran on {', '.join(foreign)}, not {RECORD_GPU} (SXM)",
                 run.log.path.name,
                 "file it as non-record",
             )

@@ -50,6 +50,7 @@ from tools.runs.rules import (
     TRAIN_SECONDS_MAX,
     VALIDATION_BYTES,
     VALIDATION_BYTES_TOLERANCE,
+    is_record_gpu,
 )
 from tools.runs.runs import (
     FINISHED,
@@ -215,7 +216,7 @@ def no_record_because(directory: RunDirectory) -> list[str]:
     reasons = []
     world = nested(directory.summary, "hardware", "world_size")
     gpus = nested(directory.summary, "hardware", "gpus")
-    known = isinstance(gpus, list) and bool(gpus) and all(RECORD_GPU in str(gpu) for gpu in gpus)
+    known = isinstance(gpus, list) and bool(gpus) and all(is_record_gpu(str(gpu)) for gpu in gpus)
     if world != RECORD_WORLD_SIZE or not known:
         machine = hardware(directory.summary, directory.log)
         reasons.append(f"it ran on {machine}, not on {RECORD_WORLD_SIZE} x {RECORD_GPU}")

@@ -12,6 +12,7 @@ EVAL_SECONDS_MAX = 600.0
 TRAIN_OVERSHOOT_SECONDS = 0.2  # rows of March 2026 end 0.02-0.14 s late and were merged
 RECORD_WORLD_SIZE = 8
 RECORD_GPU = "H100"
+OTHER_FORMS = ("PCIe", "NVL")  # of it; the challenge's are SXM, which the driver's name does not say
 RECORD_TRACK = "track_10min_16mb"
 RECORD_SEEDS_MIN = 3
 RECORD_TEXT = ("author", "github_id", "blurb")  # keys of submission.json that a record may not leave empty
@@ -65,6 +66,12 @@ KNOWN_BYTE_ERRORS = (
     ByteError(155_770_000 / VALIDATION_BYTES, "the validation export of before 19 March 2026"),
 )
 BYTE_ERROR_TOLERANCE = 2e-3
+
+
+def is_record_gpu(name: str) -> bool:
+    """Whether the name that a driver gives is that of the challenge's GPU."""
+    words = name.lower()
+    return RECORD_GPU.lower() in words and not any(form.lower() in words for form in OTHER_FORMS)
 
 
 def bits_per_byte(nats_per_token: float, tokens: float, text_bytes: float) -> float:
