@@ -14,7 +14,7 @@ NOT_A_STEP = "DIAGNOSTIC"  # label of validations of averaged weights, off the c
 AXES = ("steps", "tokens", "seconds")
 SLOW_DEVIATIONS = 6.0  # median absolute deviations above the median from which an interval is slow ...
 SLOW_SHARE = 0.03  # ... and at least this part above the median
-COMPILE_STEPS = 10  # slow steps up to here are compilation and autotuning, whatever else happens in them
+FIRST_STEPS = 10  # slow ones up to here are compilation, autotuning or first allocations, whatever else is
 PUBLISHED_SHARD_TOKENS = 100_000_000  # every full shard of the published exports
 SMOOTHED_SHARE = 0.03  # of all samples: how many on either side a smoothed one is the mean of
 DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its cause
@@ -162,12 +162,12 @@ def _clock(run: Run) -> list[tuple[int, float]]:
 
 
 def _cause(start: int, stop: int, excess_ms: float, run: Run, waited_ms: float | None) -> str:
-    """Likely cause of `excess_ms` after step `start` up to `stop`: compile, shard, validation or other.
+    """Likely cause of `excess_ms` after step `start` up to `stop`: start, shard, validation or other.
 
     waited_ms: the longest wait for data; None: the run does not tell.
     """
-    if stop <= COMPILE_STEPS:
-        return "compile"
+    if stop <= FIRST_STEPS:
+        return "start"
     if waited_ms is not None and waited_ms >= DATA_SHARE * excess_ms:
         return "shard"
     if waited_ms is None and shard_crossings(start, stop, batch_tokens(run) or 0):

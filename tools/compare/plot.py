@@ -23,7 +23,7 @@ from tools.runs.writing import figure_path, json_text, write_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CAUSE_COLOURS = {"compile": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
+CAUSE_COLOURS = {"start": "tab:purple", "shard": "tab:red", "validation": "tab:green", "other": "tab:gray"}
 BINS = 40
 TITLED_MAX = 6  # runs that the title names
 RANKS = {1: "round trip", 2: "sliding window", 3: "test-time training"}  # of `Final.rank`
@@ -201,9 +201,9 @@ def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_histogram(axes: Axes, runs: Sequence[Run]) -> None:
-    """Distribution of step times without compilation, which would stretch the axis."""
+    """Distribution of step times without slow first ones, which would stretch the axis."""
     for index, found in enumerate(runs):
-        times = [t.ms for t in curves.step_times(found) if t.cause != "compile"]
+        times = [t.ms for t in curves.step_times(found) if t.cause != "start"]
         if times:
             axes.hist(times, bins=BINS, histtype="step", color=f"C{index % 10}")
     axes.set_xlabel("ms per step")
