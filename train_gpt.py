@@ -3965,9 +3965,9 @@ class Optimizer:
             matrices = math.ceil(len(bank) / machine.world_size)
             self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
         # The older momenta of MUON_MIXTURE.
-        self.slow_momenta: list[Tensor] = []
+        self.older_momenta: list[Tensor] = []
         if c.muon_mixture:
-            self.slow_momenta = [torch.zeros_like(buffer) for buffer in self.momenta]
+            self.older_momenta = [torch.zeros_like(buffer) for buffer in self.momenta]
 
         self.small = groups["embedding"] + groups["scalar"] + groups["head"]
         # An embedding that is no head as well bears, and needs, a much larger rate.
@@ -4052,11 +4052,11 @@ class Optimizer:
 
     def _update_banks(self, gradients: list[Tensor], lr: float, momentum: float) -> None:
         """Muon (Jordan et al.): step along the orthogonal factor, with decoupled weight decay."""
-        slow_momenta: Iterable[Tensor | None] = self.slow_momenta or [None] * len(self.banks)
+        older_momenta: Iterable[Tensor | None] = self.older_momenta or [None] * len(self.banks)
         # Made one by one: while a bank's updates travel, the next bank's are computed.
         updates = (
-            self._muon_update(gradient, buffer, momentum, slow)
-            for gradient, buffer, slow in zip(gradients, self.momenta, slow_momenta, strict=True)
+            self._muon_update(gradient, buffer, momentum, older)
+            for gradient, buffer, older in zip(gradients, self.momenta, older_momenta, strict=True)
         )
         for bank, update in self._gather(updates):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
@@ -4071,22 +4071,22 @@ class Optimizer:
             torch._foreach_lerp_(self.average, self.weights, 1.0 - decay)
 
     def _muon_update(
-        self, gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None
+        self, gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None
     ) -> Tensor:
         """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C).
 
-        slow: the older momentum of MUON_MIXTURE; None: `buffer` is all there is.
+        older: the older momentum of MUON_MIXTURE; None: `buffer` is all there is.
         """
         c = self.config
         # Nesterov: as if the next step's momentum were already in.
-        if slow is None:
+        if older is None:
             buffer.mul_(momentum).add_(gradient)
             update = gradient.add_(buffer, alpha=momentum)
         else:
             newest = 1.0 - momentum
             buffer.lerp_(gradient, min(1.0, YOUNGER * newest))
-            slow.lerp_(gradient, min(1.0, OLDER * newest))
-            update = gradient.mul_(newest).add_(buffer.lerp(slow, OLDER_SHARE), alpha=momentum)
+            older.lerp_(gradient, min(1.0, OLDER * newest))
+            update = gradient.mul_(newest).add_(buffer.lerp(older, OLDER_SHARE), alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
         dtype = self.machine.orthogonalize_dtype
@@ -4117,8 +4117,8 @@ class Optimizer:
         # A copy: training goes on while it is written.
         state = {"weights": self.weights, "average": self.average, "adam": self.adam.state_dict()}
         # Only where there are some: checkpoints of other runs stay as they were.
-        if self.slow_momenta:
-            state["slow_momenta"] = [whole for _, whole in self._gather(self.slow_momenta)]
+        if self.older_momenta:
+            state["older_momenta"] = [whole for _, whole in self._gather(self.older_momenta)]
         return copy.deepcopy({**state, "momenta": momenta})
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -4126,8 +4126,8 @@ class Optimizer:
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
         self._load_momenta(self.momenta, state["momenta"])
-        if self.slow_momenta:
-            self._load_momenta(self.slow_momenta, state["slow_momenta"])
+        if self.older_momenta:
+            self._load_momenta(self.older_momenta, state["older_momenta"])
         self.adam.load_state_dict(state["adam"])
 
     def _load_momenta(self, momenta: list[Tensor], banks: list[Tensor]) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -270,29 +271,13 @@ def hold_common(folder: Path, about: str) -> None:
         raise SystemExit(f"{folder}: runs of other conditions, see {common}; name another folder for --runs")
 
 
-def share_runs(
-    folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str,
-    measure_one: MeasureOne = measure,
-) -> Rows:  # fmt: skip
-    """Measure what no file of the folder holds and no other process measures; all rows the folder then has.
-
-    about: what all its runs must have in common; SystemExit where the folder holds others. measure_one: of
-    settings, seed and clock.
-    """
-    hold_common(folder, about)
-    paths = {(seed, name): folder / f"{name.replace(' ', '_')}-seed{seed}.json" for seed, name in order}
-    for seed, name in order:
-        path = paths[seed, name]
-        with claimed(path) as mine:
-            if mine:
-                run = measure_one(stack[name], seed, kind)
-                print(f"{name}: {run}", file=sys.stderr, flush=True)
-                train_gpt.write_atomically(path, json.dumps(run).encode())
-    rows: Rows = {name: [] for name in stack}
-    for (_, name), path in paths.items():
-        if path.exists():
-            rows[name].append(json.loads(path.read_text(encoding="utf-8")))
-    return {name: runs for name, runs in rows.items() if runs}
+def measure_once(path: Path, name: str, measure_it: Callable[[], dict[str, Any]]) -> None:
+    """Keep there what is measured, unless it is there or another process measures it; tell it by its name."""
+    with claimed(path) as mine:
+        if mine:
+            found = measure_it()
+            print(f"{name}: {found}", file=sys.stderr, flush=True)
+            train_gpt.write_atomically(path, json.dumps(found).encode())
 
 
 def kept_rows(folder: Path, stack: dict[str, dict[str, str]]) -> Rows:
@@ -302,6 +287,22 @@ def kept_rows(folder: Path, stack: dict[str, dict[str, str]]) -> Rows:
         for path in sorted(folder.glob(f"{name.replace(' ', '_')}-seed*.json")):
             rows.setdefault(name, []).append(json.loads(path.read_text(encoding="utf-8")))
     return rows
+
+
+def share_runs(
+    folder: Path, stack: dict[str, dict[str, str]], order: list[tuple[int, str]], kind: str, about: str,
+    measure_one: MeasureOne = measure,
+) -> Rows:  # fmt: skip
+    """Measure what no file of the folder holds and no other process measures; `kept_rows` of it then.
+
+    about: what all its runs must have in common; SystemExit where the folder holds others. measure_one: of
+    settings, seed and clock.
+    """
+    hold_common(folder, about)
+    for seed, name in order:
+        path = folder / f"{name.replace(' ', '_')}-seed{seed}.json"
+        measure_once(path, name, functools.partial(measure_one, stack[name], seed, kind))
+    return kept_rows(folder, stack)
 
 
 def steps_of_equal_cost(stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
@@ -358,8 +359,7 @@ def finish_shared(
     alike = {key: before[key] for key in ("processor", "threads", "torch", "script")}
     about = json.dumps({**alike, **measured}, indent=1)
     order = list(itertools.product(arguments.seeds, stack))
-    share_runs(folder, stack, order, kind, about, measure_one)
-    measured["rows"] = kept_rows(folder, stack)
+    measured["rows"] = share_runs(folder, stack, order, kind, about, measure_one)
     results.finish(name, before, measured, arguments.keep)
 
 
@@ -405,8 +405,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
         header += COST_HEADER
         costs = [cost(runs, rows[reference]) for runs in rows.values()]
         lines = [line + ratio for line, ratio in zip(lines, costs, strict=True)]
-        told_cost = " Times the seconds: of training, by the {clock} clock, the median of the seeds.".format(
-            **measured
+        told_cost = (
+            f" Times the seconds: of training, by the {measured['clock']} clock, the median of the seeds."
         )
     budget = f"{measured['seconds']:g} s of training by the {measured['clock']} clock"
     if measured.get("steps"):

@@ -196,11 +196,11 @@ def head_pairs(trial: Trial) -> None:
         blocks = whole(first_NRC.unflatten(1, (-1, rows)).flatten(0, 1), *rest)
         return torch.cat([blocks.view_as(first_NRC), whole(second_NRC, *rest)])
 
-    def update(gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None) -> Tensor:
+    def update(gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None) -> Tensor:
         # A single head, as of keys in the tiny size, has no other to be paired with.
         paired = names[id(buffer)] in ("qo_bank", "kv_bank") and buffer.size(1) % rows == 0
         optimizer.orthogonalize = by_pairs if paired else whole
-        return plain(gradient, buffer, momentum, slow)
+        return plain(gradient, buffer, momentum, older)
 
     optimizer._muon_update = update  # type: ignore[method-assign]
 
@@ -213,8 +213,8 @@ def second_moment(decay: float) -> Patch:
         plain = optimizer._muon_update
         moments: dict[int, Tensor] = {}
 
-        def update(gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None) -> Tensor:
-            made_NRC = plain(gradient, buffer, momentum, slow)
+        def update(gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None) -> Tensor:
+            made_NRC = plain(gradient, buffer, momentum, older)
             along = -1 if made_NRC.size(1) >= made_NRC.size(2) else -2  # one value for each line
             square = made_NRC.square().mean(along, keepdim=True)
             moment = moments.setdefault(id(buffer), torch.zeros_like(square))
@@ -258,8 +258,8 @@ def momentum_mixture(fast: float, slow: float, begin: float, slow_share: float =
         c = trial.config
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def update(gradient: Tensor, buffer: Tensor, momentum: float, slow: Tensor | None) -> Tensor:
-            assert slow is None, "the patch has its own"
+        def update(gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None) -> Tensor:
+            assert older is None, "the patch has its own"
             if trial.progress < begin:
                 return plain(gradient, buffer, momentum, None)
             if id(buffer) not in pairs:

@@ -10,8 +10,8 @@ time. A proof takes minutes of one core; where ranks are compared, of four for a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,17 +19,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-import train_gpt  # noqa: E402
-from benchmarks import ablation, results  # noqa: E402
+from benchmarks import ablation, paired, results  # noqa: E402
 from tools.prove.prove import NOTE  # noqa: E402
 
 TITLE = "Proofs"
-HEADER = "| settings | verdict | proofs | results | of these warnings | s |\n|---|---|---|---|---|---|"
+HEADER = "| settings | verdict | proofs | results | of these warnings | s |"
 
 
 class Subject(NamedTuple):
@@ -80,11 +77,7 @@ def share(folder: Path, chosen: dict[str, Subject], about: str) -> dict[str, dic
     ablation.hold_common(folder, about)
     paths = {name: folder / f"{name.replace('/', '_').replace(' ', '_')}.json" for name in chosen}
     for name, subject in chosen.items():
-        with ablation.claimed(paths[name]) as mine:
-            if mine:
-                answer = prove(subject)
-                print(f"{name}: {answer['verdict']}", file=sys.stderr, flush=True)
-                train_gpt.write_atomically(paths[name], json.dumps(answer).encode())
+        ablation.measure_once(paths[name], name, functools.partial(prove, subject))
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
@@ -104,7 +97,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return [
         "By `prove`, whose proofs `records/README.md` lists; each of its results is a question about one way "
         "of scoring, or about whole runs. Seconds by the clock of a machine that did other work as well.",
-        "", *HEADER.splitlines(), *[row(name, answer) for name, answer in measured["answers"].items()],
+        "", *paired.table(HEADER, [row(name, answer) for name, answer in measured["answers"].items()]),
     ]  # fmt: skip
 
 

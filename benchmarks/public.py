@@ -22,15 +22,12 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from benchmarks import results  # noqa: E402
+from benchmarks import paired, results  # noqa: E402
 from tools.check.apart import Auditor  # noqa: E402
 from tools.check.findings import Finding, Mode  # noqa: E402
 
 TITLE = "Public records under the checker"
-HEADER = (
-    "| check | folders with a FAIL | --strict | --convention | folders with a WARN | findings |\n"
-    "|---|---|---|---|---|---|"
-)
+HEADER = "| check | folders with a FAIL | --strict | --convention | folders with a WARN | findings |"
 
 
 def levels_of(findings: list[Finding]) -> list[dict[str, str]]:
@@ -51,11 +48,11 @@ def folders_with(folders: list[list[dict[str, str]]], check: str, mode: Mode, le
     return count
 
 
-def row(name: str, check: str, folders: list[list[dict[str, str]]], findings: int) -> str:
+def row(check: str, folders: list[list[dict[str, str]]], findings: int) -> str:
     """A line of the table."""
     failed = [folders_with(folders, check, mode, "FAIL") for mode in Mode]
     warned = folders_with(folders, check, Mode.AGREED, "WARN")
-    return f"| {name} | {' | '.join(map(str, failed))} | {warned} | {findings} |"
+    return f"| {check} | {' | '.join(map(str, failed))} | {warned} | {findings} |"
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
@@ -71,8 +68,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
         f"{levels['INFO']} INFO. `records/README.md` says what each check asks. Where the rules as written "
         "and as practised disagree it warns, unless a reading is chosen: the written one (`--strict`) or the "
         "practised one (`--convention`).",
-        "", *HEADER.splitlines(),
-        *[row(check, check, folders, counts[check]) for check in checks],
+        "", *paired.table(HEADER, [row(check, folders, counts[check]) for check in checks]),
     ]  # fmt: skip
 
 
@@ -93,6 +89,8 @@ def main() -> None:
     with Auditor() as auditor:
         for path in tqdm(paths, desc="auditing", disable=not sys.stderr.isatty()):
             report = auditor.report(path)
+            if report.refusal is not None:
+                parser.error(report.refusal)
             folders.append(levels_of(report.findings))
     seconds = time.perf_counter() - start
     measured = {"commit": commit or "an unknown commit", "seconds": seconds, "folders": folders}

@@ -102,7 +102,7 @@ def test_any_number_of_ranks_takes_the_same_steps(
             assert torch.equal(weights, ranks[0]["weights"][name]), name
     resumed = alone(model, config)
     resumed.load_state(ranks[-1]["state"])
-    kept = [resumed.momenta, resumed.slow_momenta] if config.muon_mixture else [resumed.momenta]
+    kept = [resumed.momenta, resumed.older_momenta] if config.muon_mixture else [resumed.momenta]
     for momenta in kept:
         assert [m.shape for m in momenta] == [bank.shape for bank in resumed.banks]
         assert all(m.abs().max() > 0 for m in momenta)
@@ -285,8 +285,8 @@ def test_state_is_a_copy_that_repeats_the_run(mixture: int) -> None:
     weights = [p.detach().clone() for p in model.parameters()]
     first = train(model, optimizer, range(4))
     optimizer.load_state(fresh)
-    assert all(m.abs().max() == 0 for m in (*optimizer.momenta, *optimizer.slow_momenta))
-    assert len(optimizer.slow_momenta) == (len(optimizer.momenta) if mixture else 0)
+    assert all(m.abs().max() == 0 for m in (*optimizer.momenta, *optimizer.older_momenta))
+    assert len(optimizer.older_momenta) == (len(optimizer.momenta) if mixture else 0)
     assert all(map(torch.equal, weights, model.parameters()))
     assert all(map(torch.equal, weights, optimizer.average))
     assert train(model, optimizer, range(4)) == first

@@ -201,6 +201,7 @@ def test_which_numbers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(2)
     assert train_gpt.this_machine(Config(device="cpu", compile="1"), {}).threads_to_try == ()
 
+
 # To be run before the script: two threads, whatever machine this is, and every phase says how many it has.
 TWO_THREADS = """
 import contextlib, torch
