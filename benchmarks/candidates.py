@@ -1,7 +1,7 @@
-"""Candidates that the default does not have, each against the default at equal steps on one core.
+"""Candidates that the default does not have, each against the default at equal steps or seconds of one core.
 
     python benchmarks/candidates.py --data DIR --tokenizer FILE --runs FOLDER [--size small] [--seeds 1 2 3]
-        [--rates 1.0 0.8 1.25] [--only base "key offset"] [--steps 300] [--table] [--keep]
+        [--rates 1.0 0.8 1.25] [--only base "key offset"] [--steps 300] [--equal seconds] [--table] [--keep]
 
 A candidate is a patch of the model, its loss or its optimizer that is made here: nothing enters train_gpt.py
 before it has earned it. All runs of a seed see the same tokens from the same first weights, but for what a
@@ -89,15 +89,20 @@ class Trial(ablation.Hooks):
         for call in self.after_step:
             call()
 
-    def add_parameter(self, name: str, value: float) -> nn.Parameter:
-        """A new scalar of the model, trained with the small tensors."""
-        parameter = nn.Parameter(torch.full((1,), value))
-        self.model.register_parameter(name, parameter)
-        self.optimizer.adam.param_groups[1]["params"].append(parameter)
-        self.optimizer.small.append(parameter)
-        self.optimizer.weights.append(parameter.detach())
-        self.optimizer.average.append(parameter.detach().clone())
-        return parameter
+    def add_parameters(self, first: dict[str, Tensor], rate: float = 1.0) -> list[nn.Parameter]:
+        """New tensors of the model, trained as its small ones are, at so many times their learning rate."""
+        added = []
+        for name, weights in first.items():
+            parameter = nn.Parameter(weights)
+            self.model.register_parameter(name, parameter)
+            self.optimizer.small.append(parameter)
+            self.optimizer.weights.append(parameter.detach())
+            self.optimizer.average.append(parameter.detach().clone())
+            added.append(parameter)
+        small = self.optimizer.adam.param_groups[1]
+        group = {"base_lr": rate * small["base_lr"], "weight_decay": small["weight_decay"]}
+        self.optimizer.adam.add_param_group({"params": added, **group})
+        return added
 
 
 Patch = Callable[[Trial], None]
@@ -127,7 +132,7 @@ def backout(start: float) -> Patch:
 
     def patch(trial: Trial) -> None:
         model = trial.model
-        share_1 = trial.add_parameter("backout_1", start)
+        (share_1,) = trial.add_parameters({"backout_1": torch.full((1,), start)})
         split_or_join = model._split_or_join
         block = model._block
         entry: list[Tensor] = []
@@ -146,6 +151,83 @@ def backout(start: float) -> Patch:
 
         model._split_or_join = keep_entry  # type: ignore[method-assign]
         model._block = take_out  # type: ignore[method-assign]
+
+    return patch
+
+
+MUDD_HIDDEN = 16  # of 64 there, for models that are eight times as wide
+MUDD_SCALE = 0.1
+
+
+def mudd(before_last_layer: bool) -> Patch:
+    """Each token decides how much of earlier streams it takes up again (modded-nanogpt PR #259).
+
+    Sources are the embeddings, what enters the lanes and the last stream; before_last_layer: there as well.
+    """
+
+    def patch(trial: Trial) -> None:
+        model = trial.model
+        dim = model.settings.model_dim
+        last = model.settings.num_layers - 1
+        random = torch.Generator().manual_seed(trial.config.seed)
+        split_or_join = model._split_or_join
+        block = model._block
+        entry: list[Tensor] = []
+
+        def new_site(name: str) -> Callable[[list[Tensor], Tensor], list[Tensor]]:
+            bound = dim**-0.5
+            drawn_HD = torch.empty(MUDD_HIDDEN, dim).uniform_(-bound, bound, generator=random)
+            first = {f"{name}_in_HD": drawn_HD, f"{name}_out_3H": torch.zeros(3, MUDD_HIDDEN)}
+            first[f"{name}_bias_3"] = torch.zeros(3)
+            in_HD, out_3H, bias_3 = trial.add_parameters(first, rate=0.1)
+
+            def take_up(lanes: list[Tensor], x0_BTD: Tensor) -> list[Tensor]:
+                stream_BTD = train_gpt.join(lanes)
+                hidden_BTH = F.gelu(F.linear(model.norm(stream_BTD), in_HD))
+                shares_BT3 = MUDD_SCALE * F.linear(hidden_BTH, out_3H, bias_3)
+                taken_BTD = torch.zeros_like(stream_BTD)
+                for number, source_BTD in enumerate((x0_BTD, entry[0], stream_BTD)):
+                    taken_BTD = taken_BTD + shares_BT3[..., number, None] * source_BTD
+                return [lane + taken_BTD for lane in lanes]
+
+            return take_up
+
+        at_output = new_site("mudd_output")
+        at_last_layer = new_site("mudd_last_layer") if before_last_layer else None
+
+        def keep_entry(layer: int, lanes: list[Tensor]) -> list[Tensor]:
+            split = split_or_join(layer, lanes)
+            if len(split) > len(lanes):
+                entry[:] = lanes
+            return split
+
+        def take_up_again(layer: int, lanes: list[Tensor], *rest: Any) -> list[Tensor]:
+            context = rest[1]
+            if layer == last and at_last_layer is not None:
+                lanes = at_last_layer(lanes, context.x0_BTD)
+            lanes = block(layer, lanes, *rest)
+            return at_output(lanes, context.x0_BTD) if layer == last else lanes
+
+        model._split_or_join = keep_entry  # type: ignore[method-assign]
+        model._block = take_up_again  # type: ignore[method-assign]
+
+    return patch
+
+
+def short_pieces(share: float) -> Patch:
+    """For a share of the run attention sees half a sequence at most (modded-nanogpt record 72)."""
+
+    def patch(trial: Trial) -> None:
+        whole = trial.loss_of
+
+        def loss(model: GPT, inputs_BT: Tensor, targets_BT: Tensor, starts: Any, looping: bool) -> Tensor:
+            if trial.progress >= share:
+                return whole(model, inputs_BT, targets_BT, starts, looping)
+            half = inputs_BT.size(1) // 2
+            halves = [ids_BT.reshape(-1, half) for ids_BT in (inputs_BT, targets_BT)]
+            return whole(model, *halves, None, looping)
+
+        trial.loss_of = loss
 
     return patch
 
@@ -196,11 +278,11 @@ def head_pairs(trial: Trial) -> None:
         blocks = whole(first_NRC.unflatten(1, (-1, rows)).flatten(0, 1), *rest)
         return torch.cat([blocks.view_as(first_NRC), whole(second_NRC, *rest)])
 
-    def update(gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None) -> Tensor:
+    def update(gradient: Tensor, buffer: Tensor, *rest: Any) -> Tensor:
         # A single head, as of keys in the tiny size, has no other to be paired with.
         paired = names[id(buffer)] in ("qo_bank", "kv_bank") and buffer.size(1) % rows == 0
         optimizer.orthogonalize = by_pairs if paired else whole
-        return plain(gradient, buffer, momentum, older)
+        return plain(gradient, buffer, *rest)
 
     optimizer._muon_update = update  # type: ignore[method-assign]
 
@@ -213,8 +295,8 @@ def second_moment(decay: float) -> Patch:
         plain = optimizer._muon_update
         moments: dict[int, Tensor] = {}
 
-        def update(gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None) -> Tensor:
-            made_NRC = plain(gradient, buffer, momentum, older)
+        def update(gradient: Tensor, buffer: Tensor, *rest: Any) -> Tensor:
+            made_NRC = plain(gradient, buffer, *rest)
             along = -1 if made_NRC.size(1) >= made_NRC.size(2) else -2  # one value for each line
             square = made_NRC.square().mean(along, keepdim=True)
             moment = moments.setdefault(id(buffer), torch.zeros_like(square))
@@ -258,10 +340,11 @@ def momentum_mixture(fast: float, slow: float, begin: float, slow_share: float =
         c = trial.config
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def update(gradient: Tensor, buffer: Tensor, momentum: float, older: Tensor | None) -> Tensor:
-            assert older is None, "the patch has its own"
+        assert not c.muon_mixture, "the patch has its own"
+
+        def update(gradient: Tensor, buffer: Tensor, momentum: float, *rest: Any) -> Tensor:
             if trial.progress < begin:
-                return plain(gradient, buffer, momentum, None)
+                return plain(gradient, buffer, momentum, *rest)
             if id(buffer) not in pairs:
                 mean = buffer * (1 - momentum)
                 pairs[id(buffer)] = (mean.clone(), mean.clone())
@@ -362,6 +445,9 @@ CANDIDATES: dict[str, Candidate] = {
     "logit rescale 23 5 7.5": Candidate({}, [logit_rescale(23, 5, 7.5)]),
     "attention lane blind": Candidate({}, [blind_attention_lane]),
     "backout 0.5": Candidate({}, [backout(0.5)]),
+    "MUDD at the output": Candidate({}, [mudd(before_last_layer=False)]),
+    "MUDD at the output and the last layer": Candidate({}, [mudd(before_last_layer=True)]),
+    "short pieces in the first third": Candidate({}, [short_pieces(1 / 3)]),
     "Q, K by head pairs": Candidate({}, [head_pairs]),
     "second moment": Candidate({}, [second_moment(0.95)]),
     "cautious decay, doubled": Candidate({}, [cautious_decay(2.0)]),
@@ -383,6 +469,15 @@ CANDIDATES: dict[str, Candidate] = {
 }
 
 
+def made(settings: dict[str, str], seed: int) -> Trial:
+    """The model of a row, patched; settings: those of the run, and the name of the CANDIDATE."""
+    own = {name: value for name, value in settings.items() if name != "CANDIDATE"}
+    trial = Trial(Config.from_env({**own, "SEED": str(seed)}))
+    for patch in CANDIDATES[settings["CANDIDATE"]].patches:
+        patch(trial)
+    return trial
+
+
 def train(trial: Trial) -> float:
     """Train and leave the average; CPU seconds of a step."""
     start = time.process_time()
@@ -391,6 +486,8 @@ def train(trial: Trial) -> float:
     return (time.process_time() - start) / steps
 
 
+TURNS = 25  # of every row, to compare what their steps cost
+TURN_STEPS = 6  # of a turn: what changes by thirds of a run has its share
 # Steps of 6 bits that reach 12.85 standard deviations, as MATRIX_CLIP_SIGMAS of the public records.
 RELATIVE_STEP = 12.85 / 31
 
@@ -419,13 +516,9 @@ def held_out(config: Config) -> tuple[np.ndarray, int]:
 
 
 def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
-    """Train and score one run; settings: those of the run, and the name of the CANDIDATE."""
-    candidate = settings["CANDIDATE"]
-    own = {name: value for name, value in settings.items() if name != "CANDIDATE"}
-    config = Config.from_env({**own, "SEED": str(seed)})
-    trial = Trial(config)
-    for patch in CANDIDATES[candidate].patches:
-        patch(trial)
+    """Train and score one run; settings: as `made` takes them."""
+    trial = made(settings, seed)
+    config = trial.config
     seconds = train(trial)
     tokens, text_bytes = held_out(config)
     ledger = train_gpt.score_roundtrip(trial.model, tokens, config, looping=config.num_loops > 0)
@@ -433,6 +526,29 @@ def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
         "seed": seed, "seconds_per_step": seconds, "val_bpb": ledger.score(text_bytes).bits_per_byte,
         "coded_bits": coded_bits(trial.model),
     }  # fmt: skip
+
+
+def steps_of_equal_cost(stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
+    """Steps of each row that take the CPU seconds of `steps` of the first one.
+
+    All rows take short turns, as what a second of a shared machine holds changes from one to the next; the
+    median of the turns' ratios decides.
+    """
+    trials = []
+    for settings in stack.values():
+        trials.append(made({**settings, "ITERATIONS": str(TURN_STEPS)}, 0))
+    turns = []
+    for _ in range(TURNS):
+        seconds = []
+        for trial in trials:
+            start = time.process_time()
+            ablation.train(trial.config, trial.model, time.process_time, trial)
+            seconds.append(time.process_time() - start)
+        turns.append([own / seconds[0] for own in seconds])
+    found = {}
+    for name, ratios in zip(stack, zip(*turns, strict=True), strict=True):
+        found[name] = round(steps / statistics.median(ratios))
+    return found
 
 
 def row_name(candidate: str, rate: float) -> str:
@@ -504,8 +620,12 @@ def tables(measured: dict[str, Any]) -> list[str]:
         if gain(name) < math.inf:
             lines.append(row(name, rows[name], rows[base_of(name)]))
     rates = " ".join(f"{name}={value:g}" for name, value in measured["rates"].items())
+    length = f"{measured['steps']} steps"
+    if counts := measured.get("counts"):
+        others = ", ".join(f"{name} {count}" for name, count in counts.items() if name != BASE)
+        length += f" of the base, as many of the others as take the same CPU seconds ({others})"
     return [
-        f"`{measured['data']}`, {measured['steps']} steps, {size.format(**geometry)}, "
+        f"`{measured['data']}`, {length}, {size.format(**geometry)}, "
         f"{geometry['NUM_LOOPS']} extra passes over a loop; {measured['val_tokens']:,} validation targets, "
         f"averaged weights, not quantized. {rates}, or all of them times what a row says; BETA2="
         f"{geometry['BETA2']}, MUON_MOMENTUM={geometry['MUON_MOMENTUM']}. Coded bits: of a "
@@ -533,6 +653,9 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates")
     parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="candidates to measure; all by default")
+    parser.add_argument(
+        "--equal", choices=["steps", "seconds"], default="steps", help="seconds: of a core, by short turns"
+    )
     parser.add_argument("--table", action="store_true", help="measure nothing more")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -542,6 +665,13 @@ def main() -> None:
         "geometry": {**COMMON, **SIZES[arguments.size]}, "rates": RATES, "rows": {},
     }  # fmt: skip
     stack = stacks(arguments)
+    name = f"candidates-{arguments.data.name}-{arguments.size}-{arguments.steps}steps"
+    if arguments.equal == "seconds":
+        name += "-seconds"
+        counts = ablation.kept_steps(arguments.runs, stack, arguments.steps, steps_of_equal_cost)
+        measured["counts"] = counts
+        for row_of, settings in stack.items():
+            settings["ITERATIONS"] = str(counts[row_of])
     if not arguments.table:
         order = list(itertools.product(arguments.seeds, stack))
         alike = {key: before[key] for key in ("processor", "torch", "script")}
@@ -549,7 +679,6 @@ def main() -> None:
         ablation.share_runs(arguments.runs, stack, order, "cpu", about, measure)
     # With all seeds, also those of former calls.
     measured["rows"] = ablation.kept_rows(arguments.runs, stack)
-    name = f"candidates-{arguments.data.name}-{arguments.size}-{arguments.steps}steps"
     results.finish(name, before, measured, arguments.keep)
 
 

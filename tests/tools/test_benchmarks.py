@@ -746,12 +746,8 @@ def few_steps(dataset: Path, candidate: str, **changes: object) -> dict[str, str
 @pytest.mark.slow
 def test_every_candidate_is_another_training(dataset: Path) -> None:
     trained = {}
-    for name, candidate in candidates.CANDIDATES.items():
-        settings = few_steps(dataset, name)
-        del settings["CANDIDATE"]
-        trial = candidates.Trial(train_gpt.Config.from_env(settings))
-        for patch in candidate.patches:
-            patch(trial)
+    for name in candidates.CANDIDATES:
+        trial = candidates.made(few_steps(dataset, name), 7)
         candidates.train(trial)
         trained[name] = torch.nn.utils.parameters_to_vector(trial.model.parameters()).detach()
         assert trained[name].isfinite().all(), name
@@ -782,6 +778,30 @@ def test_a_candidate_is_compared_with_the_base_of_its_seeds_and_rates() -> None:
     assert lines[0].startswith("| prefix 0.25, rates × 0.8 | 3.3000 | -0.2000 | - |")
     assert lines[1] == "| prefix 0.25 | 2.4500 | -0.1000 | 0.0000 | +0.0000 | 1.00 | 2 |"
     assert lines[-1] == "| backout 0.5 | 2.7000 | +0.1000 | 0.0000 | +0.0000 | 1.00 | 3 |"
+
+
+def test_a_candidate_whose_steps_take_longer_gets_fewer_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    turns: list[str] = []
+
+    def made(settings: dict[str, str], _seed: int) -> SimpleNamespace:
+        assert settings["ITERATIONS"] == str(candidates.TURN_STEPS)
+        return SimpleNamespace(config=settings["CANDIDATE"], model=None)
+
+    def train(name: str, *_rest: object) -> None:
+        turns.append(name)
+        # The machine is slower from turn to turn, and once disturbed.
+        slowness = 1 + len(turns) / 1000
+        clock[0] += slowness * (1.25 if name == "dear" else 1.0) + (50 if len(turns) == 7 else 0)
+
+    monkeypatch.setattr(candidates, "made", made)
+    monkeypatch.setattr(candidates.ablation, "train", train)
+    monkeypatch.setattr(candidates.time, "process_time", lambda: clock[0])
+    stack = {name: {"CANDIDATE": name} for name in ("base", "dear", "alike")}
+    counts = candidates.steps_of_equal_cost(stack, 300)
+    assert turns == ["base", "dear", "alike"] * candidates.TURNS
+    assert counts["base"] == 300
+    assert counts["dear"] == pytest.approx(240, abs=4) and counts["alike"] == pytest.approx(300, abs=4)
 
 
 def test_the_default_read_out_is_that_of_the_optimizer(

@@ -1,0 +1,443 @@
+"""What quantizers lose at equal bytes, on the same trained weights with the same Hessians.
+
+    python benchmarks/quantizers.py --data DIR --tokenizer FILE --runs FOLDER [--size 10M] [--bits 3.5 2.8]
+        [--seeds 1337 42 2025] [--only GPTQ "lattice E8"] [--train] [--table] [--keep]
+
+A model is trained once for each seed and kept in the folder with its Hessians; every quantizer gets these.
+Rate control fits each into the same number of bytes. Two figures say what was lost. The loss over the weights
+before quantization is what counts, but a few thousand tokens may by chance like a rounding error. The
+divergence (Kullback and Leibler) of the predictions from those before quantization is never below zero, and
+is told apart on fewer tokens.
+
+All quantizers but one are train_gpt.py's own, and write its files. The lattice E8 is made here, to be
+measured beside the trellis: its bytes are what an ideal coder with the same tables would take, headless.
+For the others that figure is within a hundredth of the file's, as a test checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import fcntl
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+import train_gpt  # noqa: E402
+from benchmarks import ablation, budget, paired, results  # noqa: E402
+from train_gpt import GPT, Config  # noqa: E402
+
+TITLE = "Quantizers at equal bytes"
+COMMON = {
+    "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "TRAIN_PREFETCH": "0", "TTT_ENABLED": "0",
+    "EVAL_STRIDE": "0", "MAX_WALLCLOCK_SECONDS": "0", "GPTQ": "1", "RATE_CONTROL": "1",
+}  # fmt: skip
+SIZES = {
+    # 10.6 M weights in matrices, of the default's kind: two passes over a loop, two lanes, half as many keys.
+    "10M": {
+        "NUM_LAYERS": "8", "MODEL_DIM": "384", "NUM_HEADS": "6", "NUM_KV_HEADS": "3", "MLP_MULT": "3",
+        "XSA_LAST_N": "8", "NUM_LOOPS": "1", "LOOP_START": "3", "LOOP_END": "3", "PARALLEL_START_LAYER": "6",
+        "TRAIN_SEQ_LEN": "256", "TRAIN_BATCH_TOKENS": "4096", "MICRO_BATCH_TOKENS": "4096",
+        "VAL_BATCH_SIZE": "4096", "MATRIX_LR": "0.04", "SCALAR_LR": "0.04", "TIED_EMBED_LR": "0.05",
+        "EMA_DECAY": "0.97", "ITERATIONS": "150", "GPTQ_CALIBRATION_BATCHES": "16",
+    },
+    "demo": {
+        "CONFIG": str(REPO / "configs" / "cpu_demo.env"), "ITERATIONS": "600", "VAL_BATCH_SIZE": "16384",
+        "COLUMN_STEPS": "0",
+    },
+}  # fmt: skip
+BASE = "GPTQ"
+LATTICE = "lattice E8"
+# What each sets; the lattice goes the trellis's way through the quantizer, with another search.
+QUANTIZERS: dict[str, dict[str, str]] = {
+    BASE: {},
+    LATTICE: {"TRELLIS": "1"},
+    "trellis": {"TRELLIS": "1"},
+    "steps of columns": {"COLUMN_STEPS": "0.5"},
+    "trellis, steps of columns": {"TRELLIS": "1", "COLUMN_STEPS": "0.5"},
+}
+BITS = (3.5, 2.8)
+
+
+# The lattice E8: eight whole numbers of even sum, or eight such numbers and a half each. As many points as
+# there are whole numbers, but farther apart: 0.65 dB less error at the same number of bits. Along a column
+# eight rows are a point. (Conway and Sloane, Sphere Packings, Lattices and Groups, chapter 20)
+GROUP = 8
+
+
+def nearest_of_even_sum(values_8N: np.ndarray) -> np.ndarray:
+    """The whole numbers nearest to each column of eight, among those of even sum."""
+    nearest_8N = np.rint(values_8N)
+    error_8N = values_8N - nearest_8N
+    # Where the sum is odd, the number that was least sure goes to its second nearest.
+    odd = np.flatnonzero(nearest_8N.sum(0) % 2)
+    worst = np.abs(error_8N[:, odd]).argmax(0)
+    away = np.where(error_8N[worst, odd] < 0, -1.0, 1.0)
+    nearest_8N[worst, odd] += away
+    return nearest_8N
+
+
+def nearest_in_lattice(values_NR: Tensor, levels: float) -> Tensor:
+    """The steps (N, R), whole ones and halves, that E8 along R has nearest to values in steps."""
+    rows = values_NR.size(1)
+    filled_NR = F.pad(values_NR.clamp(-levels, levels), (0, -rows % GROUP))
+    values_8N = filled_NR.reshape(-1, GROUP).T.cpu().numpy()
+    whole_8N = nearest_of_even_sum(values_8N)
+    half_8N = nearest_of_even_sum(values_8N - 0.5) + 0.5
+    whole_is_nearer = np.square(values_8N - whole_8N).sum(0) <= np.square(values_8N - half_8N).sum(0)
+    found_8N = np.where(whole_is_nearer, whole_8N, half_8N)
+    return torch.from_numpy(found_8N.T.copy()).to(values_NR).reshape(filled_NR.shape)[:, :rows]
+
+
+class Cosets:
+    """Which of the lattice's two grids each row of codes is on: what a trellis is to the symbol model."""
+
+    def __init__(self, halves_RC: np.ndarray) -> None:
+        self.of_rows_RC = (halves_RC & 1).astype(np.int64)
+        self.row = 0
+
+    @property
+    def shifts_3C(self) -> np.ndarray:
+        """Of the next row; a trellis has those of the two rows before as well."""
+        return self.of_rows_RC[self.row : self.row + 1]
+
+    def follow(self, _codes_C: np.ndarray) -> None:
+        """On to the next row."""
+        self.row += 1
+
+
+def entropy_bits(ones: int, count: int) -> float:
+    """Bits of so many yes-or-no choices, coded by how often they were yes."""
+    bits = 0.0
+    for part in (ones, count - ones):
+        if part:
+            bits -= part * math.log2(part / count)
+    return bits
+
+
+def ideal_bits(array_RC: np.ndarray, in_lattice: bool = False) -> float:
+    """Bits of an array by the frequencies that the coder's model has for it.
+
+    in_lattice: half steps of points of E8. Of a point, its coset is told; the parity of its last number is
+    not, as the other seven have it.
+    """
+    along_trellis = array_RC.dtype == np.int16
+    codes_RC = (array_RC >> 1).astype(np.int8) if along_trellis else array_RC
+    peak = int(np.abs(codes_RC.astype(np.int16)).max(initial=1))
+    model = train_gpt.SymbolModel(codes_RC.shape[1], peak, along_trellis)
+    bits = 0.0
+    if in_lattice:
+        cosets = Cosets(array_RC)
+        model.trellis = cosets  # type: ignore[assignment]
+        of_points = cosets.of_rows_RC[::GROUP]
+        bits += entropy_bits(int(of_points.sum()), of_points.size)
+    for row, codes_C in enumerate(codes_RC):
+        first_entries, frequencies, _ = model.tables()
+        symbols = codes_C.astype(np.int64) + peak
+        entries = first_entries + symbols
+        possible = np.full(len(symbols), train_gpt.SLOTS, np.int64)
+        if in_lattice and row % GROUP == GROUP - 1:
+            by_table = frequencies.reshape(-1, model.size)
+            of_parity = np.stack([by_table[:, 0::2].sum(1), by_table[:, 1::2].sum(1)])
+            possible = of_parity[symbols % 2, first_entries // model.size]
+        bits -= float(np.log2(frequencies[entries] / possible).sum())
+        model.learn(first_entries, symbols)
+    return bits
+
+
+class Trained(NamedTuple):
+    """A model as it was before quantization, and what a quantizer wants to know of it."""
+
+    model: GPT
+    hessians: train_gpt.Hessians
+    seconds: float
+
+
+def trained(settings: dict[str, str], seed: int, folder: Path) -> Trained:
+    """The model of a seed: from the folder, or trained and kept there; one process trains, others wait."""
+    config = Config.from_env({**settings, "SEED": str(seed)})
+    model = train_gpt.build_model(config)
+    machine = train_gpt.Machine()
+    train_gpt.ready_model(model, machine, train_gpt.choose_kernels(config, machine))
+    path = folder / f"trained-seed{seed}.pt"
+    with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            start = time.process_time()
+            ablation.train(config, model, time.process_time)
+            seconds = time.process_time() - start
+            hessians = budget.calibrated(model, config, config.gptq_calibration_batches)
+            part = path.with_suffix(".part")
+            torch.save({"model": model.state_dict(), "hessians": hessians, "seconds": seconds}, part)
+            part.rename(path)
+    kept = torch.load(path, weights_only=True)
+    model.load_state_dict(kept["model"])
+    return Trained(model, kept["hessians"], kept["seconds"])
+
+
+@torch.no_grad()
+def log_probabilities(model: GPT, tokens: np.ndarray, config: Config) -> Iterator[Tensor]:
+    """Of every next token, in nats, (N, V), batch by batch; sequences without overlap."""
+    rows = config.val_batch_size // config.train_seq_len
+    inputs_NT = torch.from_numpy(tokens[:-1].astype(np.int64)).view(-1, config.train_seq_len)
+    looping = train_gpt.loop_is_on(1.0, config)
+    for inputs_BT in inputs_NT.split(rows):
+        logits_NV = model.logits(model(inputs_BT, None, looping).flatten(0, 1)).float()
+        capped_NV = config.logit_softcap * torch.tanh(logits_NV / config.logit_softcap)
+        yield capped_NV.log_softmax(-1)
+
+
+class Judge:
+    """The validation text, and what a model predicted there before quantization."""
+
+    def __init__(self, model: GPT, config: Config) -> None:
+        shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
+        tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
+        count = min(config.val_tokens_limit, len(tokens) - 1)
+        self.tokens = tokens[: count - count % config.train_seq_len + 1]
+        self.targets = torch.from_numpy(self.tokens[1:].astype(np.int64))
+        self.config = config
+        self.bits_per_nat = 1 / math.log(2) / int(train_gpt.token_bytes(self.tokens, config).sum())
+        self.before = list(log_probabilities(model, self.tokens, config))
+
+    def float_bpb(self) -> float:
+        """Bits per byte before quantization."""
+        found_N = torch.cat(self.before).gather(-1, self.targets[:, None])
+        return -float(found_N.double().sum()) * self.bits_per_nat
+
+    def judge(self, model: GPT) -> dict[str, float]:
+        """Bits per byte of a model, and its divergence from the one before quantization, in the same unit."""
+        nats = 0.0
+        divergence = 0.0
+        after = log_probabilities(model, self.tokens, self.config)
+        for before_NV, after_NV, targets_N in zip(
+            self.before, after, self.targets.split(self.config.val_batch_size), strict=True
+        ):
+            nats -= float(after_NV.gather(-1, targets_N[:, None]).double().sum())
+            divergence += float((before_NV.exp() * (before_NV - after_NV)).double().sum())
+        return {"val_bpb": nats * self.bits_per_nat, "divergence": divergence * self.bits_per_nat}
+
+
+def ship(found: Trained, config: Config) -> tuple[GPT, dict[str, Any]]:
+    """The model of an artifact that fills ARTIFACT_BYTES_MAX, its bytes, and CPU seconds of both ways."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.bin"
+        start = time.process_time()
+        how = train_gpt.write_artifact(
+            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max
+        )
+        written = time.process_time()
+        shipped, _ = train_gpt.load_artifact(path)
+        read = time.process_time()
+        size_bytes = path.stat().st_size
+    passes = int(how.partition("passes:")[2].split()[0])
+    return shipped, {
+        "bytes": size_bytes, "passes": passes,
+        "write_seconds": written - start, "read_seconds": read - written,
+    }  # fmt: skip
+
+
+def ship_in_lattice(found: Trained, config: Config) -> tuple[GPT, dict[str, Any]]:
+    """The same by the lattice: its bytes are those of an ideal coder, and nothing reads them."""
+    tried: dict[int, list[np.ndarray]] = {}
+
+    def ideal_file(_config: Config, arrays: list[np.ndarray], _tokenizer: str) -> bytes:
+        bits = sum(ideal_bits(array, in_lattice=array.dtype == np.int16) for array in arrays)
+        data = bytes(round(bits / 8))
+        tried[len(data)] = arrays
+        return data
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(train_gpt, "nearest_on_trellis", nearest_in_lattice),
+        mock.patch.object(train_gpt, "artifact_bytes", ideal_file),
+    ):
+        path = Path(folder) / "model.bin"
+        train_gpt.write_artifact(
+            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max
+        )
+        size_bytes = path.stat().st_size
+    shipped = copy.deepcopy(found.model)
+    arrays = tried[size_bytes]
+    with torch.no_grad():
+        for weights, codes, exponents in zip(shipped.parameters(), arrays[::2], arrays[1::2], strict=True):
+            quantized = train_gpt.QuantizedWeights(codes, exponents)
+            weights.copy_(train_gpt.restore_weights(quantized, weights.shape))
+    return shipped, {"bytes": size_bytes, "passes": len(tried)}
+
+
+def row_name(quantizer: str, bits: float) -> str:
+    """What a row is called."""
+    return f"{quantizer}, {bits:g} bits"
+
+
+class Bench:
+    """The trained model of a seed and its judge, made when the first of its quantizers is measured."""
+
+    def __init__(self, settings: dict[str, str], folder: Path) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.of_seed: dict[int, tuple[Trained, Judge]] = {}
+
+    def measure(self, quantizer: str, bits: float, seed: int) -> dict[str, Any]:
+        """What one quantizer leaves of the model of a seed, in so many bits a weight."""
+        if seed not in self.of_seed:
+            found = trained(self.settings, seed, self.folder)
+            self.of_seed.clear()  # one model at a time: its predictions take much memory
+            config = Config.from_env({**self.settings, "SEED": str(seed)})
+            self.of_seed[seed] = (found, Judge(found.model, config))
+        found, judge = self.of_seed[seed]
+        weights = sum(parameter.numel() for parameter in found.model.parameters())
+        own = {
+            **self.settings, **QUANTIZERS[quantizer], "SEED": str(seed),
+            "ARTIFACT_BYTES_MAX": str(round(bits * weights / 8)),
+        }  # fmt: skip
+        config = Config.from_env(own)
+        made = ship_in_lattice if quantizer == LATTICE else ship
+        shipped, figures = made(found, config)
+        train_gpt.ready_model(
+            shipped, train_gpt.Machine(), train_gpt.choose_kernels(config, train_gpt.Machine())
+        )
+        return {
+            "seed": seed, "weights": weights, "training_seconds": found.seconds,
+            "float_bpb": judge.float_bpb(), **figures, **judge.judge(shipped),
+        }  # fmt: skip
+
+
+HEADER = (
+    "| quantizer | bytes | bpb lost | of GPTQ's loss | divergence | of GPTQ's divergence | written, s a pass "
+    "| read, s | n |"
+)
+
+
+def ratio_cell(runs: paired.Runs, reference: paired.Runs, figure: Callable[[dict[str, Any]], float]) -> str:
+    """The mean ratio of a figure to that of the same seed, with its standard error."""
+    theirs = {run["seed"]: figure(run) for run in reference}
+    ratios = [figure(run) / theirs[run["seed"]] for run in runs if run["seed"] in theirs]
+    error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+    return f"{statistics.mean(ratios):.3f}{error}"
+
+
+def row(name: str, runs: paired.Runs, base: paired.Runs) -> str:
+    """A line of the table; ratios are taken seed by seed."""
+
+    def lost(run: dict[str, Any]) -> float:
+        return float(run["val_bpb"] - run["float_bpb"])
+
+    def divergence(run: dict[str, Any]) -> float:
+        return float(run["divergence"])
+
+    ratios = ["1", "1"]
+    if runs is not base:
+        ratios = [ratio_cell(runs, base, lost), ratio_cell(runs, base, divergence)]
+    seconds = ["-", "-"]
+    if "write_seconds" in runs[0]:
+        a_pass = statistics.median(run["write_seconds"] / run["passes"] for run in runs)
+        seconds = [f"{a_pass:.1f}", f"{statistics.median(run['read_seconds'] for run in runs):.1f}"]
+    size_bytes = statistics.mean(run["bytes"] for run in runs)
+    return (
+        f"| {name} | {size_bytes:,.0f} | {statistics.mean(map(lost, runs)):.5f} | {ratios[0]} | "
+        f"{statistics.mean(map(divergence, runs)):.5f} | {ratios[1]} | {' | '.join(seconds)} | {len(runs)} |"
+    )
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """What was held equal, and a table for each number of bits."""
+    rows: dict[str, paired.Runs] = measured["rows"]
+    runs = next(iter(rows.values()))
+    seeds = sorted({run["seed"] for of_row in rows.values() for run in of_row})
+    before = {run["seed"]: run["float_bpb"] for of_row in rows.values() for run in of_row}
+    lines = [
+        f"`{measured['data']}`, {measured['model']}, {runs[0]['weights']:,} weights, {measured['steps']} "
+        f"steps; seeds {' '.join(map(str, seeds))}; {measured['val_tokens']:,} validation targets, "
+        f"{statistics.mean(before.values()):.4f} bits per byte before quantization. Hessians of "
+        f"{measured['calibration_batches']} batches. Lost: bits per byte after quantization less before; "
+        "divergence: of the predictions from those before, in bits a byte of text; ratios seed by seed. "
+        "Seconds: of one core, GPTQ's sweep and the coder together. The lattice has no file: its bytes are "
+        "an ideal coder's, with the tables that the trellis has.",
+    ]  # fmt: skip
+    for bits in measured["bits"]:
+        base = rows[row_name(BASE, bits)]
+        of_bits = []
+        for quantizer in QUANTIZERS:
+            if found := rows.get(row_name(quantizer, bits)):
+                of_bits.append(row(quantizer, found, base))
+        lines += ["", f"{bits:g} bits a weight:", "", *paired.table(HEADER, of_bits)]
+    return lines
+
+
+def main() -> None:
+    """Measure what is not measured yet, print the table, and with --keep store it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
+    parser.add_argument(
+        "--runs", type=Path, required=True, help="keep models and runs there; go on with those"
+    )
+    parser.add_argument("--size", choices=SIZES, default="10M")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
+    parser.add_argument("--bits", type=float, nargs="+", default=BITS, help="a weight of the artifact has")
+    parser.add_argument("--only", nargs="+", choices=QUANTIZERS, default=QUANTIZERS)
+    parser.add_argument("--val-tokens", type=int, default=65_536, help="targets to score")
+    parser.add_argument("--train", action="store_true", help="train the models and measure nothing more")
+    parser.add_argument("--table", action="store_true", help="measure nothing more")
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
+    arguments = parser.parse_args()
+    import sentencepiece
+
+    torch.set_num_threads(1)
+    before = results.conditions()
+    vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()
+    settings = {
+        **COMMON, **SIZES[arguments.size], "VOCAB_SIZE": str(vocabulary), "DATA_PATH": str(arguments.data),
+        "TOKENIZER_PATH": str(arguments.tokenizer), "VAL_TOKENS_LIMIT": str(arguments.val_tokens),
+    }  # fmt: skip
+    config = Config.from_env(settings)
+    measured = {
+        "data": arguments.data.name, "model": f"{config.num_layers} layers × {config.model_dim}",
+        "steps": config.iterations, "val_tokens": arguments.val_tokens, "bits": list(arguments.bits),
+        "calibration_batches": config.gptq_calibration_batches,
+    }  # fmt: skip
+    alike = {key: before[key] for key in ("processor", "torch", "script")}
+    about = {name: value for name, value in settings.items() if name not in ("DATA_PATH", "TOKENIZER_PATH")}
+    ablation.hold_common(arguments.runs, json.dumps({**alike, **about}, indent=1))
+
+    stack: dict[str, dict[str, str]] = {}
+    for bits, quantizer in itertools.product(arguments.bits, QUANTIZERS):
+        stack[row_name(quantizer, bits)] = {}
+    bench = Bench(settings, arguments.runs)
+    if arguments.train:
+        for seed in arguments.seeds:
+            trained(settings, seed, arguments.runs)
+        return
+    if not arguments.table:
+        for seed, bits, quantizer in itertools.product(arguments.seeds, arguments.bits, arguments.only):
+            name = row_name(quantizer, bits)
+            path = arguments.runs / f"{name.replace(' ', '_')}-seed{seed}.json"
+            ablation.measure_once(path, name, functools.partial(bench.measure, quantizer, bits, seed))
+    measured["rows"] = ablation.kept_rows(arguments.runs, stack)
+    results.finish(f"quantizers-{arguments.data.name}-{arguments.size}", before, measured, arguments.keep)
+
+
+if __name__ == "__main__":
+    main()
