@@ -98,7 +98,7 @@ def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: in
 )
 def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object], tmp_path: Path) -> None:
     """Behind right checksums, as whoever forges a file would write them."""
-    config = Config.from_env(plain_settings(1, 16, 32, **settings))
+    config = Config.from_env(plain_settings(1, 8, 16, **settings))  # small, for many of them
     train_gpt.check_artifact(config)
     model = trained_like(config)
     hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
