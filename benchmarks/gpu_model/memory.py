@@ -1,6 +1,7 @@
 """Bytes that a training step needs on a GPU, by a formula: configs are checked by it before they meet a card.
 
     python -m benchmarks.gpu_model.memory configs/*.env
+    python -m benchmarks.gpu_model.memory configs/h100_1gpu.env --set MICRO_BATCH_TOKENS=32768
 
 The formula counts what a visit of a layer saves for the backward pass, as the census traces it, and all that
 lasts as long as the run. It lies 0 to 10 % above the traced peak of the default run.
@@ -8,6 +9,7 @@ lasts as long as the run. It lies 0 to 10 % above the traced peak of the default
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -49,8 +51,12 @@ def predicted_bytes(config: train_gpt.Config, world_size: int, bytes_a_value: in
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
-    for path in sys.argv[1:] if arguments is None else arguments:
-        config = subject.config(path)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="files of settings")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings over each file")
+    options = parser.parse_args(arguments)
+    for path in options.configs:
+        config = subject.config(path, options.set)
         world_size = 1 if "1gpu" in path or "demo" in path else 8
         for bytes_a_value, name in ((2, "bf16"), (4, "fp32")):
             gigabytes = predicted_bytes(config, world_size, bytes_a_value) / 1e9
