@@ -740,7 +740,10 @@ def few_steps(dataset: Path, candidate: str, **changes: object) -> dict[str, str
         "DATA_PATH": dataset, "TOKENIZER_PATH": dataset / "tokenizer.model", "MATRIX_LR": 0.05, **changes,
     }  # fmt: skip
     settings = {**geometry, **{name: str(value) for name, value in small.items()}}
-    return {**settings, **candidates.CANDIDATES[candidate].settings, "CANDIDATE": candidate}
+    settings.update(candidates.CANDIDATES[candidate].settings)
+    if "TRAIN_SEQ_LENS" in settings:
+        settings["TRAIN_SEQ_LENS"] = "16:0.3333333 32"  # the candidate's are of longer sequences
+    return {**settings, "CANDIDATE": candidate}
 
 
 @pytest.mark.slow
