@@ -13,6 +13,7 @@ not measured again, and several processes share the work.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -155,14 +156,19 @@ def backout(start: float) -> Patch:
     return patch
 
 
-MUDD_HIDDEN = 16  # of 64 there, for models that are eight times as wide
+MUDD_HIDDEN = 16  # of 64 there, in a model of 768 channels
 MUDD_SCALE = 0.1
+# Of the rate of the small tensors: 0.0048 at the rates here, which are 2.4 times the default's; 0.002 there.
+MUDD_RATE = 0.1
 
 
 def mudd(before_last_layer: bool) -> Patch:
-    """Each token decides how much of earlier streams it takes up again (modded-nanogpt PR #259).
+    """Each token says what it takes up of other streams before the head (modded-nanogpt PR #259), trimmed.
 
-    Sources are the embeddings, what enters the lanes and the last stream; before_last_layer: there as well.
+    The streams are the embeddings, what enters the lanes, and the one that the token has. Their shares come
+    from that one, normalised, by an MLP whose output starts at zero; before_last_layer: so does the input of
+    the last layer. Left out: the way into its values, what replaces static scalars, more streams, and
+    the share of one half that is taken out of the middle stream at first (`backout` has it).
     """
 
     def patch(trial: Trial) -> None:
@@ -179,7 +185,7 @@ def mudd(before_last_layer: bool) -> Patch:
             drawn_HD = torch.empty(MUDD_HIDDEN, dim).uniform_(-bound, bound, generator=random)
             first = {f"{name}_in_HD": drawn_HD, f"{name}_out_3H": torch.zeros(3, MUDD_HIDDEN)}
             first[f"{name}_bias_3"] = torch.zeros(3)
-            in_HD, out_3H, bias_3 = trial.add_parameters(first, rate=0.1)
+            in_HD, out_3H, bias_3 = trial.add_parameters(first, MUDD_RATE)
 
             def take_up(lanes: list[Tensor], x0_BTD: Tensor) -> list[Tensor]:
                 stream_BTD = train_gpt.join(lanes)
@@ -469,7 +475,7 @@ def train(trial: Trial) -> float:
     return (time.process_time() - start) / steps
 
 
-TURNS = 25  # of every row, to compare what their steps cost
+TURNS = 40  # of every row, to compare what their steps cost
 TURN_STEPS = 6  # of a turn: what changes by thirds of a run has its share
 # Steps of 6 bits that reach 12.85 standard deviations, as MATRIX_CLIP_SIGMAS of the public records.
 RELATIVE_STEP = 12.85 / 31
@@ -511,27 +517,32 @@ def measure(settings: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def steps_of_equal_cost(stack: dict[str, dict[str, str]], steps: int) -> dict[str, int]:
+def price(stack: dict[str, dict[str, str]], steps: int, ratios_file: Path) -> dict[str, int]:
     """Steps of each row that take the CPU seconds of `steps` of the first one.
 
     All rows take short turns, as what a second of a shared machine holds changes from one to the next; the
-    median of the turns' ratios decides.
+    median of the turns' ratios decides, and the file keeps them all.
     """
     trials = []
     for settings in stack.values():
         trials.append(made({**settings, "ITERATIONS": str(TURN_STEPS)}, 0))
-    turns = []
+    ratios: dict[str, list[float]] = {name: [] for name in stack}
     for _ in range(TURNS):
         seconds = []
         for trial in trials:
             start = time.process_time()
             ablation.train(trial.config, trial.model, time.process_time, trial)
             seconds.append(time.process_time() - start)
-        turns.append([own / seconds[0] for own in seconds])
-    found = {}
-    for name, ratios in zip(stack, zip(*turns, strict=True), strict=True):
-        found[name] = round(steps / statistics.median(ratios))
-    return found
+        for name, own in zip(stack, seconds, strict=True):
+            ratios[name].append(own / seconds[0])
+    train_gpt.write_atomically(ratios_file, json.dumps(ratios).encode())
+    return {name: round(steps / statistics.median(found)) for name, found in ratios.items()}
+
+
+def told_price(ratios: list[float]) -> str:
+    """What a step takes of the base's CPU seconds, and the error of that: a median's, 1.25 times a mean's."""
+    error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5
+    return f"{statistics.median(ratios):.3f} ± {error:.3f}"
 
 
 def row_name(candidate: str, rate: float) -> str:
@@ -604,9 +615,15 @@ def tables(measured: dict[str, Any]) -> list[str]:
             lines.append(row(name, rows[name], rows[base_of(name)]))
     rates = " ".join(f"{name}={value:g}" for name, value in measured["rates"].items())
     length = f"{measured['steps']} steps"
-    if counts := measured.get("counts"):
-        others = ", ".join(f"{name} {count}" for name, count in counts.items() if name != BASE)
-        length += f" of the base, as many of the others as take the same CPU seconds ({others})"
+    if ratios := measured.get("ratios"):
+        told = []
+        for name, count in measured["counts"].items():
+            if name != BASE:
+                told.append(f"{name}: {count}, a step takes {told_price(ratios[name])} of the base's")
+        length += (
+            f" of the base, as many of the others as take the same CPU seconds, by {len(ratios[BASE])} short "
+            f"turns ({'; '.join(told)})"
+        )
     return [
         f"`{measured['data']}`, {length}, {size.format(**geometry)}, "
         f"{geometry['NUM_LOOPS']} extra passes over a loop; {measured['val_tokens']:,} validation targets, "
@@ -630,6 +647,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
 
 
+def hold_steps(
+    stack: dict[str, dict[str, str]], arguments: argparse.Namespace, measured: dict[str, Any]
+) -> None:
+    """Give every row the steps that take equal seconds; they and their prices join what was measured."""
+    ratios_file = arguments.runs / "ratios.json"
+    pricing = functools.partial(price, ratios_file=ratios_file)
+    counts = ablation.kept_steps(arguments.runs, stack, arguments.steps, pricing)
+    measured["counts"] = counts
+    measured["ratios"] = json.loads(ratios_file.read_text(encoding="utf-8"))
+    for name, settings in stack.items():
+        settings["ITERATIONS"] = str(counts[name])
+
+
 def main() -> None:
     """Measure what is not measured yet, print the table, and with --keep store it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -641,6 +671,10 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="measure nothing more")
     arguments = parser.parse_args()
+    if arguments.equal == "seconds" and len(arguments.rates) > 1:
+        parser.error("--equal seconds takes one of --rates: steps are counted beside one base")
+    if arguments.equal == "seconds" and arguments.table and not (arguments.runs / "steps.json").exists():
+        parser.error(f"--table: {arguments.runs} has no prices yet; measure without it first")
     torch.set_num_threads(1)
     before = results.conditions()
     measured = {
@@ -651,10 +685,7 @@ def main() -> None:
     name = f"candidates-{arguments.data.name}-{arguments.size}-{arguments.steps}steps"
     if arguments.equal == "seconds":
         name += "-seconds"
-        counts = ablation.kept_steps(arguments.runs, stack, arguments.steps, steps_of_equal_cost)
-        measured["counts"] = counts
-        for row_of, settings in stack.items():
-            settings["ITERATIONS"] = str(counts[row_of])
+        hold_steps(stack, arguments, measured)
     if not arguments.table:
         order = list(itertools.product(arguments.seeds, stack))
         alike = {key: before[key] for key in ("processor", "torch", "script")}

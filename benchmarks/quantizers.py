@@ -1,17 +1,17 @@
 """What quantizers lose at equal bytes, on the same trained weights with the same Hessians.
 
     python benchmarks/quantizers.py --data DIR --tokenizer FILE --runs FOLDER [--size 10M] [--bits 3.5 2.8]
-        [--seeds 1337 42 2025] [--only GPTQ "lattice E8"] [--train] [--table] [--keep]
+        [--seeds 1337 42 2025] [--only "lattice E8" trellis] [--train] [--table] [--keep]
 
 A model is trained once for each seed and kept in the folder with its Hessians; every quantizer gets these.
 Rate control fits each into the same number of bytes. Two figures say what was lost. The loss over the weights
-before quantization is what counts, but a few thousand tokens may by chance like a rounding error. The
+before quantization is what counts, but some ten thousand tokens may by chance like a rounding error. The
 divergence (Kullback and Leibler) of the predictions from those before quantization is never below zero, and
 is told apart on fewer tokens.
 
 All quantizers but one are train_gpt.py's own, and write its files. The lattice E8 is made here, to be
-measured beside the trellis: its bytes are what an ideal coder with the same tables would take, headless.
-For the others that figure is within a hundredth of the file's, as a test checks.
+measured beside the trellis: its bytes are what an ideal coder with the same tables would take. A file has a
+head and the states of its coder besides, so the lattice is favoured by some tenths of a percent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -53,7 +53,8 @@ COMMON = {
     "EVAL_STRIDE": "0", "MAX_WALLCLOCK_SECONDS": "0", "GPTQ": "1", "RATE_CONTROL": "1",
 }  # fmt: skip
 SIZES = {
-    # 10.6 M weights in matrices, of the default's kind: two passes over a loop, two lanes, half as many keys.
+    # 10.6 M weights in matrices; two passes over a loop, two lanes, half as many keys, as the default has.
+    # What a core can train in twenty minutes: such weights are still near where they began.
     "10M": {
         "NUM_LAYERS": "8", "MODEL_DIM": "384", "NUM_HEADS": "6", "NUM_KV_HEADS": "3", "MLP_MULT": "3",
         "XSA_LAST_N": "8", "NUM_LOOPS": "1", "LOOP_START": "3", "LOOP_END": "3", "PARALLEL_START_LAYER": "6",
@@ -118,7 +119,7 @@ class Cosets:
 
     @property
     def shifts_3C(self) -> np.ndarray:
-        """Of the next row; a trellis has those of the two rows before as well."""
+        """Of the next row, (1, C); a trellis has those of the two rows before as well."""
         return self.of_rows_RC[self.row : self.row + 1]
 
     def follow(self, _codes_C: np.ndarray) -> None:
@@ -143,7 +144,7 @@ def ideal_bits(array_RC: np.ndarray, in_lattice: bool = False) -> float:
     """
     along_trellis = array_RC.dtype == np.int16
     codes_RC = (array_RC >> 1).astype(np.int8) if along_trellis else array_RC
-    peak = int(np.abs(codes_RC.astype(np.int16)).max(initial=1))
+    peak = int(np.abs(codes_RC.astype(np.int16)).max(initial=0))
     model = train_gpt.SymbolModel(codes_RC.shape[1], peak, along_trellis)
     bits = 0.0
     if in_lattice:
@@ -213,17 +214,16 @@ class Judge:
     def __init__(self, model: GPT, config: Config) -> None:
         shards = train_gpt.open_shards(f"{config.data_path}/fineweb_val_[0-9]*.bin")
         tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
-        count = min(config.val_tokens_limit, len(tokens) - 1)
+        count = len(tokens) - 1
+        if config.val_tokens_limit:
+            count = min(config.val_tokens_limit, count)
         self.tokens = tokens[: count - count % config.train_seq_len + 1]
         self.targets = torch.from_numpy(self.tokens[1:].astype(np.int64))
         self.config = config
-        self.bits_per_nat = 1 / math.log(2) / int(train_gpt.token_bytes(self.tokens, config).sum())
+        # Bits per byte of text that a nat is, summed over all targets.
+        self.bpb_per_nat = 1 / math.log(2) / int(train_gpt.token_bytes(self.tokens, config).sum())
         self.before = list(log_probabilities(model, self.tokens, config))
-
-    def float_bpb(self) -> float:
-        """Bits per byte before quantization."""
-        found_N = torch.cat(self.before).gather(-1, self.targets[:, None])
-        return -float(found_N.double().sum()) * self.bits_per_nat
+        self.float_bpb = self.judge(model)["val_bpb"]
 
     def judge(self, model: GPT) -> dict[str, float]:
         """Bits per byte of a model, and its divergence from the one before quantization, in the same unit."""
@@ -235,7 +235,7 @@ class Judge:
         ):
             nats -= float(after_NV.gather(-1, targets_N[:, None]).double().sum())
             divergence += float((before_NV.exp() * (before_NV - after_NV)).double().sum())
-        return {"val_bpb": nats * self.bits_per_nat, "divergence": divergence * self.bits_per_nat}
+        return {"val_bpb": nats * self.bpb_per_nat, "divergence": divergence * self.bpb_per_nat}
 
 
 def ship(found: Trained, config: Config) -> tuple[GPT, dict[str, Any]]:
@@ -320,69 +320,82 @@ class Bench:
         )
         return {
             "seed": seed, "weights": weights, "training_seconds": found.seconds,
-            "float_bpb": judge.float_bpb(), **figures, **judge.judge(shipped),
+            "targets": len(judge.targets), "float_bpb": judge.float_bpb, **figures, **judge.judge(shipped),
         }  # fmt: skip
 
 
 HEADER = (
-    "| quantizer | bytes | bpb lost | of GPTQ's loss | divergence | of GPTQ's divergence | written, s a pass "
-    "| read, s | n |"
+    "| quantizer | bytes | bpb lost | of GPTQ's | minus GPTQ's | its error | divergence | of GPTQ's "
+    "| its error | written, s | passes | read, s | n |"
 )
 
 
-def ratio_cell(runs: paired.Runs, reference: paired.Runs, figure: Callable[[dict[str, Any]], float]) -> str:
-    """The mean ratio of a figure to that of the same seed, with its standard error."""
-    theirs = {run["seed"]: figure(run) for run in reference}
-    ratios = [figure(run) / theirs[run["seed"]] for run in runs if run["seed"] in theirs]
-    error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
-    return f"{statistics.mean(ratios):.3f}{error}"
+def lost(run: dict[str, Any]) -> float:
+    """Bits per byte by which a model became worse."""
+    return float(run["val_bpb"] - run["float_bpb"])
+
+
+def mean_and_error(values: list[float], digits: int, sign: str = "") -> str:
+    """Two cells: the mean, and its standard error where there are two or more."""
+    if not values:
+        return "- | -"
+    error = f"{statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else "-"
+    return f"{statistics.mean(values):{sign}.{digits}f} | {error}"
 
 
 def row(name: str, runs: paired.Runs, base: paired.Runs) -> str:
-    """A line of the table; ratios are taken seed by seed."""
+    """A line of the table; what is told beside the base is of the seeds that both have.
 
-    def lost(run: dict[str, Any]) -> float:
-        return float(run["val_bpb"] - run["float_bpb"])
-
-    def divergence(run: dict[str, Any]) -> float:
-        return float(run["divergence"])
-
-    ratios = ["1", "1"]
-    if runs is not base:
-        ratios = [ratio_cell(runs, base, lost), ratio_cell(runs, base, divergence)]
+    Of losses the ratio of their sums: that of one seed may be hardly more than chance.
+    """
+    of_base = {run["seed"]: run for run in base}
+    pairs = [(run, of_base[run["seed"]]) for run in runs if run["seed"] in of_base]
+    beside = ["-", "- | -", "- | -"]
+    if runs is not base and pairs:
+        ratio = sum(lost(run) for run, _ in pairs) / sum(lost(other) for _, other in pairs)
+        differences = [lost(run) - lost(other) for run, other in pairs]
+        ratios = [run["divergence"] / other["divergence"] for run, other in pairs]
+        beside = [f"{ratio:.2f}", mean_and_error(differences, 5, "+"), mean_and_error(ratios, 3)]
     seconds = ["-", "-"]
     if "write_seconds" in runs[0]:
-        a_pass = statistics.median(run["write_seconds"] / run["passes"] for run in runs)
-        seconds = [f"{a_pass:.1f}", f"{statistics.median(run['read_seconds'] for run in runs):.1f}"]
-    size_bytes = statistics.mean(run["bytes"] for run in runs)
+        seconds = [
+            f"{statistics.median(run[key] for run in runs):.0f}" for key in ("write_seconds", "read_seconds")
+        ]
     return (
-        f"| {name} | {size_bytes:,.0f} | {statistics.mean(map(lost, runs)):.5f} | {ratios[0]} | "
-        f"{statistics.mean(map(divergence, runs)):.5f} | {ratios[1]} | {' | '.join(seconds)} | {len(runs)} |"
+        f"| {name} | {statistics.mean(run['bytes'] for run in runs):,.0f} | "
+        f"{statistics.mean(map(lost, runs)):.5f} | {beside[0]} | {beside[1]} | "
+        f"{statistics.mean(run['divergence'] for run in runs):.5f} | {beside[2]} | "
+        f"{seconds[0]} | {statistics.median(run['passes'] for run in runs):g} | {seconds[1]} | {len(pairs)} |"
     )
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
-    """What was held equal, and a table for each number of bits."""
+    """What was held equal, and a table for each number of bits that GPTQ was measured at."""
     rows: dict[str, paired.Runs] = measured["rows"]
-    runs = next(iter(rows.values()))
-    seeds = sorted({run["seed"] for of_row in rows.values() for run in of_row})
-    before = {run["seed"]: run["float_bpb"] for of_row in rows.values() for run in of_row}
+    runs = [run for of_row in rows.values() for run in of_row]
+    seeds = sorted({run["seed"] for run in runs})
+    before = {run["seed"]: run["float_bpb"] for run in runs}
+    length = f"{measured['steps']} steps of {measured['tokens_a_step']:,} tokens"
+    if measured["steps"] * measured["tokens_a_step"] < runs[0]["weights"]:
+        length += ", fewer in all than weights, which are near where they began"
     lines = [
-        f"`{measured['data']}`, {measured['model']}, {runs[0]['weights']:,} weights, {measured['steps']} "
-        f"steps; seeds {' '.join(map(str, seeds))}; {measured['val_tokens']:,} validation targets, "
+        f"`{measured['data']}`, {measured['model']}, {runs[0]['weights']:,} weights, {length}; seeds "
+        f"{' '.join(map(str, seeds))}; {runs[0]['targets']:,} validation targets, "
         f"{statistics.mean(before.values()):.4f} bits per byte before quantization. Hessians of "
-        f"{measured['calibration_batches']} batches. Lost: bits per byte after quantization less before; "
-        "divergence: of the predictions from those before, in bits a byte of text; ratios seed by seed. "
-        "Seconds: of one core, GPTQ's sweep and the coder together. The lattice has no file: its bytes are "
+        f"{measured['calibration_batches']} batches. Lost: bits per byte after quantization less before; of "
+        "GPTQ's: sums over the seeds. Divergence: of the predictions from those before, in bits a byte of "
+        "text; of GPTQ's: seed by seed. Written: CPU seconds of one core, beside other jobs; Hessians are "
+        "factored once, GPTQ's sweep and the coder run in each pass. The lattice has no file: its bytes are "
         "an ideal coder's, with the tables that the trellis has.",
     ]  # fmt: skip
     for bits in measured["bits"]:
-        base = rows[row_name(BASE, bits)]
+        base = rows.get(row_name(BASE, bits), [])
         of_bits = []
         for quantizer in QUANTIZERS:
             if found := rows.get(row_name(quantizer, bits)):
-                of_bits.append(row(quantizer, found, base))
-        lines += ["", f"{bits:g} bits a weight:", "", *paired.table(HEADER, of_bits)]
+                of_bits.append(row(quantizer, found, found if quantizer == BASE else base))
+        if of_bits:
+            lines += ["", f"{bits:g} bits a weight:", "", *paired.table(HEADER, of_bits)]
     return lines
 
 
@@ -397,8 +410,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
     parser.add_argument("--bits", type=float, nargs="+", default=BITS, help="a weight of the artifact has")
-    parser.add_argument("--only", nargs="+", choices=QUANTIZERS, default=QUANTIZERS)
-    parser.add_argument("--val-tokens", type=int, default=65_536, help="targets to score")
+    parser.add_argument("--only", nargs="+", choices=QUANTIZERS, help="beside GPTQ; all by default")
+    parser.add_argument("--val-tokens", type=int, default=65_536, help="targets to score; 0: all")
     parser.add_argument("--train", action="store_true", help="train the models and measure nothing more")
     parser.add_argument("--table", action="store_true", help="measure nothing more")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
@@ -415,12 +428,14 @@ def main() -> None:
     config = Config.from_env(settings)
     measured = {
         "data": arguments.data.name, "model": f"{config.num_layers} layers × {config.model_dim}",
-        "steps": config.iterations, "val_tokens": arguments.val_tokens, "bits": list(arguments.bits),
+        "steps": config.iterations, "tokens_a_step": config.train_batch_tokens, "bits": list(arguments.bits),
         "calibration_batches": config.gptq_calibration_batches,
     }  # fmt: skip
     alike = {key: before[key] for key in ("processor", "torch", "script")}
-    about = {name: value for name, value in settings.items() if name not in ("DATA_PATH", "TOKENIZER_PATH")}
-    ablation.hold_common(arguments.runs, json.dumps({**alike, **about}, indent=1))
+    about = {**alike, "data": arguments.data.name, **config.as_env()}
+    for path in ("CONFIG", "DATA_PATH", "TOKENIZER_PATH"):  # the same files may lie elsewhere
+        about.pop(path, None)
+    ablation.hold_common(arguments.runs, json.dumps(about, indent=1))
 
     stack: dict[str, dict[str, str]] = {}
     for bits, quantizer in itertools.product(arguments.bits, QUANTIZERS):
@@ -430,8 +445,9 @@ def main() -> None:
         for seed in arguments.seeds:
             trained(settings, seed, arguments.runs)
         return
+    chosen = [name for name in QUANTIZERS if not arguments.only or name in (BASE, *arguments.only)]
     if not arguments.table:
-        for seed, bits, quantizer in itertools.product(arguments.seeds, arguments.bits, arguments.only):
+        for seed, bits, quantizer in itertools.product(arguments.seeds, arguments.bits, chosen):
             name = row_name(quantizer, bits)
             path = arguments.runs / f"{name.replace(' ', '_')}-seed{seed}.json"
             ablation.measure_once(path, name, functools.partial(bench.measure, quantizer, bits, seed))

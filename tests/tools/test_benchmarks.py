@@ -756,7 +756,22 @@ def test_every_candidate_is_another_training(dataset: Path) -> None:
         assert trained[name].isfinite().all(), name
     base = trained.pop(candidates.BASE)
     for name, weights in trained.items():
-        assert len(weights) != len(base) or not torch.equal(weights, base), name
+        # What a candidate adds to the model stands behind it.
+        assert not torch.equal(weights[: len(base)], base), name
+
+
+def test_connections_that_each_token_chooses_begin_as_if_they_were_not_there(dataset: Path) -> None:
+    ids_BT = torch.randint(4, 320, (2, 33), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for name in (candidates.BASE, "MUDD at the output and the last layer"):
+        trial = candidates.made(few_steps(dataset, name), 7)
+        losses.append(trial.model.loss(ids_BT[:, :-1], ids_BT[:, 1:]))
+    assert losses[0].item() == losses[1].item()
+    # And yet they learn: only the weights before a zero have no gradient at first.
+    losses[1].backward()
+    for site in ("mudd_output", "mudd_last_layer"):
+        gradient = trial.model.get_parameter(f"{site}_out_3H").grad
+        assert gradient is not None and gradient.abs().sum() > 0
 
 
 def test_a_single_head_of_keys_is_paired_with_no_other(dataset: Path) -> None:
@@ -781,9 +796,18 @@ def test_a_candidate_is_compared_with_the_base_of_its_seeds_and_rates() -> None:
     assert lines[0].startswith("| prefix 0.25, rates × 0.8 | 3.3000 | -0.2000 | - |")
     assert lines[1] == "| prefix 0.25 | 2.4500 | -0.1000 | 0.0000 | +0.0000 | 1.00 | 2 |"
     assert lines[-1] == "| backout 0.5 | 2.7000 | +0.1000 | 0.0000 | +0.0000 | 1.00 | 3 |"
+    # At equal seconds the table says how many steps they were, and how sure that is.
+    prices = {
+        "counts": {"base": 3, "prefix 0.25": 2},
+        "ratios": {"base": [1.0] * 4, "prefix 0.25": [1.4, 1.5] * 2},
+    }
+    text = candidates.tables({**measured, **prices})[0]
+    assert "by 4 short turns (prefix 0.25: 2, a step takes 1.450 ± 0.036 of the base's)" in text
 
 
-def test_a_candidate_whose_steps_take_longer_gets_fewer_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_whose_steps_take_longer_gets_fewer_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
     turns: list[str] = []
 
@@ -801,10 +825,12 @@ def test_a_candidate_whose_steps_take_longer_gets_fewer_of_them(monkeypatch: pyt
     monkeypatch.setattr(candidates.ablation, "train", train)
     monkeypatch.setattr(candidates.time, "process_time", lambda: clock[0])
     stack = {name: {"CANDIDATE": name} for name in ("base", "dear", "alike")}
-    counts = candidates.steps_of_equal_cost(stack, 300)
+    counts = candidates.price(stack, 300, tmp_path / "ratios.json")
     assert turns == ["base", "dear", "alike"] * candidates.TURNS
     assert counts["base"] == 300
     assert counts["dear"] == pytest.approx(240, abs=4) and counts["alike"] == pytest.approx(300, abs=4)
+    ratios = json.loads((tmp_path / "ratios.json").read_text())
+    assert ratios.keys() == stack.keys() and len(ratios["dear"]) == candidates.TURNS
 
 
 def test_the_default_read_out_is_that_of_the_optimizer(
