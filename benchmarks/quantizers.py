@@ -452,7 +452,10 @@ def main() -> None:
             path = arguments.runs / f"{name.replace(' ', '_')}-seed{seed}.json"
             ablation.measure_once(path, name, functools.partial(bench.measure, quantizer, bits, seed))
     measured["rows"] = ablation.kept_rows(arguments.runs, stack)
-    results.finish(f"quantizers-{arguments.data.name}-{arguments.size}", before, measured, arguments.keep)
+    name = f"quantizers-{arguments.data.name}-{arguments.size}"
+    if arguments.val_tokens != parser.get_default("val_tokens"):
+        name += f"-{arguments.val_tokens}targets"
+    results.finish(name, before, measured, arguments.keep)
 
 
 if __name__ == "__main__":
