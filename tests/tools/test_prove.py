@@ -286,6 +286,35 @@ def test_shrinking_keeps_the_order_of_lengths(stride: str, context: str, train: 
     assert (after.eval_stride == 0) == (before.eval_stride == 0)
 
 
+@pytest.mark.parametrize(
+    ("given", "lengths", "ends"),
+    [
+        ("1024:0.333 2048", [8, 16], [0.333]),
+        ("1024:0.1 2048:0.7 3072", [4, 8, 16], [0.1, 0.7]),
+        ("100:50 1000:200 2000", [4, 8, 16], [1 / 3, 2 / 3]),  # a tiny run has no step 200
+    ],
+)
+def test_growing_lengths_still_grow_when_they_are_shrunk(
+    given: str, lengths: list[int], ends: list[float]
+) -> None:
+    before = train_gpt.Config.from_env(
+        {"TRAIN_SEQ_LENS": given, "TRAIN_BATCH_TOKENS": "768000", "MICRO_BATCH_TOKENS": "96000"}
+    )
+    after = train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
+    assert [part.length for part in after.length_parts] == lengths
+    assert [part.until for part in after.length_parts[:-1]] == pytest.approx(ends, abs=1e-5)
+
+
+CONFIGS = sorted((SCRIPT.parent / "configs").glob("*.env"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_every_config_here_can_be_asked_for_proofs(path: Path) -> None:
+    config = train_gpt.Config.from_env({"CONFIG": str(path)})
+    for size in (tiny.FOR_SCORER, tiny.FOR_RUN):
+        train_gpt.Config.from_env(tiny.shrink(config, size)[0])
+
+
 def test_case_data_is_counted_by_an_audited_sidecar(
     subject: probes.Subject, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
