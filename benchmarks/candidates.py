@@ -423,6 +423,10 @@ class Candidate(NamedTuple):
     patches: list[Patch]
 
 
+SHORT_MEMORY = {"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}
+MIXTURE = {"MUON_MIXTURE": "1"}
+# Half of a sequence in the first third; modded-nanogpt's record 72 has 896 of 2,048 tokens.
+SHORT_PIECES = {"TRAIN_SEQ_LENS": "128:0.3333333 256"}
 BASE = "base"
 CANDIDATES: dict[str, Candidate] = {
     BASE: Candidate({}, []),
@@ -435,8 +439,7 @@ CANDIDATES: dict[str, Candidate] = {
     "backout 0.5": Candidate({}, [backout(0.5)]),
     "MUDD at the output": Candidate({}, [mudd(before_last_layer=False)]),
     "MUDD at the output and the last layer": Candidate({}, [mudd(before_last_layer=True)]),
-    # Half of a sequence; modded-nanogpt's record 72 has 896 of 2,048 tokens.
-    "short pieces in the first third": Candidate({"TRAIN_SEQ_LENS": "128:0.3333333 256"}, []),
+    "short pieces in the first third": Candidate(SHORT_PIECES, []),
     "Q, K by head pairs": Candidate({}, [head_pairs]),
     "second moment": Candidate({}, [second_moment(0.95)]),
     "cautious decay, doubled": Candidate({}, [cautious_decay(2.0)]),
@@ -447,13 +450,15 @@ CANDIDATES: dict[str, Candidate] = {
     ),
     "momentum cool-down": Candidate({}, [momentum_cooldown(0.85, 0.3)]),
     "momentum mixture": Candidate({}, [momentum_mixture(0.88, 0.97, 0.3)]),
-    "momentum mixture, from the start": Candidate({"MUON_MIXTURE": "1"}, []),
+    "momentum mixture, from the start": Candidate(MIXTURE, []),
     "EMA-Nesterov": Candidate({}, [look_ahead(0.6, 0.03)]),
     "Adam warm-down 0.4": Candidate({}, [adam_warmdown(0.4)]),
-    "Adam betas 0.8 0.95": Candidate({"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10"}, []),
+    "Adam betas 0.8 0.95": Candidate(SHORT_MEMORY, []),
     "Adam beta2 0.99": Candidate({"BETA2": "0.99"}, []),
-    "Adam betas 0.8 0.95 and the mixture": Candidate(
-        {"BETA1": "0.8", "BETA2": "0.95", "ADAM_EPS": "1e-10", "MUON_MIXTURE": "1"}, []
+    "Adam betas 0.8 0.95 and the mixture": Candidate({**SHORT_MEMORY, **MIXTURE}, []),
+    # What configs/beyond.env changes of training.
+    "betas, mixture, pieces, half the average": Candidate(
+        {**SHORT_MEMORY, **MIXTURE, **SHORT_PIECES, "EMA_SHARE": "0.5"}, []
     ),
 }
 
