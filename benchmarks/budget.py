@@ -118,13 +118,37 @@ def calibrated(model: GPT, config: Config, count: int = CALIBRATION_BATCHES) -> 
     return train_gpt.collect_hessians(model, batches, Machine())
 
 
-def trained(config: Config, model: GPT, kind: str) -> Trained:
-    """A model after training by this clock of ablation.py, and calibrated."""
+def trained(config: Config, model: GPT, kind: str, batches: int = CALIBRATION_BATCHES) -> Trained:
+    """A model after training by this clock of ablation.py, and calibrated with so many batches."""
     now = ablation.clock(kind)
     start = now()
     steps = ablation.train(config, model, now)
     seconds = now() - start
-    return Trained(model, calibrated(model, config), steps, seconds)
+    return Trained(model, calibrated(model, config, batches), steps, seconds)
+
+
+class Shipped(NamedTuple):
+    """A model as its artifact gives it back, and what the artifact took."""
+
+    model: GPT
+    bytes: int
+    line: str  # what writing it says for the log
+    write_seconds: float  # of the CPU
+    read_seconds: float
+
+
+def ship(found: Trained, config: Config) -> Shipped:
+    """Write the artifact of a model within ARTIFACT_BYTES_MAX, and read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.bin"
+        start = time.process_time()
+        line = train_gpt.write_artifact(
+            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max)
+        written = time.process_time()
+        model, _ = train_gpt.load_artifact(path)
+        read = time.process_time()
+        size_bytes = path.stat().st_size
+    return Shipped(model, size_bytes, line, written - start, read - written)
 
 
 def figures(found: Trained, config: Config, seed: int) -> dict[str, Any]:
@@ -137,20 +161,12 @@ def figures(found: Trained, config: Config, seed: int) -> dict[str, Any]:
         ledger = train_gpt.score_roundtrip(model, validation.tokens, config, looping=looping)
         return ledger.score(validation.bytes_total).bits_per_byte
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.bin"
-        start = time.process_time()
-        train_gpt.write_artifact(
-            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max)
-        written = time.process_time()
-        shipped, _ = train_gpt.load_artifact(path)
-        read = time.process_time()
-        size_bytes = path.stat().st_size
+    shipped = ship(found, config)
     return {
         "seed": seed, "parameters": sum(parameter.numel() for parameter in found.model.parameters()),
         "steps": found.steps, "seconds": found.seconds, "float_bpb": score(found.model),
-        "bytes": size_bytes, "write_seconds": written - start, "read_seconds": read - written,
-        "val_bpb": score(shipped),
+        "bytes": shipped.bytes, "write_seconds": shipped.write_seconds, "read_seconds": shipped.read_seconds,
+        "val_bpb": score(shipped.model),
     }  # fmt: skip
 
 

@@ -128,21 +128,29 @@ def blind_attention_lane(trial: Trial) -> None:
         trial.model.get_parameter("lane_mix_P23")[:, 0, 2] = 0.0
 
 
+def lane_entry(model: GPT) -> list[Tensor]:
+    """A list that will hold the stream that enters the two lanes, from each forward pass on."""
+    split_or_join = model._split_or_join
+    entry: list[Tensor] = []
+
+    def keep_entry(layer: int, lanes: list[Tensor]) -> list[Tensor]:
+        split = split_or_join(layer, lanes)
+        if len(split) > len(lanes):
+            entry[:] = lanes
+        return split
+
+    model._split_or_join = keep_entry  # type: ignore[method-assign]
+    return entry
+
+
 def backout(start: float) -> Patch:
     """What enters the lanes is taken out again before the head (modded-nanogpt PR #140)."""
 
     def patch(trial: Trial) -> None:
         model = trial.model
         (share_1,) = trial.add_parameters({"backout_1": torch.full((1,), start)})
-        split_or_join = model._split_or_join
         block = model._block
-        entry: list[Tensor] = []
-
-        def keep_entry(layer: int, lanes: list[Tensor]) -> list[Tensor]:
-            split = split_or_join(layer, lanes)
-            if len(split) > len(lanes):
-                entry[:] = lanes
-            return split
+        entry = lane_entry(model)
 
         def take_out(layer: int, *rest: Any) -> list[Tensor]:
             lanes = block(layer, *rest)
@@ -150,7 +158,6 @@ def backout(start: float) -> Patch:
                 return [lane - share_1 * entry[0] for lane in lanes]
             return lanes
 
-        model._split_or_join = keep_entry  # type: ignore[method-assign]
         model._block = take_out  # type: ignore[method-assign]
 
     return patch
@@ -176,9 +183,8 @@ def mudd(before_last_layer: bool) -> Patch:
         dim = model.settings.model_dim
         last = model.settings.num_layers - 1
         random = torch.Generator().manual_seed(trial.config.seed)
-        split_or_join = model._split_or_join
         block = model._block
-        entry: list[Tensor] = []
+        entry = lane_entry(model)
 
         def new_site(name: str) -> Callable[[list[Tensor], Tensor], list[Tensor]]:
             bound = dim**-0.5
@@ -201,12 +207,6 @@ def mudd(before_last_layer: bool) -> Patch:
         at_output = new_site("mudd_output")
         at_last_layer = new_site("mudd_last_layer") if before_last_layer else None
 
-        def keep_entry(layer: int, lanes: list[Tensor]) -> list[Tensor]:
-            split = split_or_join(layer, lanes)
-            if len(split) > len(lanes):
-                entry[:] = lanes
-            return split
-
         def take_up_again(layer: int, lanes: list[Tensor], *rest: Any) -> list[Tensor]:
             context = rest[1]
             if layer == last and at_last_layer is not None:
@@ -214,7 +214,6 @@ def mudd(before_last_layer: bool) -> Patch:
             lanes = block(layer, lanes, *rest)
             return at_output(lanes, context.x0_BTD) if layer == last else lanes
 
-        model._split_or_join = keep_entry  # type: ignore[method-assign]
         model._block = take_up_again  # type: ignore[method-assign]
 
     return patch

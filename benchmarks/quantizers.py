@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import fcntl
-import functools
 import itertools
 import json
 import math
@@ -27,10 +26,9 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # for torch: waiting threads would burn CPU seconds
@@ -45,6 +43,7 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import ablation, budget, paired, results  # noqa: E402
+from benchmarks.budget import Trained  # noqa: E402
 from train_gpt import GPT, Config  # noqa: E402
 
 TITLE = "Quantizers at equal bytes"
@@ -78,6 +77,7 @@ QUANTIZERS: dict[str, dict[str, str]] = {
     "trellis, steps of columns": {"TRELLIS": "1", "COLUMN_STEPS": "0.5"},
 }
 BITS = (3.5, 2.8)
+VAL_TOKENS = 65_536
 
 
 # The lattice E8: eight whole numbers of even sum, or eight such numbers and a half each. As many points as
@@ -166,14 +166,6 @@ def ideal_bits(array_RC: np.ndarray, in_lattice: bool = False) -> float:
     return bits
 
 
-class Trained(NamedTuple):
-    """A model as it was before quantization, and what a quantizer wants to know of it."""
-
-    model: GPT
-    hessians: train_gpt.Hessians
-    seconds: float
-
-
 def trained(settings: dict[str, str], seed: int, folder: Path) -> Trained:
     """The model of a seed: from the folder, or trained and kept there; one process trains, others wait."""
     config = Config.from_env({**settings, "SEED": str(seed)})
@@ -184,16 +176,13 @@ def trained(settings: dict[str, str], seed: int, folder: Path) -> Trained:
     with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            start = time.process_time()
-            ablation.train(config, model, time.process_time)
-            seconds = time.process_time() - start
-            hessians = budget.calibrated(model, config, config.gptq_calibration_batches)
+            found = budget.trained(config, model, "cpu", config.gptq_calibration_batches)
             part = path.with_suffix(".part")
-            torch.save({"model": model.state_dict(), "hessians": hessians, "seconds": seconds}, part)
+            torch.save({**found._asdict(), "model": model.state_dict()}, part)
             part.rename(path)
     kept = torch.load(path, weights_only=True)
     model.load_state_dict(kept["model"])
-    return Trained(model, kept["hessians"], kept["seconds"])
+    return Trained(**{**kept, "model": model})
 
 
 @torch.no_grad()
@@ -240,20 +229,11 @@ class Judge:
 
 def ship(found: Trained, config: Config) -> tuple[GPT, dict[str, Any]]:
     """The model of an artifact that fills ARTIFACT_BYTES_MAX, its bytes, and CPU seconds of both ways."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.bin"
-        start = time.process_time()
-        how = train_gpt.write_artifact(
-            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max
-        )
-        written = time.process_time()
-        shipped, _ = train_gpt.load_artifact(path)
-        read = time.process_time()
-        size_bytes = path.stat().st_size
-    passes = int(how.partition("passes:")[2].split()[0])
-    return shipped, {
-        "bytes": size_bytes, "passes": passes,
-        "write_seconds": written - start, "read_seconds": read - written,
+    shipped = budget.ship(found, config)
+    passes = int(shipped.line.partition("passes:")[2].split()[0])
+    return shipped.model, {
+        "bytes": shipped.bytes, "passes": passes,
+        "write_seconds": shipped.write_seconds, "read_seconds": shipped.read_seconds,
     }  # fmt: skip
 
 
@@ -399,8 +379,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Measure what is not measured yet, print the table, and with --keep store it."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_{train,val}_*.bin")
     parser.add_argument("--tokenizer", type=Path, required=True, help="SentencePiece model of these shards")
@@ -411,11 +391,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
     parser.add_argument("--bits", type=float, nargs="+", default=BITS, help="a weight of the artifact has")
     parser.add_argument("--only", nargs="+", choices=QUANTIZERS, help="beside GPTQ; all by default")
-    parser.add_argument("--val-tokens", type=int, default=65_536, help="targets to score; 0: all")
+    parser.add_argument("--val-tokens", type=int, default=VAL_TOKENS, help="targets to score; 0: all")
     parser.add_argument("--train", action="store_true", help="train the models and measure nothing more")
     parser.add_argument("--table", action="store_true", help="measure nothing more")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure what is not measured yet, print the table, and with --keep store it."""
+    arguments = parse()
     import sentencepiece
 
     torch.set_num_threads(1)
@@ -432,28 +417,34 @@ def main() -> None:
         "calibration_batches": config.gptq_calibration_batches,
     }  # fmt: skip
     alike = {key: before[key] for key in ("processor", "torch", "script")}
-    about = {**alike, "data": arguments.data.name, **config.as_env()}
+    common = {**alike, "data": arguments.data.name, **config.as_env()}
     for path in ("CONFIG", "DATA_PATH", "TOKENIZER_PATH"):  # the same files may lie elsewhere
-        about.pop(path, None)
-    ablation.hold_common(arguments.runs, json.dumps(about, indent=1))
-
-    stack: dict[str, dict[str, str]] = {}
-    for bits, quantizer in itertools.product(arguments.bits, QUANTIZERS):
-        stack[row_name(quantizer, bits)] = {}
-    bench = Bench(settings, arguments.runs)
+        common.pop(path, None)
+    about = json.dumps(common, indent=1)
     if arguments.train:
+        ablation.hold_common(arguments.runs, about)
         for seed in arguments.seeds:
             trained(settings, seed, arguments.runs)
         return
-    chosen = [name for name in QUANTIZERS if not arguments.only or name in (BASE, *arguments.only)]
-    if not arguments.table:
-        for seed, bits, quantizer in itertools.product(arguments.seeds, arguments.bits, chosen):
-            name = row_name(quantizer, bits)
-            path = arguments.runs / f"{name.replace(' ', '_')}-seed{seed}.json"
-            ablation.measure_once(path, name, functools.partial(bench.measure, quantizer, bits, seed))
-    measured["rows"] = ablation.kept_rows(arguments.runs, stack)
+
+    stack = {}
+    order = []
+    for bits, quantizer in itertools.product(arguments.bits, QUANTIZERS):
+        name = row_name(quantizer, bits)
+        stack[name] = {"QUANTIZER": quantizer, "BITS": str(bits)}
+        if not arguments.only or quantizer in (BASE, *arguments.only):
+            order.append(name)
+    seeds = [] if arguments.table else arguments.seeds
+    bench = Bench(settings, arguments.runs)
+
+    def measure_one(row_of: dict[str, str], seed: int, _kind: str) -> dict[str, Any]:
+        return bench.measure(row_of["QUANTIZER"], float(row_of["BITS"]), seed)
+
+    measured["rows"] = ablation.share_runs(
+        arguments.runs, stack, list(itertools.product(seeds, order)), "cpu", about, measure_one
+    )
     name = f"quantizers-{arguments.data.name}-{arguments.size}"
-    if arguments.val_tokens != parser.get_default("val_tokens"):
+    if arguments.val_tokens != VAL_TOKENS:
         name += f"-{arguments.val_tokens}targets"
     results.finish(name, before, measured, arguments.keep)
 
