@@ -100,19 +100,24 @@ class ArtifactError(RuntimeError):
     """An artifact does not fit its budget, or a file is not an artifact that can be trusted."""
 
 
+NO_BOUND = 1e300  # what stands for it where only inf and nan are refused
+
+
 def knob(
     default: Any,
     meaning: str,
-    low: float = -1e300,
-    high: float = 1e300,
+    low: float = -NO_BOUND,
+    high: float = NO_BOUND,
     among: str = "",
     pattern: str = ".*",
+    example: str = "",
     negative_is_zero: bool = False,
 ) -> Any:
     """One setting: its default, and its meaning with unit.
 
     low, high: the range of a number (finite: inf and nan are refused). among: the choices, if there are few.
-    pattern: what text must match. negative_is_zero: a number below 0 is taken as 0, as public scripts do.
+    pattern: what text must match; example: some that does, where the default is empty. negative_is_zero: a
+    number below 0 is taken as 0, as public scripts do.
     """
     choices = "0 1" if isinstance(default, bool) else among
     metadata = {
@@ -121,6 +126,7 @@ def knob(
         "high": high,
         "among": choices.split(),
         "pattern": pattern,
+        "example": example,
         "negative_is_zero": negative_is_zero,
     }
     return field(default=default, metadata=metadata)
@@ -428,7 +434,8 @@ class Config(TrainingSettings):
     ttt_chunk_size: int = knob(48, "targets of a document scored before the next step of its adapters", 1)
     ttt_early_chunks: str = knob(
         "", "UNTIL:SIZE,…: another TTT_CHUNK_SIZE in a document's first UNTIL targets; empty: none",
-        pattern="([1-9][0-9]{0,8}:[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}:[1-9][0-9]{0,8})*)?")  # fmt: skip
+        pattern="([1-9][0-9]{0,8}:[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}:[1-9][0-9]{0,8})*)?",
+        example="8:2,48:16")  # fmt: skip
     ttt_batch_size: int = knob(
         0, "documents that learn side by side on one rank; 0: as many as a micro-batch has rows", 0
     )
@@ -462,19 +469,23 @@ class Config(TrainingSettings):
     training_timing_every: int = knob(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = knob("", "A:B; steps A to B - 1, of 1 …, as a trace for ui.perfetto.dev; empty: none")
     device: str = knob("auto", "where to run", among="auto cpu cuda")
-    cpu_threads: int = knob(0, "threads of torch on the CPU; 0: the number that trains fastest", 0, 1024)
+    cpu_threads: int = knob(
+        0, "threads of torch on the CPU; 0: its own number, or what one process alone finds to train fastest",
+        0, 1024)  # fmt: skip
     compile: str = knob("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
     compute_dtype: str = knob(
-        "auto", "activations; auto: where fast; float32 on CUDA is TF32 in products",
+        "auto", "activations; auto: where fast; float32 is TF32 in products of GPUs that have it",
         among="auto float32 bfloat16")  # fmt: skip
     attention: str = knob(
         "auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa math")
     fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
-    fused_heads: str = knob("auto", "Triton norm, rotary and XSA; auto: as FUSED_MLP", among="auto 0 1")
+    fused_heads: str = knob(
+        "auto", "Triton norm, rotary and XSA; auto: on CUDA, where it passes", among="auto 0 1")
     manual_backward: str = knob(
         "auto", "MLP, heads, norms and loss with derivatives by hand; auto: on a CPU without COMPILE",
         among="auto 0 1")  # fmt: skip
-    checkpoint_every_seconds: float = knob(0.0, "seconds between checkpoints; 0: only on a signal", 0)
+    checkpoint_every_seconds: float = knob(
+        0.0, "seconds between checkpoints; 0: on a signal, and after long training until it is shipped", 0)
     resume: str = knob("", "continue the unfinished run in this directory")
     save_float: bool = knob(False, "write the weights before quantization too, as final_model.pt")
     resume_other_code: bool = knob(False, "let RESUME go on with another script than the run's; recorded")
@@ -525,7 +536,7 @@ class Config(TrainingSettings):
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
         chunk = self.ttt_chunk_tokens
-        whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
+        whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0
         by_sgd = self.ttt_enabled and self.ttt_mode == "sgd"
         by_adapters = self.ttt_enabled and self.ttt_mode == "lora"
         untils = [until for until, _ in self.early_chunks]
@@ -538,8 +549,10 @@ class Config(TrainingSettings):
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
             (not by_sgd or whole_strides,
-             "TTT_CHUNK_TOKENS as a multiple of EVAL_STRIDE, which is above 0, and >= EVAL_SEQ_LEN (0: "
-             "TRAIN_SEQ_LEN) for TTT_ENABLED with TTT_MODE=sgd"),
+             "TTT_CHUNK_TOKENS as a multiple of EVAL_STRIDE, which is above 0, for TTT_ENABLED with "
+             "TTT_MODE=sgd"),
+            (not by_sgd or chunk >= self.eval_length,
+             "TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_ENABLED with TTT_MODE=sgd"),
             (len(set(self.lora_targets)) == len(self.lora_targets), "TTT_LORA_TARGETS each once"),
             (untils == sorted(set(untils)), "TTT_EARLY_CHUNKS with rising numbers before the colons"),
             (not by_adapters or longest_chunk <= self.eval_length,
@@ -576,7 +589,7 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     # A value that cannot be read is reported below, like one that is out of range.
     with contextlib.suppress(ValueError):
         value = bool(int(text)) if kind is bool else kind(text)
-    if spec.metadata["negative_is_zero"] and value is not None and -1e300 <= value < 0:
+    if spec.metadata["negative_is_zero"] and value is not None and -NO_BOUND <= value < 0:
         value = kind(0)
     # Text that would not print cannot be stored as KEY=VALUE either.
     if among:
@@ -584,10 +597,13 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
         expected = " or ".join(among)
     elif kind is str:
         fits = text.isprintable() and re.fullmatch(spec.metadata["pattern"], text) is not None
-        expected = f"printable text like {spec.default!r}" if spec.default else "printable text"
+        example = spec.metadata["example"] or spec.default
+        expected = f"printable text like {example!r}" if example else "printable text"
     else:
         fits = value is not None and text.isprintable() and low <= value <= high
         expected = f"{kind.__name__} from {low:g} to {high:g}"
+        if high == NO_BOUND:
+            expected = f"{kind.__name__}, finite" if low == -NO_BOUND else f"{kind.__name__}, {low:g} or more"
     if fits:
         return value
     raise ConfigError(f"{name}={text!r}: expected {expected}; {spec.metadata['meaning']}")
@@ -1041,10 +1057,9 @@ class Machine:
 
     @property
     def orthogonalize_dtype(self) -> torch.dtype:
-        """Of the products of Newton-Schulz, which need few digits: bfloat16 where there are units for it."""
-        if self.on_gpu or (self.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
-            return torch.bfloat16
-        return torch.float32
+        """Of the products of Newton-Schulz, which need few digits: that of activations, where it is fast."""
+        has_units = self.on_gpu or torch.cpu._is_amx_tile_supported()
+        return self.dtype if has_units else torch.float32
 
     def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """The function, compiled where that is wanted."""
@@ -1102,6 +1117,7 @@ def place_among_ranks(environ: Mapping[str, str]) -> Place:
 M_TRIM_THRESHOLD = -1  # numbers of glibc's malloc.h
 M_MMAP_THRESHOLD = -3
 KEPT_BYTES = 1 << 30
+OLD_THRESHOLD_MAX = 32 << 20  # bytes; what glibc took of M_MMAP_THRESHOLD on 64 bits before that limit fell
 
 
 def keep_freed_memory() -> None:
@@ -1113,9 +1129,14 @@ def keep_freed_memory() -> None:
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+    if mallopt is None:
+        return
+    # Whatever is set ends that the library learns by itself what to keep: so first of all the threshold that
+    # older ones refuse, and nothing where it is not taken.
+    for threshold in (KEPT_BYTES, OLD_THRESHOLD_MAX):
+        if mallopt(M_MMAP_THRESHOLD, threshold):
+            mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+            return
 
 
 def check_cpp_compiler(environ: Mapping[str, str]) -> None:
@@ -1153,17 +1174,21 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
-    # A device that was asked for and is not there is an error, never a slower run.
-    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    # A device that was asked for and is not there is an error, never a slower run. torch counts GPUs by
+    # asking their driver: it may count some on which it cannot start.
+    usable = torch.cuda.is_available()
     gpus = torch.cuda.device_count()
+    hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # who hides them wants a CPU
+    found = gpus > 0 or (os.path.exists(NVIDIA_DRIVER) and not hidden)
+    if config.device != "cpu" and found and not usable:
+        raise ConfigError(f"DEVICE={config.device}: this machine has an NVIDIA driver, but torch "
+                          f"{torch.__version__} for CUDA {torch.version.cuda} finds no GPU that it can use: "
+                          "none in this container, an older driver, or a CPU build of torch; mend that, or "
+                          "set DEVICE=cpu")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and usable)
     if on_gpu and local_rank >= gpus:
         raise ConfigError(f"DEVICE={config.device}: expected a GPU for each process, got {gpus} for local "
                           f"rank {local_rank}, counted from 0; start fewer processes, or try DEVICE=cpu")
-    # torch counts GPUs by asking their driver: it may count some on which it cannot start.
-    if config.device == "auto" and not on_gpu and (gpus > 0 or os.path.exists(NVIDIA_DRIVER)):
-        raise ConfigError(f"DEVICE=auto: this machine has GPUs, but torch {torch.__version__} for CUDA "
-                          f"{torch.version.cuda} cannot use them: an older driver or a CPU build; install a "
-                          "torch that fits, or set DEVICE=cpu")
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -1862,6 +1887,21 @@ def document_starts(inputs_BT: np.ndarray, config: ModelSettings) -> np.ndarray:
     return np.append(np.flatnonzero(starts_BT), inputs_BT.size).astype(np.int32)
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array as a tensor there; the host does not wait until a GPU that is behind has taken it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def starts_to_device(host_starts: np.ndarray, device: torch.device) -> Tensor:
+    """`Batch.starts` there, for compiled code."""
+    starts = to_device(host_starts, device)
+    torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+    return starts
+
+
 def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
     """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
 
@@ -2400,9 +2440,10 @@ XSA_MIN_SQUARE = 1e-24  # of a value's length, so that nothing is divided by zer
 
 
 def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
-    """XSA: each head without its component along the token's own value (PR #287), times the head's gate.
+    """XSA: each head without its component along its token's own value, times the head's gate.
 
-    The component is (y·v / v·v) v: no unit vector is made. The sums are at least in fp32.
+    The component is (y·v / v·v) v: no unit vector is made. The sums are at least in fp32. (Exclusive self
+    attention: Zhai, arXiv 2603.09078; with grouped heads: PR #265.)
     """
     wide = torch.promote_types(y_BTHE.dtype, torch.float32)
     y_BTKGE = y_BTHE.unflatten(2, (v_BTKE.size(2), -1))
@@ -2466,6 +2507,7 @@ class MathAttention(torch.autograd.Function):
         unseen_B1T1T = torch.zeros(mask.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
         unseen_B1T1T = unseen_B1T1T.masked_fill_(~mask, -math.inf)[:, :, :, None]
         y_NRE = torch.empty_like(q_NRE)
+        differentiated = any(ctx.needs_input_grad)  # scoring is not: its weights need not be kept
         blocks = []
         for start in range(0, T, MATH_ATTENTION_BLOCK):
             stop = min(start + MATH_ATTENTION_BLOCK, T)
@@ -2475,7 +2517,8 @@ class MathAttention(torch.autograd.Function):
             scores_BKTGT += unseen_B1T1T[:, :, start:stop, :, :stop]
             weights_NST = scores_NST.softmax(-1)
             torch.bmm(weights_NST, v_NTE[:, :stop], out=y_NRE[:, rows])
-            blocks.append(weights_NST)
+            if differentiated:
+                blocks.append(weights_NST)
         ctx.save_for_backward(q_NRE, k_NTE, v_NTE, *blocks)
         return unpack_heads(y_NRE, q_BTHE.shape)
 
@@ -2513,7 +2556,7 @@ attention_math = MathAttention.apply
 
 
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """LeakyReLU(slope)² MLP, (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu² (PR #493)."""
+    """LeakyReLU(slope)² MLP (PR #493), (N, D) -> (N, D), the three tensors of one dtype; slope 0 is relu²."""
     hidden_NF = F.leaky_relu(F.linear(x_ND, up_FD), slope).square()
     return F.linear(hidden_NF, down_DF)
 
@@ -2550,9 +2593,7 @@ def cross_entropy_plain(
 
 def starts_on_device(ids_BT: Tensor, c: ModelSettings) -> Tensor:
     """`Batch.starts` of any ids. It waits for the device, which compiled code cannot."""
-    starts = torch.from_numpy(document_starts(ids_BT.cpu().numpy(), c)).to(ids_BT.device)
-    torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
-    return starts
+    return starts_to_device(document_starts(ids_BT.cpu().numpy(), c), ids_BT.device)
 
 
 def attention_documents(
@@ -2964,7 +3005,7 @@ def build_model(config: Config) -> GPT:
 
 
 # ============================================================================================================
-# KERNELS — what may replace attention, MLP and heads: the first of an order that agrees with the plain twin.
+# KERNELS — what may replace attention, MLP, heads, norms and loss: the first that agrees with its plain twin.
 # ============================================================================================================
 # Tiles of the MLP's kernel: by the shared memory of a block, 227 KB on an H100, 163 on an A100, 99 on an
 # RTX 4090 or 5090; small ones where sums are fp32.
@@ -3572,7 +3613,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
 
 
 class Form(NamedTuple):
-    """One way to compute attention or the MLP."""
+    """One way to compute a part of the model, as it is tried."""
 
     function: Callable[..., Tensor]
     rest: tuple[Any, ...]  # what it takes after the tensors that have gradients
@@ -3588,7 +3629,7 @@ class Chosen(NamedTuple):
     """The form that a run computes with."""
 
     name: str
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor]  # as it was tried: that of heads, and of the loss, has surroundings
     line: str  # for the log: which forms were tried, and what came of each
 
 
@@ -3607,7 +3648,7 @@ def first_that_agrees(
     """The first form that compiles, launches and agrees with `exact` on all ranks, which call it together.
 
     asked: the setting and its value. inputs: tensors with gradients, of the real shape. exact: output and
-    gradients by the plain form, possibly for the first rows only. Raises ConfigError if no form agrees.
+    gradients by the plain form, possibly of the first rows and tokens only. ConfigError if no form agrees.
     """
     tried = []
     for name in names:
@@ -3621,7 +3662,8 @@ def first_that_agrees(
                 function = machine.compile(function, dynamic=False, fullgraph=True)
             error = 0.0
             for found, wanted in zip(both_passes(function, inputs, form.rest), exact, strict=True):
-                gap = (found[: len(wanted)] - wanted).abs().max() / wanted.abs().max()
+                part = found[: len(wanted), : wanted.size(1)] if wanted.dim() > 1 else found
+                gap = (part - wanted).abs().max() / wanted.abs().max()
                 error = max(error, gap.item()) if math.isfinite(gap.item()) else math.inf
             message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
@@ -3633,7 +3675,10 @@ def first_that_agrees(
         if worst_error <= MAX_FORM_ERROR:
             setting = asked.split("=")[0].lower()
             return Chosen(name, form.function, f"{setting}:{name} tried: {' | '.join(tried)}")
-    raise ConfigError(f"{asked}: {' | '.join(tried)}; set auto, or lower MICRO_BATCH_TOKENS")
+    advice = "lower MICRO_BATCH_TOKENS"
+    if not asked.endswith("=auto"):
+        advice = f"set auto, or {advice}"
+    raise ConfigError(f"{asked}: {' | '.join(tried)}; {advice}")
 
 
 class Kernels(NamedTuple):
@@ -3655,6 +3700,7 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
     `auto` tries them in the order of the speed they are known for; `benchmarks/kernels.py` times them.
     Raises ConfigError for one that was asked for and fails.
     """
+    set_precision(machine)
     attention = choose_attention(c, machine)
     mlp = choose_mlp(c, machine)
     heads = choose_heads(c, machine)
@@ -3675,10 +3721,19 @@ def choose_kernels(c: Config, machine: Machine) -> Kernels:
     )
 
 
+def set_precision(machine: Machine) -> None:
+    """The precision of the process's products of fp32."""
+    # "high" is TF32 on GPUs that have it, also for COMPUTE_DTYPE=float32; on CPUs products stay exact.
+    torch.set_float32_matmul_precision("high" if machine.on_gpu else "highest")
+
+
 def slow_attention(name: str, c: Config, machine: Machine) -> list[str]:
     """A warning where a GPU could attend faster than by the kernel of this name."""
     if not machine.on_gpu or not c.doc_mask or c.attention != "auto":
         return []
+    if name == "sdpa" and machine.dtype == torch.float32:
+        return ["warning: ATTENTION=sdpa with DOC_MASK=1 makes a step about 2.4 times as long: faster "
+                "kernels take COMPUTE_DTYPE=bfloat16 alone, for compute capability 8 or later"]  # fmt: skip
     if name == "sdpa":
         return ["warning: ATTENTION=sdpa with DOC_MASK=1 makes a step about 2.4 times as long: "
                 "install flash_attn_3, flash_attn, or torch 2.10 or later"]  # fmt: skip
@@ -3692,15 +3747,30 @@ def slow_attention(name: str, c: Config, machine: Machine) -> list[str]:
 MATH_ATTENTION_BYTES = 1 << 30
 
 
+def trial_rows(c: Config, machine: Machine) -> int:
+    """Sequences that forms are tried with: those of one forward pass in training."""
+    of_micro_batch = c.micro_batch_tokens // c.train_seq_len
+    of_rank = c.train_batch_tokens // (machine.world_size * c.train_seq_len)
+    return max(1, min(of_micro_batch, of_rank))  # EVAL_ONLY may have settings that nobody could train with
+
+
+# Attention is compared on so many tokens of a row: what shows the truth takes the square of them, in fp64.
+ATTENTION_CHECK_TOKENS = 2048
+
+
 def choose_attention(c: Config, machine: Machine) -> Chosen:
     """The attention of this machine; as `choose_kernels`."""
-    # Queries, keys and values of one micro-batch, with a document border in every 256 tokens or so.
-    shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
+    # Queries, keys and values of one forward pass, with a document border in every 256 tokens or so.
+    shape_BT = (trial_rows(c, machine), c.train_seq_len)
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
     ids_BT = (torch.rand(shape_BT, device=machine.device) < 1 / 256).long() * BOS_ID
     qkv = [normal(*shape_BT, heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-    mask = attention_documents(ids_BT[:2], None, attention_sdpa, c)
-    exact = both_passes(attention_sdpa, [tensor[:2].double() for tensor in qkv], (mask,))
+    # Where the first tokens of a row are compared, queries behind them are zero, and so is what flows back
+    # from there: outputs and gradients of the first ones are those of a row that ends with them.
+    compared = min(ATTENTION_CHECK_TOKENS, c.train_seq_len)
+    qkv[0][:, compared:] = 0.0
+    mask = attention_documents(ids_BT[:2, :compared], None, attention_sdpa, c)
+    exact = both_passes(attention_sdpa, [tensor[:2, :compared].double() for tensor in qkv], (mask,))
 
     def load_attention_form(name: str) -> Form:
         attend = load_attention(name)
@@ -3731,6 +3801,18 @@ def form_names(setting: str, c: Config, machine: Machine) -> list[str]:
     return manual_names(c, machine)
 
 
+# Activations of which `auto` takes the MLP's kernel: in fp32 it multiplies without TF32, which plain products
+# have.
+MLP_KERNEL_DTYPES = (torch.bfloat16,)
+
+
+def mlp_names(c: Config, machine: Machine) -> list[str]:
+    """The forms of the MLP to try, in order."""
+    if c.fused_mlp == "auto" and machine.dtype not in MLP_KERNEL_DTYPES:
+        return manual_names(c, machine)
+    return form_names(c.fused_mlp, c, machine)
+
+
 def manual_names(c: Config, machine: Machine) -> list[str]:
     """The forms to try for the value of MANUAL_BACKWARD, in order."""
     if c.manual_backward == "1":
@@ -3745,7 +3827,8 @@ def choose_mlp(c: Config, machine: Machine) -> Chosen:
     """The form of the MLP; as `choose_kernels`."""
     # Input, up and down matrix, of real sizes.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
-    sizes = [(c.micro_batch_tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)]
+    tokens = trial_rows(c, machine) * c.train_seq_len
+    sizes = [(tokens, c.model_dim), (c.mlp_dim, c.model_dim), (c.model_dim, c.mlp_dim)]
     tensors = [normal(*size) for size in sizes]
     exact = both_passes(mlp_plain, tensors, (c.leaky_slope,))
     forms = {
@@ -3753,7 +3836,7 @@ def choose_mlp(c: Config, machine: Machine) -> Chosen:
         "manual": Form(mlp_manual, (c.leaky_slope,)),
         "plain": Form(mlp_plain, (c.leaky_slope,)),
     }
-    names = form_names(c.fused_mlp, c, machine)
+    names = mlp_names(c, machine)
     asked = f"FUSED_MLP={c.fused_mlp}"
     return first_that_agrees(asked, names, lambda name: forms[name], tensors, exact, machine)
 
@@ -3762,7 +3845,7 @@ def choose_heads(c: Config, machine: Machine) -> Chosen:
     """The form of what stands before and after attention, whose function is both; as `choose_kernels`."""
     # What the projection makes of a micro-batch, the gains, and the gates.
     normal = functools.partial(torch.randn, device=machine.device, dtype=machine.dtype)
-    shape_BT = (c.micro_batch_tokens // c.train_seq_len, c.train_seq_len)
+    shape_BT = (trial_rows(c, machine), c.train_seq_len)
     qkv_BTNE = normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
     tensors = [qkv_BTNE, normal(c.num_heads), normal(*shape_BT, c.num_heads)]
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
@@ -3818,8 +3901,7 @@ def choose_loss(c: Config, machine: Machine) -> Chosen | None:
 
 def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
     """Move a model to this rank's device, give it the kernels of the run, and set the process's precision."""
-    # "high" is TF32 on GPUs, also for COMPUTE_DTYPE=float32; on CPUs products in fp32 stay exact.
-    torch.set_float32_matmul_precision("high" if machine.on_gpu else "highest")
+    set_precision(machine)
     # Each length of TRAIN_SEQ_LENS is a graph with and one without loops; torch gives up after eight.
     torch._dynamo.config.recompile_limit = 64
     model.to(machine.device)
@@ -3838,7 +3920,9 @@ def ready_model(model: GPT, machine: Machine, kernels: Kernels) -> GPT:
 # OPTIMIZER — Parallel Muon for the banks, AdamW for what remains, and the average of all weights.
 # ============================================================================================================
 
-POLAR_EXPRESS = (  # Amsel et al., arXiv 2505.16932
+# Amsel et al., arXiv 2505.16932, in the numbers of modded-nanogpt: for five iterations, with a safety factor
+# of 0.02 inside them, so that nothing is divided by 1.02 before.
+POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -3880,17 +3964,15 @@ def iterate_on_gram(x_NRC: Tensor, iterations: list[Quintic]) -> Tensor:
     return product_NRR @ x_NRC
 
 
-def orthogonalize(
-    update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz; contiguous.
+def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: torch.dtype) -> Tensor:
+    """Near-orthogonal factor of each matrix (N, R, C) by Newton-Schulz, in contiguous memory.
 
-    dtype: of its products; None: bf16 on GPU, fp32 on CPU.
+    dtype: of its products.
     """
     # The product of a matrix with its transpose is smallest for wide ones.
     tall = update_NRC.size(1) > update_NRC.size(2)
     x = update_NRC.mT if tall else update_NRC
-    x = x.to(dtype or (torch.bfloat16 if update_NRC.is_cuda else torch.float32))
+    x = x.to(dtype)
     # The iteration converges for singular values up to one.
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     iterations = quintics(steps, polar_express)
@@ -4191,7 +4273,9 @@ def prefix_weight(progress: float, c: TrainingSettings) -> float:
 
 def loop_is_on(progress: float, c: ModelSettings) -> bool:
     """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
-    return c.num_loops > 0 and progress >= c.enable_looping_at
+    if c.num_loops == 0 or c.enable_looping_at >= 1:  # never
+        return False
+    return progress >= c.enable_looping_at
 
 
 def next_length(
@@ -4246,7 +4330,10 @@ class Ledger:
         self.nats.flags.writeable = False
 
     def record(self, start: int, nats: np.ndarray) -> None:
-        """Write some targets, from `start` on. ValueError for one that has a score, and for no number."""
+        """Write some targets, from `start` on.
+
+        ValueError for one that has a score; FloatingPointError for a loss that is no finite number.
+        """
         # In any order and once; this is the only place that writes.
         stop = start + len(nats)
         if start < 0 or stop > len(self.nats):
@@ -4257,8 +4344,10 @@ class Ledger:
                              "its score: each is scored once")
         finite = np.isfinite(nats)
         if not finite.all():
-            raise ValueError(f"target {start + int(finite.argmin())} has a loss that is not finite: weights "
-                             "diverged, in training or in learning from the text; lower that learning rate")
+            raise FloatingPointError(
+                f"target {start + int(finite.argmin())} has a loss that is not finite: the weights diverged, "
+                "in training or at test time; lower TTT_LORA_LR with TTT_MODE=lora, TTT_LR with sgd, and if "
+                "the round trip already fails, the learning rates of training")
         self._nats[start:stop] = nats
         self.scored += len(nats)
         self.scored_nats += float(nats.sum())
@@ -4492,26 +4581,23 @@ def window_rows(
     them scores for all. `document_begins[i]` is the token at which the document of target i begins.
     Context 4 and stride 2, one document: (0, 0, 4), (2, 4, 6), (4, 6, 8), …
     """
-    # Windows never cross the end of a chunk: what is learnt there changes what comes after.
+
+    def first_to_reach(target: int) -> int:
+        return max(0, (target - context) // stride + 1)
+
+    # A window belongs to the chunk of its first target: what is learnt after a chunk changes what comes then.
+    # One may score some targets of the next chunk, fewer than a stride, if the context is no whole strides.
     chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(0, targets, chunk)]
     start = 0  # the first target without a score
     while start < targets:
         chunk_end = min((start // chunk + 1) * chunk, targets)
-        window = max(0, (start - context) // stride + 1)  # the first one that reaches this target
-        last = max(0, (chunk_end - 1 - context) // stride + 1)  # the one that reaches the end of the chunk
-        window = max(window, min(int(document_begins[start]) // stride, last))
+        earliest = first_to_reach(start)
+        latest = first_to_reach(chunk_end - 1)
+        window = max(earliest, min(int(document_begins[start]) // stride, latest))
         end = min(window * stride + context, targets)
         chunks[start // chunk].append((window * stride, start, end))
         start = end
     return [np.array(rows) for rows in chunks if rows]
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array as a tensor there; the host does not wait until a GPU that is behind has taken it."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def even_batch_rows(rows: list[int], most: int) -> int:
@@ -4657,8 +4743,7 @@ class WindowScorer:
         else:
             ids_BT = self.device_windows[to_device(first, self.device)].long()
         targets_N = ids_BT[:, 1:].flatten()
-        starts = to_device(document_starts(host_ids_BT[:, :-1], self.config), self.device)
-        torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+        starts = starts_to_device(document_starts(host_ids_BT[:, :-1], self.config), self.device)
         hidden_BTD = self.forward(self.model, ids_BT[:, :-1], starts, self.looping)
         # The head, which costs most, for scored rows alone.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
@@ -4748,8 +4833,7 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
             host_ids_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].numpy()
             weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
             ids_BT = to_device(host_ids_BT, device)
-            starts = to_device(document_starts(host_ids_BT[:, :-1], config), device)
-            torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
+            starts = starts_to_device(document_starts(host_ids_BT[:, :-1], config), device)
             sgd.zero_grad()
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
@@ -4975,10 +5059,9 @@ class DocumentScorer:
         ids_BT[beyond_BT] = BOS_ID
         # One document a row.
         row_starts = np.arange(0, ids_BT.size + 1, len(places_T), dtype=np.int32)
-        starts = to_device(row_starts, self.device)
+        starts = starts_to_device(row_starts, self.device)
         inputs_BT = to_device(ids_BT, self.device)
-        # Or torch recompiles for every number of documents and every length. "Maybe": a single row stays one.
-        torch._dynamo.mark_dynamic(starts, 0)
+        # The same for the number of rows and their length. "Maybe": a single row stays one.
         torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
         visits = adapters.of_visits(chunk.rows)
         # All windows have the rotary base of the longest ones, so that adapters learn of one geometry.
@@ -5542,7 +5625,7 @@ class SymbolModel:
         shifts = (0.0, 0.5) if along_trellis else (0.0,)
         for shift in shifts:
             values = np.arange(-peak, peak + 1) + shift
-            bell = 1.0 / (1.0 + values**2 / (6.0 * means * means + 1.5))
+            bell = 1.0 / (1.0 + values * values / (6.0 * means * means + 1.5))
             tables.append(np.floor(64.0 * bell * bell * bell * bell))
         self.counts = np.concatenate(tables).astype(np.int64)
         # As if two rows had come before, with codes of a sixth of the peak.
@@ -5616,9 +5699,9 @@ def encode(arrays: list[np.ndarray]) -> bytes:
             state = states[: len(starts)]
             # Coding multiplies a state by SLOTS / frequency: one that would outgrow 32 bits first gives its
             # low word away.
-            full = state >> 17 >= frequencies
-            words.append(state[full].astype("<u2").tobytes())
-            state >>= np.where(full, 16, 0)
+            outgrows = (state >> 17) >= frequencies
+            words.append(state[outgrows].astype("<u2").tobytes())
+            state >>= np.where(outgrows, 16, 0)
             # Floats divide several times as fast, and here exactly: a quotient of 32 bits that is no whole
             # number is at least 2**-15 away from one.
             quotients = (state / frequencies).astype(np.int64)
@@ -6189,20 +6272,28 @@ class Training:
         self.run.machine.gather(None)
         self.started = time.perf_counter() - state["seconds"]
 
-    def save(self) -> None:
-        """Replace the checkpoint by one of now. All ranks call it together."""
-        # The copy is taken now; for the disk a thread waits.
-        state = self.state()
-        self.finish_saving()
-        if self.run.machine.rank == 0:
-            writer = threading.Thread(target=write_checkpoint, args=(self.run, state), name="checkpoint")
-            writer.start()
-            self.run.writer = writer
+    def save(self, last: bool = False) -> None:
+        """Replace the checkpoint by one of now. All ranks call it together.
 
-    def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        last: of this training. One that is not, is left out while the disk is busy with the one before.
+        """
+        # The copy is taken now; for the disk a thread waits, and training does not.
+        state = self.state()
+        if self.run.machine.rank != 0:
+            return
+        former = self.run.writer
+        if former is not None and former.is_alive() and not last:
+            self.run.log(f"warning: no checkpoint of step {self.step}: the one before is still being "
+                         "written; raise CHECKPOINT_EVERY_SECONDS")
+            return
+        arguments = (self.run, state, former)
+        self.run.writer = threading.Thread(target=write_checkpoint, args=arguments, name="checkpoint")
+        self.run.writer.start()
+
+    def finish_saving(self, seconds: float | None = None) -> None:
+        """Wait for the checkpoint that is being written; None: as long as it takes."""
         if self.run.writer is not None:
-            self.run.writer.join()
+            self.run.writer.join(seconds)
 
     def resume(self) -> None:
         """Take up the checkpoint of the run that RESUME names, on any world size. Raises ConfigError."""
@@ -6221,9 +6312,10 @@ class Training:
         self.run.log(f"resumed:{self.run.directory} step:{self.step} train_time:{train_ms:.0f}ms")
 
     def close(self) -> None:
-        """End all threads, from any state."""
+        """End all threads, from any state; for a checkpoint that hangs nobody waits long."""
+        # Its copy may wait on a GPU for a peer that is gone: what ended the run must still be told.
         self.loader.close()
-        self.finish_saving()
+        self.finish_saving(CHECKPOINT_WAIT_SECONDS)
 
 
 def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
@@ -6235,8 +6327,13 @@ def read_checkpoint(path: Path, lazily: bool = False) -> dict[str, Any]:
         raise ConfigError(f"RESUME: {path} cannot be read ({reason}); start a new run") from error
 
 
-def write_checkpoint(run: Run, state: dict[str, Any]) -> None:
-    """Put a state in the place of the checkpoint before, as a whole or not at all; a failure costs no run."""
+def write_checkpoint(run: Run, state: dict[str, Any], former: threading.Thread | None = None) -> None:
+    """Put a state in the place of the checkpoint before, as a whole or not at all; a failure costs no run.
+
+    former: the thread that may still be writing that one.
+    """
+    if former is not None:
+        former.join()
     try:
         if not all(weight.isfinite().all() for weight in state["optimizer"]["weights"]):
             raise ConfigError("its weights are not finite")
@@ -6513,14 +6610,14 @@ def end_training(training: Training, looping: bool) -> None:
     worth_saving = run.machine.on_gpu or seconds > SAVED_FROM_SECONDS
     save_now = caught != 0 or config.checkpoint_every_seconds > 0 or worth_saving
     if save_now:
-        training.save()
+        training.save(last=True)
     # Upstream validates the last step too.
     if caught == 0 and config.val_loss_every > 0:
         validate_step(training, looping)
         # A signal may have come meanwhile: then it asked for a checkpoint.
         _, caught = agree_on_clock_and_signal(training)
         if caught != 0 and not save_now:
-            training.save()
+            training.save(last=True)
     training.trace.finish()
     if caught != 0:
         leave_training(training, caught)
@@ -6558,7 +6655,7 @@ def read_results(training: Training, leave: int) -> None:
             raise FloatingPointError(
                 f"step {result.step}, batch at token {config.train_batch_tokens * (result.step - 1)}: "
                 f"train_loss {loss}, grad_norm {norm}, last good checkpoint: {saved}; "
-                "lower MATRIX_LR, SCALAR_LR, TIED_EMBED_LR or GRAD_CLIP_NORM")
+                f"{ways_to_converge(config)}")
         training.untold.append(step_event(training, result, loss, norm))
         every = config.train_log_every
         told_now = every > 0 and (result.step <= FIRST_STEPS or result.step % every == 0)
@@ -6566,6 +6663,13 @@ def read_results(training: Training, leave: int) -> None:
             last = record_steps(training)
             if told_now:
                 log_step(training, last)
+
+
+def ways_to_converge(c: TrainingSettings) -> str:
+    """What a run that diverged may try: of these settings only those that it uses."""
+    rates = "TIED_EMBED_LR" if c.tie_embeddings else "EMBED_LR, HEAD_LR"
+    clip = "lower GRAD_CLIP_NORM" if c.grad_clip_norm > 0 else "set GRAD_CLIP_NORM=1"
+    return f"lower MATRIX_LR, SCALAR_LR or {rates}, or {clip}"
 
 
 # Steps that metrics.jsonl gets in one go, at most: files and ranks are not asked in every step.
@@ -6689,8 +6793,8 @@ def finish_training(training: Training) -> Hessians:
     hessians: Hessians = {}
     if config.gptq:
         hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
+        run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
     validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-    run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
     run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
             f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     return hessians
@@ -6754,7 +6858,10 @@ def refuse_arguments(arguments: list[str]) -> None:
 EVALUATION_SETTINGS = (
     "DATA_PATH", "TOKENIZER_PATH", "VAL_TOKENS_LIMIT", "VAL_BATCH_SIZE", "EVAL_SEQ_LEN", "EVAL_STRIDE",
     "TTT_ENABLED", "TTT_MODE", *" ".join(SETTINGS_OF_TTT_MODE.values()).split(), "MAX_EVAL_SECONDS",
-    "ARTIFACT_BYTES_MAX", "CODE_BYTES", "COMPUTE_DTYPE", "SEED",  # of which adapters are drawn
+    "ARTIFACT_BYTES_MAX", "CODE_BYTES", "COMPUTE_DTYPE",
+    "MICRO_BATCH_TOKENS",  # bounds memory: documents that learn side by side, shapes of trials
+    "MATRIX_BITS",  # in the name of a score
+    "SEED",  # of which adapters are drawn
 )  # fmt: skip
 # What belongs to one start of the script: neither taken from a run's config.env nor put there.
 SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")
@@ -6879,7 +6986,7 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
         trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16, train_threads=0,
                           train_seq_lens="")
     with run.phase("reload"):
-        model, about = loaded or load_artifact(run.path(ARTIFACT))
+        model, about = loaded or load_shipped(run)
         ready_model(model, run.machine.for_scoring, inputs.kernels)
         compile_evaluation(model, config, inputs.validation.tokens)
     scores = evaluate(model, config, run, inputs.validation, weights_form(config))
@@ -6887,6 +6994,14 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     if run.machine.rank == 0 and config.checkpoint_every_seconds == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # nobody asked for it, and nothing can go on from it now
     return 0
+
+
+def load_shipped(run: Run) -> tuple[GPT, About]:
+    """What `load_artifact` makes of the run's artifact; all ranks call it together, on any node."""
+    path = run.path(ARTIFACT)
+    # Rank 0 wrote it, on a disk that other nodes may not see: it reads the file back for all of them.
+    data = read_artifact(path) if run.machine.rank == 0 else b""
+    return parse_artifact(run.machine.gather(data)[0], str(path))
 
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
@@ -6915,6 +7030,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             train_threads=training.threads,
             train_seq_lens=lengths_of_run(training),
         )
+        training.finish_saving()
         with run.phase("quantize"):
             if run.machine.rank == 0 and config.save_float:
                 write_float_weights(run, training.model)
@@ -6924,7 +7040,6 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
                 path = run.path(ARTIFACT)
                 tokenizer = inputs.hashes["tokenizer"]
                 run.log(write_artifact(path, training.model, config, hessians, tokenizer, budget))
-            run.machine.gather(None)  # nobody reads the file before it is there
     return trained
 
 
@@ -6959,6 +7074,10 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     hashes["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "none"
     alike = {**config.as_env(), **hashes, "torch": torch.__version__}
     alike["bytes of validation text"] = str(validation.bytes_total)
+    # A machine chooses these: processors of two kinds may choose differently, and sums of ranks need one.
+    alike["the device (DEVICE)"] = machine.device.type
+    alike["the dtype of activations (COMPUTE_DTYPE)"] = str(machine.dtype)
+    alike["the dtype of Muon's products (COMPUTE_DTYPE)"] = str(machine.orthogonalize_dtype)
     compare_ranks(alike, machine)
     if tokenizer_sha256 not in ("", hashes["tokenizer"]):
         raise ConfigError(f"TOKENIZER_PATH={tokenizer}: expected EVAL_ONLY's, with sha256 {tokenizer_sha256}")
@@ -7163,6 +7282,11 @@ def open_run(
             notes += keep_former_code(directory, inputs)
         else:
             make_directory(directory)
+    run.machine.gather(None)  # it is rank 0's to find it new
+    if run.machine.rank != 0:
+        # On another node's own disk it is not there yet: traces and errors of that node's ranks go into it.
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
     run.directory = directory
     if run.machine.rank == 0:
         if not config.resume:

@@ -327,14 +327,14 @@ NAME = "set another RUN_ID"
 
 CASES = [
     # settings
-    setting("ITERATIONS='abc'", "expected int from 0", ITERATIONS="abc"),
-    setting("ITERATIONS='-1'", "expected int from 0", ITERATIONS=-1),
+    setting("ITERATIONS='abc'", "expected int, 0 or more", ITERATIONS="abc"),
+    setting("ITERATIONS='-1'", "expected int, 0 or more", ITERATIONS=-1),
     setting("SEED='1.5'", "expected int", SEED=1.5),
     setting("SEED='-1'", "expected int from 0", SEED=-1),
-    setting("MATRIX_LR='nan'", "expected float from 0", MATRIX_LR="nan"),
-    setting("MATRIX_LR='inf'", "expected float from 0", MATRIX_LR="inf"),
-    setting("MATRIX_LR='-1'", "expected float from 0", MATRIX_LR=-1),
-    setting("MATRIX_LR=''", "expected float from 0", MATRIX_LR=""),
+    setting("MATRIX_LR='nan'", "expected float, 0 or more", MATRIX_LR="nan"),
+    setting("MATRIX_LR='inf'", "expected float, 0 or more", MATRIX_LR="inf"),
+    setting("MATRIX_LR='-1'", "expected float, 0 or more", MATRIX_LR=-1),
+    setting("MATRIX_LR=''", "expected float, 0 or more", MATRIX_LR=""),
     setting("EMA_DECAY='1.5'", "expected float from 0 to 0.99999", EMA_DECAY=1.5),
     setting("TTT_ENABLED='yes'", "expected 0 or 1", TTT_ENABLED="yes"),
     setting("TIE_EMBEDDINGS='2'", "expected 0 or 1", TIE_EMBEDDINGS=2),

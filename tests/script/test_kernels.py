@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -318,7 +319,9 @@ class OneOfMany(CallsItselfGpu):
 
 def chosen(machine: train_gpt.Machine, **settings: Any) -> tuple[str, str]:
     """The form of the MLP that would run, and its line for the log."""
-    kernels = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), machine)
+    # A processor interprets the kernel rightly in fp32 alone, of which a GPU does not take it by itself.
+    with mock.patch.object(train_gpt, "MLP_KERNEL_DTYPES", (torch.float32,)):
+        kernels = train_gpt.choose_kernels(dataclasses.replace(SMALL, **settings), machine)
     names = {
         train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel", train_gpt.mlp_manual: "manual"
     }  # fmt: skip
@@ -391,7 +394,7 @@ def test_what_fails_or_is_wrong_is_passed_over_and_named() -> None:
 
 
 def test_where_nothing_agrees_the_setting_is_refused_with_all_reasons() -> None:
-    reasons = r"FORM=auto: broken RuntimeError: PTXAS error \| three_times error:5.0e-01; set auto"
+    reasons = r"FORM=auto: broken RuntimeError: PTXAS error \| three_times error:5.0e-01; lower MICRO_BATCH"
     with pytest.raises(train_gpt.ConfigError, match=reasons):
         first_of("broken", "three_times")
 
@@ -428,6 +431,44 @@ def test_on_a_gpu_auto_takes_the_kernel_and_0_and_1_are_obeyed(asked: str, form:
     name, line = chosen(CallsItselfGpu(), fused_mlp=asked)
     assert name == form
     assert line.startswith(f"fused_mlp:{form} tried: {form} error:") and "|" not in line
+
+
+def test_a_gpu_takes_the_kernel_of_the_mlp_by_itself_in_bfloat16_alone() -> None:
+    in_bfloat16 = CallsItselfGpu(dtype=torch.bfloat16)
+    assert train_gpt.mlp_names(SMALL, in_bfloat16) == ["kernel", "plain"]
+    assert train_gpt.mlp_names(SMALL, CallsItselfGpu()) == ["plain"]
+    asked = dataclasses.replace(SMALL, fused_mlp="1")
+    assert train_gpt.mlp_names(asked, CallsItselfGpu()) == ["kernel"]
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_attention_on_the_first_tokens_of_a_row_shows_what_is_wrong_with_it(
+    doc_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of long rows only so many are compared: right forms agree to rounding, and wrong ones do not pass."""
+    monkeypatch.setattr(train_gpt, "ATTENTION_CHECK_TOKENS", 24)
+    config = tiny_config(TRAIN_SEQ_LEN=64, MICRO_BATCH_TOKENS=256, DOC_MASK=int(doc_mask), ATTENTION="math")
+    found = train_gpt.choose_attention(config, train_gpt.Machine())
+    error = re.search(r"math error:(\S+)", found.line)
+    assert error is not None and float(error[1]) < 1e-5
+
+    def later_values_leak(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return train_gpt.attention_math(q, k, v, mask) + 0.1 * v.roll(-1, 1).repeat_interleave(2, 2)
+
+    assert config.num_heads == 2 * config.num_kv_heads
+    monkeypatch.setattr(train_gpt, "load_attention", lambda name: later_values_leak)
+    with pytest.raises(train_gpt.ConfigError, match="ATTENTION=math"):
+        train_gpt.choose_attention(config, train_gpt.Machine())
+
+
+def test_forms_are_tried_with_what_one_pass_of_training_holds() -> None:
+    config = tiny_config(TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=256, TRAIN_BATCH_TOKENS=256)
+    assert train_gpt.trial_rows(config, train_gpt.Machine()) == 16
+    assert train_gpt.trial_rows(config, train_gpt.Machine(world_size=4)) == 4
+    # Nobody could train with it, but EVAL_ONLY scores.
+    smaller = dataclasses.replace(config, micro_batch_tokens=8)
+    assert train_gpt.trial_rows(smaller, train_gpt.Machine()) == 1
+    assert train_gpt.choose_kernels(smaller, train_gpt.Machine()).report
 
 
 def test_derivatives_by_hand_are_taken_on_a_gpu_where_they_are_asked_for() -> None:

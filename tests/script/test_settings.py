@@ -422,10 +422,13 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: count)
     (tmp_path / "there").touch()
     monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / driver))
-    with pytest.raises(ConfigError, match=r"DEVICE=auto: this machine has GPUs, .* DEVICE=cpu"):
-        train_gpt.this_machine(Config(), {})
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=rf"DEVICE={device}: this machine has an NVIDIA .* DEVICE=cpu"):
+            train_gpt.this_machine(Config(device=device), {})
     assert not train_gpt.this_machine(Config(device="cpu"), {}).on_gpu  # asked for
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 0)
+    for hidden in ("", "-1"):  # the usual way to ask for a CPU
+        assert not train_gpt.this_machine(Config(), {"CUDA_VISIBLE_DEVICES": hidden}).on_gpu
     monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / "absent"))
     assert not train_gpt.this_machine(Config(), {}).on_gpu
 

@@ -82,6 +82,49 @@ def test_text_names_what_differs(two: tuple[Path, Path], capsys: pytest.CaptureF
     assert re.search(r"^20 +3\.2000 +3\.1500 +-0\.0500$", text, re.MULTILINE)
 
 
+def test_kinds_of_score_are_told_and_compared_kind_by_kind(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that learns at test time against one that does not."""
+    base, new = two
+    assert main(["diff", str(base), str(new), "--no-code"]) == 0
+    alike = capsys.readouterr().out
+    assert "score: legal_ttt;" in alike and "two kinds" not in alike
+    log = new / "log.txt"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if not line.startswith("legal_ttt")))
+    assert main(["diff", str(base), str(new), "--no-code"]) == 0
+    unlike = capsys.readouterr().out
+    assert re.search(r"final_int6_sliding_window against legal_ttt, two kinds of score", unlike)
+    change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+)$", unlike, re.MULTILINE)
+    assert change is not None and f"sliding window {change[1]}" in unlike.splitlines()[0]
+    assert re.search(r"^val_bpb, test-time training .* –$", unlike, re.MULTILINE)
+
+
+def test_scores_of_different_texts_are_not_compared(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, new = two
+    log = new / "log.txt"
+    half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
+    log.write_text(half)
+    assert main(["diff", str(base), str(new), "--no-code"]) == 0
+    text = capsys.readouterr().out
+    assert "cannot be compared" in text and "different texts" in text and "p = " not in text
+    assert re.search(r"^val_bpb, headline .* –$", text, re.MULTILINE)
+
+
+def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line of training may come before the end."""
+    base, new = two
+    log = new / "log.txt"
+    lines = log.read_text().splitlines(keepends=True)
+    last = max(number for number, line in enumerate(lines) if "train_loss:" in line)
+    log.write_text("".join(lines[:last] + lines[last + 1 :]))
+    assert main(["diff", str(base), str(new), "--no-code"]) == 0
+    assert re.search(r"^steps .* \+0\.0$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_json(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "--json", *map(str, two)]) == 0
     value = json.loads(capsys.readouterr().out)

@@ -12,6 +12,7 @@ from tools.compare import curves, page, svg
 from tools.compare.codediff import changed_lines, unified
 from tools.runs.derive import nested
 from tools.runs.errors import RecordError
+from tools.runs.logs import EXACT, decimals
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
 from tools.runs.runs import Group, Run, load_group, output_path, scores
 from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation
@@ -26,7 +27,7 @@ CURVE_ROWS = 12  # steps at which the text compares losses
 class Difference:
     """All that differs between two groups; `reruns` compares sets of logs that a folder holds beside its own.
 
-    `comparison` is None where a side has no score.
+    `comparison` is None where a side has no score, or the sides have scored different texts.
     """
 
     base: Group
@@ -82,11 +83,39 @@ def difference(base: Group, new: Group) -> Difference:
     return Difference(
         base=base,
         new=new,
-        comparison=_compare(new.runs, base.runs),
+        comparison=None if different_texts(base, new) else _compare(new.runs, base.runs),
         reruns={name: comparison for name, comparison in reruns.items() if comparison},
         settings=changed_settings(base.config, new.config),
         code=code,
     )
+
+
+# Relative difference of bytes below which two texts are the same: some scripts leave out the last tokens.
+SAME_TEXT = 0.01
+
+
+def different_texts(base: Group, new: Group) -> str:
+    """In words, how many bytes of text each side has scored; empty where that is the same, or not known."""
+    base_bytes = _scored_bytes(base)
+    new_bytes = _scored_bytes(new)
+    if base_bytes is None or new_bytes is None or abs(new_bytes / base_bytes - 1) < SAME_TEXT:
+        return ""
+    return f"{base_bytes:,} bytes of {base.name}, {new_bytes:,} of {new.name}"
+
+
+def _scored_bytes(group: Group) -> int | None:
+    """Bytes of the text that the first run with a score has scored; None where nothing tells."""
+    for run in group.runs:
+        if run.score is not None:
+            counted = run.score.val_bytes or nested(run.summary, "data", "val_bytes")
+            return counted if isinstance(counted, int) else None
+    return None
+
+
+def labels(group: Group) -> str:
+    """What the scores of a group are called in its logs."""
+    names = sorted({run.score.label.removesuffix(EXACT) for run in group.runs if run.score})
+    return " / ".join(names)
 
 
 def _compare(new: Sequence[Run], base: Sequence[Run]) -> Comparison | None:
@@ -112,11 +141,28 @@ def _canonical(value: str | None) -> object:
         return value
 
 
+# What a score may claim, as `Final.rank` counts it.
+KINDS = {1: "artifact, no overlap", 2: "sliding window", 3: "test-time training"}
+
+
+def _of_kind(rank: int) -> Callable[[Run], float | None]:
+    """The bits per byte of a run's scores of one kind: the last line with the most digits."""
+
+    def value(run: Run) -> float | None:
+        found = [final for final in run.log.finals if final.rank == rank]
+        if not found:
+            return None
+        return max(found, key=lambda final: (decimals(final.bpb_text), final.line)).bpb
+
+    return value
+
+
 Metric = tuple[str, Callable[[Run], float | None], str]
 METRICS: tuple[Metric, ...] = (
-    ("val_bpb", lambda run: run.score.bpb if run.score else None, ".6f"),
+    ("val_bpb, headline", lambda run: run.score.bpb if run.score else None, ".6f"),
+    *((f"val_bpb, {kind}", _of_kind(rank), ".6f") for rank, kind in KINDS.items()),
     ("val_loss (nats/token)", lambda run: run.score.loss if run.score else None, ".6f"),
-    ("steps", lambda run: run.log.steps, ",.1f"),
+    ("steps", lambda run: run.log.steps_done, ",.1f"),
     ("ms per step", lambda run: run.log.step_ms, ".3f"),
     ("train seconds", lambda run: run.log.train_seconds, ".2f"),
     ("eval seconds", lambda run: run.score.eval_seconds if run.score else None, ".1f"),
@@ -127,13 +173,14 @@ METRICS: tuple[Metric, ...] = (
 def metric_rows(found: Difference) -> list[list[str]]:
     """Name, base, new, change; mean ± deviation over the seeds that have the metric."""
     rows = []
+    texts_differ = bool(different_texts(found.base, found.new))
     for name, value_of, form in METRICS:
         base = _values(found.base, value_of)
         new = _values(found.new, value_of)
         if not base and not new:
             continue
         change = UNSET
-        if base and new:
+        if base and new and not (texts_differ and name.startswith("val_")):
             change = f"{mean(new) - mean(base):+{form}}"
         rows.append([name, _spread(base, form), _spread(new, form), change])
     return rows
@@ -163,15 +210,34 @@ def sentence(found: Difference) -> str:
         changes.append(f"the code (+{plus} -{minus} lines)")
     differ = f"they differ in {' and '.join(changes)}" if changes else "settings and code are equal"
     if comparison is None:
-        return f"{found.new.name} cannot be compared with {found.base.name}, one has no score; {differ}."
+        why = "one has no score"
+        if texts := different_texts(found.base, found.new):
+            why = f"they have scored different texts ({texts})"
+        return f"{found.new.name} cannot be compared with {found.base.name}, {why}; {differ}."
     gain = comparison.gain_bpb
     direction = "better" if gain > 0 else "worse"
     if gain == 0:
         return f"{found.new.name} and {found.base.name} have the same score; {differ}."
     return (
         f"{found.new.name} is {direction} than {found.base.name} by {abs(gain):.6f} bits per byte,"
-        f" {_significance(comparison)}; {differ}."
+        f" {_significance(comparison)}; {_scores_compared(found)}; {differ}."
     )
+
+
+def _scores_compared(found: Difference) -> str:
+    """What is compared; where a side has the stronger kind of score, what the kinds that both have say."""
+    of_base = {run.score.rank for run in found.base.runs if run.score}
+    of_new = {run.score.rank for run in found.new.runs if run.score}
+    if of_base == of_new:
+        return f"score: {labels(found.new)}"
+    told = f"but that is {labels(found.new)} against {labels(found.base)}, two kinds of score"
+    alike = []
+    for rank, kind in KINDS.items():
+        base = _values(found.base, _of_kind(rank))
+        new = _values(found.new, _of_kind(rank))
+        if base and new:
+            alike.append(f"{kind} {mean(new) - mean(base):+.6f}")
+    return f"{told} (of the same kind: {', '.join(alike)})" if alike else told
 
 
 def _significance(comparison: Comparison) -> str:
@@ -193,7 +259,7 @@ def verdict_lines(found: Difference) -> list[str]:
     """The gain in three units and the outcome at both standards; then the outcome with reruns, if any."""
     comparison = found.comparison
     if comparison is None:
-        return ["no score on one side: metrics cannot be compared"]
+        return ["scores cannot be compared: one side has none, or the texts differ"]
     per_token = comparison.gain_nats_per_token
     token = (
         f"{per_token:+.6f} nats/token"
