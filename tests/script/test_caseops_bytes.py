@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -237,14 +238,26 @@ def test_longest_prefixes_are_pieces_of_text_and_none_is_longer(dataset: Path) -
     assert found > 10
 
 
-def test_ranks_must_count_the_same_bytes(made: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("bytes of validation text", "7"),
+        ("the device (DEVICE)", "cuda"),
+        ("the dtype of activations (COMPUTE_DTYPE)", "torch.bfloat16"),
+        ("the dtype of Muon's products (COMPUTE_DTYPE)", "torch.bfloat16"),
+    ],
+)
+def test_ranks_must_count_the_same_bytes_and_compute_alike(
+    name: str, theirs: str, made: dict[str, str]
+) -> None:
     torch.manual_seed(0)
 
     class Two(Machine):
         def gather(self, mine: object) -> list[object]:
             if isinstance(mine, dict):
-                return [mine, {**mine, "bytes of validation text": "7"}]
+                assert name in mine
+                return [mine, {**mine, name: theirs}]
             return [mine, mine]
 
-    with pytest.raises(train_gpt.ConfigError, match=r"bytes of validation text is 7 on rank 1"):
+    with pytest.raises(train_gpt.ConfigError, match=re.escape(f"{name} is {theirs} on rank 1")):
         train_gpt.preflight(Config.from_env(made), train_gpt.Run(Two()))

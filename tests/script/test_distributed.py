@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -202,6 +203,24 @@ def test_a_rank_that_stalls_ends_its_peers(lab: Lab) -> None:
         assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
         assert time.monotonic() - begin_s > timeout_s / 2  # it did not give up at once
     assert "final_int6_roundtrip_exact" in ended.out
+
+
+# A node whose disk is another one.
+ON_ANOTHER_DISK = "os.mkdir('node2'); os.chdir('node2')"
+
+
+def test_nodes_need_no_common_disk(lab: Lab, finished: Ended) -> None:
+    """Only rank 0 can read what it wrote; traces of the others are on their own node."""
+    ranks = lab.ranks(2, each={1: {"fault": ON_ANOTHER_DISK}}, RUNS_DIR="runs", TRACE_STEPS="1:3")
+    ended = [rank.wait() for rank in ranks]
+    assert [one.status for one in ended] == [0, 0], ended[1].err
+    (first,) = (lab.folder / "runs").iterdir()
+    (second,) = (lab.folder / "node2" / "runs").iterdir()
+    assert (first / "model.bin").exists() and (first / "trace_rank0.json").exists()
+    assert [path.name for path in second.iterdir()] == ["trace_rank1.json"]
+    summary = json.loads((first / "summary.json").read_text("utf-8"))
+    for name, loss in summary["losses"].items():
+        assert math.isclose(loss["nats"], finished.summary["losses"][name]["nats"], rel_tol=2e-3), name
 
 
 HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(

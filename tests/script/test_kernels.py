@@ -461,6 +461,33 @@ def test_attention_on_the_first_tokens_of_a_row_shows_what_is_wrong_with_it(
         train_gpt.choose_attention(config, train_gpt.Machine())
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_plain_attention_keeps_its_weights_for_gradients_alone(
+    differentiated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    softmax = Tensor.softmax
+
+    def watched(scores: Tensor, axis: int) -> Tensor:
+        weights = softmax(scores, axis)
+        made.append(weakref.ref(weights))
+        return weights
+
+    monkeypatch.setattr(Tensor, "softmax", watched)
+    alive = []
+    bmm = torch.bmm
+
+    def counted(*given: Tensor, **more: Tensor) -> Tensor:
+        alive.append(sum(weights() is not None for weights in made))
+        return bmm(*given, **more)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    blocks = 4
+    q = torch.randn(1, blocks * train_gpt.MATH_ATTENTION_BLOCK, 2, 8, requires_grad=differentiated)
+    train_gpt.attention_math(q, q, q, None)
+    assert alive == (list(range(1, blocks + 1)) if differentiated else [1] * blocks)
+
+
 def test_forms_are_tried_with_what_one_pass_of_training_holds() -> None:
     config = tiny_config(TRAIN_SEQ_LEN=16, MICRO_BATCH_TOKENS=256, TRAIN_BATCH_TOKENS=256)
     assert train_gpt.trial_rows(config, train_gpt.Machine()) == 16

@@ -8,12 +8,15 @@ import pickle
 import re
 import shutil
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import train_gpt
 from tests.support.clock import FORWARD_SECONDS, counted_clock, in_phase, signal_at_step
 from tests.support.processes import SCRIPT, Ended, Lab
 
@@ -226,6 +229,57 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(lab: Lab, finished: Ende
     assert "warning: no checkpoint of step" in ended.out and "No space left" in ended.out
     assert_same_result(ended, finished)
     assert not [*ended.directory.glob("*checkpoint*")]
+
+
+def test_a_slow_disk_costs_a_checkpoint_and_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not the last is left out while another is written; the last one waits for it, alone."""
+    written: list[int] = []
+    disk_is_free = threading.Event()
+
+    def write(run: Any, state: dict[str, Any], former: threading.Thread | None = None) -> None:
+        if former is not None:
+            former.join()
+        disk_is_free.wait()
+        written.append(state["step"])
+
+    monkeypatch.setattr(train_gpt, "write_checkpoint", write)
+    said: list[str] = []
+    run = SimpleNamespace(machine=train_gpt.Machine(), writer=None, log=said.append)
+    training = SimpleNamespace(run=run, step=1, state=lambda: {"step": training.step})
+    train_gpt.Training.save(training)  # type: ignore[arg-type]
+    first = run.writer
+    training.step = 2
+    train_gpt.Training.save(training)  # type: ignore[arg-type]
+    assert run.writer is first and "no checkpoint of step 2" in said[0]
+    training.step = 3
+    train_gpt.Training.save(training, last=True)  # type: ignore[arg-type]
+    assert run.writer is not first and not written
+    train_gpt.Training.finish_saving(training, 0.01)  # type: ignore[arg-type]
+    assert run.writer.is_alive(), "who waits for so long only, leaves it"
+    disk_is_free.set()
+    train_gpt.Training.finish_saving(training)  # type: ignore[arg-type]
+    assert written == [1, 3]
+
+
+def test_a_checkpoint_is_written_after_the_one_before(tmp_path: Path) -> None:
+    """Or the older one would stand in the place of the newer."""
+    run = train_gpt.Run(train_gpt.Machine())
+    run.directory = tmp_path
+    seen: list[bool] = []
+    former = threading.Thread(target=lambda: seen.append((tmp_path / "checkpoint.pt").exists()))
+    timer = threading.Timer(0.2, former.start)
+    former.join = lambda timeout=None: (timer.join(), threading.Thread.join(former, timeout))  # type: ignore
+    timer.start()
+    state = {"step": 1, "optimizer": {"weights": []}}
+    train_gpt.write_checkpoint(run, state, former)
+    assert seen == [False] and (tmp_path / "checkpoint.pt").exists()
+
+
+def test_advice_for_a_loss_that_is_not_finite_names_what_the_run_uses() -> None:
+    tied = train_gpt.ways_to_converge(train_gpt.Config())
+    assert "TIED_EMBED_LR" in tied and "lower GRAD_CLIP_NORM" in tied
+    untied = train_gpt.ways_to_converge(train_gpt.Config(tie_embeddings=False, grad_clip_norm=0.0))
+    assert "TIED_EMBED_LR" not in untied and "HEAD_LR" in untied and "set GRAD_CLIP_NORM=1" in untied
 
 
 NO_MEMORY = """

@@ -195,8 +195,9 @@ def test_the_list_of_what_is_found_holds_every_setting_of_the_evaluation() -> No
     own = train_gpt.Config().as_env().keys() - train_gpt.TrainingSettings().as_env().keys()
     how_often_it_is_told = {"VAL_LOSS_EVERY", "VAL_PROGRESS_LOG_EVERY", "VAL_PREFETCH", "EVAL_ONLY"}
     scoring = {name for name in own if name.startswith(("EVAL_", "TTT_", "VAL_"))} - how_often_it_is_told
-    # Adapters are drawn of the seed.
-    assert scoring | {"SEED"} <= set(train_gpt.EVALUATION_SETTINGS) <= own | {"SEED"}
+    # Adapters are drawn of the seed, as many at once as a micro-batch has room for; bits name a score.
+    scoring |= {"SEED", "MICRO_BATCH_TOKENS", "MATRIX_BITS"}
+    assert scoring <= set(train_gpt.EVALUATION_SETTINGS) <= own | {"SEED"}
 
 
 def test_settings_that_an_artifact_overrides_are_named(finished: Ended, lab: Lab) -> None:

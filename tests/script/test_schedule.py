@@ -105,6 +105,9 @@ def test_the_loop_switches_on_once() -> None:
     assert on == [False] * 35 + [True] * 66
     assert not loop_is_on(1.0, Config(num_loops=0))
     assert loop_is_on(0.0, Config(enable_looping_at=0.0))
+    never = Config(enable_looping_at=1.0)
+    assert not loop_is_on(1.0, never)
+    assert [graph.progress for graph in graphs_of(never)] == [0.0], "none is compiled in vain"
 
 
 def test_progress_is_the_share_of_what_ends_first() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -431,6 +432,26 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
         assert not train_gpt.this_machine(Config(), {"CUDA_VISIBLE_DEVICES": hidden}).on_gpu
     monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / "absent"))
     assert not train_gpt.this_machine(Config(), {}).on_gpu
+
+
+@pytest.mark.parametrize("most", [1 << 40, 32 << 20, 0])
+def test_a_c_library_that_refuses_a_threshold_is_left_to_learn_its_own(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[int, int]] = []
+
+    def mallopt(name: int, value: int) -> int:
+        if name == train_gpt.M_MMAP_THRESHOLD and value > most:
+            return 0
+        taken.append((name, value))
+        return 1
+
+    monkeypatch.setattr(train_gpt.sys, "platform", "linux")
+    monkeypatch.setattr(train_gpt.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    train_gpt.keep_freed_memory()
+    trim = (train_gpt.M_TRIM_THRESHOLD, train_gpt.KEPT_BYTES)
+    threshold = min(most, train_gpt.KEPT_BYTES)
+    assert taken == ([(train_gpt.M_MMAP_THRESHOLD, threshold), trim] if most else [])
 
 
 def test_threads_are_those_asked_for_and_else_left_alone() -> None:

@@ -107,7 +107,11 @@ def run(args: argparse.Namespace) -> int:
     if refusals:
         raise RecordError("refused:\n  - " + "\n  - ".join(refusals))
     runs.sort(key=lambda directory: directory.seed or 0)
-    track = args.track or track_of(runs[0])
+    track = args.track
+    if not track:
+        track = track_of(runs[0])
+        for reason in no_record_because(runs[0]):
+            print(f"note: {track}, not {RECORD_TRACK}: {reason}", file=sys.stderr)
     identity = {key: getattr(args, key) for key in ("author", "github_id", "name", "blurb", "date")}
     identity["track"] = track.removeprefix("track_")  # as the challenge's own folders have it
     missing = missing_options(identity)
