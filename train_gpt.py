@@ -478,7 +478,8 @@ class Config(TrainingSettings):
         among="auto float32 bfloat16")  # fmt: skip
     attention: str = knob(
         "auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa math")
-    fused_mlp: str = knob("auto", "Triton MLP; auto: on CUDA, where it passes", among="auto 0 1")
+    fused_mlp: str = knob(
+        "auto", "Triton MLP; auto: on CUDA in bfloat16, where it passes", among="auto 0 1")
     fused_heads: str = knob(
         "auto", "Triton norm, rotary and XSA; auto: on CUDA, where it passes", among="auto 0 1")
     manual_backward: str = knob(

@@ -2,8 +2,8 @@
 
     make gpu-check      or      python benchmarks/gpu_check.py --out runs/gpu-check
 
-In order, on one card and in under 20 minutes: the tests that need a GPU; 30 steps of the default run, half of
-them with recurrence, with the Triton kernels and without; the memory they took against the formula of
+In order, on one card and in at most 25 minutes: the tests that need a GPU; 30 steps of the default run,
+half of them with recurrence, with the Triton kernels and without; the memory they took against the formula of
 gpu_model/memory.py; one artifact, scored in a fresh process. A part that fails is reported, and the others
 still run. Exit status: 0 if all went well, 1 if a part failed, 2 without a GPU.
 """
