@@ -7034,7 +7034,6 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             train_threads=training.threads,
             train_seq_lens=lengths_of_run(training),
         )
-        training.finish_saving()
         with run.phase("quantize"):
             if run.machine.rank == 0 and config.save_float:
                 write_float_weights(run, training.model)
@@ -7044,6 +7043,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
                 path = run.path(ARTIFACT)
                 tokenizer = inputs.hashes["tokenizer"]
                 run.log(write_artifact(path, training.model, config, hessians, tokenizer, budget))
+        training.finish_saving()  # of a run that went well nothing is cut short
     return trained
 
 
