@@ -1169,15 +1169,8 @@ def numbers_of_threads(config: Config, environ: Mapping[str, str]) -> tuple[int,
 NVIDIA_DRIVER = "/dev/nvidiactl"  # is there on Linux where its driver is loaded
 
 
-def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
-    """The machine that the settings and the launcher's variables describe; joins the other ranks.
-
-    Raises ConfigError for a device that is not there or cannot be used, and where ranks do not meet.
-    """
-    rank, world_size, local_rank = place_among_ranks(environ)
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
-
+def goes_to_gpu(config: Config, environ: Mapping[str, str], local_rank: int) -> bool:
+    """Whether this process computes on a GPU. ConfigError where it should, and cannot."""
     # A device that was asked for and is not there is an error, never a slower run. torch counts GPUs by
     # asking their driver: it may count some on which it cannot start.
     usable = torch.cuda.is_available()
@@ -1193,6 +1186,19 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     if on_gpu and local_rank >= gpus:
         raise ConfigError(f"DEVICE={config.device}: expected a GPU for each process, got {gpus} for local "
                           f"rank {local_rank}, counted from 0; start fewer processes, or try DEVICE=cpu")
+    return on_gpu
+
+
+def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
+    """The machine that the settings and the launcher's variables describe; joins the other ranks.
+
+    Raises ConfigError for a device that is not there or cannot be used, and where ranks do not meet.
+    """
+    rank, world_size, local_rank = place_among_ranks(environ)
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+
+    on_gpu = goes_to_gpu(config, environ, local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -5919,13 +5925,16 @@ def read_artifact(path: Path) -> bytes:
         raise ArtifactError(f"{path}: {error}; name the model.bin of a run") from error
 
 
-def load_artifact(path: Path) -> tuple[GPT, About]:
+def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
     """The model on the CPU, and what its file says.
 
-    Nothing of the file is executed, and memory stays in proportion to its size. Raises ArtifactError with
-    section and reason, and nothing else, whatever the bytes.
+    data: the bytes of that file, for a process that may not see it; None: they are read. Nothing of them is
+    executed, and memory stays in proportion to their number. Raises ArtifactError with section and reason, and
+    nothing else, whatever the bytes.
     """
-    return parse_artifact(read_artifact(path), str(path))
+    if data is None:
+        data = read_artifact(path)
+    return parse_artifact(data, str(path))
 
 
 class Header(NamedTuple):
@@ -6990,7 +6999,9 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
         trained = Trained(steps=0, tokens=0, train_seconds=0.0, stream_hash="0" * 16, train_threads=0,
                           train_seq_lens="")
     with run.phase("reload"):
-        model, about = loaded or load_shipped(run)
+        if loaded is None:
+            loaded = load_artifact(run.path(ARTIFACT), shipped_bytes(run))
+        model, about = loaded
         ready_model(model, run.machine.for_scoring, inputs.kernels)
         compile_evaluation(model, config, inputs.validation.tokens)
     scores = evaluate(model, config, run, inputs.validation, weights_form(config))
@@ -7000,12 +7011,11 @@ def whole_run(config: Config, run: Run, notes: list[str]) -> int:
     return 0
 
 
-def load_shipped(run: Run) -> tuple[GPT, About]:
-    """What `load_artifact` makes of the run's artifact; all ranks call it together, on any node."""
-    path = run.path(ARTIFACT)
+def shipped_bytes(run: Run) -> bytes:
+    """The run's artifact; all ranks call it together, on any node."""
     # Rank 0 wrote it, on a disk that other nodes may not see: it reads the file back for all of them.
-    data = read_artifact(path) if run.machine.rank == 0 else b""
-    return parse_artifact(run.machine.gather(data)[0], str(path))
+    data = read_artifact(run.path(ARTIFACT)) if run.machine.rank == 0 else b""
+    return run.machine.gather(data)[0]
 
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:

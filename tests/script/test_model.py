@@ -739,14 +739,18 @@ def test_the_first_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_gpu_that_could_attend_faster_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.9, or no FlashAttention-3."""
 
-    def warnings_of(**changes: Any) -> list[str]:
-        report = train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), Card()).report
+    def warnings_of(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> list[str]:
+        settings = tiny(COMPILE=0, FUSED_MLP=0, **changes)
+        report = train_gpt.choose_kernels(settings, Card(dtype=dtype)).report
         return [line for line in report if line.startswith("warning:")]
 
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     (line,) = warnings_of()
     assert "ATTENTION=sdpa" in line and "DOC_MASK=1" in line and "flash_attn_3" in line
     assert warnings_of(DOC_MASK=0) == warnings_of(ATTENTION="sdpa") == []  # fast, or asked for
+    # No package helps an older card.
+    (line,) = warnings_of(torch.float32)
+    assert "COMPUTE_DTYPE=bfloat16 alone" in line and "install" not in line
     install(monkeypatch, "fa2", flash_attn_2)
     (line,) = warnings_of()
     assert "ATTENTION=fa2" in line
@@ -771,7 +775,7 @@ def test_without_triton_the_plain_mlp_is_taken(monkeypatch: pytest.MonkeyPatch) 
     """As on Windows."""
     install(monkeypatch, "varlen", torch_2_13)
     monkeypatch.setattr(train_gpt, "triton", None)
-    kernels = train_gpt.choose_kernels(tiny(COMPILE=0), Card())
+    kernels = train_gpt.choose_kernels(tiny(COMPILE=0), Card(dtype=torch.bfloat16))
     assert kernels.attend is not train_gpt.attention_sdpa and kernels.mlp is train_gpt.mlp_plain
     assert kernels.report[1].startswith("fused_mlp:plain tried: kernel ")
 

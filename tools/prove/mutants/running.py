@@ -254,8 +254,8 @@ def unquantized_weights_scored(script: ModuleType) -> None:
         kept.append({name: value.detach().clone() for name, value in model.state_dict().items()})
         return write(path, model, *rest, **named)
 
-    def from_memory(path: Path) -> Any:
-        model, about = load(path)
+    def from_memory(path: Path, *rest: Any) -> Any:
+        model, about = load(path, *rest)
         if kept:
             model.load_state_dict(kept[-1])
         return model, about
@@ -273,8 +273,8 @@ def second_file(script: ModuleType) -> None:
         torch.save(model.state_dict(), path.with_name("cache.pt"))
         return write(path, model, *rest, **named)
 
-    def from_both(path: Path) -> Any:
-        model, about = load(path)
+    def from_both(path: Path, *rest: Any) -> Any:
+        model, about = load(path, *rest)
         second = path.with_name("cache.pt")
         if second.exists():
             model.load_state_dict(torch.load(second))
@@ -288,8 +288,8 @@ def fewer_bytes_counted(script: ModuleType) -> None:
     """The summary says a tenth less than the file has."""
     load = script.load_artifact
 
-    def flattering(path: Path) -> Any:
-        model, about = load(path)
+    def flattering(path: Path, *rest: Any) -> Any:
+        model, about = load(path, *rest)
         return model, about._replace(bytes=about.bytes * 9 // 10)
 
     script.load_artifact = flattering  # type: ignore[attr-defined]
@@ -306,8 +306,8 @@ def weights_mended_after_loading(script: ModuleType) -> None:
             means[name] = value.detach().mean()
         return write(path, model, *rest, **named)
 
-    def mended(path: Path) -> Any:
-        model, about = load(path)
+    def mended(path: Path, *rest: Any) -> Any:
+        model, about = load(path, *rest)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in means:
