@@ -5929,8 +5929,8 @@ def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
     """The model on the CPU, and what its file says.
 
     data: the bytes of that file, for a process that may not see it; None: they are read. Nothing of them is
-    executed, and memory stays in proportion to their number. Raises ArtifactError with section and reason, and
-    nothing else, whatever the bytes.
+    executed, and memory stays in proportion to their number. Raises ArtifactError with section and reason,
+    and nothing else, whatever the bytes.
     """
     if data is None:
         data = read_artifact(path)
