@@ -12,7 +12,7 @@ from tools.compare import curves, page, svg
 from tools.compare.codediff import changed_lines, unified
 from tools.runs.derive import nested
 from tools.runs.errors import RecordError
-from tools.runs.logs import EXACT, decimals
+from tools.runs.logs import EXACT
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
 from tools.runs.runs import Group, Run, load_group, output_path, scores
 from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation
@@ -83,7 +83,7 @@ def difference(base: Group, new: Group) -> Difference:
     return Difference(
         base=base,
         new=new,
-        comparison=None if different_texts(base, new) else _compare(new.runs, base.runs),
+        comparison=_compare(new.runs, base.runs),
         reruns={name: comparison for name, comparison in reruns.items() if comparison},
         settings=changed_settings(base.config, new.config),
         code=code,
@@ -94,18 +94,18 @@ def difference(base: Group, new: Group) -> Difference:
 SAME_TEXT = 0.01
 
 
-def different_texts(base: Group, new: Group) -> str:
-    """In words, how many bytes of text each side has scored; empty where that is the same, or not known."""
+def different_texts(base: Sequence[Run], new: Sequence[Run]) -> str:
+    """How many bytes of text each side has scored, in words; empty where that is the same, or not known."""
     base_bytes = _scored_bytes(base)
     new_bytes = _scored_bytes(new)
     if base_bytes is None or new_bytes is None or abs(new_bytes / base_bytes - 1) < SAME_TEXT:
         return ""
-    return f"{base_bytes:,} bytes of {base.name}, {new_bytes:,} of {new.name}"
+    return f"{base_bytes:,} bytes and {new_bytes:,}"
 
 
-def _scored_bytes(group: Group) -> int | None:
+def _scored_bytes(runs: Sequence[Run]) -> int | None:
     """Bytes of the text that the first run with a score has scored; None where nothing tells."""
-    for run in group.runs:
+    for run in runs:
         if run.score is not None:
             counted = run.score.val_bytes or nested(run.summary, "data", "val_bytes")
             return counted if isinstance(counted, int) else None
@@ -120,7 +120,7 @@ def labels(group: Group) -> str:
 
 def _compare(new: Sequence[Run], base: Sequence[Run]) -> Comparison | None:
     new_bpb, base_bpb = scores(new, "bpb"), scores(base, "bpb")
-    if not new_bpb or not base_bpb:
+    if not new_bpb or not base_bpb or different_texts(base, new):
         return None
     return compare(new_bpb, base_bpb, scores(new, "loss"), scores(base, "loss"))
 
@@ -146,13 +146,11 @@ KINDS = {1: "artifact, no overlap", 2: "sliding window", 3: "test-time training"
 
 
 def _of_kind(rank: int) -> Callable[[Run], float | None]:
-    """The bits per byte of a run's scores of one kind: the last line with the most digits."""
+    """The bits per byte of a run's score of one kind."""
 
     def value(run: Run) -> float | None:
-        found = [final for final in run.log.finals if final.rank == rank]
-        if not found:
-            return None
-        return max(found, key=lambda final: (decimals(final.bpb_text), final.line)).bpb
+        score = run.log.score_of(rank)
+        return score.bpb if score else None
 
     return value
 
@@ -173,7 +171,7 @@ METRICS: tuple[Metric, ...] = (
 def metric_rows(found: Difference) -> list[list[str]]:
     """Name, base, new, change; mean ± deviation over the seeds that have the metric."""
     rows = []
-    texts_differ = bool(different_texts(found.base, found.new))
+    texts_differ = bool(different_texts(found.base.runs, found.new.runs))
     for name, value_of, form in METRICS:
         base = _values(found.base, value_of)
         new = _values(found.new, value_of)
@@ -211,7 +209,7 @@ def sentence(found: Difference) -> str:
     differ = f"they differ in {' and '.join(changes)}" if changes else "settings and code are equal"
     if comparison is None:
         why = "one has no score"
-        if texts := different_texts(found.base, found.new):
+        if texts := different_texts(found.base.runs, found.new.runs):
             why = f"they have scored different texts ({texts})"
         return f"{found.new.name} cannot be compared with {found.base.name}, {why}; {differ}."
     gain = comparison.gain_bpb

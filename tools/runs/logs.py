@@ -186,11 +186,14 @@ class RunLog:
 
     @property
     def headline(self) -> Final | None:
-        """The score: the strongest label, exact digits before rounded, late before early."""
-        scored = [final for final in self.finals if final.rank > 0]
-        if not scored:
-            return None
-        return max(scored, key=lambda final: (final.rank, decimals(final.bpb_text), final.line))
+        """The score with the strongest label."""
+        strongest = max((final.rank for final in self.finals), default=0)
+        return self.score_of(strongest) if strongest > 0 else None
+
+    def score_of(self, rank: int) -> Final | None:
+        """The score with a label of that rank: exact digits before rounded, late before early."""
+        found = [final for final in self.finals if final.rank == rank]
+        return max(found, key=lambda final: (decimals(final.bpb_text), final.line), default=None)
 
     @property
     def model_bytes(self) -> ByteCount | None:
