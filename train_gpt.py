@@ -2669,21 +2669,24 @@ class Adapter(NamedTuple):
     a_BRI: Tensor  # R: the rank; I: channels of the input
     b_BOR: Tensor  # O: channels of the output
 
-    def __call__(self, x_BTI: Tensor) -> Tensor:
-        """What it adds, (B, T, O)."""
-        return (x_BTI @ self.a_BRI.mT) @ self.b_BOR.mT
-
 
 # The adapters of one visit, by what they belong to: q, k and v are those of projections, o and mlp go around
 # attention and MLP as a whole, from the input of the branch to its output (PR #1530), head is of the logits.
 Adapters = dict[str, Adapter]
 
 
+def low_rank(x_BTI: Tensor, adapter: Adapter) -> Tensor:
+    """What an adapter adds to the output of x, (B, T, O)."""
+    # A function, no method: Dynamo of torch 2.9 and 2.10 cannot trace a call of a NamedTuple of tensors.
+    a_BRI, b_BOR = adapter
+    return (x_BTI @ a_BRI.mT) @ b_BOR.mT
+
+
 def adapted(y_BTO: Tensor, x_BTI: Tensor, adapters: Adapters, name: str) -> Tensor:
-    """y with what its adapter makes of x; y itself where there is none."""
+    """y plus the output of its adapter for x; y itself where there is none."""
     if name not in adapters:
         return y_BTO
-    return y_BTO + adapters[name](x_BTI)
+    return y_BTO + low_rank(x_BTI, adapters[name])
 
 
 class Context(NamedTuple):
@@ -3225,7 +3228,11 @@ class FusedMlp(torch.autograd.Function):
         return d_x_ND, d_up_FD, d_down_DF, None
 
 
-mlp_fused = FusedMlp.apply
+# A function around each `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
+def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
+    """`mlp_plain` by the kernel."""
+    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
+
 
 # Rows of one program of the kernels of heads: with heads of 64 some 32 values a thread.
 HEAD_ROWS = 32
@@ -3404,7 +3411,9 @@ class FusedXsa(torch.autograd.Function):
         return xsa_backward(*ctx.saved_tensors, d_out_BTHE)
 
 
-xsa_fused = FusedXsa.apply
+def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+    """`xsa_plain` by the kernel."""
+    return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
 
 
 # On a CPU a step is hundreds of passes over a few hundred KB. Derivatives written by hand read and write less
@@ -3613,9 +3622,12 @@ def load_attention(name: str) -> Callable[..., Tensor]:
             k_BTKE = k_BTKE.repeat_interleave(group, 2)
             v_BTKE = v_BTKE.repeat_interleave(group, 2)
         length = q_BTHE.size(1)
+        # A second view for the keys: Dynamo of torch 2.13 refuses the same tensor twice where a package's
+        # own autograd.Function takes it.
+        starts_of_keys = starts.view(-1)
         y: Any = kernel(
             q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1),
-            starts, starts, length, length, **options)
+            starts, starts_of_keys, length, length, **options)
         if isinstance(y, tuple):  # some return more than the output
             y = y[0]
         return y.view_as(q_BTHE)
@@ -4962,7 +4974,7 @@ class DocumentAdapters:
         if "head" not in self.a:
             return None
         (adapter,) = self._adapters("head", len(hidden_BTD))
-        return adapter(hidden_BTD).flatten(0, 1)
+        return low_rank(hidden_BTD, adapter).flatten(0, 1)
 
     def _adapters(self, name: str, rows: int) -> list[Adapter]:
         """The adapters of one name, in the dtype of activations; the scale of what they add is in A."""
