@@ -1,0 +1,174 @@
+"""Whether two versions of train_gpt.py compute the same bits: ten short runs of each, compared.
+
+    python benchmarks/same_bits.py OLD NEW             # all cases
+    python benchmarks/same_bits.py OLD NEW demo lanes  # some of them
+    python benchmarks/same_bits.py --list              # the cases
+
+A run trains a few steps on the sample text, quantizes, reloads and scores. Compared are all training losses,
+gradient norms and validation losses, the stream hash, the coded weights in model.bin and the mean nats of every
+final score: equal as printed in full precision, byte by byte for the weights. Both scripts run in fp32 on one
+thread; settings that one of them does not have are left out for it.
+
+Exit status 0: all cases are equal; 1: some differ, or a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REPO = Path(__file__).resolve().parent.parent
+SAMPLE = REPO / "data" / "datasets" / "sample_sp1024"
+TOKENIZER = REPO / "data" / "tokenizers" / "sample_1024_bpe.model"
+HEAD = struct.Struct("<8s3I")  # of an artifact: magic, bytes of its header, two checksums
+
+# What every case sets: a tiny model, six steps of two micro-batches, no clock, no search for the budget.
+TINY = {
+    "DATA_PATH": SAMPLE, "TOKENIZER_PATH": TOKENIZER, "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
+    "CPU_THREADS": 1, "MAX_WALLCLOCK_SECONDS": 0, "ITERATIONS": 6, "WARMUP_STEPS": 1, "TRAIN_LOG_EVERY": 1,
+    "VAL_LOSS_EVERY": 3, "VAL_TOKENS_LIMIT": 3000, "VAL_BATCH_SIZE": 8192, "TRAIN_SEQ_LEN": 128,
+    "TRAIN_BATCH_TOKENS": 2048, "MICRO_BATCH_TOKENS": 1024, "VOCAB_SIZE": 1024, "NUM_LAYERS": 4,
+    "MODEL_DIM": 64, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 4, "RATE_CONTROL": 0,
+    "GPTQ_CALIBRATION_BATCHES": 2, "EVAL_STRIDE": 32, "TTT_CHUNK_TOKENS": 512, "TTT_BATCH_SEQS": 4,
+    "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 8, "TTT_LORA_RANK": 8, "SEED": 7,
+}  # fmt: skip
+LOOPED = {"NUM_LOOPS": 1, "LOOP_START": 1, "LOOP_END": 2, "PARALLEL_START_LAYER": 2, "ROPE_DIMS": 8}
+# CPU forms of versions before 0.6, which had other roundings.
+PLAIN_FORMS = {"MANUAL_BACKWARD": 0, "ATTENTION": "sdpa"}
+
+
+class Case(NamedTuple):
+    """One pair of runs."""
+
+    config: str  # a file of configs/, or none
+    settings: dict[str, Any]
+    ranks: int = 1
+    environment: dict[str, str] | None = None  # besides settings
+
+
+CASES = {
+    "demo": Case("cpu_demo.env", {}),
+    "default": Case("", LOOPED),
+    "lanes": Case("", {**LOOPED, "TRAIN_PREFETCH": 0, "TRAINING_TIMING_BREAKDOWN": 1}),
+    "two_ranks": Case("", LOOPED, ranks=2),
+    "columns": Case("", {**LOOPED, "COLUMN_STEPS": 0.5, "TRELLIS": 1, "TTT_ENABLED": 0}),
+    "pr1493": Case("pr1493.env", {**LOOPED, "ROPE_DIMS": 8}),
+    "pr549": Case("pr549.env", {"VE_LAYERS": "2,3", "BIGRAM_VOCAB_SIZE": 256, "BIGRAM_DIM": 16, "VE_DIM": 16,
+                                "ROPE_DIMS": 8}),
+    "pr591": Case("pr591.env", {"VE_LAYERS": "2,3", "VE_DIM": 16, "TIE_EMBEDDINGS": 0}),
+    "upstream": Case("upstream_baseline.env", {}),
+    "kernels": Case("", {**LOOPED, "FUSED_MLP": 1, "FUSED_HEADS": 1, "ITERATIONS": 2, "VAL_LOSS_EVERY": 0,
+                         "GPTQ": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0, "TRAIN_BATCH_TOKENS": 256,
+                         "MICRO_BATCH_TOKENS": 256, "VAL_TOKENS_LIMIT": 300},
+                    environment={"TRITON_INTERPRET": "1"}),
+}  # fmt: skip
+
+
+class Script:
+    """A version of train_gpt.py and the settings that it knows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        printed = subprocess.run([sys.executable, self.path, "--help"], capture_output=True, text=True, check=True)
+        self.known = set(re.findall(r"^  ([A-Z][A-Z0-9_]+)=", printed.stdout, re.MULTILINE))
+
+    def settings(self, case: Case) -> dict[str, str]:
+        """The settings of a case that this version has, with the spelling it has for them."""
+        values: dict[str, Any] = {}
+        if case.config:
+            text = (REPO / "configs" / case.config).read_text(encoding="utf-8")
+            values.update(re.findall(r"^([A-Z0-9_]+)=(.*?)(?:\s+#.*)?$", text, re.MULTILINE))
+        values.update(PLAIN_FORMS)
+        values.update(TINY)
+        values.update(case.settings)
+        # Before 0.6 a number of steps that was not given meant the fraction; from then on -1 does.
+        for name in ("WARMDOWN_ITERS", "MUON_MOMENTUM_WARMUP_STEPS"):
+            if "MANUAL_BACKWARD" in self.known and str(values.get(name)) == "-1":
+                del values[name]
+        return {name: str(value) for name, value in values.items() if name in self.known}
+
+    def run(self, case: Case, folder: Path) -> Path:
+        """Run a case below `folder`; the run directory. RuntimeError with the end of its output."""
+        command = [sys.executable, str(self.path)]
+        if case.ranks > 1:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       f"--nproc_per_node={case.ranks}", str(self.path)]  # fmt: skip
+        kept = {name: value for name, value in os.environ.items() if name not in self.known and name != "CONFIG"}
+        environment = {**kept, **self.settings(case), "RUNS_DIR": str(folder), "RUN_ID": "run",
+                       "OMP_NUM_THREADS": "1", **(case.environment or {})}  # fmt: skip
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+        if ended.returncode != 0:
+            raise RuntimeError(f"{self.path} ended with {ended.returncode}:\n{(ended.stdout + ended.stderr)[-3000:]}")
+        return folder / "run"
+
+
+def results(run: Path) -> dict[str, Any]:
+    """Everything of a finished run that two equal versions have in common."""
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [event for event in events if event["event"] == "train"]
+    artifact = (run / "model.bin").read_bytes()
+    _, header_bytes, *_ = HEAD.unpack_from(artifact)
+    return {
+        "train losses": [step["train_loss"] for step in steps],
+        "gradient norms": [step["grad_norm"] for step in steps],
+        "validation losses": [event["val_loss"] for event in events if event["event"] == "val"],
+        "stream hash": summary["stream_hash"],
+        "coded weights": artifact[HEAD.size + header_bytes :],
+        "final scores": {name: loss["nats"] for name, loss in summary["losses"].items()},
+    }
+
+
+def compare(name: str, old: Script, new: Script) -> bool:
+    """Run one case with both versions and print a line for it; whether all is equal."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for number, script in enumerate((old, new)):
+            below = Path(folder, str(number))
+            below.mkdir()
+            try:
+                found.append(results(script.run(CASES[name], below)))
+            except RuntimeError as error:
+                print(f"{name}: FAILED {error}", flush=True)
+                return False
+    different = [part for part in found[0] if found[0][part] != found[1][part]]
+    print(f"{name}: {'equal' if not different else 'DIFFERENT ' + ', '.join(different)} "
+          f"({len(found[0]['train losses'])} steps, {len(found[0]['coded weights'])} bytes of weights, "
+          f"scores {', '.join(found[0]['final scores'])})", flush=True)  # fmt: skip
+    for part in different:
+        if part != "coded weights":
+            print(f"  {part}\n    old {found[0][part]}\n    new {found[1][part]}", flush=True)
+    return not different
+
+
+def main() -> int:
+    """Compare two versions, case by case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scripts", nargs="*", help="OLD NEW, then the names of cases; none: all")
+    parser.add_argument("--list", action="store_true", help="print the cases")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(CASES))
+        return 0
+    if len(options.scripts) < 2:
+        parser.error("two scripts are compared: OLD NEW")
+    names = options.scripts[2:] or list(CASES)
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        parser.error(f"no case is called {', '.join(unknown)}; there are {', '.join(CASES)}")
+    subprocess.run([sys.executable, REPO / "data" / "sample.py"], check=True, stdout=subprocess.DEVNULL)
+    old, new = (Script(Path(path)) for path in options.scripts[:2])
+    equal = [compare(name, old, new) for name in names]
+    return 0 if all(equal) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
