@@ -4,10 +4,10 @@
     python benchmarks/same_bits.py OLD NEW demo lanes  # some of them
     python benchmarks/same_bits.py --list              # the cases
 
-A run trains a few steps on the sample text, quantizes, reloads and scores. Compared are all training losses,
-gradient norms and validation losses, the stream hash, the coded weights in model.bin and the mean nats of every
-final score: equal as printed in full precision, byte by byte for the weights. Both scripts run in fp32 on one
-thread; settings that one of them does not have are left out for it.
+A run trains a few steps on the sample text, quantizes, reloads and scores. Both scripts run in fp32 on one
+thread. The program compares all training losses, gradient norms and validation losses, the stream hash, the
+coded weights in model.bin, and the mean nats of every final score, all in full precision. A setting that one
+of the scripts does not have is left out for it.
 
 Exit status 0: all cases are equal; 1: some differ, or a run failed.
 """
@@ -77,8 +77,9 @@ class Script:
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
-        printed = subprocess.run([sys.executable, self.path, "--help"], capture_output=True, text=True, check=True)
-        self.known = set(re.findall(r"^  ([A-Z][A-Z0-9_]+)=", printed.stdout, re.MULTILINE))
+        command = [sys.executable, self.path, "--help"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.known = set(re.findall(r"^  ([A-Z][A-Z0-9_]+)=", text, re.MULTILINE))
 
     def settings(self, case: Case) -> dict[str, str]:
         """The settings of a case that this version has, with the spelling it has for them."""
@@ -101,12 +102,14 @@ class Script:
         if case.ranks > 1:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                        f"--nproc_per_node={case.ranks}", str(self.path)]  # fmt: skip
-        kept = {name: value for name, value in os.environ.items() if name not in self.known and name != "CONFIG"}
+        ours = self.known | {"CONFIG"}
+        kept = {name: value for name, value in os.environ.items() if name not in ours}
         environment = {**kept, **self.settings(case), "RUNS_DIR": str(folder), "RUN_ID": "run",
                        "OMP_NUM_THREADS": "1", **(case.environment or {})}  # fmt: skip
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
         if ended.returncode != 0:
-            raise RuntimeError(f"{self.path} ended with {ended.returncode}:\n{(ended.stdout + ended.stderr)[-3000:]}")
+            output = (ended.stdout + ended.stderr)[-3000:]
+            raise RuntimeError(f"{self.path} ended with {ended.returncode}:\n{output}")
         return folder / "run"
 
 
@@ -151,7 +154,8 @@ def compare(name: str, old: Script, new: Script) -> bool:
 
 def main() -> int:
     """Compare two versions, case by case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("scripts", nargs="*", help="OLD NEW, then the names of cases; none: all")
     parser.add_argument("--list", action="store_true", help="print the cases")
     options = parser.parse_args()
