@@ -1,4 +1,4 @@
-"""train_gpt.py is plain: what stands in a row, what a reader has to decode, what a section may use."""
+"""train_gpt.py is small and plain: its weight, what a reader has to decode, what a section may use."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tests.support import plainness
 
 SECTIONS = [
     "SETTINGS",
-    "RUN",
-    "TIMING",
-    "DATA",
+    "MACHINE",
     "MODEL",
     "KERNELS",
     "OPTIMIZER",
     "SCHEDULE",
+    "RUN",
+    "TIMING",
+    "DATA",
     "EVALUATION",
-    "TRELLIS",
     "QUANTIZE",
     "CODER",
     "ARTIFACT",
     "TRAIN",
     "main",
 ]
+# The script's weight. Both may only fall: a part that comes in pays with a part that leaves.
+MAX_TOKENS_OF_CODE = 34_500
+MAX_SETTINGS = 118
 MAX_COLUMNS = 110
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 3
-MAX_TOKENS_PER_STATEMENT = 12.7
-MAX_TOKENS_PER_ROW = 12.0
-MAX_PACKED_PER_1000_ROWS = 15
-MIN_COMMENTS_PER_1000_ROWS = 80
+MAX_PACKED_ASSIGNMENTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,19 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-# -- how much stands in a row --------------------------------------------------------------------------------
+# -- weight --------------------------------------------------------------------------------------------------
+
+
+def test_the_script_stays_below_its_ceiling(source: str) -> None:
+    """Comments, docstrings and line breaks are free: only code weighs."""
+    assert plainness.tokens_of_code(source) <= MAX_TOKENS_OF_CODE
+
+
+def test_settings_stay_below_their_ceiling() -> None:
+    assert len(dataclasses.fields(train_gpt.Config)) <= MAX_SETTINGS
+
+
+# -- how much stands in a line -------------------------------------------------------------------------------
 
 
 def test_no_line_is_too_long(source: str) -> None:
@@ -70,21 +82,9 @@ def test_nothing_is_nested_too_deep(tree: ast.Module) -> None:
     assert {name: found for name, found in deep.items() if found > MAX_NESTING} == {}
 
 
-def test_a_statement_says_one_thing(source: str) -> None:
-    assert plainness.density(source).tokens_per_statement <= MAX_TOKENS_PER_STATEMENT
-
-
-def test_a_row_is_read_at_a_glance(source: str) -> None:
-    assert plainness.density(source).tokens_per_row <= MAX_TOKENS_PER_ROW
-
-
-def test_comments_say_why(source: str) -> None:
-    assert plainness.density(source).comments_per_1000_rows >= MIN_COMMENTS_PER_1000_ROWS
-
-
 def test_unlike_things_are_assigned_apart(source: str) -> None:
     packed = plainness.packed_assignments(source)
-    assert plainness.density(source).packed_per_1000_rows <= MAX_PACKED_PER_1000_ROWS, packed
+    assert len(packed) <= MAX_PACKED_ASSIGNMENTS, packed
 
 
 # -- what a reader has to decode -----------------------------------------------------------------------------
@@ -130,19 +130,6 @@ def test_a_section_uses_only_what_stands_above_it(source: str) -> None:
 
 
 # -- names, settings, import ---------------------------------------------------------------------------------
-
-
-def test_public_names_have_docstrings(tree: ast.Module) -> None:
-    public = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-    ]
-    nested = {inner for f in functions(tree) for inner in ast.walk(f) if inner is not f}
-    kernels = {f for f in functions(tree) if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)}
-    bare = [n.name for n in public if n not in nested and n not in kernels and not ast.get_docstring(n)]
-    methods_of_autograd = {"forward", "backward"}
-    assert [name for name in bare if name not in methods_of_autograd] == []
 
 
 def test_private_and_autograd_names_apart_every_signature_is_annotated(tree: ast.Module) -> None:

@@ -1,8 +1,6 @@
-"""How plain a Python source is: how much stands in a row, what a reader has to decode, what a section reads.
+"""How much code a Python source holds, what a reader has to decode, what a section reads.
 
-Comments, docstrings and blank lines are free. A code row is a line on which code begins; a statement is a
-logical line, so that wrapping it differently changes nothing. By this measure the field's model scripts have
-9 to 12 tokens a row, 11 to 13 a statement, and 2 to 24 packed assignments per 1,000 rows.
+Comments, docstrings and blank lines are free. Weight is counted in tokens, so packing a line lowers nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +33,6 @@ BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-class Density(NamedTuple):
-    """How much a source holds."""
-
-    code_rows: int
-    tokens_per_row: float
-    tokens_per_statement: float
-    packed_per_1000_rows: float
-    comments_per_1000_rows: float  # lines that hold nothing else; banners are not counted
-
-
 class Section(NamedTuple):
     """A part of a script under its banner."""
 
@@ -53,34 +41,17 @@ class Section(NamedTuple):
     line: int  # the first one of its banner
 
 
-# -- how much stands in a row --------------------------------------------------------------------------------
+# -- weight --------------------------------------------------------------------------------------------------
 
 
-def density(source: str) -> Density:
-    """Count the rows, tokens, statements, packed assignments and comments of a source."""
+def tokens_of_code(source: str) -> int:
+    """The tokens of a source without its comments, docstrings and layout."""
     free = docstring_lines(ast.parse(source))
-    titles = {line for section in sections(source) for line in range(section.line, section.line + 3)}
-    rows: set[int] = set()
-    tokens = statements = comments = 0
+    tokens = 0
     for token in plain_tokens(source):
-        line = token.start[0]
-        if line in free:
-            continue
-        if token.type == tokenize.NEWLINE:
-            statements += 1
-        if token.type == tokenize.COMMENT and is_alone(token) and line not in titles and has_words(token):
-            comments += 1
-        if token.type not in LAYOUT:
-            rows.add(line)
+        if token.type not in LAYOUT and token.start[0] not in free:
             tokens += 1
-    thousands = len(rows) / 1000
-    return Density(
-        code_rows=len(rows),
-        tokens_per_row=tokens / len(rows),
-        tokens_per_statement=tokens / statements,
-        packed_per_1000_rows=len(packed_assignments(source)) / thousands,
-        comments_per_1000_rows=comments / thousands,
-    )
+    return tokens
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
@@ -105,16 +76,6 @@ def plain_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
             yield token
         if token.type == FSTRING_START:
             depth += 1
-
-
-def is_alone(token: tokenize.TokenInfo) -> bool:
-    """Whether nothing stands before a token in its line."""
-    return token.line[: token.start[1]].strip() == ""
-
-
-def has_words(token: tokenize.TokenInfo) -> bool:
-    """Whether a comment is more than a rule."""
-    return token.string.strip("# =-") != ""
 
 
 # -- what a reader has to decode: the lines where it stands --------------------------------------------------

@@ -1,4 +1,4 @@
-"""The measure of plainness, on sources so small that one can count by hand."""
+"""Weight and plainness, on sources so small that one can count by hand."""
 
 from __future__ import annotations
 
@@ -28,25 +28,14 @@ def test_comments_docstrings_blank_lines_and_wrapping_are_free() -> None:
             # another one
             return 2 * x  # and a third
     ''')
-    found = plainness.density(dressed)
-    assert found._replace(comments_per_1000_rows=0) == plainness.density(bare)
-    assert found.comments_per_1000_rows == pytest.approx(2 / 2 * 1000)
-    wrapped = "def double(x):\n    return (\n        2\n        * x\n    )\n"
-    assert plainness.density(wrapped).tokens_per_statement == pytest.approx((6 + 6) / 2)
+    assert plainness.tokens_of_code(bare) == 6 + 4
+    assert plainness.tokens_of_code(dressed) == plainness.tokens_of_code(bare)
+    wrapped = "def double(x):\n    return 2 \\\n        * x\n"
+    assert plainness.tokens_of_code(wrapped) == plainness.tokens_of_code(bare)
 
 
-def test_what_is_counted() -> None:
-    found = plainness.density("a = 1\nb, c = 1, 2\nif a:\n    c = f'{a} and {b}'\n")
-    assert found.code_rows == 4
-    assert found.tokens_per_row == pytest.approx((3 + 7 + 3 + 3) / 4)
-    assert found.tokens_per_statement == pytest.approx((3 + 7 + 3 + 3) / 4)
-    assert found.packed_per_1000_rows == pytest.approx(250)
-    assert found.comments_per_1000_rows == 0
-
-
-def test_a_banner_and_a_rule_are_no_comments() -> None:
-    source = f"{RULE}\n# DATA — in order.\n{RULE}\n# why\n# ------\na = 1\nb = 2\n"
-    assert plainness.density(source).comments_per_1000_rows == pytest.approx(500)
+def test_an_f_string_is_one_token_on_every_python() -> None:
+    assert plainness.tokens_of_code("a = 1\nb, c = 1, 2\nif a:\n    c = f'{a} and {b}'\n") == 3 + 7 + 3 + 3
 
 
 @pytest.mark.parametrize(
