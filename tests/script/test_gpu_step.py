@@ -328,22 +328,21 @@ def failing_on(*versions: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(installed not in versions, reason=f"torch {installed} traces it")
 
 
-@pytest.fixture
-def cannot_be_traced(new_graphs: Callable[[], int]) -> Any:
+def cannot_be_traced(reason: str) -> Any:
     """What torch says of code of which it makes no graph."""
-    return pytest.raises(torch._dynamo.exc.TorchDynamoException)
+    return pytest.raises(torch._dynamo.exc.TorchDynamoException, match=reason)
 
 
 @failing_on("2.9", "2.10", "2.11")
 @pytest.mark.parametrize(("name", "kernel"), [("mlp_fused", "FusedMlp"), ("xsa_fused", "FusedXsa")])
 def test_a_bound_apply_in_the_model_cannot_be_traced(
-    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch, cannot_be_traced: Any
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
 ) -> None:
     attention_packages.install(monkeypatch)
     monkeypatch.setattr(train_gpt, name, getattr(train_gpt, kernel).apply)
     config = one_layer()
     model = ready(train_gpt.build_model(config), "fa3")
-    with cannot_be_traced:
+    with cannot_be_traced("AutogradFunctionVariable"):
         train_on_other_documents(model, config, looping=(False,))
 
 
@@ -358,20 +357,22 @@ class CalledAdapter(NamedTuple):
 
 
 @failing_on("2.9", "2.10")
-def test_a_called_adapter_cannot_be_traced(monkeypatch: pytest.MonkeyPatch, cannot_be_traced: Any) -> None:
+def test_a_called_adapter_cannot_be_traced(
+    monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
+) -> None:
     attention_packages.install(monkeypatch)
     monkeypatch.setattr(train_gpt, "Adapter", CalledAdapter)
     monkeypatch.setattr(train_gpt, "low_rank", lambda x_BTI, adapter: adapter(x_BTI))
     config = adapters_config()
     model = ready(train_gpt.build_model(config), "fa3")
-    with cannot_be_traced:
+    with cannot_be_traced("not a constant"):
         train_gpt.compile_evaluation(model, config, text_of(documents=13, length=400))
 
 
 @failing_on("2.13")
 @pytest.mark.parametrize(("attention", "module"), [("fa3", "flash_attn_interface"), ("fa2", "flash_attn")])
 def test_starts_that_are_given_twice_cannot_be_traced(
-    attention: str, module: str, monkeypatch: pytest.MonkeyPatch, cannot_be_traced: Any
+    attention: str, module: str, monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
 ) -> None:
     """Those of queries are those of keys."""
     attention_packages.install(monkeypatch)
@@ -386,7 +387,7 @@ def test_starts_that_are_given_twice_cannot_be_traced(
     monkeypatch.setattr(package, "flash_attn_varlen_func", with_one_tensor)
     config = one_layer()
     model = ready(train_gpt.build_model(config), attention)
-    with cannot_be_traced:
+    with cannot_be_traced("duplicate tensor input"):
         train_on_other_documents(model, config, looping=(False,))
 
 
@@ -436,6 +437,10 @@ class Device:
         self.free = max(self.free, self.now) + self.seconds[looping]
         return torch.zeros(2)
 
+    def tell(self, result: StepResult) -> dict[str, Any]:
+        self.told.append(result)
+        return {}
+
     def record_event(self) -> Any:
         ends = self.free
 
@@ -469,7 +474,7 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "step_event", lambda _, result, *__: device.told.append(result) or {})
+    monkeypatch.setattr(train_gpt, "step_event", lambda _, result, *__: device.tell(result))
     monkeypatch.setattr(train_gpt, "record_steps", lambda *_: None)
     monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
     train_gpt.train(training)
