@@ -1,6 +1,6 @@
 # `make` alone lists the targets: the text behind ## of each.
 .DEFAULT_GOAL := help
-.PHONY: help demo seeds test test-slow gpu-check soak bench docs lint clean
+.PHONY: help demo seeds test test-slow test-torch gpu-check soak bench docs lint clean
 
 # The Python that makes the environment.
 PYTHON ?= python3
@@ -8,6 +8,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TORCH_DEFAULT := 2.13.0
+# Those that requirements.txt promises, and where each has its environment: TORCH_ENVIRONMENTS/2.13.0.
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
+TORCH_ENVIRONMENTS ?= .venv-torch
 
 CONFIG ?= $(shell nvidia-smi >/dev/null 2>&1 && echo configs/gpu_demo.env || echo configs/cpu_demo.env)
 NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
@@ -55,13 +58,29 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1
 	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
 
 # Tests run several programs at once: threads that spin would take time from others.
-test test-slow: export GOMP_SPINCOUNT ?= 0
+test test-slow test-torch: export GOMP_SPINCOUNT ?= 0
 test: $(READY) ## style and the fast tests: what a change must pass (TEST_WORKERS=2)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pytest -q -n $(TEST_WORKERS)
 
 test-slow: $(READY) ## the tests that take minutes each
 	@$(RUN) -m pytest -q -m slow
+
+# An environment that has its version and pytest is used as it is; others are made, of 1 to 7 GB each.
+# PIP_EXTRA_INDEX_URL, which pip reads by itself, may name an index with torch for CPUs alone.
+test-torch: ## the graphs of a GPU on every promised torch (TORCH_VERSIONS="2.11.0 2.12.1" TORCH_ENVIRONMENTS=folder)
+	@failed=; for version in $(TORCH_VERSIONS); do \
+		folder=$(TORCH_ENVIRONMENTS)/$$version; python=$$folder/bin/python; \
+		fitting="import pytest_timeout, torch, xdist; assert torch.__version__.split('+')[0] == '$$version'"; \
+		$$python -c "$$fitting" 2>/dev/null || { \
+			echo "installing torch $$version into $$folder"; $(PYTHON) -m venv $$folder && \
+			$$python -m pip install --quiet --disable-pip-version-check "torch==$$version" -r requirements-dev.txt; \
+		} || { failed="$$failed $$version"; continue; }; \
+		echo "torch $$version"; \
+		$$python -m pytest -q -n $(TEST_WORKERS) -m "slow or not slow" tests/script/test_gpu_step.py || \
+			failed="$$failed $$version"; \
+	done; \
+	test -z "$$failed" || { echo "failed on torch$$failed"; exit 1; }
 
 gpu-check: $(READY) ## the first hour on a GPU: tests, steps, memory and a score, in one report to attach to an issue
 	@$(RUN) data/sample.py
@@ -83,5 +102,5 @@ lint: $(READY) ## style and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy train_gpt.py data tools
 
-clean: ## remove the environment and the caches; data and runs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove the environments and the caches; data and runs stay
+	rm -rf $(VENV) .venv-torch .pytest_cache .mypy_cache .ruff_cache .hypothesis

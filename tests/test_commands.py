@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it"
 RUN_BY = [
     ("make demo", FIRST_HOUR),
     ("make seeds", FIRST_HOUR),
+    ("make test-torch", "test_commands.py::test_a_torch_that_fails_is_named_and_the_others_are_traced"),
     ("make test", FIRST_HOUR),
     ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
     ("make gpu-check", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
@@ -123,3 +125,18 @@ def test_every_verb_is_given_with_options_that_it_has(repo: Path, capsys: pytest
         if len(words) > 1 or words[0] in ("board", "docs"):
             build_parser(words).parse_args(words)  # leaves with an error where it does not fit
     assert seen <= set(VERBS) and len(seen) >= 8
+
+
+def test_a_torch_that_fails_is_named_and_the_others_are_traced(repo: Path, tmp_path: Path) -> None:
+    """`make test-torch`, with programs in the place of each version's Python: they fit, and one fails."""
+    for version, status in (("2.1.0", 1), ("2.2.0", 0)):
+        python = tmp_path / version / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\necho "{version} $*"\nexit {status}\n')
+        python.chmod(0o755)
+    settings = [f"TORCH_ENVIRONMENTS={tmp_path}", "TORCH_VERSIONS=2.1.0 2.2.0"]
+    ended = subprocess.run(["make", "test-torch", *settings], cwd=repo, capture_output=True, text=True)
+    assert ended.returncode != 0
+    traced = re.findall(r"^(\S+) -m pytest .+test_gpu_step\.py$", ended.stdout, re.MULTILINE)
+    assert traced == ["2.1.0", "2.2.0"]
+    assert re.findall(r"^failed on torch (.+)$", ended.stdout, re.MULTILINE) == ["2.1.0"]

@@ -43,6 +43,19 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
         assert (repo / "configs" / config).is_file() or config == "config.env", config
 
 
+def test_every_torch_that_is_promised_is_traced(readme: str, repo: Path) -> None:
+    """requirements.txt, the Makefile's versions and its default, and what the README says was traced."""
+    requirements = (repo / "requirements.txt").read_text(encoding="utf-8")
+    (bounds,) = re.findall(r"^torch>=2\.(\d+),<2\.(\d+)$", requirements, re.MULTILINE)
+    makefile = (repo / "Makefile").read_text(encoding="utf-8")
+    variables = dict(re.findall(r"^(TORCH_\w+) [?:]= (.+)$", makefile, re.MULTILINE))
+    traced = variables["TORCH_VERSIONS"].split()
+    promised = [f"2.{minor}" for minor in range(*map(int, bounds))]
+    assert [version.rpartition(".")[0] for version in traced] == promised
+    assert variables["TORCH_DEFAULT"] in traced
+    assert f"Traced: torch {', '.join(traced[:-1])} and {traced[-1]}." in readme
+
+
 def test_every_figure_is_from_a_log_a_setting_or_a_rule(readme: str, repo: Path) -> None:
     """Numbers with three decimals or thousands; those in code are settings and log lines, checked apart."""
     prose = re.sub(r"```.*?```|`[^`]*`|arXiv [0-9.]+", "", readme, flags=re.DOTALL)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
+from tests.support import attention_packages, tiny
 from tests.support.loaders import write_shards
 from tests.support.models import random_batches, tiny_config
 from train_gpt import GPT, Config, Kernels, Machine, StepResult
@@ -171,59 +175,88 @@ def new_graphs() -> Iterator[Callable[[], int]]:
     torch._dynamo.reset()
 
 
-def on_gpu_kernels() -> Kernels:
-    """What `auto` takes on an H100 without FlashAttention-3, made anew as at each start."""
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# Each attention that `auto` may take on a GPU, and its operator in a graph.
+ATTENTION = {
+    "fa3": "flash_attn_3._flash_attn_forward.default",
+    "varlen": "torch_attn._varlen_attn.default",
+    "fa2": "flash_attn._flash_attn_varlen_forward.default",
+    "sdpa": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+}
+OUR_KERNELS = ("linear_leaky_square", "heads", "xsa")  # of the forward pass
+
+
+@pytest.fixture(params=ATTENTION)
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of one attention, which can be imported."""
+    if request.param == "varlen" and TORCH < (2, 10):
+        pytest.skip("torch 2.9 has no packed attention of its own")
+    attention_packages.install(monkeypatch)
+    return request.param
+
+
+def on_gpu_kernels(attention: str) -> Kernels:
+    """What `auto` takes on an H100 if it takes this attention, made anew as at each start."""
     return Kernels(
-        attend=train_gpt.load_attention("varlen"), mlp=train_gpt.mlp_fused, heads=train_gpt.heads_fused,
+        attend=train_gpt.load_attention(attention), mlp=train_gpt.mlp_fused, heads=train_gpt.heads_fused,
         xsa=train_gpt.xsa_fused, norm=train_gpt.rms_norm, cross_entropy=train_gpt.cross_entropy_plain,
         report=[],
     )  # fmt: skip
 
 
-OUR_KERNELS = ("linear_leaky_square", "heads", "xsa")  # of the forward pass
-
-
-def assert_kernels_in(graph: Any, visits: int) -> None:
-    """Attention and our own kernels, each once a visit, with no form of theirs in other operations."""
-    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    for name in ("torch_attn._varlen_attn", *(f"train_gpt.{ours}" for ours in OUR_KERNELS)):
-        assert calls.count(f"{name}.default") == visits, name
-
-
-def test_attention_of_torch_and_all_kernels_are_one_graph(new_graphs: Callable[[], int]) -> None:
-    """Forward and backward pass, whatever number of documents."""
-    config = tiny_config(NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, ROPE_DIMS=8)
+def ready(model: GPT, attention: str) -> GPT:
+    """This model on a machine that traces, with the kernels of a GPU."""
     machine = Compiler(dtype=torch.bfloat16, compiled=True)
-    model = train_gpt.ready_model(train_gpt.build_model(config), machine, on_gpu_kernels())
-    loss_of = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
-    for batch, every in zip(random_batches(config, count=2), (9, 5), strict=True):
+    return train_gpt.ready_model(model, machine, on_gpu_kernels(attention))
+
+
+def train_on_other_documents(model: GPT, config: Config, looping: tuple[bool, ...]) -> None:
+    """Both passes for each of these, three times, with other numbers of documents each time."""
+    loss_of = model.machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+    for batch, every in zip(random_batches(config, count=3), (9, 5, 2), strict=True):
         batch.inputs_BT[:, ::every] = train_gpt.BOS_ID
         starts = train_gpt.starts_on_device(batch.inputs_BT, config)
-        loss_of(model, batch.inputs_BT, batch.targets_BT, starts, False).backward()
-    assert_kernels_in(Compiler.graphs[0], visits=1)
+        for loops in looping:
+            loss_of(model, batch.inputs_BT, batch.targets_BT, starts, loops).backward()
+
+
+def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
+    """Attention and our own kernels, each once a visit, with no form of theirs in other operations."""
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    for name in (ATTENTION[attention], *(f"train_gpt.{ours}.default" for ours in OUR_KERNELS)):
+        assert calls.count(name) == visits, name
+
+
+def test_attention_and_all_kernels_are_one_graph(attention: str, new_graphs: Callable[[], int]) -> None:
+    """Forward and backward pass, whatever number of documents."""
+    config = one_layer()
+    model = ready(train_gpt.build_model(config), attention)
+    train_on_other_documents(model, config, looping=(False,))
+    assert_kernels_in(Compiler.graphs[0], attention, visits=1)
     assert new_graphs() == 2
+
+
+def one_layer(**changes: object) -> Config:
+    """The cheapest model that has every kernel."""
+    size = {"NUM_LAYERS": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1, "XSA_LAST_N": 1, "ROPE_DIMS": 8}
+    return tiny_config(**{**size, **changes})
 
 
 @pytest.mark.slow
 def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
-    new_graphs: Callable[[], int],
+    attention: str, new_graphs: Callable[[], int]
 ) -> None:
-    """Train, validate, reload, copy, learn, score: torch's own packed attention and all our kernels."""
+    """Train, validate, reload, copy, learn, score: each attention and all our kernels."""
     config = tiny_config(
         MODEL_DIM=32, TRAIN_SEQ_LEN=64, MICRO_BATCH_TOKENS=256, TTT_ENABLED=1, TTT_CHUNK_TOKENS=256,
         TTT_BATCH_SEQS=2, EVAL_STRIDE=16, VAL_BATCH_SIZE=2048, ROPE_DIMS=8,
     )  # fmt: skip
-    machine = Compiler(dtype=torch.bfloat16, compiled=True)
     tokens = np.random.default_rng(0).integers(1, config.vocab_size, 1500).astype(np.uint16)
 
     # Training: a graph without recurrence and one with it, each with its backward pass.
-    model = train_gpt.ready_model(train_gpt.build_model(config), machine, on_gpu_kernels())
-    loss_of = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
-    for batch, looping in itertools.product(random_batches(config, count=3), (False, True)):
-        batch.inputs_BT[:, :: 5 + len(Compiler.graphs)] = train_gpt.BOS_ID  # each time other documents
-        starts = train_gpt.starts_on_device(batch.inputs_BT, config)
-        loss_of(model, batch.inputs_BT, batch.targets_BT, starts, looping).backward()
-    assert_kernels_in(Compiler.graphs[0], visits=config.num_layers)
+    model = ready(train_gpt.build_model(config), attention)
+    train_on_other_documents(model, config, looping=(False, True))
+    assert_kernels_in(Compiler.graphs[0], attention, visits=config.num_layers)
     assert new_graphs() == 4
 
     # Validation inside training: a forward pass with each.
@@ -234,7 +267,7 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     # A reloaded model is another object with the same graphs.
     reloaded = GPT(config, seed=None)
     reloaded.load_state_dict(model.state_dict())
-    train_gpt.ready_model(reloaded, machine, on_gpu_kernels())
+    ready(reloaded, attention)
     train_gpt.score_roundtrip(reloaded, tokens, config)
     assert new_graphs() == 0
 
@@ -248,24 +281,114 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
-@pytest.mark.slow
-def test_documents_of_all_lengths_need_no_graph_inside_the_clock(new_graphs: Callable[[], int]) -> None:
-    """TTT_MODE=lora, torch's own packed attention, all our kernels; more context than in training."""
-    config = tiny_config(
-        MODEL_DIM=32, NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, TRAIN_SEQ_LEN=32,
-        EVAL_SEQ_LEN=48, EVAL_STRIDE=0, VAL_BATCH_SIZE=2048, ROPE_DIMS=8, TTT_ENABLED=1, TTT_MODE="lora",
-        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_EARLY_CHUNKS="8:2", TTT_BATCH_SIZE=8,
+# --- adapters ---
+
+
+def adapters_config() -> Config:
+    """TTT_MODE=lora, with more context than in training."""
+    return one_layer(
+        TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
+        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
     )  # fmt: skip
-    machine = Compiler(dtype=torch.bfloat16, compiled=True)
-    model = train_gpt.ready_model(train_gpt.build_model(config), machine, on_gpu_kernels())
-    random = np.random.default_rng(0)
-    tokens = random.integers(train_gpt.BOS_ID + 1, config.vocab_size, 400).astype(np.uint16)
-    tokens[[0, *random.integers(1, 400, 12)]] = train_gpt.BOS_ID
+
+
+def text_of(documents: int, length: int) -> np.ndarray:
+    """Random tokens in about this many documents of different lengths."""
+    random = np.random.default_rng(documents)
+    tokens = random.integers(train_gpt.BOS_ID + 1, tiny.VOCAB_SIZE, length).astype(np.uint16)
+    tokens[[0, *random.integers(1, length, documents - 1)]] = train_gpt.BOS_ID
+    return tokens
+
+
+@pytest.mark.slow
+def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
+    attention: str, new_graphs: Callable[[], int]
+) -> None:
+    """Other numbers of documents, other lengths and other rows, again and again."""
+    config = adapters_config()
+    model = ready(train_gpt.build_model(config), attention)
+    tokens = text_of(documents=13, length=400)
     train_gpt.compile_evaluation(model, config, tokens)
     # Windows; documents: several and one, with and without gradients, two of them with a backward pass.
     assert new_graphs() == 1 + 4 + 2
     train_gpt.score_ttt(model, tokens, config)
     assert new_graphs() == 0
+    for chunk, rows, documents in ((5, 3, 4), (16, 5, 21), (7, 1, 6)):
+        other = replace(config, ttt_chunk_size=chunk, ttt_batch_size=rows)
+        train_gpt.score_ttt(model, text_of(documents, length=350), other)
+        assert new_graphs() == 0, f"{documents} documents, chunks of {chunk}, {rows} rows"
+
+
+# --- what once could not be traced still cannot: no test above would pass with it ---
+
+
+def failing_on(*versions: str) -> pytest.MarkDecorator:
+    """For a defect that only these versions of torch have trouble with."""
+    installed = ".".join(map(str, TORCH))
+    return pytest.mark.skipif(installed not in versions, reason=f"torch {installed} traces it")
+
+
+def cannot_be_traced(reason: str) -> Any:
+    """What torch says of code of which it makes no graph."""
+    return pytest.raises(torch._dynamo.exc.TorchDynamoException, match=reason)
+
+
+@failing_on("2.9", "2.10", "2.11")
+@pytest.mark.parametrize(("name", "kernel"), [("mlp_fused", "FusedMlp"), ("xsa_fused", "FusedXsa")])
+def test_a_bound_apply_in_the_model_cannot_be_traced(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
+) -> None:
+    attention_packages.install(monkeypatch)
+    monkeypatch.setattr(train_gpt, name, getattr(train_gpt, kernel).apply)
+    config = one_layer()
+    model = ready(train_gpt.build_model(config), "fa3")
+    with cannot_be_traced("AutogradFunctionVariable"):
+        train_on_other_documents(model, config, looping=(False,))
+
+
+class CalledAdapter(NamedTuple):
+    """An adapter that is a function."""
+
+    a_BRI: Tensor
+    b_BOR: Tensor
+
+    def __call__(self, x_BTI: Tensor) -> Tensor:
+        return (x_BTI @ self.a_BRI.mT) @ self.b_BOR.mT
+
+
+@failing_on("2.9", "2.10")
+def test_a_called_adapter_cannot_be_traced(
+    monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
+) -> None:
+    attention_packages.install(monkeypatch)
+    monkeypatch.setattr(train_gpt, "Adapter", CalledAdapter)
+    monkeypatch.setattr(train_gpt, "low_rank", lambda x_BTI, adapter: adapter(x_BTI))
+    config = adapters_config()
+    model = ready(train_gpt.build_model(config), "fa3")
+    with cannot_be_traced("not a constant"):
+        train_gpt.compile_evaluation(model, config, text_of(documents=13, length=400))
+
+
+@failing_on("2.13")
+@pytest.mark.parametrize(("attention", "module"), [("fa3", "flash_attn_interface"), ("fa2", "flash_attn")])
+def test_starts_that_are_given_twice_cannot_be_traced(
+    attention: str, module: str, monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
+) -> None:
+    """Those of queries are those of keys."""
+    attention_packages.install(monkeypatch)
+    package = importlib.import_module(module)
+    kernel = package.flash_attn_varlen_func
+
+    @functools.wraps(kernel)
+    def with_one_tensor(*given: Any, **how: Any) -> Any:
+        q, k, v, starts, _, *rest = given
+        return kernel(q, k, v, starts, starts, *rest, **how)
+
+    monkeypatch.setattr(package, "flash_attn_varlen_func", with_one_tensor)
+    config = one_layer()
+    model = ready(train_gpt.build_model(config), attention)
+    with cannot_be_traced("duplicate tensor input"):
+        train_on_other_documents(model, config, looping=(False,))
 
 
 @pytest.mark.slow
@@ -314,6 +437,10 @@ class Device:
         self.free = max(self.free, self.now) + self.seconds[looping]
         return torch.zeros(2)
 
+    def tell(self, result: StepResult) -> dict[str, Any]:
+        self.told.append(result)
+        return {}
+
     def record_event(self) -> Any:
         ends = self.free
 
@@ -347,7 +474,7 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "step_event", lambda _, result, *__: device.told.append(result) or {})
+    monkeypatch.setattr(train_gpt, "step_event", lambda _, result, *__: device.tell(result))
     monkeypatch.setattr(train_gpt, "record_steps", lambda *_: None)
     monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
     train_gpt.train(training)
