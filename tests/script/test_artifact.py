@@ -406,7 +406,7 @@ def test_foreign_older_and_cut_files_are_refused(tiny_file: Path, tmp_path: Path
     older[7] -= 1
     for foreign in (b"", b"PK\x03\x04" + data[4:], bytes(older), data[:3]):
         message = refused(foreign, tmp_path)
-        assert "made by version 0.5.4 or older: then use the train_gpt.py of its run" in message
+        assert "made by version 0.5.4 or older: use the train_gpt.py of its run" in message
     for cut in (60, len(data) // 2, len(data) - 1):
         assert "truncated or damaged" in refused(data[:cut], tmp_path)
     assert "truncated or damaged" in refused(data + b"\0", tmp_path)

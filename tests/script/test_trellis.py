@@ -104,7 +104,7 @@ def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: in
 )
 def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object]) -> None:
     """Behind right checksums, as whoever forges a file would write them."""
-    _, _, data = file_of(layers=1, width=8, vocabulary=16, **settings)  # small, for many of them
+    _, _, data = file_of(layers=1, width=16, vocabulary=16, **settings)  # small, for many of them
     _, config_bytes, config_crc, _ = train_gpt.HEAD.unpack_from(data)
     begin = train_gpt.HEAD.size + config_bytes
     draw = random.Random(0)
