@@ -22,7 +22,7 @@ from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
 FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
-SUMMARY_KEYS = """run_id seed config overrides code data stream_hash former_code versions hardware phases
+SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases
 steps tokens train_seconds losses artifact limits comparable exit"""
 FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
@@ -120,7 +120,6 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     shipped = (finished.directory / "train_gpt.shipped.py").read_bytes()
     assert summary["code"]["bytes_wrapped"] == len(shipped)
     assert shipped == train_gpt.shipped_code(SCRIPT.read_bytes())
-    assert summary["former_code"] == []
     assert (
         summary["data"]["hashes"]["tokenizer"]
         == hashlib.sha256((dataset / "tokenizer.model").read_bytes()).hexdigest()
