@@ -183,7 +183,7 @@ class Hooks:
 
     def __init__(self, config: Config, model: GPT) -> None:
         self.optimizer = train_gpt.Optimizer(model, config, Machine())
-        self.loss_of: Callable[..., Tensor] = train_gpt.choose_loss_function(model, config)
+        self.loss_of: Callable[..., Tensor] = GPT.loss
 
     def begin_step(self, progress: float) -> None:
         """Before each step."""
@@ -205,20 +205,16 @@ def train(config: Config, model: GPT, now: Callable[[], float], hooks: Hooks | N
             progress = train_gpt.run_progress(seconds, step, config)
             if progress >= 1.0:
                 break
-            mean_seconds = seconds / max(step, 1)
-            length = train_gpt.next_length(loader.length_starts, seconds, mean_seconds, step, config)
-            if length is not None:
-                loader.begin_length(length)
+            length = train_gpt.train_length(progress, config)
             looping = train_gpt.loop_is_on(progress, config)
             hooks.begin_step(progress)
-            train_gpt.weigh_prefixes(model, progress, config)
             for _ in range(loader.micro_steps):
-                batch = loader.next_batch()
+                batch = loader.next_batch(length)
                 loss = hooks.loss_of(model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
                 (loss / loader.micro_steps).backward()
             scale = train_gpt.learning_rate_scale(progress, step, config)
             momentum = train_gpt.muon_momentum(progress, step, config)
-            hooks.optimizer.step(scale, momentum, step)
+            hooks.optimizer.step(scale, momentum, step, lambda _name: None)
             hooks.end_step()
             step += 1
     hooks.optimizer.use_average()

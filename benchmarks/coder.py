@@ -39,20 +39,12 @@ Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | N
 
 def codes_of(path: Path) -> Roles:
     """Codes of an artifact's matrices by role, as the coder sees them."""
-    model, about = train_gpt.load_artifact(path)
-    table = train_gpt.parameter_table(model.settings)
-    both = []  # of every parameter: its codes, then the exponents of their scales
-    for parameter in table.values():
-        count, rows, columns = train_gpt.bank_shape(parameter.shape)
-        both += [(rows, count * columns), (rows, count)]
-    data = path.read_bytes()
-    if train_gpt.parse_header(data, str(path)).column_steps:
-        both += train_gpt.column_shapes(table)
-    section = data[-about.sections["weights"] :]
-    arrays = train_gpt.decode(section, both)[: 2 * len(table)]
+    header, banks = train_gpt.read_artifact(path.read_bytes())
+    table = train_gpt.parameter_table(train_gpt.ModelSettings.from_values(header["config"]))
     roles: Roles = {}
-    for parameter, codes in zip(table.values(), arrays[::2], strict=True):
+    for name, parameter in table.items():
         if parameter.role:
+            codes = banks[name].codes
             if codes.dtype == np.int16:
                 codes = (codes >> 1).astype(np.int8)  # half steps: general coders get the codes alone
             roles.setdefault(parameter.role, []).append(codes)

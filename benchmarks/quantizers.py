@@ -25,7 +25,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,8 @@ def ideal_bits(array_RC: np.ndarray, in_lattice: bool = False) -> float:
     along_trellis = array_RC.dtype == np.int16
     codes_RC = (array_RC >> 1).astype(np.int8) if along_trellis else array_RC
     peak = int(np.abs(codes_RC.astype(np.int16)).max(initial=0))
-    model = train_gpt.SymbolModel(codes_RC.shape[1], peak, along_trellis)
+    kind = train_gpt.ALONG_TRELLIS if along_trellis else 0
+    model = train_gpt.SymbolModel(codes_RC.shape[1], kind + peak)
     bits = 0.0
     if in_lattice:
         cosets = Cosets(array_RC)
@@ -171,7 +171,7 @@ def trained(settings: dict[str, str], seed: int, folder: Path) -> Trained:
     config = Config.from_env({**settings, "SEED": str(seed)})
     model = train_gpt.build_model(config)
     machine = train_gpt.Machine()
-    train_gpt.ready_model(model, machine, train_gpt.choose_kernels(config, machine))
+    train_gpt.ready_model(model, machine, train_gpt.fast_ops(config, machine).ops)
     path = folder / f"trained-seed{seed}.pt"
     with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -239,31 +239,29 @@ def ship(found: Trained, config: Config) -> tuple[GPT, dict[str, Any]]:
 
 def ship_in_lattice(found: Trained, config: Config) -> tuple[GPT, dict[str, Any]]:
     """The same by the lattice: its bytes are those of an ideal coder, and nothing reads them."""
-    tried: dict[int, list[np.ndarray]] = {}
+    tried: dict[int, list[train_gpt.QuantizedWeights]] = {}
 
-    def ideal_file(_config: Config, arrays: list[np.ndarray], _tokenizer: str) -> bytes:
-        bits = sum(ideal_bits(array, in_lattice=array.dtype == np.int16) for array in arrays)
+    def ideal_file(_config: Config, banks: list[train_gpt.QuantizedWeights], _tokenizer: str) -> bytes:
+        bits = 0.0
+        for bank in banks:
+            bits += ideal_bits(bank.codes, in_lattice=bank.codes.dtype == np.int16)
+            bits += ideal_bits(bank.exponents)
         data = bytes(round(bits / 8))
-        tried[len(data)] = arrays
+        tried[len(data)] = banks
         return data
 
     with (
-        tempfile.TemporaryDirectory() as folder,
         mock.patch.object(train_gpt, "nearest_on_trellis", nearest_in_lattice),
         mock.patch.object(train_gpt, "artifact_bytes", ideal_file),
     ):
-        path = Path(folder) / "model.bin"
-        train_gpt.write_artifact(
-            path, found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max
+        data, _ = train_gpt.write_artifact(
+            found.model, config, found.hessians, "0" * 64, config.artifact_bytes_max
         )
-        size_bytes = path.stat().st_size
     shipped = copy.deepcopy(found.model)
-    arrays = tried[size_bytes]
     with torch.no_grad():
-        for weights, codes, exponents in zip(shipped.parameters(), arrays[::2], arrays[1::2], strict=True):
-            quantized = train_gpt.QuantizedWeights(codes, exponents)
-            weights.copy_(train_gpt.restore_weights(quantized, weights.shape))
-    return shipped, {"bytes": size_bytes, "passes": len(tried)}
+        for weights, bank in zip(shipped.parameters(), tried[len(data)], strict=True):
+            weights.copy_(train_gpt.restore_weights(bank, tuple(weights.shape)))
+    return shipped, {"bytes": len(data), "passes": len(tried)}
 
 
 def row_name(quantizer: str, bits: float) -> str:
@@ -295,9 +293,8 @@ class Bench:
         config = Config.from_env(own)
         made = ship_in_lattice if quantizer == LATTICE else ship
         shipped, figures = made(found, config)
-        train_gpt.ready_model(
-            shipped, train_gpt.Machine(), train_gpt.choose_kernels(config, train_gpt.Machine())
-        )
+        machine = train_gpt.Machine()
+        train_gpt.ready_model(shipped, machine, train_gpt.fast_ops(config, machine).ops)
         return {
             "seed": seed, "weights": weights, "training_seconds": found.seconds,
             "targets": len(judge.targets), "float_bpb": judge.float_bpb, **figures, **judge.judge(shipped),
