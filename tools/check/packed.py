@@ -87,8 +87,10 @@ def check_code(folder: Folder) -> Iterator[Finding]:
             link = source_link(folder.readable)
             yield fail("A6", f"{folder.script.path.name} is not the program in {link}", link, REMEDY)
     elif folder.script.wrapped and folder.ran_sources:
-        where = f"{READABLE_SCRIPT}, nor in ../../{SCRIPTS}/"
-        text = f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is not in {where}"
+        text = (
+            f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is neither in the"
+            f" folder nor in ../../{SCRIPTS}/"
+        )
         yield fail("A6", text, folder.script.path.name, f"put it beside the script as {READABLE_SCRIPT}")
         return
     digest = hashlib.sha256(source).hexdigest()

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-source",
         action="store_true",
-        help="keep the readable source in the folder, as the challenge wants it, not in scripts/ of --records",
+        help="keep the readable source in the folder, as a submission does, not in scripts/ of --records",
     )
     parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
 
@@ -166,7 +166,7 @@ def missing_options(identity: dict[str, Any]) -> list[str]:
 
 def not_proved(folder: Path) -> str:
     """That packing proves nothing, and the command that would."""
-    script = folder / (source_link(Folder(folder).readable) or SCRIPT)
+    script = Folder(folder).readable or folder / SCRIPT
     settings = folder / CONFIG
     return f"not proved legal by experiment yet: python -m tools prove {script} --config {settings}"
 
