@@ -54,6 +54,7 @@ import train_gpt  # noqa: E402
 from benchmarks import ablation, paired, results, speed, tune  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches  # noqa: E402
+from tools.translate import translate  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
 TITLE = "A public script beside this one"
@@ -137,20 +138,20 @@ class Race:
             raise UpstreamError(
                 f"{self.path}: which config is this script in ours? Name it with --as-theirs, like "
                 f"configs/pr549.env, or leave speed and '{AS_THEIRS}' out of --only")
-        known = Config().as_env()
-        for name, value in self.settings_of_theirs.items():
-            if name not in known and train_gpt.former_name(name, value) is None:
-                raise UpstreamError(f"--theirs {name}: no setting of ours; leave speed and '{AS_THEIRS}' out")
+        refused = translate(self.settings_of_theirs, str(self.as_theirs_config)).refused
+        for answer, pairs in refused.items():
+            raise UpstreamError(f"--theirs {' '.join(pairs)}: {answer}; leave speed and '{AS_THEIRS}' out")
         Config.from_env(self.as_theirs())
 
     def as_theirs(self) -> dict[str, str]:
-        """Our settings for their model and optimizer; ours answers to the names of public scripts."""
+        """Our settings for their model and optimizer, theirs translated."""
+        theirs = translate(self.settings_of_theirs, str(self.as_theirs_config)).settings
         shared = (
             "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "MAX_WALLCLOCK_SECONDS", "ITERATIONS",
             "GPTQ_RESERVE_SECONDS", "VAL_TOKENS_LIMIT",
         )  # fmt: skip
         return {
-            **{name: self.ours[name] for name in shared}, **self.geometry(), **self.settings_of_theirs,
+            **{name: self.ours[name] for name in shared}, **self.geometry(), **theirs,
             "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip

@@ -300,7 +300,7 @@ def test_a_config_names_a_card_on_which_it_fits(name: str, repo: Path) -> None:
 
 def test_the_formula_of_memory_lies_just_above_the_traced_peak() -> None:
     """34.96 GiB of the default stack with all kernels, and what the trace of a step does not hold."""
-    path = Path(__file__).parents[2] / "configs" / "default_0_4.env"
+    path = Path(__file__).parents[2] / "configs" / "sp8192.env"
     traced = 34.96 * 2**30 + 35_945_623 * (memory.BYTES_A_PARAMETER - 4)
     assert traced <= memory.predicted_bytes(subject.config(str(path)), 8) <= 1.1 * traced
 
@@ -513,7 +513,7 @@ def test_a_reloaded_model_and_a_copy_compile_nothing_anew(repo: Path, gpu_model_
 @pytest.mark.timeout(1800)
 def test_a_step_of_the_default_stack_moves_no_more_than_it_did(repo: Path, gpu_model_folder: Path) -> None:
     """Its bytes and modelled time, with the kernels that `auto` takes on an H100; no graph breaks."""
-    settings = ["--config", "configs/default_0_4.env", "--what", "train", "train_loop", "--keys", "517"]
+    settings = ["--config", "configs/sp8192.env", "--what", "train", "train_loop", "--keys", "517"]
     result = run_census(repo, *settings, "--mlp", "kernel", "--out", str(gpu_model_folder), "--tag", "bars")
     if result.returncode == 2:
         pytest.skip(result.stderr)
