@@ -46,7 +46,6 @@ APART_SECONDS = 2.0  # so that no two designs read a shard at once
 LATENCIES_SECONDS = (0.0, 0.1, 4.0)
 MEMCPY, OURS, DRAWN = "memcpy of the same bytes", "ours: staging", "#1532: weighted draws, int64 rows"
 HASH, STARTS = "ours: stream hash", "ours: document starts"
-ROWS = "ours: rows and documents of a batch, in the caller's thread"
 DOCUMENT_TOKENS = 1000  # about the mean of FineWeb
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 ALONE = train_gpt.Machine()
@@ -176,14 +175,11 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
         np.concatenate(list(itertools.islice(segments, rows)), out=slot)
 
     gather()
-    begins = np.flatnonzero(train_gpt.document_begins(ids_BT[:, :-1]))
-    row_begins = np.arange(0, STEP_TOKENS + 1, SEQ_LEN)
     functions: dict[str, Callable[[], Any]] = {
         MEMCPY: memcpy,
         OURS: gather,
         HASH: lambda: train_gpt.hash_sequences(0, ids_BT),
-        STARTS: lambda: np.flatnonzero(train_gpt.document_begins(ids_BT[:, :-1])),
-        ROWS: lambda: np.union1d(row_begins, begins).astype(np.int32),
+        STARTS: lambda: train_gpt.document_starts(ids_BT[:, :-1], make_config()),
         "baseline: contiguous, one int64 array": Contiguous(shards, STEP_TOKENS, 1).next,
         "#591: contiguous, two int64 arrays": ContiguousPairs(shards, STEP_TOKENS, 1).next,
         DRAWN: WeightedDraw(shards, STEP_TOKENS).next,
