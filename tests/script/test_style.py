@@ -150,12 +150,15 @@ def test_every_setting_has_a_meaning() -> None:
 
 
 def names_that_are_read(nodes: list[ast.AST]) -> tuple[set[str], list[str]]:
-    """Attributes that are read, and patterns of those read by a name that is put together."""
+    """Attributes that are read, names in strings, and patterns of names that are put together."""
     attributes = set()
     patterns = []
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             attributes.add(node.attr)
+        # A table may name settings, which are read by these names.
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            attributes.add(node.value)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
             name = node.args[1]
             if isinstance(name, ast.JoinedStr):
