@@ -57,7 +57,6 @@ LORA = {
     "TTT_LORA_ALPHA": "2",
     "TTT_LORA_LR": "0.01",
     "TTT_CHUNK_SIZE": "8",
-    "TTT_EARLY_CHUNKS": "8:4",
     "TTT_BATCH_SIZE": "3",
 }
 
