@@ -151,7 +151,7 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
     lengths = {"TRAIN_SEQ_LEN": str(train), "EVAL_STRIDE": str(stride), "TTT_CHUNK_TOKENS": str(2 * context)}
     if getattr(config, "ttt_mode", "sgd") == "lora":
         lengths["TTT_CHUNK_SIZE"] = str(context // 2)
-        if config.ttt_early_chunks:
+        if getattr(config, "ttt_early_chunks", ""):  # of scripts before 0.6
             lengths["TTT_EARLY_CHUNKS"] = f"{context // 2}:{context // 4}"
     if config.eval_seq_len:
         lengths["EVAL_SEQ_LEN"] = str(context)
