@@ -256,10 +256,10 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
         train_gpt.score_roundtrip(model, tokens, config, looping=looping)
     assert new_graphs() == 2
 
-    # A reloaded model is another object with the same graphs.
-    reloaded = GPT(config, seed=None)
+    # A reloaded model is another object, with the operations of the run and the same graphs.
+    reloaded = GPT(model.settings, seed=None)
     reloaded.load_state_dict(model.state_dict())
-    ready(reloaded, attention)
+    train_gpt.ready_model(reloaded, model.machine, model.ops)
     train_gpt.score_roundtrip(reloaded, tokens, config)
     assert new_graphs() == 0
 
@@ -279,7 +279,7 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
 def adapters_config() -> Config:
     """TTT_MODE=lora, with more context than in training."""
     return one_layer(
-        TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
+        NUM_LAYERS=2, TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
         TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
     )  # fmt: skip
 
@@ -325,17 +325,25 @@ def cannot_be_traced(reason: str) -> Any:
     return pytest.raises(torch._dynamo.exc.TorchDynamoException, match=reason)
 
 
+class Holder(torch.nn.Module):
+    """A module that holds a function as an attribute, as a model held its kernels once."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
 @failing_on("2.9", "2.10", "2.11")
-@pytest.mark.parametrize(("name", "kernel"), [("mlp_fused", "FusedMlp"), ("xsa_fused", "FusedXsa")])
-def test_a_bound_apply_in_the_model_cannot_be_traced(
-    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
-) -> None:
-    attention_packages.install(monkeypatch)
-    monkeypatch.setattr(train_gpt, name, getattr(train_gpt, kernel).apply)
-    config = one_layer()
-    model = ready(train_gpt.build_model(config), "fa3")
+def test_a_bound_apply_as_an_attribute_cannot_be_traced(new_graphs: Callable[[], int]) -> None:
+    """So the model holds functions around each `apply`, in one tuple of operations."""
+    machine = Compiler(dtype=torch.bfloat16, compiled=True)
+    inputs = [torch.zeros(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 2)]
+    machine.compile(Holder(train_gpt.xsa_fused))(*inputs)
     with cannot_be_traced("AutogradFunctionVariable"):
-        train_on_other_documents(model, config, looping=(False,))
+        machine.compile(Holder(train_gpt.FusedXsa.apply))(*inputs)
 
 
 class CalledAdapter(NamedTuple):
