@@ -29,7 +29,8 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks import paired, results  # noqa: E402
+from train_gpt import ModelSettings  # noqa: E402
 
 TITLE = "Entropy coder"
 HEADER = "| codes | coder | bytes | over zeroth-order entropy | bits per weight | encode s | decode s |"
@@ -39,20 +40,12 @@ Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | N
 
 def codes_of(path: Path) -> Roles:
     """Codes of an artifact's matrices by role, as the coder sees them."""
-    model, about = train_gpt.load_artifact(path)
-    table = train_gpt.parameter_table(model.settings)
-    both = []  # of every parameter: its codes, then the exponents of their scales
-    for parameter in table.values():
-        count, rows, columns = train_gpt.bank_shape(parameter.shape)
-        both += [(rows, count * columns), (rows, count)]
-    data = path.read_bytes()
-    if train_gpt.parse_header(data, str(path)).column_steps:
-        both += train_gpt.column_shapes(table)
-    section = data[-about.sections["weights"] :]
-    arrays = train_gpt.decode(section, both)[: 2 * len(table)]
+    header, banks = train_gpt.read_artifact(path.read_bytes())
+    table = train_gpt.parameter_table(ModelSettings.from_values(header["config"]))
     roles: Roles = {}
-    for parameter, codes in zip(table.values(), arrays[::2], strict=True):
+    for name, parameter in table.items():
         if parameter.role:
+            codes = banks[name].codes
             if codes.dtype == np.int16:
                 codes = (codes >> 1).astype(np.int8)  # half steps: general coders get the codes alone
             roles.setdefault(parameter.role, []).append(codes)
@@ -156,7 +149,7 @@ def measure(label: str, roles: Roles) -> dict[str, Any]:
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """One row per coder and set of codes."""
-    lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
+    lines = paired.table(HEADER, [])
     for codes in measured["codes"]:
         label = f"{codes['label']}, {codes['weights'] / 1e6:.2f} M"
         for coder in codes["coders"]:

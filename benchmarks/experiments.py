@@ -28,7 +28,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,10 +169,20 @@ def patched_script(patch: str, folder: Path) -> Path:
 # ======================================================================================================
 
 
-def conditions(dtype: str) -> dict[str, Any]:
-    """Where and when a run is measured, and by which program."""
-    program = hashlib.sha256(b"".join(path.read_bytes() for path in PROGRAM)).hexdigest()[:12]
-    return {**results.conditions(), "threads": 1, "program": program, "dtype": dtype}
+def conditions(dtype: str, program: Sequence[Path] = PROGRAM) -> dict[str, Any]:
+    """Where and when a run is measured, and by which files of a program."""
+    sha256 = hashlib.sha256(b"".join(path.read_bytes() for path in program)).hexdigest()[:12]
+    return {**results.conditions(), "threads": 1, "program": sha256, "dtype": dtype}
+
+
+def check_alike(found: list[dict[str, Any]], folder: Path) -> None:
+    """ExperimentError where runs of one table have unlike conditions."""
+    for key in ALIKE:
+        values = sorted({str(one[key]) for one in found})
+        if len(values) > 1:
+            raise ExperimentError(
+                f"{folder}: {key} is {' here and '.join(values)} there; no table has both, so remove some "
+                "runs, or name another --runs")
 
 
 def run_script(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
@@ -322,19 +332,12 @@ class Experiment:
     def rows(self) -> dict[str, paired.Runs]:
         """All records that the folder holds, by arm. ExperimentError where they are of unlike conditions."""
         found: dict[str, paired.Runs] = {}
-        first: dict[str, Any] | None = None
         for name in self.arms:
             for path in sorted(self.folder.glob(f"{self.directory(name, 0).name[:-1]}*.json")):
                 record = self.kept(name, int(path.stem.rpartition("seed")[2]))
                 assert record is not None
-                first = first or record
-                for key in ALIKE:
-                    one, other = record["conditions"][key], first["conditions"][key]
-                    if one != other:
-                        raise ExperimentError(
-                            f"{path}: {key} is {one}, of other runs it is {other}; no table has both: "
-                            "remove some, or name another --runs")
                 found.setdefault(name, []).append(record)
+        check_alike([run["conditions"] for runs in found.values() for run in runs], self.folder)
         return found
 
 
