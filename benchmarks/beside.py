@@ -54,7 +54,7 @@ import train_gpt  # noqa: E402
 from benchmarks import experiments, paired, results, speed  # noqa: E402
 from benchmarks.experiments import mean_of  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
-from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches  # noqa: E402
+from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
 TITLE = "A public script beside this one"
@@ -108,19 +108,18 @@ class Race:
         self.settings_of_theirs = dict(item.split("=", 1) for item in arguments.theirs)
         self.ours = {
             "CONFIG": str(arguments.config), "DATA_PATH": str(arguments.data), "DEVICE": "cpu",
-            "TOKENIZER_PATH": str(arguments.tokenizer), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
-            "ITERATIONS": "1000000", "GPTQ_RESERVE_SECONDS": "0", "VAL_TOKENS_LIMIT": "0",
-            "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
-            "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
+            "TOKENIZER_PATH": str(arguments.tokenizer), "ITERATIONS": "1000000", "COMPUTE_DTYPE": "float32",
+            "CPU_THREADS": "1", "EVAL_STRIDE": "0", "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0",
+            "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
             **dict(item.split("=", 1) for item in arguments.set),
         }  # fmt: skip
-        config = Config.from_env(self.ours)
         source = (REPO / "train_gpt.py").read_bytes()
         self.code_bytes = len(train_gpt.shipped_code(source))
         # Whole sequences, so that both score the same targets with the same context.
-        targets = arguments.val_tokens // config.train_seq_len * config.train_seq_len
-        self.ours["VAL_TOKENS_LIMIT"] = str(targets)
-        self.ours["ARTIFACT_BYTES_MAX"] = str(config.artifact_bytes_max - self.code_bytes)
+        length = Config.from_env(self.ours).train_seq_len
+        self.ours["VAL_TOKENS_LIMIT"] = str(arguments.val_tokens // length * length)
+        self.seconds: float = arguments.seconds
+        self.ours.update(experiments.seconds_of_training(self.seconds, self.ours))
         self.config = Config.from_env(self.ours)
         fixed = sorted(self.settings_of_theirs.keys() & {*self.geometry(), "SEED"})
         if fixed:
@@ -145,26 +144,20 @@ class Race:
             raise UpstreamError(
                 f"{self.path}: which config is this script in ours? Name it with --as-theirs, like "
                 f"configs/pr549.env, or leave speed and '{AS_THEIRS}' out of --only")
-        known = Config().as_env()
-        for name in self.settings_of_theirs:
-            if name not in known:
-                raise UpstreamError(
-                    f"--theirs {name}: no setting of ours; leave speed and '{AS_THEIRS}' out, or say it in "
-                    "our words in a file for --as-theirs")
         Config.from_env(self.as_theirs())
 
     def as_theirs(self) -> dict[str, str]:
         """Our settings for their model and optimizer."""
         shared = (
-            "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "MAX_WALLCLOCK_SECONDS", "ITERATIONS",
-            "GPTQ_RESERVE_SECONDS", "VAL_TOKENS_LIMIT", "COMPUTE_DTYPE", "CPU_THREADS", "EVAL_STRIDE",
-            "TTT_ENABLED", "VAL_LOSS_EVERY", "WARMUP_STEPS", "MAX_EVAL_SECONDS",
+            "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "ITERATIONS", "VAL_TOKENS_LIMIT", "COMPUTE_DTYPE",
+            "CPU_THREADS", "EVAL_STRIDE", "TTT_ENABLED", "VAL_LOSS_EVERY", "WARMUP_STEPS", "MAX_EVAL_SECONDS",
         )  # fmt: skip
-        return {
-            **{name: self.ours[name] for name in shared}, **self.geometry(), **self.settings_of_theirs,
-            "CONFIG": str(self.as_theirs_config),
+        found = {
+            **{name: self.ours[name] for name in shared}, **self.geometry(),
+            **in_our_names(self.settings_of_theirs), "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip
+        return {**found, **experiments.seconds_of_training(self.seconds, found)}
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: the shards in their order, again after the last one."""
@@ -214,7 +207,7 @@ class Race:
 
         Without val_bpb and bytes for a script that nothing here ships.
         """
-        clock = TrainingClock(time.process_time, self.config.max_wallclock_seconds)
+        clock = TrainingClock(time.process_time, self.seconds)
         with self.upstream(seed, clock) as upstream:
             if shuffled and upstream.shuffles:
                 raise UpstreamError(f"{self.path}: shuffles by itself; leave '{SHUFFLED}' out of --only")

@@ -49,10 +49,11 @@ PROGRAM = (Path(__file__), CLOCK)
 SCORES = ("float", "roundtrip", "sliding_window", "legal_ttt")
 # What all runs of a table must have in common, as conditions have it.
 ALIKE = ("script", "program", "processor", "torch", "dtype", "threads")
+HESSIAN_SECONDS = 600.0  # more than any run here needs for them
 # Of every run, beneath the table, the size and the arm.
 COMMON = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
-    "VAL_BATCH_SIZE": "65536", "WARMUP_STEPS": "0", "GPTQ_RESERVE_SECONDS": "0", "MAX_EVAL_SECONDS": "0",
+    "VAL_BATCH_SIZE": "65536", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "MAX_EVAL_SECONDS": "0",
     "GPTQ_DAMPING": "0.05", "GPTQ_CALIBRATION_BATCHES": "16", "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
 }  # fmt: skip
 
@@ -79,7 +80,7 @@ class Budget(NamedTuple):
     def settings(self, values: dict[str, str]) -> dict[str, str]:
         """The settings that end a run of these values after the budget."""
         if self.seconds:
-            return {"MAX_WALLCLOCK_SECONDS": f"{self.seconds:g}", "ITERATIONS": "1000000"}
+            return {"ITERATIONS": "1000000", **seconds_of_training(self.seconds, values)}
         steps = self.steps or steps_of_flops(self.flops, Config.from_env(values))
         return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(steps)}
 
@@ -87,6 +88,12 @@ class Budget(NamedTuple):
         if self.flops:
             return f"{self.flops:g}flops"
         return f"{self.seconds:g}s" if self.seconds else f"{self.steps}steps"
+
+
+def seconds_of_training(seconds: float, values: dict[str, str]) -> dict[str, str]:
+    """The settings that end training after so many seconds; Hessians of all batches come after them."""
+    reserve = HESSIAN_SECONDS if Config.from_env(values).gptq else 0.0
+    return {"MAX_WALLCLOCK_SECONDS": f"{seconds + reserve:g}", "GPTQ_RESERVE_SECONDS": f"{reserve:g}"}
 
 
 def steps_of_flops(flops: float, config: Config) -> int:
@@ -211,15 +218,18 @@ def figures(directory: Path) -> dict[str, Any]:
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     log = (directory / "log.txt").read_text(encoding="utf-8")
     scores = {name: loss["bits_per_byte"] for name, loss in summary["losses"].items()}
+    seconds = 0.0
     for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
         # The weights that are shipped, before they are quantized.
         if event["event"] == "val" and event["label"].startswith("DIAGNOSTIC"):
             scores["float"] = event["val_bpb"]
+        if event["event"] == "train":
+            seconds = event["train_time_ms"] / 1e3
     return {
         "seed": summary["seed"], "parameters": int(re.findall(r"^model_params:(\d+)", log, re.MULTILINE)[0]),
         "dtype": re.findall(r" dtype:(\S+)", log)[0].removeprefix("torch."),
-        "steps": summary["steps"], "seconds": summary["train_seconds"], "stream_hash": summary["stream_hash"],
+        "steps": summary["steps"], "seconds": seconds, "stream_hash": summary["stream_hash"],
         "eval_seconds": summary["limits"]["eval_seconds"]["value"],
         "bytes": summary["artifact"]["bytes"], "code_bytes": summary["code"]["bytes_wrapped"],
         "val_targets": summary["data"]["val_tokens"], "scores": scores,

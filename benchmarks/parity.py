@@ -21,7 +21,7 @@ from torch import Tensor
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
-from benchmarks.upstream import Upstream, UpstreamError, batches  # noqa: E402
+from benchmarks.upstream import Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from train_gpt import (  # noqa: E402
     GPT,
     Config,
@@ -141,9 +141,10 @@ SYSTEMS = {
 
 
 def our_config(system: System, settings: Mapping[str, str]) -> Config:
-    """The system's configuration with the settings of a comparison. Raises ConfigError."""
+    """The system's configuration with the settings of a comparison. ConfigError, UpstreamError."""
     path = REPO / "configs" / system.config
-    return Config.from_env({"CONFIG": str(path), **SMALL, **system.settings, **settings, **OURS_ALONE})
+    given = in_our_names({**SMALL, **system.settings, **settings})
+    return Config.from_env({"CONFIG": str(path), **given, **OURS_ALONE})
 
 
 class OurTraining:

@@ -117,6 +117,21 @@ FIXED_SETTINGS = {
 }
 
 
+# Settings of public scripts that have another name in train_gpt.py, or none: there it is always MODEL_DIM.
+OUR_NAMES = {"PARALLEL_RESIDUAL_START": "PARALLEL_START_LAYER", "EMBEDDING_DIM": "MODEL_DIM"}
+
+
+def in_our_names(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a public script by the names of train_gpt.py. UpstreamError for one that has none."""
+    from train_gpt import Config
+
+    known = Config().as_env()
+    found = {OUR_NAMES.get(name, name): value for name, value in settings.items()}
+    if unknown := sorted(found.keys() - known.keys()):
+        raise UpstreamError(f"{' '.join(unknown)}: no setting of train_gpt.py; leave it out on both sides")
+    return found
+
+
 def patched(text: str, name: str) -> str:
     """The script's text with all replacements made. UpstreamError for one that is needed and fits nowhere."""
     for replacement in REPLACEMENTS:
