@@ -129,8 +129,9 @@ def read_arms(table: dict[str, Any], size: str) -> dict[str, Arm]:
     An arm that has a CONFIG gets the geometry of the size; all others its choices for the default as well.
     """
     sizes = read_json(SIZES)
-    if size not in sizes:
-        raise ExperimentError(f"--size {size}: expected one of {', '.join(sizes)}")
+    fitting = table.get("sizes", list(sizes))  # a table that names layers is of one depth
+    if size not in fitting:
+        raise ExperimentError(f"--size {size}: expected one of {', '.join(fitting)}")
     geometry = as_settings(sizes[size]["geometry"])
     of_default = as_settings(sizes[size]["default"])
     arms: dict[str, Arm] = {}
@@ -153,11 +154,9 @@ def patched_script(patch: str, folder: Path) -> Path:
     script = REPO / "train_gpt.py"
     if not patch:
         return script
-    copy = folder / patch / script.name
-    copy.parent.mkdir(parents=True, exist_ok=True)
     # Another process may make the same copy now: each has its own file, and the last one stays.
     scratch = folder / f"{patch}-{os.getpid()}"
-    scratch.mkdir()
+    scratch.mkdir(parents=True)
     shutil.copy(script, scratch)
     # Without a ceiling git would find this repository, and look for the file at its top.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve())}
@@ -166,6 +165,8 @@ def patched_script(patch: str, folder: Path) -> Path:
     if applied.returncode != 0:
         shutil.rmtree(scratch)
         raise ExperimentError(f"{patch}.patch does not apply to train_gpt.py: {applied.stderr.strip()}")
+    copy = folder / patch / script.name
+    copy.parent.mkdir(exist_ok=True)
     os.replace(scratch / script.name, copy)
     scratch.rmdir()
     return copy

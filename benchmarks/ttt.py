@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +102,8 @@ def cost_of_documents(tokens: np.ndarray, config: Config) -> Cost:
     passes = 0
     for batch in scorer.batches():
         for chunk in scorer.chunks(batch):
-            passed = chunk.rows * (chunk.stop - chunk.first)
+            # Rows are padded to a multiple of 16, as the script does it for its kernels.
+            passed = chunk.rows * math.ceil((chunk.stop - chunk.first) / 16) * 16
             forward += passed
             passes += 1
             if chunk.learning:
