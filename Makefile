@@ -42,6 +42,12 @@ $(READY): requirements.txt requirements-dev.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# What a CPU gains from its libraries. Threads of OpenMP that wait spin for microseconds, as otherwise they take the
+# cores from the loader and from other programs. The C library keeps freed memory: given back to the system, each
+# page of it would be zeroed and mapped again in the next step.
+demo seeds: export GOMP_SPINCOUNT ?= 3000
+demo seeds: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+demo seeds: export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 demo: $(READY) ## train, quantize, score and write text on this machine, in minutes (CONFIG=file NAME=run)
 	@$(RUN) data/sample.py
 	@sed -n 's/^# expect/expect/p' $(CONFIG)

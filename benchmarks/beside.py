@@ -153,8 +153,8 @@ class Race:
             "CPU_THREADS", "EVAL_STRIDE", "TTT_ENABLED", "VAL_LOSS_EVERY", "WARMUP_STEPS", "MAX_EVAL_SECONDS",
         )  # fmt: skip
         found = {
-            **{name: self.ours[name] for name in shared}, **self.geometry(),
-            **in_our_names(self.settings_of_theirs), "CONFIG": str(self.as_theirs_config),
+            **{name: self.ours[name] for name in shared},
+            **in_our_names({**self.geometry(), **self.settings_of_theirs}, self.as_theirs_config), "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip
         return {**found, **experiments.seconds_of_training(self.seconds, found)}

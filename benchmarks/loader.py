@@ -46,6 +46,7 @@ APART_SECONDS = 2.0  # so that no two designs read a shard at once
 LATENCIES_SECONDS = (0.0, 0.1, 4.0)
 MEMCPY, OURS, DRAWN = "memcpy of the same bytes", "ours: staging", "#1532: weighted draws, int64 rows"
 HASH, STARTS = "ours: stream hash", "ours: document starts"
+DOCUMENT_TOKENS = 1000  # about the mean of FineWeb
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 ALONE = train_gpt.Machine()
 
@@ -230,7 +231,7 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> li
 
         def wait() -> float:
             loader.next_batch()
-            return loader.take_waits_ms()[-1] / 1e3  # without the widening, which is the GPU's work
+            return loader.take_wait_ms() / 1e3  # without the widening, which is the GPU's work
 
     else:
         following = {
@@ -326,7 +327,9 @@ def main() -> None:
         folder = Path(name)
         shard_tokens = SHARD_STEPS * (STEP_TOKENS + RANKS)
         for number in range(3):
-            ids = np.random.default_rng(number).integers(2, 1024, shard_tokens, np.uint16)
+            random = np.random.default_rng(number)
+            ids = random.integers(2, 1024, shard_tokens, np.uint16)
+            ids[random.integers(0, shard_tokens, shard_tokens // DOCUMENT_TOKENS)] = train_gpt.BOS_ID
             write_shard(folder / f"shard_{number}.bin", ids)
         shards = train_gpt.open_shards(str(folder / "*.bin"))
         rounds = arguments.rounds

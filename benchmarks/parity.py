@@ -143,7 +143,7 @@ SYSTEMS = {
 def our_config(system: System, settings: Mapping[str, str]) -> Config:
     """The system's configuration with the settings of a comparison. ConfigError, UpstreamError."""
     path = REPO / "configs" / system.config
-    given = in_our_names({**SMALL, **system.settings, **settings})
+    given = in_our_names({**SMALL, **system.settings, **settings}, path)
     return Config.from_env({"CONFIG": str(path), **given, **OURS_ALONE})
 
 

@@ -117,19 +117,14 @@ FIXED_SETTINGS = {
 }
 
 
-# Settings of public scripts that have another name in train_gpt.py, or none: there it is always MODEL_DIM.
-OUR_NAMES = {"PARALLEL_RESIDUAL_START": "PARALLEL_START_LAYER", "EMBEDDING_DIM": "MODEL_DIM"}
+def in_our_names(settings: Mapping[str, str], config: Path) -> dict[str, str]:
+    """Settings of a public script as train_gpt.py has them over a config. UpstreamError for one it has not."""
+    from tools.translate import translate
 
-
-def in_our_names(settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings of a public script by the names of train_gpt.py. UpstreamError for one that has none."""
-    from train_gpt import Config
-
-    known = Config().as_env()
-    found = {OUR_NAMES.get(name, name): value for name, value in settings.items()}
-    if unknown := sorted(found.keys() - known.keys()):
-        raise UpstreamError(f"{' '.join(unknown)}: no setting of train_gpt.py; leave it out on both sides")
-    return found
+    translated = translate(dict(settings), str(config))
+    for answer, pairs in translated.refused.items():
+        raise UpstreamError(f"{' '.join(pairs)}: {answer}; or leave out the comparison with settings of theirs")
+    return translated.settings
 
 
 def patched(text: str, name: str) -> str:

@@ -34,6 +34,7 @@ if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data import caseops, shards
+from data.contents import content_problems
 from data.files import DISK_ERRORS, DataError, exclusive, explain_os_error, sha256_file, write_bytes
 from data.progress import Progress, size
 from data.shards import ByteTable
@@ -577,8 +578,12 @@ def verify(request: Request) -> None:
     problems = shards.verify_dataset(directory, progress.add)
     progress.close()
     if not problems:
+        problems = content_problems(directory, stored)
+        if problems:
+            advice = "every file is as the manifest says, but they do not belong together; export them again:"
+            raise DataError("\n  ".join([f"{directory}: {advice}", *problems]))
         print(f"{directory}: {len(stored['files'])} shards and the tokenizer are as the manifest says "
-              f"({stored['source']} at {stored['revision']})")
+              f"({stored['source']} at {stored['revision']}), and belong together")
         return
     receipts = Receipts.load(directory / RECEIPTS_NAME)
     if receipts is not None:

@@ -1,4 +1,4 @@
-"""configs/README.md says where each default comes from: what it says of them is so."""
+"""configs/: a file names what differs from the defaults and resolves to what is pinned; the page is true."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from data.fineweb import VARIANTS
-from train_gpt import PUBLISHED_DATA, Config, TrainingSettings
+from tests.support.public_commands import load_public_commands
+from tests.support.resolved_configs import PINNED_FILE, pinned_configs, resolved_configs
+from tests.tools.test_translate import SYSTEMS
+from tools.translate import same
+from train_gpt import Config, TrainingSettings
+
+CONFIGS = sorted(path.name for path in (Path(__file__).parents[1] / "configs").glob("*.env"))
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +27,61 @@ def deciding_settings() -> set[str]:
     """Settings that decide the result of a run, not only where and how fast it runs."""
     names = list(Config().as_env())
     return {*TrainingSettings().as_env(), *names[: names.index("DATA_PATH")], "DATA_PATH", "TOKENIZER_PATH"}
+
+
+# -- the files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_default_has_drifted_under_a_configuration(name: str) -> None:
+    """Else name the old value in the file; python -m tests.support.resolved_configs pins a wanted change."""
+    found = resolved_configs()[name]
+    pinned = pinned_configs()[name]
+    changed = {
+        key: (pinned.get(key), found.get(key))
+        for key in pinned.keys() | found.keys()
+        if pinned.get(key) != found.get(key)
+    }
+    assert changed == {}, f"(pinned, now) of configs/{name}"
+
+
+def test_exactly_the_configurations_are_pinned() -> None:
+    assert list(pinned_configs()) == CONFIGS
+    assert PINNED_FILE.stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_names_only_what_differs_from_the_defaults(name: str, repo: Path) -> None:
+    path = repo / "configs" / name
+    overrides = Config.from_env({"CONFIG": str(path)}).overrides()
+    assert overrides.keys() == train_gpt.read_config_file(str(path)).keys()
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [("upstream_baseline", "baseline"), ("pr549", "549"), ("pr591", "591"), ("pr785", "785"),
+     ("pr1493", "1493"), ("pr1493", "1532")],
+)  # fmt: skip
+def test_an_ancestor_has_the_values_of_its_script(name: str, system: str, repo: Path) -> None:
+    """The script's defaults and what its command sets; what it does not read is not compared."""
+    theirs = dict(SYSTEMS[system])
+    for command in load_public_commands():
+        if str(command.pull_request) == system:
+            theirs.update(command.settings)
+    # Not of the system: where its data lie, its random numbers; and 2,048 tokens are what 0 means here.
+    for own in ("RUN_ID", "SEED", "DATA_PATH", "TOKENIZER_PATH", "EVAL_SEQ_LEN", "ROPE_TRAIN_SEQ_LEN"):
+        theirs.pop(own, None)
+    # Constants of ours are compared, too: they are values of these scripts.
+    config = Config.from_env({"CONFIG": str(repo / "configs" / f"{name}.env")})
+    constants = "ROPE_BASE TIED_EMBED_INIT_STD ADAM_EPS TTT_MOMENTUM TTT_GRAD_CLIP".split()
+    ours = {**config.as_env(), **{key: str(getattr(config, key.lower())) for key in constants}}
+    compared = [key for key, value in theirs.items() if key in ours and value is not None]
+    assert len(compared) > 30
+    assert {key: ours[key] for key in compared if not same(ours[key], theirs[key])} == {}
+
+
+# -- the page ------------------------------------------------------------------------------------------------
 
 
 def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: str) -> None:
@@ -35,13 +97,12 @@ def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: st
     assert stated == defaults
 
 
-def test_every_configuration_is_listed_and_exists(page: str, repo: Path) -> None:
+def test_every_configuration_is_listed_and_exists(page: str) -> None:
     listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
-    assert sorted(listed) == sorted(path.name for path in (repo / "configs").glob("*.env"))
+    assert sorted(listed) == CONFIGS
 
 
-def test_the_public_data_are_those_that_the_tool_fetches(repo: Path) -> None:
-    assert {variant.dataset: name for name, variant in VARIANTS.items()} == PUBLISHED_DATA
+def test_the_data_that_configurations_name_are_those_that_the_tool_fetches(repo: Path) -> None:
     plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
     for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
         assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"

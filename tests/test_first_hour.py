@@ -115,10 +115,10 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
 
     # The demo: a run, its artifact, some text and a drawing, all in one place.
     out = me.do("make demo NAME=first")
-    assert re.search(r"^compute_dtype:(float32|bfloat16), ", out, re.M) and "legal_ttt_exact" in out
+    assert re.search(r" dtype:torch\.(float32|bfloat16) ", out) and "legal_ttt_exact" in out
     assert "The function returns" in out
     # What to expect is said before, and what was reached at the end.
-    assert out.index("expect") < out.index("compute_dtype:") < out.index("tokens per second")
+    assert out.index("expect") < out.index("step:1/") < out.index("tokens per second")
     assert re.search(r"^  xz -9 +\d\.\d{4}$", out, re.M) and re.search(r"^  pairs of tokens +\d\.", out, re.M)
     files = {path.name for path in (me.clone / "runs/first").iterdir()}
     assert {"log.txt", "summary.json", "model.bin", "config.env", "train_gpt.py"} <= files

@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
     "summary": ("tools.summary", "say in ten lines what a run reached"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
+    "translate": ("tools.translate", "write a public training command in our settings"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
     "board": ("tools.pack.board", "write the leaderboard from the folders"),
     "docs": ("tools.docs", "write every generated table of the repository"),

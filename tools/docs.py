@@ -74,9 +74,9 @@ def all_blocks() -> list[Block]:
 
 def settings_table() -> str:
     """Markdown rows of the main settings: name, default, meaning."""
-    import train_gpt  # loads torch
+    from tools.runs.script import Config  # loads torch
 
-    fields = {field.name.upper(): field for field in dataclasses.fields(train_gpt.Config)}
+    fields = {field.name.upper(): field for field in dataclasses.fields(Config)}
     rows = []
     for name in MAIN_SETTINGS:
         default = fields[name].default

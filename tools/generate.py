@@ -12,8 +12,8 @@ from pathlib import Path
 import sentencepiece
 import torch
 
-import train_gpt
 from data import caseops
+from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
 
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 1 or args.temperature < 0 or args.top_k < 0:
         raise RecordError("expected --tokens of at least 1, --temperature and --top-k of at least 0")
     try:
-        model, about = train_gpt.load_artifact(args.artifact)
+        model, about = script.load_artifact(args.artifact)
         pieces = load_tokenizer(args.artifact, about.tokenizer_sha256, args.tokenizer)
-    except (train_gpt.ArtifactError, train_gpt.ConfigError) as error:
+    except (script.ArtifactError, script.ConfigError) as error:
         raise RecordError(str(error)) from error
     fused = caseops.form_of(pieces)
     prompt = args.prompt if fused is None else caseops.encode(args.prompt, fused)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 def load_tokenizer(artifact: Path, expected: str, given: str | None) -> sentencepiece.SentencePieceProcessor:
     """The tokenizer that the artifact was trained with, by its expected SHA-256; RecordError for another."""
     name = given or tokenizer_of_run(artifact.parent)
-    path = train_gpt.find_path(name)
+    path = script.find_path(name)
     content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != expected:
         found = "another file" if content else "no file"
@@ -61,12 +61,12 @@ def tokenizer_of_run(directory: Path) -> str:
     """The path in the config.env of a run directory; without one, the default."""
     settings = directory / CONFIG
     environment = {"CONFIG": str(settings)} if settings.is_file() else {}
-    return train_gpt.Config.from_env(environment).tokenizer_path
+    return script.Config.from_env(environment).tokenizer_path
 
 
 @torch.no_grad()
 def generate_text(
-    model: train_gpt.GPT,
+    model: script.GPT,
     pieces: sentencepiece.SentencePieceProcessor,
     prompt: str,
     tokens: int,
@@ -78,7 +78,7 @@ def generate_text(
     softcap = model.settings.logit_softcap
     context_tokens = model.settings.train_seq_len
     choices = torch.Generator().manual_seed(seed)
-    ids = [train_gpt.BOS_ID, *pieces.encode(prompt)]
+    ids = [script.BOS_ID, *pieces.encode(prompt)]
     for _ in range(tokens):
         hidden_BTD = model(torch.tensor([ids[-context_tokens:]]))
         logits_V = model.logits(hidden_BTD[0, -1])

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-import train_gpt
 from data import caseops
+from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
 from tools.runs.runs import RunDirectory
@@ -81,11 +81,11 @@ def python_command() -> str:
 def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
     """Bits per byte of `xz -9` and of pairs of tokens on the validation text; empty where data are gone."""
     try:
-        config = train_gpt.Config.from_env({"CONFIG": str(settings)})
-        folder = train_gpt.find_path(config.data_path)
-        val_shards = train_gpt.open_shards(f"{glob.escape(str(folder))}/fineweb_val_[0-9]*.bin")
-        train_shards = train_gpt.open_shards(f"{glob.escape(str(folder))}/fineweb_train_*.bin")
-    except (train_gpt.DataError, train_gpt.ConfigError):
+        config = script.Config.from_env({"CONFIG": str(settings)})
+        folder = script.find_path(config.data_path)
+        val_shards = script.open_shards(f"{glob.escape(str(folder))}/fineweb_val_[0-9]*.bin")
+        train_shards = script.open_shards(f"{glob.escape(str(folder))}/fineweb_train_*.bin")
+    except (script.DataError, script.ConfigError):
         return {}
     if not summary["tokens"]:
         raise RecordError(f"{settings.parent} was not trained: give the run that made its artifact")
@@ -99,11 +99,11 @@ def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
     return {name: value / data["val_bytes"] for name, value in bits.items()}
 
 
-def text_of(tokens: np.ndarray, config: train_gpt.Config) -> bytes:
+def text_of(tokens: np.ndarray, config: script.Config) -> bytes:
     """The documents of a stream, decoded, one after the other."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(train_gpt.find_path(config.tokenizer_path)))
-    starts = np.flatnonzero(tokens == train_gpt.BOS_ID)
-    documents = [part[part != train_gpt.BOS_ID].tolist() for part in np.split(tokens, starts)]
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(script.find_path(config.tokenizer_path)))
+    starts = np.flatnonzero(tokens == script.BOS_ID)
+    documents = [part[part != script.BOS_ID].tolist() for part in np.split(tokens, starts)]
     text = "".join(pieces.decode(documents))
     fused = caseops.form_of(pieces)
     return (text if fused is None else caseops.read(text, fused)).encode()
@@ -115,7 +115,7 @@ def first_tokens(shards: list[Any], count: int) -> np.ndarray:
     for shard in shards:
         missing = count - sum(map(len, parts))
         if missing > 0:
-            parts.append(np.asarray(train_gpt.read_tokens(shard)[:missing]))
+            parts.append(np.asarray(script.read_tokens(shard)[:missing]))
     return np.concatenate(parts)
 
 

@@ -38,7 +38,7 @@ def shard_bytes(tokens: np.ndarray) -> bytes:
 
 @pytest.fixture(scope="module")
 def files(dataset: Path) -> dict[str, bytes]:
-    """A repository in the official layout: BOS at random places, so that shards begin within documents."""
+    """A repository in the official layout: validation is text, and training shards begin within documents."""
     generator = np.random.default_rng(0)
     folder = f"datasets/datasets/{DATASET}"
     content = {"README.md": b"a small file"}
@@ -46,6 +46,8 @@ def files(dataset: Path) -> dict[str, bytes]:
         tokens = generator.integers(4, tiny.VOCAB_SIZE, SHARD_TOKENS)
         tokens[generator.integers(1, SHARD_TOKENS, 30)] = shards.BOS_ID
         tokens[0] = shards.BOS_ID if index < 2 else 7
+        if index == 0:
+            tokens = np.resize(tiny.tokens_of(dataset / "fineweb_val_000000.bin"), SHARD_TOKENS)
         name = "fineweb_val_000000.bin" if index == 0 else f"fineweb_train_{index - 1:06d}.bin"
         content[f"{folder}/{name}"] = shard_bytes(tokens)
     model = dataset / "tokenizer.model"

@@ -35,8 +35,7 @@ SAMPLE_SECONDS = 0.2
 ENOUGH_SAMPLES = 20
 TRAINING_SHARE = 0.5  # of the seconds under faults; the rest goes into pauses and new starts
 MOST_MIB = 16.0  # what the allocator may keep
-WATCHED = {"TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 100, "VAL_LOSS_EVERY": 500,
-           "LOADER_TIMEOUT_SECONDS": DEADLINE_SECONDS}  # fmt: skip
+WATCHED = {"TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 100, "VAL_LOSS_EVERY": 500}
 # Where a file named `stall` lies in the working directory, no shard can be opened: the reader waits.
 STALLS = """
 import builtins, time

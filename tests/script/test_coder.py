@@ -113,13 +113,6 @@ def test_the_shift_costs_nothing() -> None:
     assert len(train_gpt.encode([halves])) < 1.004 * len(train_gpt.encode([whole]))
 
 
-def test_half_steps_off_the_trellis_are_not_coded() -> None:
-    halves = trellis_halves(20, 3, 2.0)
-    halves[7, 1] += 1
-    with pytest.raises(AssertionError, match="on no trellis"):
-        train_gpt.encode([halves])
-
-
 def test_an_array_is_of_the_kind_its_peak_says() -> None:
     packed = bytearray(train_gpt.encode([lcg_codes(5, 7)]))
     packed[0] += train_gpt.ALONG_TRELLIS

@@ -17,9 +17,18 @@ from tests.support.clock import in_phase
 from tests.support.processes import ONE_THREAD, SCRIPT, Ended, Lab
 from tests.support.waiting import DEADLINE_SECONDS, TIME_SCALE
 
-# The fault of one rank ends all at once; where they only waited until they lose patience, they would hang.
-PATIENT = {"PEER_TIMEOUT_SECONDS": 1e6}
-PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer"
+PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer\n"
+
+
+def patience(seconds: float) -> str:
+    """Python that lets a rank wait for others only so long."""
+    return f"""
+import datetime, torch.distributed
+join = torch.distributed.init_process_group
+def join_with_less(*given, **more):
+    return join(*given, **{{**more, "timeout": datetime.timedelta(seconds={seconds})}})
+torch.distributed.init_process_group = join_with_less
+"""
 
 
 def finish(lab: Lab, count: int, **changes: object) -> Ended:
@@ -87,8 +96,8 @@ def test_torchrun_starts_it(lab: Lab, finished: Ended) -> None:
 
 
 def all_end(lab: Lab, count: int = 2, fault: str = "", **changes: object) -> list[Ended]:
-    """All ranks, in a run that must fail together."""
-    ended = [started.wait() for started in lab.ranks(count, fault=fault, **PATIENT, **changes)]
+    """All ranks, in a run that must fail together: if they only lost patience, they would hang here."""
+    ended = [started.wait() for started in lab.ranks(count, fault=fault, **changes)]
     assert all(one.status != 0 for one in ended), [one.out for one in ended]
     return ended
 
@@ -138,20 +147,24 @@ def test_a_rank_that_raises_ends_all(lab: Lab) -> None:
     ended = all_end(lab, fault=RAISE_ON_RANK_1, ITERATIONS=10000)
     assert "an injected fault" in ended[1].err and "rank 1" in ended[1].err
     assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
-    assert ended[0].err.splitlines()[-1] == PEER_IS_GONE
+    assert PEER_IS_GONE in ended[0].err
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
-    assert log.splitlines()[-1] == "RuntimeError: an injected fault"
+    assert "RuntimeError: an injected fault" in log.splitlines()
     assert not (lab.folder / "runs" / "run" / "summary.json").exists()
 
 
-def torchrun_ends(lab: Lab, fault: str, **changes: object) -> str:
-    """What two ranks that must fail and torchrun print together; `fault` is Python that each rank runs."""
+def torchrun_ends(lab: Lab, fault: str, before: str = "", **changes: object) -> str:
+    """What two ranks that must fail and torchrun print together; `fault` is Python that each rank runs.
+
+    before: Python that each runs first of all.
+    """
     (lab.folder / "sitecustomize.py").write_text(
         "import os, sys, threading, time\n"
         "def wait():\n"  # until the script has been read to its end
         "    while not hasattr(sys.modules['__main__'], 'whole_run'):\n        time.sleep(0.1)\n"
         f"    exec({fault!r}, globals())\n"
-        "if os.environ.get('RANK'):\n    threading.Thread(target=wait, daemon=True).start()\n"
+        f"if os.environ.get('RANK'):\n    exec({before!r})\n"
+        "    threading.Thread(target=wait, daemon=True).start()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = subprocess.run(
@@ -164,32 +177,32 @@ def torchrun_ends(lab: Lab, fault: str, **changes: object) -> str:
     return process.stdout
 
 
-def test_torchrun_starts_it_and_the_error_of_the_rank_that_failed_comes_last(lab: Lab) -> None:
-    ranks, report = torchrun_ends(lab, RAISE_ON_RANK_1).split("ChildFailedError", 1)
+def test_torchrun_starts_it_and_the_error_of_the_rank_that_failed_is_shown(lab: Lab) -> None:
+    ranks = torchrun_ends(lab, RAISE_ON_RANK_1).split("ChildFailedError")[0]
     assert "world_size:2 grad_accum_steps:2" in ranks and "step:2/" in ranks
+    assert ranks.count("RuntimeError: an injected fault") == 1
     assert ranks.count("Traceback (most recent call last)") == 2, ranks  # of rank 1, and then torchrun's own
-    cause = report.split("Root Cause", 1)[1]
-    assert "rank      : 1 " in cause and "RuntimeError: an injected fault" in cause, report
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
-    assert log.splitlines()[-1] == "RuntimeError: an injected fault"
+    assert "RuntimeError: an injected fault" in log.splitlines()
 
 
 def test_a_rank_that_is_killed_ends_all(lab: Lab) -> None:
-    ranks = lab.ranks(2, ITERATIONS=100000, **PATIENT)
+    ranks = lab.ranks(2, ITERATIONS=100000)
     ranks[0].wait_for("step:2/")
     ranks[1].send(signal.SIGKILL)
     ended = [rank.wait() for rank in ranks]
     assert ended[0].status == 1 and ended[1].status == -signal.SIGKILL
     assert "Traceback" not in ended[0].err and "Connection" not in ended[0].err, ended[0].err
-    assert ended[0].err.splitlines()[-1] == PEER_IS_GONE
+    assert PEER_IS_GONE in ended[0].err
 
 
 def test_a_rank_that_stalls_ends_its_peers(lab: Lab) -> None:
     """In training and in evaluation, side by side: each waits out its timeout."""
     timeout_s = 15 * TIME_SCALE
-    stops = {1: {"fault": in_phase("eval_sliding_window", "os.kill(os.getpid(), signal.SIGSTOP)")}}
-    training = lab.elsewhere("training").ranks(2, ITERATIONS=100000, PEER_TIMEOUT_SECONDS=timeout_s)
-    scoring = lab.elsewhere("scoring").ranks(2, stops, ITERATIONS=3, PEER_TIMEOUT_SECONDS=timeout_s)
+    fault = patience(timeout_s)
+    stops = {1: {"fault": fault + in_phase("eval_sliding_window", "os.kill(os.getpid(), signal.SIGSTOP)")}}
+    training = lab.elsewhere("training").ranks(2, fault=fault, ITERATIONS=100000)
+    scoring = lab.elsewhere("scoring").ranks(2, stops, fault=fault, ITERATIONS=3)
     training[0].wait_for("step:2/")
     training[1].send(signal.SIGSTOP)
     begin_s = time.monotonic()
@@ -200,9 +213,10 @@ def test_a_rank_that_stalls_ends_its_peers(lab: Lab) -> None:
             ranks[1].send(signal.SIGKILL)
             ranks[1].wait()
         assert ended.status == 1
-        assert ended.err.splitlines()[-1].startswith(PEER_IS_GONE)
+        assert PEER_IS_GONE in ended.err
         assert time.monotonic() - begin_s > timeout_s / 2  # it did not give up at once
     assert "final_int6_roundtrip_exact" in ended.out
+    assert ended.err.splitlines()[-1].endswith(f"EVAL_ONLY={ended.directory / 'model.bin'}")
 
 
 # A node whose disk is another one.
@@ -230,7 +244,7 @@ HANG_ON_RANK_1 = RAISE_ON_RANK_1.replace(
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_all_under_torchrun(lab: Lab) -> None:
-    output = torchrun_ends(lab, HANG_ON_RANK_1, PEER_TIMEOUT_SECONDS=30 * TIME_SCALE)
+    output = torchrun_ends(lab, HANG_ON_RANK_1, before=patience(30 * TIME_SCALE))
     assert "step:2/" in output and "does not answer" in output and "ChildFailedError" in output
 
 

@@ -22,7 +22,7 @@ from train_gpt import (
     Config,
     ConfigError,
     Machine,
-    PrefixTargets,
+    Ops,
     build_model,
     parameter_table,
     visit_order,
@@ -53,11 +53,8 @@ FEATURES = {
     "documents not told apart": {"DOC_MASK": 0},
     "no smear gate": {"SMEAR_GATE_ENABLED": 0},
     "no head gate": {"SPARSE_ATTN_GATE_ENABLED": 0},
-    "narrower head gate": {"GATE_WINDOW": 5},
     "skips that add": {"SKIP_GATES_ENABLED": 0},
     "no XSA": {"XSA_LAST_N": 0},
-    "keys offset in part": {"KEY_OFFSET_DIMS": 3},
-    "keys offset across documents": {"KEY_OFFSET_DIMS": 4, "DOC_MASK": 0},
     "no layer scale": {"LN_SCALE": 0},
     "all dimensions rotated": {"ROPE_DIMS": 0},
     "rescaled rotary base": {"ROPE_TRAIN_SEQ_LEN": 7},
@@ -247,7 +244,7 @@ class Reference:
         for h in range(c.num_heads):
             g = h // (c.num_heads // c.num_kv_heads)
             q = self.rotate(normed(x @ query[h * size : (h + 1) * size].T)) * w["qk_gain_LH"][i, h]
-            k = self.offset(self.rotate(normed(x @ key[g * size : (g + 1) * size].T)), row)
+            k = self.rotate(normed(x @ key[g * size : (g + 1) * size].T))
             v = values[:, g * size : (g + 1) * size]
             y = torch.stack([self.attend(t, q, k, v, row) for t in range(len(row))])
             if i >= c.num_layers - c.xsa_last_n:
@@ -258,14 +255,6 @@ class Reference:
                 y = y * torch.sigmoid(0.5 * score)[:, None]
             heads.append(y)
         return torch.cat(heads, dim=-1) @ output.T
-
-    def offset(self, k: Tensor, row: list[int]) -> Tensor:
-        keys = []
-        for t in range(len(row)):
-            before = torch.zeros_like(k[t]) if self.is_first(t, row) else k[t - 1]
-            keep = self.c.head_dim - self.c.key_offset_dims
-            keys.append(torch.cat([k[t, :keep], before[keep:]]))
-        return torch.stack(keys)
 
     def attend(self, t: int, q: Tensor, k: Tensor, v: Tensor, row: list[int]) -> Tensor:
         first = 0
@@ -331,37 +320,6 @@ def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
             assert worst <= 1e-10, (parameter, looping, worst)
 
 
-@pytest.mark.parametrize("form", ["cross_entropy_plain", "cross_entropy_manual"])
-def test_prefixes_are_a_second_target(form: str) -> None:
-    """Of every token that has one, with its weight; the value and all gradients, from their definition."""
-    config = tiny()
-    model = random_model(config)
-    model.cross_entropy = getattr(train_gpt, form)
-    ids, targets = random_ids(config), random_ids(config, seed=2)
-    of_token_V = torch.arange(config.vocab_size) // 2
-    of_token_V[::3] = -1
-    of_token_V[targets[0, 0]] = -1
-    model.prefixes = PrefixTargets(of_token_V, torch.tensor(0.3, dtype=torch.float64))
-    ours = model.loss_with_prefixes(ids, targets)
-    logits = model.logits(model(ids).flatten(0, 1))
-    log_p_NV = (config.logit_softcap * torch.tanh(logits / config.logit_softcap)).log_softmax(-1)
-    total = torch.zeros((), dtype=torch.float64)
-    for log_p_V, target in zip(log_p_NV, targets.flatten().tolist(), strict=True):
-        total = total - log_p_V[target]
-        if of_token_V[target] >= 0:
-            total = total - 0.3 * log_p_V[of_token_V[target]]
-    theirs = total / targets.numel()
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
-    parameters = list(model.parameters())
-    for found, wanted in zip(
-        torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-    # A weight of zero is the plain loss.
-    model.prefixes.weight.zero_()
-    assert model.loss_with_prefixes(ids, targets) == model.loss(ids, targets)
-
-
 @pytest.mark.parametrize(
     ("rows", "row", "expected"),
     [
@@ -372,6 +330,16 @@ def test_prefixes_are_a_second_target(form: str) -> None:
 def test_rows_of_hashed_pairs(rows: int, row: list[int], expected: list[int]) -> None:
     config = tiny(BIGRAM_VOCAB_SIZE=rows)
     assert train_gpt.bigram_rows(torch.tensor([row]), config).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("doc_mask", "expected"), [(1, [0, 2, 3, 4, 6, 8]), (0, [0, 4, 8])])
+def test_documents_start_where_rows_and_their_first_tokens_do(doc_mask: int, expected: list[int]) -> None:
+    """A row that begins with a document counts once: attention kernels never see an empty one."""
+    ids = torch.tensor([[1, 5, 1, 1], [5, 6, 1, 7]])
+    starts = train_gpt.document_starts(ids.numpy(), tiny(DOC_MASK=doc_mask))
+    assert starts.tolist() == expected and starts.dtype == "int32"
+    assert torch.equal(train_gpt.starts_on_device(ids, tiny(DOC_MASK=doc_mask)), torch.from_numpy(starts))
+    assert train_gpt.document_begins(ids).tolist() == train_gpt.document_begins(ids.numpy()).tolist()
 
 
 def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
@@ -394,16 +362,14 @@ def test_nothing_reaches_back_in_time(doc_mask: int, edited: int) -> None:
     assert not torch.equal(model(ids)[:, edited:], model(changed)[:, edited:])
 
 
-@pytest.mark.parametrize("offset", [0, 4])
-def test_a_document_knows_nothing_of_those_before_it(offset: int) -> None:
-    config = tiny(KEY_OFFSET_DIMS=offset)
+def test_a_document_knows_nothing_of_those_before_it() -> None:
+    config = tiny()
     model, ids = random_model(config), random_ids(config)
     changed = ids.clone()
     changed[0, :5] = torch.tensor([1, 2, 3, 4, 6])  # the document before the one that starts at 5
     assert torch.equal(model(ids)[0, 5:], model(changed)[0, 5:])
     assert torch.equal(model(ids)[1], model(changed)[1])
-    together = tiny(DOC_MASK=0, KEY_OFFSET_DIMS=offset)
-    one_stream = random_model(together)
+    one_stream = random_model(tiny(DOC_MASK=0))
     assert not torch.equal(one_stream(ids)[0, 5:], one_stream(changed)[0, 5:])
 
 
@@ -478,12 +444,12 @@ def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str])
 
 
 def test_initial_weights() -> None:
-    model = build_model(tiny(TIED_EMBED_INIT_STD=0.02, VOCAB_SIZE=4096, QK_GAIN_INIT=3.5))
+    model = build_model(tiny(VOCAB_SIZE=4096, QK_GAIN_INIT=3.5))
     queries, outputs = model.qo_bank.detach().split(6)
     for matrix in (*queries, *model.kv_bank.detach()):
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(len(matrix)), atol=1e-5, rtol=0)
     assert outputs.abs().max() == 0 and model.mlp_down_bank.abs().max() == 0
-    assert abs(model.token_embedding_VD.std().item() - 0.02) < 0.0005
+    assert abs(model.token_embedding_VD.std().item() - 0.005) < 0.0001
     assert (model.qk_gain_LH == 3.5).all()
     uniform = build_model(tiny(MATRIX_INIT="uniform"))
     bound = 32**-0.5
@@ -504,7 +470,7 @@ def test_initial_weights_of_pr549() -> None:
 
 
 def test_initial_weights_of_an_untied_head() -> None:
-    model = build_model(tiny(TIE_EMBEDDINGS=0, VOCAB_SIZE=4096, TIED_EMBED_INIT_STD=0.02))
+    model = build_model(tiny(TIE_EMBEDDINGS=0, VOCAB_SIZE=4096))
     assert model.output_head_VD.abs().max() == 0
     assert abs(model.token_embedding_VD.std().item() - 1) < 0.01
 
@@ -583,8 +549,6 @@ def test_other_configs_state_their_parameters(name: str, repo: Path) -> None:
         ({"BIGRAM_VOCAB_SIZE": 1}, "BIGRAM_VOCAB_SIZE=1"),
         ({"VE_ENABLED": 1, "VE_LAYERS": "4,6"}, "VE_LAYERS=4,6"),
         ({"VE_ENABLED": 1, "VE_LAYERS": "4,04"}, "VE_LAYERS=4,04"),
-        ({"GATE_WINDOW": 33}, "GATE_WINDOW=33"),
-        ({"KEY_OFFSET_DIMS": 5}, "KEY_OFFSET_DIMS=5"),
     ],
 )
 def test_impossible_shapes_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -603,6 +567,20 @@ def test_observer_sees_every_matrix_input() -> None:
     expected = F.leaky_relu(up, config.leaky_slope).square()
     torch.testing.assert_close(seen["mlp_hidden", 2], expected)
     assert seen["attn_in", 3].shape == seen["attn_out", 3].shape == hidden.shape
+
+
+def test_calibration_follows_a_changed_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The activation stands in one place: the hidden values that are observed are those of the MLP."""
+    config = tiny()
+    model, ids = random_model(config), random_ids(config)
+    before = model(ids)
+    monkeypatch.setattr(train_gpt, "activation", lambda x, slope: F.gelu(x) + slope)
+    seen = {}
+    after = model(ids, observe=lambda site, layer, x: seen.setdefault((site, layer), x))
+    assert not torch.equal(after, before)
+    written = train_gpt.mlp_plain(
+        seen["mlp_in", 2], model.mlp_up_bank[2], model.mlp_down_bank[2], config.leaky_slope)
+    torch.testing.assert_close(F.linear(seen["mlp_hidden", 2], model.mlp_down_bank[2]), written)
 
 
 # --- attention kernels, by stand-ins that know each package's way of speaking ---
@@ -679,24 +657,24 @@ def test_every_varlen_kernel_gives_the_same_model(
     config = tiny(ATTENTION=name, DOC_MASK=doc_mask)
     model, ids = random_model(config), random_ids(config)
     expected = model(ids)
-    kernels = train_gpt.choose_kernels(config, Machine())
-    model.attend = kernels.attend
+    chosen = train_gpt.fast_ops(config, Machine())
+    model.ops = chosen.ops
     given = torch.from_numpy(train_gpt.document_starts(ids.numpy(), config))
     torch.testing.assert_close(model(ids), expected)
     torch.testing.assert_close(model(ids, given), expected)
-    assert kernels.report[0].startswith(f"attention:{name}")
+    assert chosen.report[0].startswith(f"attention:{name}")
 
 
 @pytest.mark.parametrize("kernel", [not_causal, not_finite])
 def test_a_wrong_kernel_is_refused(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "fa3", kernel)
     with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*fa3 error:"):
-        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), Machine())
+        train_gpt.fast_ops(tiny(ATTENTION="fa3"), Machine())
 
 
 def test_a_missing_kernel_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"ATTENTION=fa3.*flash_attn_interface.*auto"):
-        train_gpt.choose_kernels(tiny(ATTENTION="fa3"), Machine())
+        train_gpt.fast_ops(tiny(ATTENTION="fa3"), Machine())
 
 
 class Card(Machine):
@@ -713,9 +691,9 @@ class Card(Machine):
 
 
 def attention_of(machine: Machine, **changes: Any) -> tuple[Any, str]:
-    """The attention that is chosen, and its line for the log; the MLP is the plain one."""
-    kernels = train_gpt.choose_kernels(tiny(COMPILE=0, FUSED_MLP=0, **changes), machine)
-    return kernels.attend, kernels.report[0]
+    """The attention that is chosen, and its line for the log; all else is plain."""
+    chosen = train_gpt.fast_ops(tiny(COMPILE=0, FUSED_MLP=0, FUSED_HEADS=0, **changes), machine)
+    return chosen.ops.attend, chosen.report[0]
 
 
 def test_the_first_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,24 +715,20 @@ def test_the_first_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_gpu_that_could_attend_faster_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.9, or no FlashAttention-3."""
+    """torch 2.9, and no FlashAttention."""
 
     def warnings_of(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> list[str]:
-        settings = tiny(COMPILE=0, FUSED_MLP=0, **changes)
-        report = train_gpt.choose_kernels(settings, Card(dtype=dtype)).report
+        settings = tiny(COMPILE=0, FUSED_MLP=0, FUSED_HEADS=0, **changes)
+        report = train_gpt.fast_ops(settings, Card(dtype=dtype)).report
         return [line for line in report if line.startswith("warning:")]
 
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    (line,) = warnings_of()
-    assert "ATTENTION=sdpa" in line and "DOC_MASK=1" in line and "flash_attn_3" in line
+    for dtype in (torch.bfloat16, torch.float32):
+        (line,) = warnings_of(dtype)
+        assert "ATTENTION=sdpa" in line and "DOC_MASK=1" in line and "flash_attn_3" in line
+        assert "COMPUTE_DTYPE=bfloat16" in line
     assert warnings_of(DOC_MASK=0) == warnings_of(ATTENTION="sdpa") == []  # fast, or asked for
-    # No package helps an older card.
-    (line,) = warnings_of(torch.float32)
-    assert "COMPUTE_DTYPE=bfloat16 alone" in line and "install" not in line
     install(monkeypatch, "fa2", flash_attn_2)
-    (line,) = warnings_of()
-    assert "ATTENTION=fa2" in line
-    install(monkeypatch, "fa3", flash_attn_3)
     assert warnings_of() == []
 
 
@@ -775,98 +749,9 @@ def test_without_triton_the_plain_mlp_is_taken(monkeypatch: pytest.MonkeyPatch) 
     """As on Windows."""
     install(monkeypatch, "varlen", torch_2_13)
     monkeypatch.setattr(train_gpt, "triton", None)
-    kernels = train_gpt.choose_kernels(tiny(COMPILE=0), Card(dtype=torch.bfloat16))
-    assert kernels.attend is not train_gpt.attention_sdpa and kernels.mlp is train_gpt.mlp_plain
-    assert kernels.report[1].startswith("fused_mlp:plain tried: kernel ")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forms_for_cpus_pass_their_own_check(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = train_gpt.choose_kernels(tiny(), Machine(dtype=dtype))
-    assert forms_of(kernels) == MANUAL
-    off = train_gpt.choose_kernels(tiny(MANUAL_BACKWARD=0, ATTENTION="sdpa"), Machine(dtype=dtype))
-    assert forms_of(off) == PLAIN
-    # A compiler does better with what it knows; the weights of long contexts would take GBs.
-    compiled = Machine(dtype=dtype, compiled=True)
-    assert train_gpt.manual_names(tiny(), compiled) == ["plain"]
-    monkeypatch.setattr(train_gpt, "MATH_ATTENTION_BYTES", 1000)
-    assert train_gpt.choose_attention(tiny(), Machine(dtype=dtype)).function is train_gpt.attention_sdpa
-
-
-def test_a_cpu_compiles_what_trains_and_not_what_scores() -> None:
-    assert not Machine(compiled=True).for_scoring.compiled
-    assert Card(compiled=True).for_scoring.compiled
-
-
-PLAIN = (
-    train_gpt.attention_sdpa, train_gpt.mlp_plain, train_gpt.heads_plain, train_gpt.xsa_plain,
-    train_gpt.rms_norm, train_gpt.cross_entropy_plain,
-)  # fmt: skip
-MANUAL = (
-    train_gpt.attention_math, train_gpt.mlp_manual, train_gpt.heads_manual, train_gpt.xsa_plain,
-    train_gpt.rms_norm_manual, train_gpt.cross_entropy_manual,
-)  # fmt: skip
-
-
-def forms_of(kernels: train_gpt.Kernels) -> tuple[Any, ...]:
-    return (*kernels[:4], kernels.norm, kernels.cross_entropy)
-
-
-def loss_and_gradients(model: GPT, forms: tuple[Any, ...], ids: Tensor) -> list[Tensor]:
-    """The loss of a batch by these forms, and the gradient of every parameter."""
-    machine = Machine(dtype=model.compute_dtype)
-    *of_layers, norm, cross_entropy = forms
-    kernels = train_gpt.Kernels(*of_layers, report=[], norm=norm, cross_entropy=cross_entropy)
-    train_gpt.ready_model(model, machine, kernels)
-    loss = model.loss(ids, ids.roll(-1, 1))
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"DOC_MASK": 0, "XSA_LAST_N": 0, "LN_SCALE": 0},
-        {"LOGIT_SOFTCAP": 0, "LEAKY_SLOPE": 0, "NUM_KV_HEADS": 1},
-        {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0},
-        {"KEY_OFFSET_DIMS": 4},
-    ],
-    ids=["default", "one text", "relu²", "PR #549", "keys offset"],
-)
-def test_derivatives_by_hand_are_those_of_autograd(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float64 to 1e-10 of the largest; in bf16, which rounds elsewhere, near the truth as before."""
-    monkeypatch.setattr(train_gpt, "MATH_ATTENTION_BLOCK", 5)  # blocks, the last one shorter
-    config = tiny(**changes)
-    model, ids = random_model(config), random_ids(config)
-    assert config.train_seq_len % 5 != 0
-    exact = loss_and_gradients(model, PLAIN, ids)
-    for wanted, found in zip(exact, loss_and_gradients(model, MANUAL, ids), strict=True):
-        assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
-    errors = []
-    model.compute_dtype = torch.bfloat16
-    for forms in (PLAIN, MANUAL):
-        found = loss_and_gradients(model, forms, ids)
-        errors.append(0.0)
-        for ours, right in zip(found, exact, strict=True):
-            errors[-1] += float((ours - right).norm() / right.norm())
-    assert errors[1] <= 1.5 * errors[0]
-
-
-def test_the_loss_by_hand_takes_any_logits() -> None:
-    """Far beyond the softcap, and without one as far as fp32 goes; an all but impossible target too."""
-    logits_NV = torch.tensor([[0.0, 300.0, -300.0], [1e4, -1e4, 0.0], [-80.0, 0.0, 80.0]])
-    targets_N = torch.tensor([2, 1, 0])
-    for softcap in (0.0, 5.0, 30.0):
-        found = []
-        for form in (train_gpt.cross_entropy_plain, train_gpt.cross_entropy_manual):
-            leaf_NV = logits_NV.clone().requires_grad_()
-            nats_N = form(leaf_NV, targets_N, softcap)
-            (gradient_NV,) = torch.autograd.grad(nats_N @ torch.tensor([1.0, 0.0, -2.0]), leaf_NV)
-            found.append((nats_N.detach(), gradient_NV))
-        for ours, right in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-6)
+    ops, report = train_gpt.fast_ops(tiny(COMPILE=0), Card(dtype=torch.bfloat16))
+    assert ops.attend is not train_gpt.attention_sdpa and ops.mlp is train_gpt.mlp_plain
+    assert any(line.startswith("fused_mlp:plain tried: kernel ") for line in report)
 
 
 @torch.library.custom_op("test_model::packed", mutates_args=())
@@ -879,17 +764,14 @@ opaque_packed.register_fake(lambda q, starts: torch.empty_like(q))
 opaque_packed.register_autograd(lambda ctx, grad: (grad, None))
 
 
-OFF_BY_DEFAULT = {
-    **PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0, "ROPE_DIMS": 8, "KEY_OFFSET_DIMS": 4,
-    "PREFIX_LOSS": 0.25,
-}  # fmt: skip
+OFF_BY_DEFAULT = {**PR549, "VE_LAYERS": "0,1", "TIE_EMBEDDINGS": 0, "ROPE_DIMS": 8}
 
 
 @pytest.mark.parametrize("changes", [{}, OFF_BY_DEFAULT], ids=["default", "what is off by default"])
 def test_no_recompilation_inside_the_clock(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two graphs, loop off and on, whatever number of documents and weight of prefixes the batches have."""
+    """Two graphs, loop off and on, whatever number of documents the batches have."""
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
         return opaque_packed(q, cu_q)
@@ -905,16 +787,10 @@ def test_no_recompilation_inside_the_clock(
         XSA_LAST_N=1, TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512, **changes
     )
     model = build_model(config)
-    model.attend = train_gpt.load_attention("fa3")
+    model.ops = Ops(attend=train_gpt.load_attention("fa3"))
     torch._dynamo.reset()
-    loss_of = GPT.loss
-    if config.prefix_loss:
-        model.prefixes = PrefixTargets(torch.arange(config.vocab_size) - 1, torch.zeros(()))
-        loss_of = GPT.loss_with_prefixes
-    loss = torch.compile(loss_of, dynamic=False, fullgraph=True, backend=counting)
+    loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True, backend=counting)
     for every in (200, 2, 40, 3):
-        if model.prefixes is not None:
-            model.prefixes.weight.fill_(1 / every)
         ids = torch.full((2, 256), 5)
         ids[:, ::every] = train_gpt.BOS_ID
         starts = train_gpt.starts_on_device(ids, config)
@@ -934,5 +810,5 @@ def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
     ids[:, ::300] = train_gpt.BOS_ID
     expected = model(ids)
     model.compute_dtype = machine.dtype
-    model.attend = train_gpt.choose_kernels(config, machine).attend
+    model.ops = Ops(attend=train_gpt.fast_ops(config, machine).ops.attend)
     torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)

@@ -58,7 +58,7 @@ def quantize(
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     gptq = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, damping)
     levels = 2 ** (bits - 1) - 1
-    codes, exponents = gptq.quantize(clip / levels, levels)
+    codes, exponents, _ = gptq.quantize(clip / levels, levels)
     matrices, rows, columns = weights.shape
     codes_NRC = torch.from_numpy(codes).view(rows, matrices, columns).transpose(0, 1)
     return codes_NRC, torch.exp2(torch.from_numpy(exponents).T / 8).half()
@@ -177,10 +177,7 @@ def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[
         "mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, 1e-4, column_steps=power
     )
     quantized = gptq.quantize(0.25, 127.0)
-    exponents = None
-    if gptq.column_exponents_NC is not None:
-        exponents = gptq.column_exponents_NC.numpy()
-    restored = train_gpt.restore_weights(quantized, tuple(weights.shape), exponents)
+    restored = train_gpt.restore_weights(quantized, tuple(weights.shape))
     bits = 0.0
     for column in quantized.codes.T:
         shares = torch.from_numpy(column).int().add(127).bincount().double() / len(column)
@@ -378,7 +375,7 @@ def test_without_a_hessian_rounding_at_once_gives_the_codes_of_column_by_column(
 
 @pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])
 def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: float) -> None:
-    """Its smallest eigenvalue lies below zero, by this share of the mean diagonal: it is tried four times."""
+    """Its smallest eigenvalue lies below zero, by this share of the mean diagonal."""
     weights, hessians = correlated_bank(2, 6, 16)
     values, vectors = torch.linalg.eigh(hessians[1].double())
     values[0] = 0.0
@@ -395,22 +392,27 @@ def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: 
     assert (found.codes == expected.codes).all() and (found.exponents == expected.exponents).all()
 
 
-def test_a_hessian_that_no_damping_mends_is_told_with_what_helps() -> None:
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_every_finite_hessian_gets_an_inverse_in_the_end(size: float) -> None:
+    """A paid training must not end without an artifact: even what no inputs can have is quantized."""
     weights, hessians = correlated_bank(1, 6, 16)
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    seen = {("mlp_in", 0): -hessians[0].double()}
-    with pytest.raises(ArtifactError, match=r"mlp_up_bank: no inverse .* larger GPTQ_DAMPING than 0.01"):
-        train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+    for bad in (-hessians[0], torch.ones(16, 16), torch.zeros(16, 16)):
+        seen = {("mlp_in", 0): size * bad}
+        quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+        assert quantizer.upper_NCC.isfinite().all()
+        assert abs(quantizer.quantize(0.1, 31.0).codes).max() <= 31
 
 
-def test_more_damping_is_told_in_the_log(tiny: Config, tmp_path: Path) -> None:
+def test_more_damping_is_told_in_the_log(tiny: Config) -> None:
     model = trained_like(tiny)
     hessians = train_gpt.collect_hessians(model, random_batches(tiny), Machine())
     values, vectors = torch.linalg.eigh(hessians["mlp_in", 0].double())
     values[0] = -0.05 * values[1:].sum() / len(values)
     bad = {**hessians, ("mlp_in", 0): ((vectors * values) @ vectors.T).float()}
-    path = tmp_path / "model.bin"
-    usual = train_gpt.write_artifact(path, model, tiny, hessians, "", 100_000)
-    assert "damping:" not in usual
-    damped = train_gpt.write_artifact(path, model, tiny, bad, "", 100_000)
-    assert damped.endswith(f" damping:mlp_up_bank={10 * tiny.gptq_damping:g}")
+    _, usual = train_gpt.write_artifact(model, tiny, hessians, "", 100_000)
+    assert "warning" not in usual
+    _, damped = train_gpt.write_artifact(model, tiny, bad, "", 100_000)
+    assert damped.count("warning") == 1
+    needed = 10 * tiny.gptq_damping
+    assert f"warning: mlp_up_bank has no inverse Hessian below GPTQ_DAMPING={needed:g}" in damped

@@ -8,15 +8,11 @@ import pytest
 
 from train_gpt import (
     Config,
-    Graph,
-    LengthStart,
-    graphs_of,
     learning_rate_scale,
     loop_is_on,
     muon_momentum,
-    next_length,
-    prefix_weight,
     run_progress,
+    train_length,
 )
 
 PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
@@ -36,8 +32,12 @@ def test_default_warmdown_ends_on_its_floor(progress: float, scale: float) -> No
     assert learning_rate_scale(progress, 100, Config()) == pytest.approx(scale, abs=1e-12)
 
 
-def test_no_warmdown() -> None:
-    assert learning_rate_scale(0.999, 10, Config(warmdown_frac=0.0)) == 1.0
+@pytest.mark.parametrize("none", [{"warmdown_frac": 0.0}, {"warmdown_iters": 0}])
+@pytest.mark.parametrize("seconds", [0.0, 600.0])
+def test_no_warmdown(none: dict[str, float], seconds: float) -> None:
+    config = Config(max_wallclock_seconds=seconds, **none)
+    assert learning_rate_scale(0.0, 0, config) == 1.0
+    assert learning_rate_scale(0.999, 10, config) == 1.0
 
 
 @pytest.mark.parametrize("step", [1, 12_000, 12_580, 12_581, 13_000, 13_779])
@@ -88,16 +88,9 @@ def test_momentum_rises_over_a_share_of_the_run(progress: float, momentum: float
     assert muon_momentum(progress, 7, Config()) == pytest.approx(momentum)
 
 
-def test_momentum_without_warmup() -> None:
-    assert muon_momentum(0.0, 0, Config(muon_momentum_warmup_frac=0.0)) == 0.97
-
-
-def test_prefixes_are_learnt_first_and_not_in_the_last_third() -> None:
-    c = Config(prefix_loss=0.25)
-    assert [prefix_weight(progress, c) for progress in (0.0, 0.2, 1 / 3)] == [0.25] * 3
-    assert prefix_weight(0.5, c) == pytest.approx(0.125)
-    assert [prefix_weight(progress, c) for progress in (2 / 3, 0.9, 1.0)] == [0.0] * 3
-    assert prefix_weight(0.0, Config()) == 0.0
+@pytest.mark.parametrize("none", [{"muon_momentum_warmup_frac": 0.0}, {"muon_momentum_warmup_steps": 0}])
+def test_momentum_without_warmup(none: dict[str, float]) -> None:
+    assert muon_momentum(0.0, 0, Config(**none)) == 0.97
 
 
 def test_the_loop_switches_on_once() -> None:
@@ -105,9 +98,7 @@ def test_the_loop_switches_on_once() -> None:
     assert on == [False] * 35 + [True] * 66
     assert not loop_is_on(1.0, Config(num_loops=0))
     assert loop_is_on(0.0, Config(enable_looping_at=0.0))
-    never = Config(enable_looping_at=1.0)
-    assert not loop_is_on(1.0, never)
-    assert [graph.progress for graph in graphs_of(never)] == [0.0], "none is compiled in vain"
+    assert not loop_is_on(1.0, Config(enable_looping_at=1.0))  # never
 
 
 def test_progress_is_the_share_of_what_ends_first() -> None:
@@ -132,52 +123,8 @@ def test_every_machine_follows_one_curve() -> None:
     assert curves[0] == pytest.approx(curves[1]) and curves[0] == pytest.approx(curves[2])
 
 
-GROWING = Config(
-    train_seq_len=3072,
-    train_seq_lens="1024:0.1 2048:0.7 3072",
-    max_wallclock_seconds=602.0,
-    gptq_reserve_seconds=2.0,
-    train_prefetch_queue=2,
-)
-
-
-def test_a_length_begins_where_its_share_of_the_clock_is_and_is_known_three_steps_ahead() -> None:
-    """Steps of 0.1 s: six thousand in the clock, of which 10 and 70 %."""
-    known = [LengthStart(0, 1024)]
-    told = []
-    for step in range(6000):
-        start = next_length(known, 0.1 * step, 0.1, step, GROWING)
-        if start is not None:
-            known.append(start)
-            told.append(step)
-    assert known == [(0, 1024), (600, 2048), (4200, 3072)]
-    assert told == [597, 4197]
-
-
-def test_a_length_whose_share_is_over_at_once_begins_as_soon_as_it_can() -> None:
-    """A slow machine, of steps that take more than a share: one after the other, never two in a step."""
-    known = [LengthStart(0, 1024)]
-    for step in (0, 1, 2):
-        start = next_length(known, 300.0 * step, 300.0, step, GROWING)
-        if start is not None:
-            known.append(start)
-    assert known == [(0, 1024), (3, 2048), (4, 3072)]
-    assert next_length(known, 900.0, 300.0, 3, GROWING) is None
-
-
-def test_one_length_never_changes() -> None:
-    assert next_length([LengthStart(0, 2048)], 599.0, 1.0, 9000, Config()) is None
-
-
-def test_each_length_is_compiled_with_and_without_loops_where_it_may_meet_them() -> None:
-    assert graphs_of(Config()) == [Graph(2048, 0.0), Graph(2048, 1.0)]
-    assert graphs_of(Config(num_loops=0)) == [Graph(2048, 0.0)]
-    assert graphs_of(Config(enable_looping_at=0.0)) == [Graph(2048, 1.0)]
-    middle_meets_both = [Graph(1024, 0.0), Graph(2048, 0.0), Graph(2048, 1.0), Graph(3072, 1.0)]
-    assert graphs_of(GROWING) == middle_meets_both
-    # A change near to the switch may come before it or after it.
-    near = dataclasses.replace(GROWING, train_seq_lens="1024:0.33 3072")
-    assert graphs_of(near) == [Graph(length, at) for length in (1024, 3072) for at in (0.0, 1.0)]
-    # Of steps nobody knows which share of a clock they are.
-    by_steps = dataclasses.replace(GROWING, train_seq_lens="1024:100 3072")
-    assert graphs_of(by_steps) == graphs_of(near)
+def test_sequences_grow_with_the_share_of_the_run() -> None:
+    growing = Config(train_seq_len=3072, train_seq_lens="1024:0.1 2048:0.7 3072")
+    shares = {0.0: 1024, 0.099: 1024, 0.1: 2048, 0.699: 2048, 0.7: 3072, 1.0: 3072, 1.2: 3072}
+    assert {share: train_length(share, growing) for share in shares} == shares
+    assert train_length(0.0, Config()) == train_length(1.0, Config()) == 2048

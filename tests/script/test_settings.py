@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import Config, ConfigError
+from train_gpt import Config, ConfigError, public_answers
 
 FIELDS = {field.name.upper(): field for field in dataclasses.fields(Config)}
 
-# What the user set (NAME=VALUE, spaces between several) and the variable that the message must name.
+# What the user set (NAME=VALUE, spaces between several, _ for a space in TRAIN_SEQ_LENS) and the variable
+# that the message must name.
 WRONG_VALUES = """
 TRAIN_SEQ_LEN=0 : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=-128 : TRAIN_SEQ_LEN
@@ -30,6 +30,11 @@ TRAIN_SEQ_LEN= : TRAIN_SEQ_LEN
 TRAIN_SEQ_LENS=1024:0.1 : TRAIN_SEQ_LENS
 TRAIN_SEQ_LENS=2048 : TRAIN_SEQ_LENS
 TRAIN_SEQ_LENS=0:0.1,2048 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=0:0.1_2048 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=1024:100_2048 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=2048:0.1_1024:0.2_2048 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=512:0.2_1024:0.1_2048 : TRAIN_SEQ_LENS
+TRAIN_SEQ_LENS=512:0.2_1024 : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=2k : TRAIN_SEQ_LEN
 TRAIN_SEQ_LEN=99999999 : TRAIN_SEQ_LEN
 TRAIN_BATCH_TOKENS=5e5 : TRAIN_BATCH_TOKENS
@@ -40,7 +45,6 @@ TRAIN_PREFETCH=on : TRAIN_PREFETCH
 TRAIN_PREFETCH_QUEUE=0 : TRAIN_PREFETCH_QUEUE
 TRAIN_PREFETCH_QUEUE=2000 : TRAIN_PREFETCH_QUEUE
 VAL_TOKENS_LIMIT=-1 : VAL_TOKENS_LIMIT
-LOADER_TIMEOUT_SECONDS=0 : LOADER_TIMEOUT_SECONDS
 RUN_ID=../other : RUN_ID
 RUN_ID=.hidden : RUN_ID
 RUN_ID=.. : RUN_ID
@@ -60,27 +64,23 @@ COMPILE=yes : COMPILE
 COMPUTE_DTYPE=fp16 : COMPUTE_DTYPE
 ATTENTION=flash : ATTENTION
 FUSED_MLP=2 : FUSED_MLP
-PEER_TIMEOUT_SECONDS=0 : PEER_TIMEOUT_SECONDS
 TIE_EMBEDDINGS=2 : TIE_EMBEDDINGS
-RESUME=auto : RESUME
 CHECKPOINT_EVERY_SECONDS=-5 : CHECKPOINT_EVERY_SECONDS
 VOCAB_SIZE=3 : VOCAB_SIZE
 VOCAB_SIZE=65537 : VOCAB_SIZE
 NUM_LAYERS=0 : NUM_LAYERS
 MODEL_DIM=500 : MODEL_DIM
-MODEL_DIM=7 : MODEL_DIM
+MODEL_DIM=8 : MODEL_DIM
 NUM_HEADS=3 : NUM_HEADS
 NUM_HEADS=0 : NUM_HEADS
 NUM_KV_HEADS=3 : NUM_KV_HEADS
 NUM_KV_HEADS=16 : NUM_KV_HEADS
 MLP_MULT=0 : MLP_MULT
-MLP_MULT=0.1 MODEL_DIM=8 ROPE_DIMS=0 NUM_HEADS=1 NUM_KV_HEADS=1 GATE_WINDOW=8 : MLP_MULT
+MLP_MULT=0.1 : MLP_MULT
 LEAKY_SLOPE=1.5 : LEAKY_SLOPE
 ROPE_DIMS=15 : ROPE_DIMS
 ROPE_DIMS=128 : ROPE_DIMS
-KEY_OFFSET_DIMS=49 : KEY_OFFSET_DIMS
 ROPE_DIMS=0 MODEL_DIM=24 NUM_HEADS=8 : ROPE_DIMS
-GATE_WINDOW=1024 : GATE_WINDOW
 LOOP_START=6 : LOOP_START
 LOOP_END=11 : LOOP_END
 ENABLE_LOOPING_AT=-0.1 : ENABLE_LOOPING_AT
@@ -104,11 +104,11 @@ MUON_BACKEND_STEPS=0 : MUON_BACKEND_STEPS
 BETA2=1 : BETA2
 EMA_DECAY=1 : EMA_DECAY
 WARMDOWN_FRAC=1.01 : WARMDOWN_FRAC
-WARMDOWN_ITERS=-1 : WARMDOWN_ITERS
+WARMDOWN_ITERS=-2 : WARMDOWN_ITERS
+MUON_MOMENTUM_WARMUP_STEPS=-2 : MUON_MOMENTUM_WARMUP_STEPS
 MIN_LR=2 : MIN_LR
 ARTIFACT_BYTES_MAX=16MB : ARTIFACT_BYTES_MAX
 ARTIFACT_BYTES_MAX=10 : ARTIFACT_BYTES_MAX
-CODE_BYTES=zip : CODE_BYTES
 MATRIX_BITS=9 : MATRIX_BITS
 EMBED_BITS=1 : EMBED_BITS
 GPTQ_RESERVE_SECONDS=600 : GPTQ_RESERVE_SECONDS
@@ -119,9 +119,10 @@ TTT_MODE=sgd TTT_CHUNK_TOKENS=1000 : TTT_CHUNK_TOKENS
 TTT_MODE=sgd TTT_CHUNK_TOKENS=64 : TTT_CHUNK_TOKENS
 TTT_CHUNK_SIZE=2049 : TTT_CHUNK_SIZE
 EVAL_SEQ_LEN=32 EVAL_STRIDE=16 : TTT_CHUNK_SIZE
-TTT_MOMENTUM=1 : TTT_MOMENTUM
 TRACE_STEPS=110:100 : TRACE_STEPS
-VAL_PROGRESS_LOG_EVERY=-2 : VAL_PROGRESS_LOG_EVERY
+TRACE_STEPS=110 : TRACE_STEPS
+RESUME=x EVAL_ONLY=y : RESUME
+VAL_PROGRESS_LOG_EVERY=-1 : VAL_PROGRESS_LOG_EVERY
 """
 
 # A misspelt name, and the right one that the message must offer.
@@ -136,9 +137,6 @@ NUM_LAYER : NUM_LAYERS
 MODEL_DIMS : MODEL_DIM
 VOCABSIZE : VOCAB_SIZE
 TOKENISER_PATH : TOKENIZER_PATH
-MUON_NESTEROV : MUON_
-TTT_OPTIMISER : TTT_
-GPTQ_BLOCK_SIZE : GPTQ
 EVAL_ONLYY : EVAL_ONLY
 TRACE_STEP : TRACE_STEPS
 """
@@ -190,8 +188,7 @@ def values_beyond(field: dataclasses.Field[Any]) -> list[str]:
     if isinstance(field.default, int):
         beyond.append("1.5")
     for end, sign in (("low", -1), ("high", 1)):
-        if end == "high" or not rules["negative_is_zero"]:
-            beyond.append(repr(rules[end] + sign * (1 + abs(rules[end]))))
+        beyond.append(repr(rules[end] + sign * (1 + abs(rules[end]))))
     return beyond
 
 
@@ -211,11 +208,11 @@ def test_wrong_values_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    environ = dict(part.split("=", 1) for part in given.split(" "))
+    environ = dict(part.replace("_1", " 1").replace("_2", " 2").split("=", 1) for part in given.split(" "))
     message = refused(environ, monkeypatch, capsys, tmp_path)
     assert named in message
     assert environ.get(named, "") in message  # what was got
-    assert "expected" in message or "must" in message or "name the" in message
+    assert "expected" in message
 
 
 @pytest.mark.parametrize("text", ["9" * 400, "9" * 5000, "1e400", "-inf", "NaN", "0x10", "1 2", "--1"])
@@ -249,11 +246,13 @@ def test_every_name_with_a_letter_lost_doubled_or_swapped_is_refused() -> None:
         for wrong in (name[:-1], name + name[-1], name[0] + name, name[:-2] + name[-1] + name[-2]):
             if len(wrong) >= 6 and wrong not in FIELDS:
                 with pytest.raises(ConfigError, match=wrong):
-                    Config.from_env({wrong: "1"})
+                    public_answers({wrong: "1"})
 
 
 def test_variables_of_launchers_and_systems_are_left_alone() -> None:
-    assert Config.from_env(dict.fromkeys(LEFT_ALONE.split(), "1")) == Config()
+    environ = dict.fromkeys(LEFT_ALONE.split(), "1")
+    assert Config.from_env(environ) == Config()
+    assert public_answers(environ) == []
 
 
 def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_path: Path) -> None:
@@ -272,6 +271,8 @@ def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_pat
         ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
         ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
         ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
+        ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
+        ("MUON_MIXTURE=0", "MUON_MIXTURE.* Version 0.5.4 reads files of 0.5.4 and older"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
@@ -284,12 +285,11 @@ def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path
         Config.from_env({"CONFIG": str(tmp_path)})
 
 
-def test_shipped_configurations_are_valid(repo: Path) -> None:
-    paths = sorted((repo / "configs").glob("*.env"))
-    assert paths
-    for path in paths:
-        given = train_gpt.read_config_file(str(path))
-        assert given and Config.from_env({"CONFIG": str(path)}), path
+def test_config_of_none_or_empty_names_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").write_text("SEED=5\n")
+    for config in ("none", ""):
+        assert Config.from_env({"CONFIG": config}) == Config()
 
 
 def test_help_lists_every_variable_with_default_and_meaning(
@@ -315,29 +315,28 @@ def values_of(field: Any) -> st.SearchStrategy[Any]:
         return st.booleans()
     if rules["among"]:
         return st.sampled_from(rules["among"])
-    low, high = (None if math.isinf(rules[end]) else rules[end] for end in ("low", "high"))
+    low = rules["low"]
+    high = None if rules["high"] == train_gpt.NO_LIMIT else rules["high"]
     if kind is int:
-        return st.integers(
-            None if low is None else math.ceil(low), None if high is None else math.floor(high)
-        )
+        return st.integers(math.ceil(low), None if high is None else math.floor(high))
     if kind is float:
-        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+        return st.floats(low, high or train_gpt.NO_LIMIT)
     if rules["pattern"] != ".*":
-        return st.from_regex(rules["pattern"], fullmatch=True)
-    # Quotes around a value are refused in a file: they are a shell's.
-    printable = st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"], exclude_characters="/'\"")
-    return st.text(printable, max_size=20).map(lambda text: "" if text.startswith(".") else text)
+        in_a_file = st.from_regex(rules["pattern"], fullmatch=True).filter(str.isprintable)
+        return in_a_file.filter(lambda text: text == text.strip() and " #" not in text)
+    return st.text(st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"]), max_size=20)
 
 
+# Those that a rule compares with others.
 RELATED = """
-TRAIN_SEQ_LEN MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS KEY_OFFSET_DIMS NUM_LAYERS GATE_WINDOW NUM_LOOPS
-LOOP_START LOOP_END PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED TTT_CHUNK_TOKENS
-MAX_WALLCLOCK_SECONDS WARMDOWN_ITERS GPTQ_RESERVE_SECONDS ITERATIONS RESUME EVAL_ONLY
-BIGRAM_VOCAB_SIZE VE_ENABLED VE_LAYERS TTT_MODE TTT_LORA_TARGETS TTT_CHUNK_SIZE TTT_EARLY_CHUNKS
-"""  # to others, by a cross-check
+TRAIN_SEQ_LEN MODEL_DIM NUM_HEADS NUM_KV_HEADS ROPE_DIMS NUM_LAYERS NUM_LOOPS LOOP_START LOOP_END
+PARALLEL_START_LAYER EVAL_SEQ_LEN EVAL_STRIDE TTT_ENABLED TTT_CHUNK_TOKENS MAX_WALLCLOCK_SECONDS
+WARMDOWN_ITERS GPTQ_RESERVE_SECONDS ITERATIONS RESUME EVAL_ONLY BIGRAM_VOCAB_SIZE VE_ENABLED VE_LAYERS
+TTT_MODE TTT_CHUNK_SIZE
+"""
 FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
 FREE["trace_steps"] = st.sampled_from(["", "1:2", "100:110"])
-FREE["train_seq_lens"] = st.sampled_from(["", "1024:0.1 2048", "512:100 1024:2000 2048"])
+FREE["train_seq_lens"] = st.sampled_from(["", "1024:0.1 2048", "512:0.125 1024:.5 2048"])
 
 
 @given(st.fixed_dictionaries({}, optional=FREE))
@@ -424,7 +423,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     (tmp_path / "there").touch()
     monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / driver))
     for device in ("auto", "cuda"):
-        with pytest.raises(ConfigError, match=rf"DEVICE={device}: this machine has an NVIDIA .* DEVICE=cpu"):
+        with pytest.raises(ConfigError, match=rf"DEVICE={device}: torch .* can use 0 GPUs.* DEVICE=cpu"):
             train_gpt.this_machine(Config(device=device), {})
     assert not train_gpt.this_machine(Config(device="cpu"), {}).on_gpu  # asked for
     monkeypatch.setattr(train_gpt.torch.cuda, "device_count", lambda: 0)
@@ -432,26 +431,6 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
         assert not train_gpt.this_machine(Config(), {"CUDA_VISIBLE_DEVICES": hidden}).on_gpu
     monkeypatch.setattr(train_gpt, "NVIDIA_DRIVER", str(tmp_path / "absent"))
     assert not train_gpt.this_machine(Config(), {}).on_gpu
-
-
-@pytest.mark.parametrize("most", [1 << 40, 32 << 20, 0])
-def test_a_c_library_that_refuses_a_threshold_is_left_to_learn_its_own(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[tuple[int, int]] = []
-
-    def mallopt(name: int, value: int) -> int:
-        if name == train_gpt.M_MMAP_THRESHOLD and value > most:
-            return 0
-        taken.append((name, value))
-        return 1
-
-    monkeypatch.setattr(train_gpt.sys, "platform", "linux")
-    monkeypatch.setattr(train_gpt.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    train_gpt.keep_freed_memory()
-    trim = (train_gpt.M_TRIM_THRESHOLD, train_gpt.KEPT_BYTES)
-    threshold = min(most, train_gpt.KEPT_BYTES)
-    assert taken == ([(train_gpt.M_MMAP_THRESHOLD, threshold), trim] if most else [])
 
 
 def test_threads_are_those_asked_for_and_else_left_alone() -> None:
@@ -463,17 +442,3 @@ def test_threads_are_those_asked_for_and_else_left_alone() -> None:
         assert torch.get_num_threads() == found + 1
     finally:
         torch.set_num_threads(found)
-
-
-def test_what_no_cpu_can_compile_is_told_before_minutes_of_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path with a space breaks the linker inside torch; without a C++ compiler there is nothing to link."""
-    config = Config(device="cpu", compile="1")
-    # Wherever these tests themselves run.
-    monkeypatch.setattr(train_gpt.torch, "__file__", "/home/user/lib/torch/__init__.py")
-    assert train_gpt.this_machine(config, {"CXX": sys.executable}).compiled  # any program that is there
-    with pytest.raises(ConfigError, match=r"COMPILE=1: .*no-such-compiler; .*CXX.*COMPILE=0"):
-        train_gpt.this_machine(config, {"CXX": "no-such-compiler"})
-    monkeypatch.setattr(train_gpt.torch, "__file__", "/home/a user/lib/torch/__init__.py")
-    with pytest.raises(ConfigError, match=r"COMPILE=1: torch is in '/home/a user/lib/torch'.*COMPILE=0"):
-        train_gpt.this_machine(config, {})
-    assert not train_gpt.this_machine(Config(device="cpu"), {}).compiled

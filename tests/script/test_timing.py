@@ -6,9 +6,8 @@ import itertools
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ import torch
 import train_gpt
 from tests.support.clock import signal_at_step
 from tests.support.fake_gpu import COPY_US, DEVICE_US, HOST_US, FakeGpu
-from tests.support.processes import REPO, SCRIPT, Ended, Lab, results
-from tests.support.waiting import wait_until
+from tests.support.processes import SCRIPT, Ended, Lab, results
 from tools.trace.timeline import lane_spans
 from train_gpt import LANES, StepTimer, Trace
 
 Event = dict[str, Any]
 # All that a step is made of, for a loader that reads and stages in threads.
-STEP_SPANS = ("chunk", "train", "gpu_queue_wait", "forward", "backward", "grad_clip", "optimizer")
+STEP_SPANS = ("chunk", "gpu_queue_wait", "forward", "backward", "grad_clip", "optimizer")
 
 
 def fields(line: str) -> dict[str, float]:
@@ -131,7 +129,7 @@ def read(path: Path) -> list[Event]:
     """The events of a file, each checked for what the viewers need."""
     events = json.loads(path.read_text())["traceEvents"]
     for event in events:
-        assert event["ph"] in ("X", "C", "M", "s", "f") and isinstance(event["pid"], int)
+        assert event["ph"] in ("X", "M") and isinstance(event["pid"], int)
         if event["ph"] == "X":
             assert event["dur"] >= 0 and event["ts"] >= 0
     return events
@@ -155,12 +153,9 @@ def inside(event: Event, span: Event) -> bool:
     return same_lane and span["ts"] - 1e-3 <= event["ts"] and end <= span["ts"] + span["dur"] + 1e-3
 
 
-def make_trace(folder: Path, first: int = 1, after: int = 1000, rank: int = 0, on_gpu: bool = False) -> Trace:
-    """A trace of some steps whose file lies in a folder."""
-    device = torch.device("cuda") if on_gpu else train_gpt.CPU
-    run = train_gpt.Run(train_gpt.Machine(rank, world_size=rank + 1, device=device))
-    run.directory = folder
-    return Trace(range(first, after), run)
+def make_trace(folder: Path, first: int = 1, after: int = 1000, rank: int = 0) -> Trace:
+    """A trace of some steps whose file lies in a folder; it tells the log nothing."""
+    return Trace(range(first, after), folder, rank, log=lambda line: None)
 
 
 @pytest.fixture
@@ -168,102 +163,93 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace_rank0.json"
 
 
-def test_valid_after_every_flush(tmp_path: Path) -> None:
+def test_the_file_holds_spans_by_lane_and_rank(tmp_path: Path) -> None:
     trace = make_trace(tmp_path, rank=3)
     for number in range(1, 6):
-        trace.begin(number, epoch=1)
-        with trace.span("work", "main", step=number):
-            trace.count("ready", number)
-        trace.flush()
-        trace.flush()
-        assert steps(read(trace.path), "work") == [*range(1, number + 1)]
-    assert trace.path.name == "trace_rank3.json"
-    events = read(trace.path)
+        trace.begin(number)
+        with trace.span("work", "disk", step=number):
+            pass
+    trace.finish()
+    events = read(tmp_path / "trace_rank3.json")
+    assert steps(events, "work", "disk") == [*range(1, 6)]
     assert {event["pid"] for event in events} == {3}
     assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == list(LANES)
 
 
 def test_a_span_is_written_when_its_block_raises(tmp_path: Path, path: Path) -> None:
     trace = make_trace(tmp_path)
-    trace.begin(1, epoch=1)
+    trace.begin(1)
     with pytest.raises(KeyError), trace.span("work", "main"):
         raise KeyError
-    trace.flush()
+    trace.finish()
     assert len(spans(read(path), "work")) == 1
 
 
-def test_a_resumed_run_continues_its_file(tmp_path: Path, path: Path) -> None:
-    for name in ("first", "second"):
-        trace = make_trace(tmp_path)
-        trace.begin(1, epoch=1)
-        with trace.span(name, "main"):
-            pass
-        trace.flush()
-    assert len(spans(read(path), "first")) == len(spans(read(path), "second")) == 1
+def host_laps() -> list[train_gpt.Lap]:
+    """A step without a GPU."""
+    return [train_gpt.Lap(name, time.perf_counter(), None, None) for name in ("begin", "batch", "optimizer")]
 
 
-def test_a_full_disk_costs_no_run(tmp_path: Path) -> None:
-    trace = make_trace(tmp_path / "no such folder")
-    trace.begin(1, epoch=1)
-    trace.count("ready", 1)
-    trace.flush()
-    assert not trace.events  # nor does what cannot be written gather in memory
+def test_it_is_written_when_the_last_step_ends_and_not_again(tmp_path: Path, path: Path) -> None:
+    """Before that a killed run has no file; after that nothing is kept, and nothing written anew."""
+    trace = make_trace(tmp_path, 2, 4)
+    for number in range(1, 6):
+        trace.begin(number)
+        if trace.recording:
+            trace.add_step(number, host_laps())
+        assert path.exists() == (number >= 3)
+    content = path.read_bytes()
+    with trace.span("late", "main"):
+        pass
+    trace.finish()
+    assert path.read_bytes() == content and not trace.recording
+    assert steps(read(path)) == [2, 3]
+
+
+def test_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(train_gpt.os, "replace", full)
+    trace = make_trace(tmp_path)
+    trace.begin(1)
+    trace.finish()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_it_keeps_what_overlaps_its_steps(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step k lasts from k to k + 1 by this clock: of 2:4, what overlaps 2 … 4, with both ends."""
+    """Steps 2 and 3 last from 2 to 4 by this clock: what overlaps them is shown, cut at both ends."""
     now = 0.0
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now)
     trace = make_trace(tmp_path, 2, 4)
     edges = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5)
-    every = [(start, end) for start, end in itertools.product(edges, edges) if start <= end]
-    recording = []
-    for moment in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5):
+    every = [(start, end) for start, end in itertools.product(edges, edges) if start < end]
+    open_spans: dict[tuple[float, float], Any] = {}
+    for moment in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5):
         now = moment
-        if moment == int(moment):
-            trace.begin(int(moment), epoch=1)
-        for start, end in every:
+        if moment == 4.0:
+            trace.add_step(3, host_laps())  # the last step ends
+        elif moment == int(moment):
+            trace.begin(int(moment))
+        for begin, end in every:
+            if begin == moment:
+                open_spans[begin, end] = trace.span("work", "disk", span=(begin, end))
+                open_spans[begin, end].__enter__()
             if end == moment:
-                trace.add("work", "disk", start, end, span=(start, end))
-        if trace.recording:
-            recording.append(moment)
-    trace.flush()
-    expected = [(start, end) for start, end in every if end > 2 and start < 4]
-    kept = [tuple(span["args"]["span"]) for span in spans(read(path), "work")]
-    assert sorted(kept) == sorted(expected) and len(kept) < len(every)
-    assert recording == [2.0, 2.5, 3.0, 3.5]
-    (epoch,) = spans(read(path), "epoch")
-    assert (epoch["ts"], epoch["dur"]) == (2e6, 2e6)
+                open_spans[begin, end].__exit__(None, None, None)
+    overlapping = [(begin, end) for begin, end in every if end > 2 and begin < 4]
+    expected = {(begin, end): (max(begin, 2.0), min(end, 4.0)) for begin, end in overlapping}
+    kept = {}
+    for span in spans(read(path), "work"):
+        kept[tuple(span["args"]["span"])] = (span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6)
+    assert kept == expected and len(kept) < len(every)
 
 
-def test_what_began_before_the_loader_went_elsewhere_is_not_shown(tmp_path: Path, path: Path) -> None:
-    """A thread of the warm-up may end its last batch when step 1 has begun."""
+def test_many_threads_add_whole_events(tmp_path: Path, path: Path) -> None:
     trace = make_trace(tmp_path)
-    with trace.span("stage", "stage", batch=9):
-        trace.restarted = trace.now()
-        trace.begin(1, epoch=1)
-    with trace.span("stage", "stage", batch=0):
-        pass
-    trace.flush()
-    assert [span["args"]["batch"] for span in spans(read(path), "stage")] == [0]
-
-
-def test_epochs_have_their_spans(tmp_path: Path, path: Path) -> None:
-    trace = make_trace(tmp_path, 2, 7)
-    for step, epoch in ((1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4)):
-        trace.begin(step, epoch)
-    epochs = spans(read(path), "epoch")
-    assert [span["args"]["epoch"] for span in epochs] == [1, 2, 3]
-    for before, after in itertools.pairwise(epochs):
-        assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=1e-2)
-
-
-def test_many_threads_write_whole_events(tmp_path: Path, path: Path) -> None:
-    """What threads add while steps are written is written once, and not between the letters of another."""
-    trace = make_trace(tmp_path)
-    trace.begin(1, epoch=1)
+    trace.begin(1)
 
     def work(thread: int) -> None:
         for number in range(200):
@@ -273,57 +259,29 @@ def test_many_threads_write_whole_events(tmp_path: Path, path: Path) -> None:
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        trace.flush()
-    trace.flush()
-    numbers = {tuple(span["args"]["number"]) for span in spans(read(path), "work")}
-    assert numbers == set(itertools.product(range(6), range(200)))
-    assert len(spans(read(path), "work")) == 1200
-
-
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {repo!r})
-import train_gpt
-run = train_gpt.Run(train_gpt.Machine())
-run.directory = Path({folder!r})
-trace, number = train_gpt.Trace(range(1, 2), run), 0
-trace.begin(1, epoch=1)
-while True:
-    if number % 10 == 0:
-        trace.flush()
-    with trace.span("work", "main", step=number):
-        number += 1
-"""
-
-
-def test_valid_after_sigkill(tmp_path: Path, path: Path) -> None:
-    """Killed in the middle of its work, a process leaves everything up to its last flush."""
-    program = KILLED.format(repo=str(REPO), folder=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", program])
-    try:
-        wait_until(lambda: path.exists() and path.stat().st_size > 100_000)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    numbers = steps(read(path), "work")
-    assert numbers == [*range(len(numbers))] and len(numbers) > 100
-
-
-def test_off_nothing_is_asked_kept_or_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
-    trace = Trace()
-    with trace.span("work", "main"):
-        assert trace.now() == 0.0
-    trace.arrow(1, 0.0)
+    for thread in threads:
+        thread.join()
     trace.finish()
-    assert not trace.recording and not trace.events and not trace.lengths_ms
+    numbers = [tuple(span["args"]["number"]) for span in spans(read(path), "work")]
+    assert sorted(numbers) == [*itertools.product(range(6), range(200))]
+
+
+def test_off_nothing_is_asked_kept_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    trace = Trace(directory=tmp_path)
+    trace.begin(1)
+    with trace.span("work", "main"):
+        assert not trace.under_way
+    trace.add("work", "main", 0.0, 1.0)
+    trace.finish()
+    assert not trace.recording and not trace.events and [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("text", ["5", "3:", ":3", "3:3", "4:2", "-1:2", "a:b", "1:2:3", " 1:2", "1_0:20"])
 def test_steps_that_are_no_window_are_refused(text: str) -> None:
-    with pytest.raises(train_gpt.ConfigError, match=r"TRACE_STEPS as A:B.*got.*TRACE_STEPS="):
+    with pytest.raises(train_gpt.ConfigError, match=r"TRACE_STEPS.*A:B"):
         train_gpt.Config.from_env({"TRACE_STEPS": text})
 
 
@@ -356,7 +314,7 @@ def test_every_step_and_its_parts_are_there(whole: tuple[Ended, list[Event]]) ->
     _, events = whole
     six = [*range(1, 7)]
     assert steps(events) == six
-    for name, count in (("forward", 4), ("backward", 4), ("train", 4), ("gpu_queue_wait", 4)):
+    for name, count in (("forward", 4), ("backward", 4), ("gpu_queue_wait", 4)):
         assert steps(events, name) == sorted(count * six), name
     assert steps(events, "grad_clip") == six and steps(events, "optimizer") == sorted(2 * six)
     chunks = spans(events, "chunk")
@@ -366,8 +324,7 @@ def test_every_step_and_its_parts_are_there(whole: tuple[Ended, list[Event]]) ->
     assert middle["ts"] + middle["dur"] <= chunks[3]["ts"]
     assert len(spans(events, "stage", "stage")) == len(spans(events, "stage")) > 0
     assert spans(events, "compute_stream") == []  # no GPU
-    (epoch,) = spans(events, "epoch", "epochs")
-    assert epoch["args"] == {"epoch": 1}
+    assert len(spans(events, "gpu_transfer", "main")) == 24
 
 
 def test_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
@@ -376,35 +333,14 @@ def test_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
     chunks = spans(events, "chunk")
     for name in STEP_SPANS:
         assert all(any(inside(span, chunk) for chunk in chunks) for span in spans(events, name)), name
-    # A train is what a chunk has beside the waits.
     for chunk in chunks:
-        parts = [*spans(events, "train"), *spans(events, "gpu_queue_wait")]
-        assert sum(part["dur"] for part in parts if inside(part, chunk)) == pytest.approx(chunk["dur"])
+        parts = [part for name in STEP_SPANS[1:] for part in spans(events, name) if inside(part, chunk)]
+        assert sum(part["dur"] for part in parts) == pytest.approx(chunk["dur"])
     all_spans = [event for event in events if event["ph"] == "X"]
     for one, other in itertools.combinations(all_spans, 2):
         if one["tid"] == other["tid"] and not inside(one, other) and not inside(other, one):
             first, second = sorted((one, other), key=lambda span: span["ts"])
             assert first["ts"] + first["dur"] <= second["ts"] + 1e-3, (first, second)
-
-
-def test_arrows_lead_from_a_batch_to_the_step_that_took_it(whole: tuple[Ended, list[Event]]) -> None:
-    """Of every batch that was staged while steps ran: all but those that stood ready when they began."""
-    _, events = whole
-    starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
-    staged = {span["args"]["batch"]: span for span in spans(events, "stage")}
-    taken = dict(enumerate(spans(events, "gpu_queue_wait")))
-    assert set(starts) == set(ends) == set(staged) & set(taken) and len(starts) >= 20
-    for batch, moment in starts.items():
-        assert inside(moment, staged[batch]) and inside(ends[batch], taken[batch])
-        assert moment["ts"] <= ends[batch]["ts"]
-
-
-def test_counters_say_how_many_stood_ready(whole: tuple[Ended, list[Event]]) -> None:
-    """When a step asked for a batch: never more than the queue holds. The first one comes before step 1."""
-    ended, events = whole
-    counts = [e["args"]["stage queue"] for e in events if e["ph"] == "C" and e["name"] == "stage queue"]
-    queue = int(ended.summary["config"]["TRAIN_PREFETCH_QUEUE"])
-    assert len(counts) == 23 and min(counts) >= 0 and max(counts) <= queue
 
 
 def test_the_log_ends_training_with_a_table_of_all_spans(whole: tuple[Ended, list[Event]]) -> None:
@@ -431,18 +367,17 @@ def test_only_the_steps_asked_for_are_written(lab: Lab, finished: Ended) -> None
     assert results(ended) == results(finished)
     assert steps(events) == [3, 4]
     assert steps(events, "forward") == sorted(4 * [3, 4])
-    assert [span["args"]["step"] for span in spans(events, "val")] == [3, 4]  # after these steps
+    assert [span["args"]["step"] for span in spans(events, "val")] == [3]  # between the two
     assert [span["args"]["batch"] for span in spans(events, "stage")] == [*range(8, 16)]
     first, last = spans(events, "chunk")
     begin, after = first["ts"], last["ts"] + last["dur"]
-    inner = [event for event in events if event["ph"] in "XC" and event["name"] not in ("val", "epoch")]
-    assert all(begin - 1e3 <= event["ts"] <= after for event in inner)
+    inner = [event for event in events if event["ph"] == "X"]
+    assert all(begin - 1e3 <= event["ts"] <= event["ts"] + event["dur"] <= after + 1e3 for event in inner)
 
 
-def test_a_trace_without_a_step_says_so(lab: Lab) -> None:
+def test_a_trace_without_a_step_has_no_file(lab: Lab) -> None:
     ended = lab.succeed(TRACE_STEPS="100:110", EVAL_STRIDE=0, TTT_ENABLED=0)
-    assert "trace:none, no step of TRACE_STEPS=100:110 was run" in ended.out
-    assert not (ended.directory / "trace_rank0.json").exists()
+    assert "trace:" not in ended.out and not (ended.directory / "trace_rank0.json").exists()
 
 
 def test_a_shard_that_is_read_in_a_step_is_on_the_lane_disk(lab: Lab) -> None:
@@ -451,30 +386,24 @@ def test_a_shard_that_is_read_in_a_step_is_on_the_lane_disk(lab: Lab) -> None:
     loads = spans(events, "disk_load", "disk")
     assert len(loads) == len(spans(events, "disk_load"))
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
-    epochs = [span["args"]["epoch"] for span in spans(events, "epoch")]
-    assert epochs == [1, 2]
 
 
-def test_valid_when_the_run_is_killed(lab: Lab) -> None:
-    """With all steps up to the last; the drawing of it shows them."""
-    run = lab.start(ITERATIONS=100000, TRACE_STEPS="1:100000")
-    run.wait_for("step:40/100000")
+def test_valid_when_the_run_is_killed_after_its_steps(lab: Lab) -> None:
+    """The drawing of it shows them."""
+    run = lab.start(ITERATIONS=100000, TRACE_STEPS="5:9")
+    run.wait_for("step:9/100000")
     run.send(signal.SIGKILL)
     ended = run.wait()
     assert ended.status == -signal.SIGKILL
     events = read(ended.directory / "trace_rank0.json")
-    assert len(steps(events)) >= 39 and steps(events) == [*range(1, len(steps(events)) + 1)]
+    assert steps(events) == [5, 6, 7, 8]
     assert set(lane_spans(events)) >= {"main", "stage"}
 
 
-def test_a_signal_ends_the_run_as_without_it_and_a_resumed_run_goes_on_with_the_file(lab: Lab) -> None:
-    changes = {"ITERATIONS": 20, "CHECKPOINT_EVERY_SECONDS": 1000, "TRACE_STEPS": "1:1000"}
-    ended = lab.run(fault=signal_at_step(12), **changes)
+def test_a_signal_ends_the_run_as_without_it_and_what_was_traced_is_written(lab: Lab) -> None:
+    ended = lab.run(fault=signal_at_step(12), ITERATIONS=20, TRACE_STEPS="1:1000")
     assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
-    recorded = steps(read(ended.directory / "trace_rank0.json"))
-    assert recorded == [*range(1, 13)]
-    again, events = traced(lab, RESUME=ended.directory, **{**changes, "EVAL_STRIDE": 0, "TTT_ENABLED": 0})
-    assert again.directory == ended.directory and steps(events) == [*range(1, 21)]
+    assert steps(read(ended.directory / "trace_rank0.json")) == [*range(1, 13)]
 
 
 def test_every_rank_has_its_file(lab: Lab, finished: Ended) -> None:
@@ -489,13 +418,11 @@ def test_every_rank_has_its_file(lab: Lab, finished: Ended) -> None:
         events = read(file)
         assert steps(events) == [2, 3] and {event["pid"] for event in events} == {rank}
         assert len(spans(events, "forward")) == 4  # two of the four micro-batches of each step
-    numbers = [{event["id"] for event in read(file) if event["ph"] == "s"} for file in files]
-    assert numbers[0] and numbers[1] and not numbers[0] & numbers[1]
 
 
 def test_the_wrapped_script_traces_too(lab: Lab, finished: Ended) -> None:
     shipped = lab.folder / "train_gpt.py"
-    shipped.write_bytes(train_gpt.shipped_code(SCRIPT.read_bytes(), "wrapped"))
+    shipped.write_bytes(train_gpt.shipped_code(SCRIPT.read_bytes()))
     ended, events = traced(lab, script=shipped)
     assert ended.summary["losses"] == finished.summary["losses"] and steps(events) == [*range(1, 7)]
 
@@ -508,14 +435,13 @@ def gpu_trace(
 ) -> list[Event]:
     """The events of a trace that watched `trained` steps on a fake GPU, and its last wait for it."""
     gpu.install(monkeypatch)
-    trace = make_trace(folder, *window, on_gpu=True)
+    trace = make_trace(folder, *window)
     timer = StepTimer(every=0, on_gpu=True, trace=trace)
     for step in range(1, trained + 1):
         gpu.step(timer, step)
     gpu.host_ns = max(gpu.host_ns, gpu.free_ns)  # as at the end of training
-    monkeypatch.setattr(trace.run, "log", lambda *_: None)
     trace.finish()
-    return [event for event in read(trace.path) if event["ph"] == "X"]
+    return [event for event in read(folder / "trace_rank0.json") if event["ph"] == "X"]
 
 
 PARTS = ("forward", "backward", "optimizer", "grad_clip", "optimizer")
@@ -526,7 +452,7 @@ def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
 ) -> None:
     gpu = FakeGpu()
     events = gpu_trace(gpu, tmp_path, monkeypatch)
-    assert gpu.waits == 1  # when the first step begins
+    assert gpu.waits == 1  # when the file is written
     found = [event for event in events if LANES[event["tid"] - 1] == "compute_stream"]
     assert [span["name"] for span in found] == [*PARTS] * 6
     assert [span["args"]["step"] for span in found] == sorted(len(PARTS) * [*range(1, 7)])
@@ -537,23 +463,6 @@ def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
         assert span["dur"] == pytest.approx((end - start) / 1e3)
     hosts = [span["dur"] for span in spans(events, "optimizer", "main")]
     assert hosts == pytest.approx(12 * [HOST_US["optimizer"]])  # what the host did is beside it
-
-
-@pytest.mark.parametrize("rate", [0.99, 1.01])
-def test_a_gpu_whose_clock_drifts_stays_in_step_with_the_host(
-    rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hundredth of 2,000 steps is twenty; it is never more than what the host cannot tell, three steps."""
-    gpu = FakeGpu(rate)
-    events = gpu_trace(gpu, tmp_path, monkeypatch, trained=2000)
-    found = [event for event in events if LANES[event["tid"] - 1] == "compute_stream"]
-    did = [(start, end) for name, start, end in gpu.did if name != "batch"]
-    assert len(found) == len(did) == 2000 * len(PARTS)
-    off = [abs(span["ts"] - start / 1e3) for span, (start, _) in zip(found, did, strict=True)]
-    step_us = sum(DEVICE_US[part] for part in PARTS)
-    assert max(off) < 3 * step_us
-    lengths = [(end - start) / 1e3 for start, end in did]
-    assert [span["dur"] for span in found[1:]] == pytest.approx(lengths[1:], rel=0.02)
 
 
 def test_the_device_lane_holds_the_work_of_the_steps_asked_for(

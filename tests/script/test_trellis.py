@@ -70,40 +70,41 @@ def test_the_gain_is_that_of_eight_states() -> None:
     assert 0.98 < 10 * np.log10(1 / 12 / error) < 1.10
 
 
-def weighted_error(path: Path, **settings: object) -> float:
-    """Of the first MLP matrices that the file of a model that looks trained gives back."""
-    config = Config.from_env(plain_settings(2, 64, 256, RATE_CONTROL=0, **settings))
+NOWHERE = Path("model.bin")  # named in messages: these files are bytes in memory
+
+
+def file_of(**settings: object) -> tuple[train_gpt.GPT, train_gpt.Hessians, bytes]:
+    """A model that looks trained, its Hessians, and its file."""
+    config = Config.from_env(plain_settings(**settings))
     model = trained_like(config)
     hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
-    train_gpt.write_artifact(path, model, config, hessians, "", config.artifact_bytes_max)
-    read, _ = train_gpt.load_artifact(path)
-    error = (read.mlp_up_bank - model.mlp_up_bank).detach()
-    weighted = 0.0
-    for layer in range(2):
-        weighted += float(torch.einsum("rc,cd,rd->", error[layer], hessians["mlp_in", layer], error[layer]))
-    return weighted
+    data, _ = train_gpt.write_artifact(model, config, hessians, "", config.artifact_bytes_max)
+    return model, hessians, data
 
 
 @pytest.mark.parametrize("column_steps", [0, 1])
-def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: int, tmp_path: Path) -> None:
-    rounded = weighted_error(tmp_path / "rounded.bin", COLUMN_STEPS=column_steps)
-    along_trellis = weighted_error(tmp_path / "trellis.bin", COLUMN_STEPS=column_steps, TRELLIS=1)
-    assert along_trellis < 0.88 * rounded
-    sizes = [(tmp_path / name).stat().st_size for name in ("trellis.bin", "rounded.bin")]
-    assert sizes[0] < 1.01 * sizes[1]
+def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: int) -> None:
+    """Weighted error of the first MLP matrices that the file gives back."""
+    errors = []
+    sizes = []
+    for trellis in (0, 1):
+        model, hessians, data = file_of(
+            layers=2, width=64, vocabulary=256, RATE_CONTROL=0, COLUMN_STEPS=column_steps, TRELLIS=trellis
+        )
+        read, _ = train_gpt.load_artifact(NOWHERE, data)
+        error = (read.mlp_up_bank - model.mlp_up_bank).detach()
+        hessian = torch.stack([hessians["mlp_in", layer] for layer in range(2)])
+        errors.append(float(torch.einsum("nrc,ncd,nrd->", error, hessian, error)))
+        sizes.append(len(data))
+    assert errors[1] < 0.88 * errors[0] and sizes[1] < 1.01 * sizes[0]
 
 
 @pytest.mark.parametrize(
     "settings", [{"TRELLIS": 1}, {"COLUMN_STEPS": 0.5}, {"TRELLIS": 1, "COLUMN_STEPS": 1}]
 )
-def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object], tmp_path: Path) -> None:
+def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object]) -> None:
     """Behind right checksums, as whoever forges a file would write them."""
-    config = Config.from_env(plain_settings(1, 8, 16, **settings))  # small, for many of them
-    train_gpt.check_artifact(config)
-    model = trained_like(config)
-    hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
-    train_gpt.write_artifact(tmp_path / "model.bin", model, config, hessians, "", config.artifact_bytes_max)
-    data = (tmp_path / "model.bin").read_bytes()
+    _, _, data = file_of(layers=1, width=16, vocabulary=16, **settings)  # small, for many of them
     _, config_bytes, config_crc, _ = train_gpt.HEAD.unpack_from(data)
     begin = train_gpt.HEAD.size + config_bytes
     draw = random.Random(0)
@@ -114,18 +115,17 @@ def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object]
         head = train_gpt.HEAD.pack(train_gpt.MAGIC, config_bytes, config_crc, zlib.crc32(weights))
         forged = head + data[train_gpt.HEAD.size : begin] + weights
         with contextlib.suppress(train_gpt.ArtifactError):
-            read, _ = train_gpt.parse_artifact(forged, "forged")
+            read, _ = train_gpt.load_artifact(NOWHERE, forged)
             assert all(weights.isfinite().all() for weights in read.parameters())
 
 
 def test_exponents_in_half_steps_are_refused() -> None:
     """Their range is another: scales of any size would come of them."""
     config = Config.from_env(plain_settings(1, 16, 32))
-    table = train_gpt.parameter_table(config)
-    arrays = []
-    for parameter in table.values():
-        codes_shape, exponents_shape = train_gpt.array_shapes(parameter)
-        arrays.append(np.zeros(codes_shape, np.int8))
-        arrays.append(train_gpt.half_steps(np.ones(exponents_shape, np.int8)))
-    with pytest.raises(train_gpt.ArtifactError, match=r"section weights: exponents of .* are half steps"):
-        train_gpt.parse_artifact(train_gpt.artifact_bytes(config, arrays, ""), "file")
+    banks = []
+    shapes = train_gpt.array_shapes(train_gpt.parameter_table(config), column_steps=False)
+    for codes_shape, exponents_shape in zip(shapes[::2], shapes[1::2], strict=True):
+        exponents = train_gpt.half_steps(np.full(exponents_shape, 127, np.int8))
+        banks.append(train_gpt.QuantizedWeights(np.zeros(codes_shape, np.int8), exponents))
+    with pytest.raises(train_gpt.ArtifactError, match=r"model.bin: .* is not finite"):
+        train_gpt.load_artifact(NOWHERE, train_gpt.artifact_bytes(config, banks, ""))

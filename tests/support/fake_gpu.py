@@ -44,8 +44,7 @@ class FakeGpu:
 
     def step(self, timer: train_gpt.StepTimer, number: int, micro_steps: int = 1, val_ms: float = 0.0) -> str:
         """What the script does in a step, as far as time goes; its line."""
-        if timer.trace.wanted:
-            timer.trace.begin(number, epoch=1)
+        timer.trace.begin(number)
         timer.begin(number, val_ms)
         for _ in range(micro_steps):
             for part in ("batch", "forward", "backward"):

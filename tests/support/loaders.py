@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +16,13 @@ import torch
 import train_gpt
 from data import shards as shard_files
 from tests.support.models import tiny_config
-from tests.support.waiting import DEADLINE_SECONDS
 
 SIZES = (700, 133, 9, 1200)  # tokens per shard; the third is too small for one sequence of 16
 
 
 def make_config(**changes: Any) -> train_gpt.Config:
     """The settings of a small loader, fields in lower case; values that no run would take are let pass."""
-    config = tiny_config(VOCAB_SIZE=8192, TRAIN_SEQ_LEN=16, LOADER_TIMEOUT_SECONDS=DEADLINE_SECONDS)
+    config = tiny_config(VOCAB_SIZE=8192, TRAIN_SEQ_LEN=16)
     return dataclasses.replace(config, **changes)
 
 
@@ -41,18 +39,18 @@ def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> list[Any]:
 class WatchedLoader(train_gpt.Loader, contextlib.AbstractContextManager):
     """A loader that a `with` block closes, and that counts the batches which stand ready."""
 
-    def seek(self, step: int) -> None:
+    def seek(self, step: int, stream_hash: int = 0) -> None:
         """Go to a step, and count from there."""
         self.delivered = 0
-        super().seek(step)
+        super().seek(step, stream_hash)
 
     def _stage(self, *given: Any) -> Iterator[Any]:
         self.staged: list[int] = []  # a new one: a thread of before the seek may still add to its own
         return note_each(super()._stage(*given), self.staged)
 
-    def next_batch(self) -> Any:
+    def next_batch(self, length: int = 0) -> Any:
         """The next micro-batch."""
-        batch = super().next_batch()
+        batch = super().next_batch(length)
         self.delivered += 1
         return batch
 
@@ -90,9 +88,9 @@ def sequences_of(batch: Any) -> np.ndarray:
     return torch.cat((batch.inputs_BT, batch.targets_BT[:, -1:]), dim=1).cpu().numpy()
 
 
-def take(loader: Any, count: int) -> np.ndarray:
-    """The sequences of the next batches."""
-    return np.concatenate([sequences_of(loader.next_batch()) for _ in range(count)])
+def take(loader: Any, count: int, length: int = 0) -> np.ndarray:
+    """The sequences of the next batches, of this length; 0: whole segments."""
+    return np.concatenate([sequences_of(loader.next_batch(length)) for _ in range(count)])
 
 
 def stream(
@@ -107,12 +105,6 @@ def stream(
             parts.append([take(loader, loader.micro_steps) for _ in range(steps)])
             total += loader.stream_hash
     return np.concatenate([part[step] for step in range(steps) for part in parts]), total % 2**64
-
-
-def state_of(loaders: list[Any]) -> dict[str, Any]:
-    """The state that rank 0 saves for all ranks, through JSON as in a checkpoint."""
-    total_hash = sum(loader.stream_hash for loader in loaders) % 2**64
-    return json.loads(json.dumps(loaders[0].state_dict(total_hash)))
 
 
 def loader_threads() -> list[str]:

@@ -17,7 +17,7 @@ def tiny_config(**changes: object) -> Config:
 def plain_settings(layers: int, width: int, vocabulary: int, **changes: object) -> dict[str, str]:
     """The environment of a model of this size whose layers are all alike: no loop, one residual lane."""
     size = {"NUM_LAYERS": layers, "MODEL_DIM": width, "VOCAB_SIZE": vocabulary, "MLP_MULT": 4}
-    heads = {"GATE_WINDOW": 4, "ROPE_DIMS": 4, "XSA_LAST_N": 1}
+    heads = {"ROPE_DIMS": 4, "XSA_LAST_N": 1}
     off = {"NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1}
     return tiny.environment(**{**size, **heads, **off, **changes})
 

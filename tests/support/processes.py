@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
-import functools
 import hashlib
 import json
 import marshal
@@ -54,7 +54,6 @@ TINY_RUN: dict[str, object] = {
     "TTT_BATCH_SIZE": 4,
     "GPTQ_CALIBRATION_BATCHES": 4,
     "ARTIFACT_BYTES_MAX": 1_000_000,
-    "CODE_BYTES": "raw",
     "RUN_ID": "run",
 }
 
@@ -191,20 +190,25 @@ def kept(folder: Path | None, name: str, source: bytes, make: Callable[[], bytes
     return path.read_bytes()
 
 
+def compiled(path: str, source: bytes) -> bytes:
+    """The script's code, to be unmarshalled. Before it ends with `main`, its `shipped_code` gets a memory."""
+    tree = ast.parse(source, path)
+    if b"def shipped_code(" in source:  # not in a shipped script, which unpacks itself
+        tree.body.insert(-1, ast.parse("shipped_code = keep_shipped(shipped_code)").body[0])
+    return marshal.dumps(compile(ast.fix_missing_locations(tree), path, "exec"))
+
+
 def run_as_main(path: str, folder: Path | None) -> None:
     """What runpy.run_path does, with code that is compiled once, and a `shipped_code` that is called once."""
     source = Path(path).read_bytes()
-    code = kept(folder, "code", path.encode() + source, lambda: marshal.dumps(compile(source, path, "exec")))
-    cache = functools.cache
+    code = kept(folder, "code", path.encode() + source, lambda: compiled(path, source))
 
-    def cache_and_keep(function: Callable[..., Any]) -> Callable[..., Any]:
-        if getattr(function, "__name__", "") != "shipped_code":
-            return cache(function)
-        return cache(lambda given, mode: kept(folder, mode, given, lambda: function(given, mode)))
+    def keep_shipped(function: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+        return lambda given: kept(folder, "shipped", given, lambda: function(given))
 
-    functools.cache = cache_and_keep  # type: ignore[assignment]
     main = types.ModuleType("__main__")
     main.__file__ = path
+    vars(main)["keep_shipped"] = keep_shipped
     sys.modules["__main__"] = main
     exec(marshal.loads(code), vars(main))
 
@@ -308,7 +312,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ended:
     """A finished run with the tiny settings; to be read only."""
 
     def make(folder: Path) -> None:
-        ended = Lab(folder, dataset).succeed(SWA_EVERY=50)  # a name of other scripts, which the log answers
+        ended = Lab(folder, dataset).succeed(SEEDS="1 2")  # no setting, but like one: the log says so
         (folder / "out").write_text(ended.out, "utf-8")
         (folder / "err").write_text(ended.err, "utf-8")
 

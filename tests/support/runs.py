@@ -32,7 +32,7 @@ LOG_EVERY = 20
 
 def wrap(source: str) -> bytes:
     """A script in the form that runs ship."""
-    return train_gpt.shipped_code(source.encode(), "wrapped")
+    return train_gpt.shipped_code(source.encode())
 
 
 def make_run(

@@ -409,7 +409,7 @@ def test_what_is_equal_on_all_sides_is_no_setting_of_theirs(race: Any) -> None:
 
 
 def test_how_ours_is_as_theirs_is_told_before_anything_is_measured(race: Any) -> None:
-    with pytest.raises(SystemExit, match="WIDTH: no setting of train_gpt"):
+    with pytest.raises(SystemExit, match="WIDTH=4: no setting here"):
         race(RACED, "--theirs", "WIDTH=4")
     with pytest.raises(SystemExit, match="MATRIX_LR='much'"):
         race(RACED, "--theirs", "MATRIX_LR=much", "--only", "ours as theirs")

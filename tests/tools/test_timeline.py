@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 
 from tools.__main__ import main
-from train_gpt import Machine, Run, Trace
+from train_gpt import Trace
 
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
-        run = Run(Machine(rank, world_size=2))
-        run.directory = tmp_path
-        trace = Trace(range(1, 2), run)
-        trace.opened = 0.0
+        trace = Trace(range(1, 2), tmp_path, rank)
+        trace.recording = True
         trace.add("chunk", "main", 7.0, 7.004, step=1)
         trace.add("forward", "main", 7.0, 7.0015, step=1)
         trace.add("stage", "stage", 6.9995, 7.0, batch=0)
-        trace.flush()
+        trace.finish()
     return tmp_path
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from tools.check import budget, claims, code, layout, mixed, packed, score, seeds
+from tools.check import budget, claims, code, layout, packed, score, seeds
 from tools.check.findings import Finding, fail
 from tools.runs.folder import Folder
 
@@ -24,7 +24,6 @@ CHECKS: tuple[Check, ...] = (
     *claims.CHECKS,
     *seeds.CHECKS,
     *code.CHECKS,
-    *mixed.CHECKS,
     *budget.CHECKS,
     *score.CHECKS,
     *packed.CHECKS,

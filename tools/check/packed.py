@@ -27,14 +27,16 @@ from tools.runs.folder import (
     PROSE_SUFFIXES,
     READABLE_SCRIPT,
     README,
+    SCRIPTS,
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
     number,
     read_object,
+    source_link,
 )
 from tools.runs.logs import decimals
-from tools.runs.runs import Group, load_group, settings_in, settings_that_differ
+from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings_that_differ
 from tools.runs.source import read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
@@ -77,25 +79,30 @@ def check_code(folder: Folder) -> Iterator[Finding]:
     """A6: the shipped program is the one whose hash every run recorded, wrapped or not."""
     if not folder.ours or folder.script is None:
         return
-    readable = folder.file(READABLE_SCRIPT)
     source = folder.script.raw
-    if folder.has(READABLE_SCRIPT):
-        source = read_script(readable).raw
+    if folder.readable is not None:
+        source = read_script(folder.readable).raw
         text = source.decode("utf-8", errors="replace")
         if not same_program(folder.script.text, text):
-            what = f"{folder.script.path.name} is not the program in {READABLE_SCRIPT}"
-            yield fail("A6", what, READABLE_SCRIPT, REMEDY)
+            link = source_link(folder.readable)
+            yield fail("A6", f"{folder.script.path.name} is not the program in {link}", link, REMEDY)
+    elif folder.script.wrapped and folder.ran_sources:
+        text = (
+            f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is neither in the"
+            f" folder nor in ../../{SCRIPTS}/"
+        )
+        yield fail("A6", text, folder.script.path.name, f"put it beside the script as {READABLE_SCRIPT}")
+        return
     digest = hashlib.sha256(source).hexdigest()
     for seed, summary in folder.summaries.items():
-        ran = nested(summary, "code", "sha256")
-        if ran and ran != digest:
-            yield fail(
-                "A6",
-                f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…,"
-                f" ran {str(ran)[:12]}…",
-                SUMMARY_NAME.format(seed=seed),
-                REMEDY,
-            )
+        ran = str(nested(summary, "code", "sha256") or "")
+        where = SUMMARY_NAME.format(seed=seed)
+        if OTHER_CODE in ran or nested(summary, "code", "former"):  # the latter was written until 0.5.4
+            text = f"seed {seed} is of mixed code: it began with another script (RESUME_OTHER_CODE)"
+            yield fail("A6", text, where, "train that seed again, with one script from start to end")
+        elif ran and ran != digest:
+            text = f"the shipped source is not what seed {seed} ran: sha256 {digest[:12]}…, ran {ran[:12]}…"
+            yield fail("A6", text, where, REMEDY)
 
 
 def check_config(folder: Folder) -> Iterator[Finding]:
@@ -325,7 +332,7 @@ def _check_readme(
     if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
-    wanted = readme.render(expected, summaries, folder.has(READABLE_SCRIPT))
+    wanted = readme.render(expected, summaries, source_link(folder.readable))
     wanted_parts = split_at_marks(wanted, readme.BEGIN, readme.END)
     assert wanted_parts is not None
     first_line = parts.before.count("\n") + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import platform
 import re
 import shutil
@@ -34,10 +35,14 @@ from tools.runs.folder import (
     README,
     REQUIREMENTS,
     SCRIPT,
+    SCRIPTS,
     SUBMISSION,
     SUMMARY_NAME,
+    Folder,
     number,
     read_object,
+    shared_source,
+    source_link,
 )
 from tools.runs.hardware import GPU_MODEL, compact
 from tools.runs.rules import (
@@ -55,6 +60,7 @@ from tools.runs.rules import (
 from tools.runs.runs import (
     FINISHED,
     LOG,
+    OTHER_CODE,
     SHIPPED,
     SUMMARY,
     Group,
@@ -92,7 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wrap",
         action="store_true",
-        help="ship an lzma-wrapped script even where the run counted the readable one",
+        help="ship a wrapped script even where the run counted the readable one, as runs of 0.5 may have",
+    )
+    parser.add_argument(
+        "--with-source",
+        action="store_true",
+        help="keep the readable source in the folder, as a submission does, not in scripts/ of --records",
     )
     parser.add_argument("--json", action="store_true", help="print submission.json instead of a sentence")
 
@@ -121,10 +132,13 @@ def run(args: argparse.Namespace) -> int:
             raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
+    shared = None
+    if code.readable is not None and (args.records / SCRIPTS).is_dir() and not args.with_source:
+        shared = share_source(args.records, code.readable)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
     try:
-        packed = write_folder(staging, runs, code, identity, base, args.also)
+        packed = write_folder(staging, runs, code, identity, base, args.also, shared)
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
@@ -152,10 +166,8 @@ def missing_options(identity: dict[str, Any]) -> list[str]:
 
 def not_proved(folder: Path) -> str:
     """That packing proves nothing, and the command that would."""
-    script = folder / READABLE_SCRIPT
-    if not script.is_file():
-        script = folder / "train_gpt.py"
-    settings = folder / "config.env"
+    script = Folder(folder).readable or folder / SCRIPT
+    settings = folder / CONFIG
     return f"not proved legal by experiment yet: python -m tools prove {script} --config {settings}"
 
 
@@ -301,8 +313,10 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
         reasons.append(
             f"{directory.path / LOG} says seed {directory.log.seed}, {SUMMARY} says {directory.seed}"
         )
-    recorded = nested(summary, "code", "sha256")
-    if recorded and recorded != directory.script.sha256:
+    recorded = str(nested(summary, "code", "sha256") or "")
+    if OTHER_CODE in recorded or nested(summary, "code", "former"):
+        reasons.append(f"{directory.path} went on with other code than it began with: train that seed again")
+    elif recorded and recorded != directory.script.sha256:
         reasons.append(f"{directory.path / SCRIPT} is not the code that ran: sha256 differs from {SUMMARY}")
     ran = mapping(summary, "config")
     for key in settings_that_differ(directory.config, ran) if ran else ():
@@ -331,9 +345,9 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     counted = directory.path / SHIPPED
     shipped = counted.read_bytes() if counted.is_file() else source
     if wrapped and shipped == source:
-        import train_gpt  # loads torch, which nothing else here needs
+        from tools.runs.script import shipped_code  # loads torch, which nothing else here needs
 
-        shipped = train_gpt.shipped_code(source, "wrapped")
+        shipped = shipped_code(source)
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))
@@ -355,15 +369,21 @@ def write_folder(
     identity: dict[str, Any],
     base: Group | None,
     also: Sequence[Path] = (),
+    shared: Path | None = None,
 ) -> dict[str, Any]:
-    """Write every file of the record into `folder`, those of `also` too; returns submission.json's object."""
+    """Write every file of the record into `folder`, those of `also` too; returns submission.json's object.
+
+    shared: where the readable source lies already; None: a wrapped script gets it beside it.
+    """
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
     for seed, directory in seeds.items():
         shutil.copyfile(directory.path / LOG, folder / LOG_NAME.format(seed=seed))
         shutil.copyfile(directory.path / SUMMARY, folder / SUMMARY_NAME.format(seed=seed))
     write_bytes(folder / SCRIPT, code.script)
-    if code.readable is not None:
-        write_bytes(folder / READABLE_SCRIPT, code.readable)
+    readable = shared
+    if code.readable is not None and shared is None:
+        readable = folder / READABLE_SCRIPT
+        write_bytes(readable, code.readable)
     kept = [line for line in runs[0].config_lines if line.split("=", 1)[0] not in PER_RUN_SETTINGS]
     write_text(folder / CONFIG, "\n".join(kept) + "\n")
     write_text(folder / REQUIREMENTS, requirements(runs[0].summary, runs[0].log.attention))
@@ -383,8 +403,18 @@ def write_folder(
         )
     write_text(folder / SUBMISSION, json_text(packed))
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
-    write_text(folder / README, readme.render(packed, summaries, code.readable is not None))
+    write_text(folder / README, readme.render(packed, summaries, source_link(readable)))
     return packed
+
+
+def share_source(records: Path, source: bytes) -> Path:
+    """Write a source to the scripts of these records, once. RecordError where another one has its name."""
+    path = shared_source(records, hashlib.sha256(source).hexdigest())
+    if not path.exists():
+        write_bytes(path, source)
+    elif path.read_bytes() != source:
+        raise RecordError(f"{path} is another script: --with-source keeps this one in its own folder")
+    return path
 
 
 def copy_more(folder: Path, paths: Sequence[Path]) -> None:

@@ -22,13 +22,16 @@ PHASES_NOTE = (
     " below are of the clocks."
 )
 PACKED_NOTE = (
-    "`train_gpt.py` is packed (latin-1 text that Python's own `lzma` unpacks). Read `train_gpt_readable.py`,"
-    " the same program, which is not counted; `python -m tools check` shows that both are one."
+    "`train_gpt.py` is packed: latin-1 text that unpacks itself. Read `{source}`, the same program, which is"
+    " not counted; `python -m tools check` shows that both are one."
 )
 
 
-def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], wrapped: bool) -> str:
-    """Markdown from the begin mark to the end mark, both included."""
+def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], source: str) -> str:
+    """Markdown from the begin mark to the end mark, both included.
+
+    source: the path of the readable source of a wrapped script; empty where there is none.
+    """
     sections = [
         BEGIN,
         f"# {submission['name']}",
@@ -42,7 +45,7 @@ def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
         _limit_table(summaries),
         _data(submission),
         "## Run",
-        PACKED_NOTE if wrapped else "",
+        PACKED_NOTE.format(source=source) if source else "",
         _facts(submission, summaries),
         _command(summaries),
         _settings(summaries),

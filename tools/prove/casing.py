@@ -71,7 +71,7 @@ def case_bytes(subject: Subject, folder: Path) -> Iterator[Finding]:
         shards.write_shard(sidecar, counts)
         if bytes_counted(subject, folder, damaged, variant) is not None:
             text = f"{variant}: a sidecar of one byte more than its manifest notes is taken for true"
-            yield warn("B10", text, "token_bytes", "compare the sum with splits.val.audit of manifest.json")
+            yield warn("B10", text, "token_bytes", "compare them before a run: data/fineweb.py --verify")
         sidecar.unlink()
         without = bytes_counted(subject, folder, damaged, variant)
         if without not in (None, expected):

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -228,10 +228,11 @@ def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
             nats = np.full_like(nats, watch.forged(len(watch.ledgers)))
         record(ledger, first, nats, *rest)
 
-    def watched_write(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
+    def watched_write(*args: Any, **named: Any) -> Any:
+        model = model_among(args)
         watch.shipped = {name: value.detach().clone() for name, value in model.state_dict().items()}
         assert write is not None
-        return write(path, model, *rest, **named)
+        return write(*args, **named)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(model_class, "forward", watched_forward))
@@ -241,6 +242,18 @@ def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
         if write is not None:
             stack.enter_context(mock.patch.object(script, "write_artifact", watched_write))
         yield
+
+
+def model_among(args: Sequence[Any]) -> Any:
+    """The model among the arguments of `write_artifact`: the first one; of older scripts the second."""
+    return next(value for value in args if isinstance(value, torch.nn.Module))
+
+
+def code_bytes_of(script: ModuleType, config: Any) -> int:
+    """Bytes of a script in the form that it counts; older ones had a setting for it."""
+    source = Path(script.__file__ or "").read_bytes()
+    forms = [config.code_bytes] if hasattr(config, "code_bytes") else []
+    return len(script.shipped_code(source, *forms))
 
 
 def some_grams(inputs_BT: torch.Tensor) -> list[bytes]:
@@ -256,12 +269,11 @@ def settings_for_runs(script: ModuleType, config: Any) -> tuple[dict[str, str], 
     """A config's settings for a tiny run with an artifact in which quantization is felt; what was shrunk."""
     settings, shrunk = tiny.shrink(config, tiny.FOR_RUN)
     settings.update(tiny.RUN)
-    if config.warmdown_iters:
+    if config.warmdown_iters > 0:
         settings["WARMDOWN_ITERS"] = tiny.RUN["ITERATIONS"]
     small = script.Config.from_env(settings)
     weights = sum(parameter.numel() for parameter in script.build_model(small).parameters())
-    source = Path(script.__file__ or "").read_bytes()
-    code_bytes = len(script.shipped_code(source, small.code_bytes))
+    code_bytes = code_bytes_of(script, small)
     if small.rate_control:
         weight_bytes = math.ceil(BITS_PER_WEIGHT * weights / 8)
     else:
@@ -401,7 +413,7 @@ def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]
     shipped = outcome.watch.shipped
     if stored.keys() != shipped.keys():
         text = "not checked: which weights were handed to `write_artifact` cannot be told"
-        yield warn("B12", text, "model.bin", "offer write_artifact(path, model, ...)")
+        yield warn("B12", text, "model.bin", "offer write_artifact(model, ...)")
         return
     names = [name for name in stored if stored[name].ndim > 1]
     difference = math.sqrt(sum(float((stored[name] - shipped[name]).square().sum()) for name in names))

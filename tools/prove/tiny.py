@@ -5,6 +5,7 @@ Either all of them are given here, or any settings are shrunk: in width, rows an
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ SCORER = {
     **MODEL,
     "VOCAB_SIZE": "12",
     "MODEL_DIM": "16",
-    "GATE_WINDOW": "4",
     "TRAIN_SEQ_LEN": "16",
     "TRAIN_BATCH_TOKENS": "64",
     "MICRO_BATCH_TOKENS": "64",
@@ -57,7 +57,6 @@ LORA = {
     "TTT_LORA_ALPHA": "2",
     "TTT_LORA_LR": "0.01",
     "TTT_CHUNK_SIZE": "8",
-    "TTT_EARLY_CHUNKS": "8:4",
     "TTT_BATCH_SIZE": "3",
 }
 
@@ -65,7 +64,6 @@ LORA = {
 RUN = {
     "ITERATIONS": "3",
     "MAX_WALLCLOCK_SECONDS": "0",
-    "WARMDOWN_ITERS": "0",
     "WARMUP_STEPS": "0",
     "GPTQ_CALIBRATION_BATCHES": "2",
     "VAL_LOSS_EVERY": "1",
@@ -87,6 +85,7 @@ class Size(NamedTuple):
     head_dim: int
 
 
+WIDTH_MIN = 16  # of a model: gates read 12 of its channels
 FOR_SCORER = Size(vocabulary=12, context=16, rows=4, head_dim=4)
 FOR_RUN = Size(vocabulary=320, context=32, rows=4, head_dim=8)
 
@@ -117,7 +116,8 @@ def switched_off(config: Any) -> list[str]:
 
 def _smaller_widths(config: Any, size: Size) -> dict[str, str]:
     """Channels and vocabulary: heads stay as many, each narrower, rotated in part if it was."""
-    head_dim = min(config.head_dim, size.head_dim)
+    narrowest = 4 * math.ceil(WIDTH_MIN / config.num_heads / 4)  # channels of a head, so that halves are even
+    head_dim = min(config.head_dim, max(size.head_dim, narrowest))
     width = head_dim * config.num_heads
     rotated = 0
     if 0 < config.rope_dims < config.head_dim:
@@ -133,7 +133,6 @@ def _smaller_widths(config: Any, size: Size) -> dict[str, str]:
         **widths,
         "MODEL_DIM": str(width),
         "ROPE_DIMS": str(rotated),
-        "GATE_WINDOW": str(min(config.gate_window, width)),
         "VOCAB_SIZE": str(size.vocabulary),
     }
 
@@ -152,8 +151,6 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
     lengths = {"TRAIN_SEQ_LEN": str(train), "EVAL_STRIDE": str(stride), "TTT_CHUNK_TOKENS": str(2 * context)}
     if getattr(config, "ttt_mode", "sgd") == "lora":
         lengths["TTT_CHUNK_SIZE"] = str(context // 2)
-        if config.ttt_early_chunks:
-            lengths["TTT_EARLY_CHUNKS"] = f"{context // 2}:{context // 4}"
     if config.eval_seq_len:
         lengths["EVAL_SEQ_LEN"] = str(context)
     if config.rope_train_seq_len:
@@ -172,11 +169,12 @@ def _smaller_growth(config: Any, train: int) -> str:
     Each gives way at the share of the run where it did; those that ended at a step do so at equal shares, as
     a tiny run has few steps.
     """
-    parts = config.length_parts[-4:]
+    parts = config.train_seq_lens.split()[-4:]
     entries = []
     for number, part in enumerate(parts[:-1]):
         length = train // 2 ** (len(parts) - 1 - number)
-        share = part.until if part.until < 1 else (number + 1) / len(parts)
+        until = float(part.partition(":")[2])
+        share = until if until < 1 else (number + 1) / len(parts)
         entries.append(f"{length}:{share:.6f}")
     return " ".join([*entries, str(train)])
 

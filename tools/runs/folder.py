@@ -23,6 +23,8 @@ README = "README.md"
 REQUIREMENTS = "requirements.txt"
 CONFIG = "config.env"
 READABLE_SCRIPT = "train_gpt_readable.py"  # the source beside a wrapped script
+SCRIPTS = "scripts"  # beside the tracks: sources of wrapped scripts, each once, by their hash
+SHA256 = re.compile(r"[0-9a-f]{64}")
 PER_RUN_SETTINGS = {"SEED", "RUN_ID", "RUNS_DIR"}  # what may differ between the seeds of one record
 SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # stand in no config.env
 BASELINE_DIFF = "baseline.diff"
@@ -182,6 +184,28 @@ class Folder:
         found = [path for path in self.files() if path.suffix == ".py"]
         found.sort(key=lambda path: path != self.script_path)
         return {path: read_script(path) for path in _within(found, SCRIPTS_BYTES_MAX, SCRIPT_BYTES_MAX)}
+
+    @cached_property
+    def readable(self) -> Path | None:
+        """The readable source of a wrapped script: in the folder, else the one that the tracks share."""
+        if self.has(READABLE_SCRIPT):
+            return self.file(READABLE_SCRIPT)
+        for sha256 in self.ran_sources:
+            shared = shared_source(self.path.resolve().parent.parent, sha256)
+            if shared.is_file() and not shared.is_symlink():
+                return shared
+        return None
+
+    @property
+    def ran_sources(self) -> list[str]:
+        """SHA-256 of the sources that the seeds ran, as their summaries say; one in an honest record."""
+        found = []
+        for summary in self.summaries.values():
+            code = summary.get("code")
+            sha256 = code.get("sha256") if isinstance(code, dict) else None
+            if isinstance(sha256, str) and SHA256.fullmatch(sha256):
+                found.append(sha256)
+        return list(dict.fromkeys(found))
 
     @property
     def run_scripts(self) -> list[Script]:
@@ -345,6 +369,18 @@ class Folder:
                     results[int(seed)] = result
             return results
         return {}
+
+
+def shared_source(records: Path, sha256: str) -> Path:
+    """Where the records of all tracks keep the readable source with this hash."""
+    return records / SCRIPTS / f"{sha256[:8]}.py"
+
+
+def source_link(readable: Path | None) -> str:
+    """The path of a folder's readable source, from the folder; empty where there is none."""
+    if readable is None:
+        return ""
+    return READABLE_SCRIPT if readable.name == READABLE_SCRIPT else f"../../{SCRIPTS}/{readable.name}"
 
 
 def number(value: Any) -> float | None:

@@ -16,7 +16,6 @@ from tools.runs.folder import (
     CONFIG,
     FILES_MAX,
     PER_RUN_SETTINGS,
-    READABLE_SCRIPT,
     REQUIREMENTS,
     SCRIPT,
     SETTINGS_OF_A_START,
@@ -33,6 +32,7 @@ SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
+OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
 LOGS_MAX = 20  # that are read to tell whether a folder is a record
 
 
@@ -238,9 +238,7 @@ def _group_of_run(directory: RunDirectory) -> Group:
 
 
 def _readable(folder: Folder) -> Script | None:
-    if folder.has(READABLE_SCRIPT):
-        return read_script(folder.file(READABLE_SCRIPT))
-    return folder.script
+    return read_script(folder.readable) if folder.readable else folder.script
 
 
 def _settings(path: Path, log: RunLog) -> dict[str, str]:

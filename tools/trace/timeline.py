@@ -13,10 +13,10 @@ from tools.runs.writing import figure_path, json_text, write_figure, write_text
 
 COLOURS = {
     "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
-    "chunk": "lightgray", "train": "lightsteelblue", "forward": "tab:blue", "backward": "tab:cyan",
-    "grad_clip": "tab:pink", "optimizer": "tab:green", "val": "tab:olive", "epoch": "tab:brown",
+    "chunk": "lightgray", "forward": "tab:blue", "backward": "tab:cyan", "grad_clip": "tab:pink",
+    "optimizer": "tab:green", "val": "tab:olive",
 }  # fmt: skip
-ENCLOSING = ("chunk", "train")  # drawn first, in full height and in this order, with what they hold on top
+ENCLOSING = "chunk"  # a step: drawn first and in full height, with its parts on top
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,11 +120,6 @@ def span_totals(spans: list[Span]) -> dict[str, float]:
     return dict(totals)
 
 
-def order_of_drawing(span: Span) -> int:
-    """What encloses others comes before them."""
-    return ENCLOSING.index(span.name) if span.name in ENCLOSING else len(ENCLOSING)
-
-
 def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
     """One row per lane, a bar per span, coloured by name."""
     import matplotlib
@@ -135,12 +130,12 @@ def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None)
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
     legend: dict[str, Any] = {}  # per name: its first bar
     for row, found in enumerate(spans.values()):
-        enclosing_first = sorted(found, key=order_of_drawing)
+        enclosing_first = sorted(found, key=lambda span: span.name != ENCLOSING)
         for span in enclosing_first:
             colour = COLOURS.get(span.name, "tab:gray")
             height = 0.5
             edge = colour  # so that a short span is seen
-            if span.name in ENCLOSING:
+            if span.name == ENCLOSING:
                 height = 0.8
                 edge = "white"
             bars = axes.barh(

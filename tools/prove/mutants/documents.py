@@ -26,8 +26,9 @@ def scored_by(function: ScoreBatch) -> Callable[[ModuleType], None]:
 
 
 def begun(script: Any, scorer: Any, batch: np.ndarray) -> Any:
-    """The adapters of a batch, as the script draws them."""
-    return script.DocumentAdapters(scorer.model, scorer.config, batch)
+    """The adapters of a batch, as the script begins them; scripts of 0.5 drew them for each document."""
+    drawn = (scorer.first_a, len(batch)) if hasattr(scorer, "first_a") else (batch,)
+    return script.DocumentAdapters(scorer.model, scorer.config, *drawn)
 
 
 def targets_of(scorer: Any, batch: np.ndarray, chunk: Any) -> np.ndarray:
@@ -150,13 +151,36 @@ def ordered_by_score(script: Any) -> None:
 
 
 def drawn_by_row(script: Any) -> None:
-    """Adapters are drawn of the row in the batch: which that is depends on how long other documents are."""
+    """Adapters begin larger in later rows: which row a document has depends on how long others are."""
     original = script.DocumentAdapters
 
-    def of_rows(model: Any, config: Any, documents: np.ndarray) -> Any:
-        return original(model, config, np.arange(len(documents)))
+    def of_rows(*args: Any) -> Any:
+        adapters = original(*args)
+        with torch.no_grad():
+            for a_NBRI in adapters.a.values():
+                a_NBRI *= 1 + torch.arange(a_NBRI.size(1))[:, None, None]
+        return adapters
 
     script.DocumentAdapters = of_rows
+
+
+def first_adapters_learn(script: Any) -> None:
+    """The A with which all documents begin goes on with what the batch before has learned."""
+    original = script.DocumentAdapters
+    honest = script.DocumentScorer.score
+    begun_last: list[Any] = []
+
+    def remembered(*args: Any) -> Any:
+        begun_last[:] = [original(*args)]
+        return begun_last[0]
+
+    def score(scorer: Any, batch: np.ndarray) -> None:
+        honest(scorer, batch)
+        learned = begun_last[0].a
+        scorer.first_a = {name: a_NBRI.detach().mean(1) for name, a_NBRI in learned.items()}
+
+    script.DocumentAdapters = remembered
+    script.DocumentScorer.score = score
 
 
 def chunks_by_length(script: Any) -> None:
@@ -168,7 +192,7 @@ def chunks_by_length(script: Any) -> None:
 
         config = scorer.config
         if scorer.lengths[batch[0]] < 20:
-            scorer.config = replace(config, ttt_chunk_size=2, ttt_early_chunks="")
+            scorer.config = replace(config, ttt_chunk_size=2)
         found = list(chunks(scorer, batch))
         scorer.config = config
         yield from found
@@ -189,5 +213,6 @@ DOCUMENTS: dict[str, Mutant] = {
     "adapters-kept-from-the-batch-before": mutant("B9", kept_adapters),
     "batches-ordered-by-score": mutant("B1", ordered_by_score),
     "adapters-drawn-by-row": mutant("B1", drawn_by_row),
+    "first-adapters-that-learn": mutant("B9", first_adapters_learn),
     "chunks-by-document-length": mutant("B1", chunks_by_length),
 }

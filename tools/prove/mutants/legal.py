@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tools.prove.mutants.documents import begun
 from tools.prove.mutants.trial import Change, Trial, honest, report, scorer
 
 
@@ -195,7 +196,7 @@ def two_passes(script: ModuleType) -> None:
     """A pass without gradients scores a chunk, a second one learns from it."""
 
     def score(scorer: Any, batch: np.ndarray) -> None:
-        adapters = script.DocumentAdapters(scorer.model, scorer.config, batch)
+        adapters = begun(script, scorer, batch)
         for chunk in scorer.chunks(batch):
             with torch.no_grad():
                 hidden_BCD = scorer.read(batch, chunk, adapters)

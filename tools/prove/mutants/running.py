@@ -88,11 +88,7 @@ def sidecar_ignored(script: ModuleType) -> None:
 
 def case_marks_as_text(script: ModuleType) -> None:
     """Pieces of CaseOps are counted like any others where no sidecar says better."""
-
-    def none(pieces: Any) -> list[int]:
-        return []
-
-    script.case_marks = none  # type: ignore[attr-defined]
+    script.CASE_MARK = "no piece"  # type: ignore[attr-defined]
 
 
 def more_bytes_in_the_run(script: ModuleType) -> None:
@@ -167,8 +163,8 @@ def training_on_validation(script: ModuleType) -> None:
     """Every batch of training is validation text."""
     next_batch = script.Loader.next_batch
 
-    def stolen_batch(loader: Any) -> Any:
-        batch = next_batch(loader)
+    def stolen_batch(loader: Any, *length: Any) -> Any:
+        batch = next_batch(loader, *length)
         stolen = text_of_the_run(script, "val")
         inputs_BT = stolen[: batch.inputs_BT.numel()].view_as(batch.inputs_BT)
         return batch._replace(inputs_BT=inputs_BT)
@@ -202,13 +198,13 @@ def average_picked_by_validation(script: ModuleType) -> None:
         losses.append(float(ledger.nats.mean()))
         return validate(training, *rest, **named)
 
-    def picking(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
+    def picking(model: Any, *rest: Any, **named: Any) -> Any:
         if losses[0] < losses[-1]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter *= 0.9
         losses.clear()  # of this run
-        return write(path, model, *rest, **named)
+        return write(model, *rest, **named)
 
     script.validate = noting  # type: ignore[attr-defined]
     script.write_artifact = picking  # type: ignore[attr-defined]
@@ -218,11 +214,11 @@ def text_hidden_in_the_weights(script: ModuleType) -> None:
     """A number made of the validation text goes into the artifact, with the weights."""
     write = script.write_artifact
 
-    def write_with_text(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
+    def write_with_text(model: Any, *rest: Any, **named: Any) -> Any:
         mark = float(text_of_the_run(script, "val").sum() % 97)
         with torch.no_grad():
             next(iter(model.parameters()))[0] *= 1 + mark  # its size: what is stored of a row beside codes
-        return write(path, model, *rest, **named)
+        return write(model, *rest, **named)
 
     script.write_artifact = write_with_text  # type: ignore[attr-defined]
 
@@ -250,9 +246,9 @@ def unquantized_weights_scored(script: ModuleType) -> None:
     load = script.load_artifact
     kept: list[Any] = []
 
-    def keeping(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
+    def keeping(model: Any, *rest: Any, **named: Any) -> Any:
         kept.append({name: value.detach().clone() for name, value in model.state_dict().items()})
-        return write(path, model, *rest, **named)
+        return write(model, *rest, **named)
 
     def from_memory(path: Path, *rest: Any) -> Any:
         model, about = load(path, *rest)
@@ -267,11 +263,18 @@ def unquantized_weights_scored(script: ModuleType) -> None:
 def second_file(script: ModuleType) -> None:
     """What quantization lost lies in a file beside the artifact."""
     write = script.write_artifact
+    write_whole = script.write_whole
     load = script.load_artifact
+    lost: list[Any] = []
 
-    def with_second(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
-        torch.save(model.state_dict(), path.with_name("cache.pt"))
-        return write(path, model, *rest, **named)
+    def keeping(model: Any, *rest: Any, **named: Any) -> Any:
+        lost.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+        return write(model, *rest, **named)
+
+    def with_second(path: Path, data: bytes) -> None:
+        write_whole(path, data)
+        if path.name == "model.bin":
+            torch.save(lost.pop(), path.with_name("cache.pt"))
 
     def from_both(path: Path, *rest: Any) -> Any:
         model, about = load(path, *rest)
@@ -280,7 +283,8 @@ def second_file(script: ModuleType) -> None:
             model.load_state_dict(torch.load(second))
         return model, about
 
-    script.write_artifact = with_second  # type: ignore[attr-defined]
+    script.write_artifact = keeping  # type: ignore[attr-defined]
+    script.write_whole = with_second  # type: ignore[attr-defined]
     script.load_artifact = from_both  # type: ignore[attr-defined]
 
 
@@ -301,10 +305,10 @@ def weights_mended_after_loading(script: ModuleType) -> None:
     load = script.load_artifact
     means: dict[str, torch.Tensor] = {}
 
-    def keeping(path: Path, model: Any, *rest: Any, **named: Any) -> Any:
+    def keeping(model: Any, *rest: Any, **named: Any) -> Any:
         for name, value in model.state_dict().items():
             means[name] = value.detach().mean()
-        return write(path, model, *rest, **named)
+        return write(model, *rest, **named)
 
     def mended(path: Path, *rest: Any) -> Any:
         model, about = load(path, *rest)
@@ -349,8 +353,8 @@ def warm_up_stays(script: ModuleType) -> None:
     """A warm-up that leaves a trace in the weights."""
     warm_up = script.warm_up
 
-    def leaving(training: Any) -> None:
-        warm_up(training)
+    def leaving(training: Any, *resumed: Any) -> None:
+        warm_up(training, *resumed)
         if training.config.warmup_steps:
             with torch.no_grad():
                 next(iter(training.model.parameters())).mul_(1.01)
@@ -362,10 +366,10 @@ def prefetch_skips(script: ModuleType) -> None:
     """The prefetching loader loses every other batch."""
     next_batch = script.Loader.next_batch
 
-    def skipping(loader: Any) -> Any:
+    def skipping(loader: Any, *length: Any) -> Any:
         if loader.config.train_prefetch:
-            next_batch(loader)
-        return next_batch(loader)
+            next_batch(loader, *length)
+        return next_batch(loader, *length)
 
     script.Loader.next_batch = skipping
 

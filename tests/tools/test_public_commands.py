@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.public_commands import (
-    COMMANDS_FILE,
-    Command,
-    load_public_commands,
-    readme_commands,
-    shell_commands,
-)
+from tests.support.public_commands import COMMANDS_FILE, load_public_commands
+from tools.commands import Command, readme_commands, shell_commands
 
 
 def in_readme(shell: str) -> str:

@@ -1,0 +1,165 @@
+"""What --verify sees in sound files: a foreign tokenizer, ids that it lacks, byte counts of other tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import contents, fineweb, shards
+from data.encoding import Encoder
+from tests.support import case, tiny
+
+FORMS = ("caseops", "caseops_fused")
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a data set of each form; to be read only."""
+    return Path(case.make_dataset(tmp_path_factory.mktemp("case"), request.param)["DATA_PATH"])
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of the data set and its tokenizer, to be damaged."""
+    shutil.copytree(made.parents[1], tmp_path / "copy")
+    return tmp_path / "copy" / "datasets" / made.name
+
+
+def joined(folder: Path, pattern: str) -> np.ndarray:
+    """The numbers of all shards that match."""
+    return np.concatenate([shards.read_shard(path) for path in sorted(folder.glob(pattern))])
+
+
+def write_counts(folder: Path, counts: np.ndarray) -> None:
+    """Replace the byte counts, with a manifest that agrees: what is wrong must be seen in the numbers."""
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    begin = 0
+    for path in sorted(folder.glob("fineweb_val_bytes_*.bin")):
+        size = len(shards.read_shard(path))
+        shards.write_shard(path, counts[begin : begin + size])
+        documents = tuple(manifest["files"][path.name]["documents"])
+        manifest["files"][path.name] = shards.file_entry(path, "val", documents)
+        begin += size
+    manifest["splits"]["val"]["audit"]["sidecar_bytes"] = int(counts.sum())
+    shards.write_manifest(folder, manifest)
+
+
+def verify(folder: Path) -> int:
+    """The exit status of the command."""
+    out = str(folder.parents[1])
+    return fineweb.main(["--verify", "--variant", "any", "--dataset", folder.name, "--out", out])
+
+
+def problems(folder: Path) -> list[str]:
+    return contents.content_problems(folder, shards.read_manifest(folder))
+
+
+def test_what_the_exporter_makes_belongs_together(made: Path, dataset: Path) -> None:
+    assert problems(made) == []
+    manifest = {"tokenizer": {"file": "tokenizer.model"}, "splits": {"val": {}}}
+    files = {path.name: {} for path in dataset.glob("fineweb_*.bin")}
+    assert contents.content_problems(dataset, {**manifest, "files": files}) == []
+
+
+Damage = Callable[[np.ndarray, np.ndarray], Any]  # of tokens and counts; the counts are changed in place
+
+
+def marks_are_text(tokens: np.ndarray, counts: np.ndarray) -> None:
+    counts[(tokens >= 4) & (tokens < 8)] = 3
+
+
+def documents_begin_with_text(tokens: np.ndarray, counts: np.ndarray) -> None:
+    counts[tokens == shards.BOS_ID] = 1
+
+
+def one_token_late(tokens: np.ndarray, counts: np.ndarray) -> None:
+    counts[:] = np.roll(counts, 1)
+
+
+def everything_twice(tokens: np.ndarray, counts: np.ndarray) -> None:
+    counts *= 2
+
+
+def a_document_counts_nothing(tokens: np.ndarray, counts: np.ndarray) -> None:
+    first, last = np.flatnonzero(tokens == shards.BOS_ID)[[3, 4]]
+    counts[first:last] = 0
+
+
+FAULTS: list[tuple[Damage, str]] = [
+    (marks_are_text, "stands for 3 bytes, expected 0: BOS and the marks"),
+    (documents_begin_with_text, "validation token 0, id 1, stands for 1 bytes, expected 0"),
+    (one_token_late, "expected 0: BOS and the marks"),
+    (everything_twice, "of validation tokens stand for as many bytes"),
+    (a_document_counts_nothing, "validation document 3 has"),
+]
+
+
+@pytest.mark.parametrize(("damage", "told"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_wrong_sidecar_is_told(
+    folder: Path, damage: Damage, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(folder) == 0
+    counts = joined(folder, "fineweb_val_bytes_*.bin")
+    damage(joined(folder, "fineweb_val_[0-9]*.bin"), counts)
+    write_counts(folder, counts)
+    capsys.readouterr()
+    assert verify(folder) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_sum_that_differs_from_the_manifests_is_told(folder: Path) -> None:
+    manifest = shards.read_manifest(folder)
+    manifest["splits"]["val"]["audit"]["sidecar_bytes"] += 1
+    shards.write_manifest(folder, manifest)
+    (problem,) = problems(folder)
+    assert "bytes of text, the manifest says" in problem
+
+
+def test_marks_without_a_sidecar_are_told(folder: Path) -> None:
+    manifest = shards.read_manifest(folder)
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "_bytes_" not in name}
+    (problem,) = contents.content_problems(folder, manifest)
+    assert "CaseOps marks, which are no text" in problem
+
+
+def test_text_that_is_mostly_odd_is_no_wrong_sidecar(made: Path) -> None:
+    """Byte fallbacks count at their last, escaped marks three bytes, white space in runs: all is well."""
+    model = made / shards.read_manifest(made)["tokenizer"]["file"]
+    encoder = Encoder(str(model), made.name)
+    odd = ["東京都🙂" * 40, "\ue004\ue001\ue002 " * 30, "Wide   \n\n  and\t\tTabs " * 20, "ﬁ ½ ㌔ " * 30]
+    tokens: list[int] = []
+    counts: list[int] = []
+    for text in [*odd, " ".join(case.texts()[:5])]:
+        coded = encoder.transform(text)
+        ids = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
+        tokens += ids.tolist()
+        counts += encoder.token_bytes(coded, ids).tolist()
+    tokenizer = shards.load_tokenizer(model)
+    assert contents.sidecar_problems(made, np.array(tokens), np.array(counts), tokenizer) == []
+
+
+def test_a_tokenizer_that_did_not_make_the_shards_is_told(dataset: Path, tmp_path: Path) -> None:
+    """It has as many pieces, so that every id is one of its own."""
+    texts = [text[::-1] for text in tiny.documents()]
+    (tmp_path / "other.model").write_bytes(tiny.train_tokenizer(texts))
+    files = {path.name: {} for path in dataset.glob("fineweb_*.bin")}
+    manifest = {"tokenizer": {"file": str(tmp_path / "other.model")}, "splits": {"val": {}}, "files": files}
+    (problem,) = contents.content_problems(dataset, manifest)
+    assert "come back when they are decoded and encoded" in problem
+
+
+def test_an_id_that_the_tokenizer_lacks_is_told_with_its_place(dataset: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(dataset, tmp_path / "data"))
+    tokens = tiny.tokens_of(folder / "fineweb_train_000001.bin")
+    tokens[77] = tiny.VOCAB_SIZE
+    shards.write_shard(folder / "fineweb_train_000001.bin", tokens)
+    files = {path.name: {} for path in folder.glob("fineweb_*.bin")}
+    manifest = {"tokenizer": {"file": "tokenizer.model"}, "splits": {"val": {}}, "files": files}
+    (problem,) = contents.content_problems(folder, manifest)
+    assert "fineweb_train_000001.bin: token 77 has id 320, the tokenizer has 320 pieces" in problem

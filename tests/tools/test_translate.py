@@ -1,0 +1,244 @@
+"""`translate`: every public command in our settings, as version 0.5.4 took it, or the reason why not."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+from tests.support.public_commands import COMMANDS_FILE, load_public_commands
+from tools.__main__ import main
+from tools.commands import shell_commands
+from tools.translate import NAMES_FILE, published_commands, translate
+from train_gpt import Config
+
+# What each public script reads, with its defaults: facts, written down beside the commands.
+SYSTEMS = json.loads(COMMANDS_FILE.with_name("public_defaults.json").read_text(encoding="utf-8"))["systems"]
+OUTCOMES_FILE = COMMANDS_FILE.with_name("public_outcomes.json")
+
+# What comes of each public command, in the order they are stored: pull request; refused, or the CONFIG that
+# is written (none: it would be mistaken for an ancestor's command; default: no CONFIG); the refused names.
+OUTCOMES = """
+77 default
+0 upstream_baseline
+42 refused MLP_HIDDEN
+49 default
+39 default
+39 refused INT4_LAYERS INT4_STEP
+86 refused FP16_EMBED_EXPORT INT6_LAYER_END INT6_LAYER_START QAT_INT6 USE_ZSTD
+65 default
+63 refused MLP_HIDDEN
+50 refused EVAL_BATCH_SEQS LORA_RANK QAT
+52 default
+61 refused MLP_HIDDEN
+65 default
+265 none
+287 none
+315 none
+549 pr549
+640 refused ACTIVATION ADAM_LR ATTN_PROJ_TYPE BATCH_SCHEDULE_FRACTION BATCH_TOKENS_START BIGRAM_HASH
+    BITNET_GROUP_SIZE CHURN_LOG_EVERY COMPILE_MODE CORR_WEIGHT_LR DIFF_ATTN EMBED_DIM EVAL_DEPTH_RECURRENCE
+    FP_STORAGE LOGIT_HEAD_TYPE MATRIX_OPTIMIZER MLP_GROUPS MTP_HEADS REFINER REFINER_KERNEL ROPE_BASE
+    ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL SLIDING_EVAL_STRIDE SMEAR
+    SOFTCAP_TYPE TEMP_SCALING TRAINING_DEPTH_RECURRENCE TVERSKY_FEATURE_POOLS TVERSKY_MEMBERSHIP
+    TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION VAL_MAX_TOKENS WARMDOWN_FRACTION YARN_MAX_LEN
+1019 refused TARGET_MB
+1060 refused GPTQ_RESERVE_MS
+1204 refused DISABLE_LAYER0_ATTN MIXED_QUANT N_INT6_LAYERS PARALLEL_RESIDUAL POST_GPTQ_EVAL_ONLY
+    RECUR_LAYERS RECUR_START_STEP REPEAT_UNTIE_MLP REPEAT_UNTIE_MLP_LAYERS
+1218 default
+1285 refused MIXED_QUANT N_INT6_LAYERS RECUR_LAYERS
+1285 refused MIXED_QUANT N_INT6_LAYERS RECUR_LAYERS
+1334 refused RECUR_LAYERS RECUR_START_STEP
+1394 default
+1412 refused HESSIAN_CLIP_LAMBDA LOOP_PHASE2_AT
+1413 default
+1477 default
+1514 refused NGRAM_TILT_ENABLED NGRAM_WITHIN_BETA NGRAM_WORD_BETA
+1493 pr1493
+1530 default
+1530 refused EVAL_ONLY_PATH
+1610 refused PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS
+1610 refused EVAL_ONLY_PATH PHASED_TTT_ENABLED PHASED_TTT_PREFIX_DOCS
+1626 refused PHASED_TTT_ENABLED PHASED_TTT_NUM_PHASES PHASED_TTT_PREFIX_DOCS
+1667 refused GATE_ATTN_OUT GATE_ATTN_SRC
+1729 default
+1736 refused GATED_ATTN_ENABLED PHASED_TTT_NUM_PHASES PHASED_TTT_PREFIX_DOCS
+1769 refused GATED_ATTN_ENABLED PHASED_TTT_NUM_PHASES PHASED_TTT_PREFIX_DOCS
+1787 refused PHASED_TTT_ENABLED PHASED_TTT_NUM_PHASES PHASED_TTT_PREFIX_DOCS SPARSE_ATTN_GATE_SCALE
+1855 refused GLOBAL_TTT_MOMENTUM LQER_ASYM_ENABLED LQER_ASYM_GROUP LQER_ENABLED LQER_FACTOR_BITS
+    LQER_RANK LQER_TOP_K PHASED_TTT_ENABLED PHASED_TTT_NUM_PHASES PHASED_TTT_PREFIX_DOCS
+1868 refused PHASED_TTT_NUM_PHASES
+0 none
+542 refused ATTN_VARIANT
+542 default
+641 refused ACTIVATION ADAM_LR ATTN_PROJ_TYPE BATCH_SCHEDULE_FRACTION BATCH_TOKENS_START BIGRAM_HASH
+    BITNET_GROUP_SIZE CHURN_LOG_EVERY COMPILE_MODE CORR_WEIGHT_LR DIFF_ATTN EMA EMA_START_FRACTION EMBED_DIM
+    EVAL_DEPTH_RECURRENCE FP_STORAGE LOGIT_HEAD_TYPE MATRIX_OPTIMIZER MLP_GROUPS MTP_HEADS REFINER
+    REFINER_KERNEL ROPE_BASE ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL
+    SLIDING_EVAL_STRIDE SMEAR SOFTCAP_TYPE TEMP_SCALING TRAINING_DEPTH_RECURRENCE TVERSKY_FEATURE_POOLS
+    TVERSKY_MEMBERSHIP TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION VAL_MAX_TOKENS WARMDOWN_FRACTION YARN_MAX_LEN
+1104 refused HNET_LR_DIFF OUTER_LAYERS RATIO_LOSS_WEIGHT TARGET_AVG_CHUNK_LEN
+1104 refused HNET_LR_DIFF OUTER_LAYERS RATIO_LOSS_WEIGHT TARGET_AVG_CHUNK_LEN
+1104 refused HNET_LR_DIFF OUTER_LAYERS RATIO_LOSS_WEIGHT TARGET_AVG_CHUNK_LEN
+1443 refused JEPA_PRETRAIN_FRAC
+1337 refused LEGENDRE_DEGREE_ATTN LEGENDRE_DEGREE_FFN LEGENDRE_GROUPS LR_SCHEDULE MODE
+    NUM_VIRTUAL_LAYERS
+1644 refused EVAL_OVERLAP EVAL_TEMP GPTQ_NUM_SEQS MUON_EQ_R NUM_ATTN_LAYERS QUANT_BITS QUANT_BITS_EMBED
+    USE_BIGRAM_HASH USE_LZMA WARMDOWN_SHAPE WEIGHT_DECAY
+2058 refused INT6_LAYERS INT6_STEP MLP_RANK STRIDE
+591 pr591
+785 pr785
+1532 pr1493
+"""
+
+
+def translated(settings: dict[str, str]) -> Config:
+    """The settings of a command once it is translated."""
+    found = translate(settings)
+    assert not found.refused
+    config = {"CONFIG": found.config} if found.config else {}
+    return Config.from_env({**config, **found.settings})
+
+
+def subjects(said: dict[str, list[str]]) -> list[str]:
+    return sorted({subject.partition("=")[0] for listed in said.values() for subject in listed})
+
+
+def test_what_comes_of_every_public_command() -> None:
+    expected = re.sub(r"\n +", " ", OUTCOMES.strip()).split("\n")
+    found = []
+    for command in load_public_commands():
+        translation = translate(command.settings)
+        verdict = "refused" if translation.refused else Path(translation.config or "default").stem
+        found.append(" ".join([str(command.pull_request), verdict, *subjects(translation.refused)]))
+    assert found == expected
+
+
+def test_commands_have_the_settings_of_version_0_5_4() -> None:
+    """The same commands are accepted, and their settings are the same, except for those of an ancestor."""
+    then = json.loads(OUTCOMES_FILE.read_text(encoding="utf-8"))["commands"]
+    accepted = [command for command in load_public_commands() if not translate(command.settings).refused]
+    assert [command.pull_request for command in accepted] == [entry["pull_request"] for entry in then]
+    for command, entry in zip(accepted, then, strict=True):
+        found = translate(command.settings)
+        assert found.config == entry["config"]
+        if not found.config.startswith("configs/"):
+            assert translated(command.settings).overrides() == entry["settings"], command.folder
+
+
+@pytest.mark.parametrize(
+    ("pull_request", "name", "parameters"),
+    [(549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
+     (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536)],
+)  # fmt: skip
+def test_the_command_of_an_ancestor_is_its_configuration(
+    pull_request: int, name: str, parameters: int, repo: Path
+) -> None:
+    """Translated, or over its configuration: nothing differs but what names this one run."""
+    (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
+    theirs = Config.from_env({"CONFIG": str(repo / "configs" / f"{name}.env")}).as_env()
+    for config in (
+        translated(command.settings),
+        Config.from_env({"CONFIG": f"configs/{name}.env", **command.settings}),
+    ):
+        with train_gpt.torch.device("meta"):
+            model = train_gpt.GPT(config, seed=None)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        changed = {setting for setting, value in config.as_env().items() if value != theirs[setting]}
+        assert changed <= {"DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "SEED"}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_name_that_a_public_script_reads_is_answered(system: str) -> None:
+    for name in SYSTEMS[system]:
+        found = translate({name: "17"})
+        assert "no setting here" not in "".join(found.refused), name
+
+
+def test_the_stored_commands_of_ancestors_are_their_published_ones() -> None:
+    for config, command in published_commands().items():
+        published = [entry.settings for entry in load_public_commands()]
+        assert any(command.items() <= settings.items() for settings in published), config
+    assert NAMES_FILE.stat().st_size < 25_000
+
+
+STANDS_FOR = """
+VAL_BATCH_TOKENS=4096 : VAL_BATCH_SIZE=4096
+PARALLEL_RESIDUAL_START=7 : PARALLEL_START_LAYER=7 PARALLEL_MODE=gptj
+MATRIX_CLIP_SIGMAS=12.85 : MLP_CLIP_SIGMAS=12.85 ATTN_CLIP_SIGMAS=12.85
+MATRIX_CLIP_SIGMAS=12.85 MLP_CLIP_SIGMAS=10 : MLP_CLIP_SIGMAS=10.0 ATTN_CLIP_SIGMAS=12.85
+SLIDING_WINDOW_ENABLED=0 : EVAL_STRIDE=0 TTT_ENABLED=0
+WARMDOWN_ITERS=0 : WARMDOWN_ITERS=0
+DATA_DIR=/x/ : DATA_PATH=/x/datasets/fineweb10B_sp8192 TOKENIZER_PATH=/x/tokenizers/fineweb_8192_bpe.model
+DATA_DIR=/x VOCAB_SIZE=1024 DATA_PATH=/y : DATA_PATH=/y TOKENIZER_PATH=/x/tokenizers/fineweb_1024_bpe.model
+DATASETS_DIR=/y DATA_DIR=/x : DATA_PATH=/y
+TTT_EVAL_SEQ_LEN=1024 : EVAL_SEQ_LEN=1024
+TTT_MASK=no_qv : TTT_LORA_TARGETS=k,o,mlp,head
+"""
+
+
+@pytest.mark.parametrize("line", STANDS_FOR.strip().split("\n"))
+def test_what_a_name_stands_for(line: str) -> None:
+    given, _, expected = line.partition(" : ")
+    found = translated(dict(pair.split("=", 1) for pair in given.split())).as_env()
+    for pair in expected.split():
+        name, _, value = pair.partition("=")
+        assert found[name] == value
+
+
+def test_our_own_name_wins_and_is_told_of() -> None:
+    both = translate({"MATRIX_CLIP_SIGMAS": "12.85", "MLP_CLIP_SIGMAS": "10"})
+    assert "MLP_CLIP_SIGMAS=10 is given, too, and wins" in "".join(both.notes)
+    assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
+
+
+# -- the verb ------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_prints_a_command_that_the_script_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [entry for entry in load_public_commands() if entry.pull_request == 785]
+    pairs = " ".join(f"{name}={value}" for name, value in command.settings.items())
+    text = f"NCCL_NET=Socket {pairs} \\\n  torchrun --nproc_per_node=4 folder/train_gpt.py"
+    assert main(["translate", text]) == 0
+    *comments, last = capsys.readouterr().out.splitlines()
+    settings = "CONFIG=configs/pr785.env NCCL_NET=Socket SEED=1337"
+    assert last == f"{settings} torchrun --standalone --nproc_per_node=4 train_gpt.py"
+    assert all(line.startswith("# note: ") for line in comments)
+    assert any("SWA_ENABLED=1 SWA_EVERY=50: no effect" in line for line in comments)
+    (again,) = shell_commands(last)
+    assert train_gpt.public_answers(again.settings) == []
+
+
+def test_a_refused_command_is_a_comment_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "LQER_RANK=4 MATRX_LR=1 SEED=2 NEW_THING=1 NUM_HEADS=3 python train_gpt.py"
+    assert main(["translate", text]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("# ") for line in lines)
+    for part in (
+        "# refused: LQER_RANK=4: there is no low-rank correction of rounding errors; leave it out",
+        "# refused: MATRX_LR=1: no setting here; did you mean MATRIX_LR?",
+        "# refused: NEW_THING=1: no setting here; leave it out",
+        "# NUM_HEADS=3 SEED=2 python train_gpt.py",
+    ):
+        assert part in lines
+    assert any("expected MODEL_DIM as a multiple of NUM_HEADS" in line for line in lines)
+
+
+def test_assignments_alone_and_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["translate", "MUON_WEIGHT_DECAY=0.09"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
+    monkeypatch.setattr("sys.stdin", io.StringIO("export SEED=3\ntorchrun train_gpt.py\n"))
+    assert main(["translate"]) == 0
+    assert capsys.readouterr().out == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
+
+
+def test_an_open_quotation_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "NAME='open torchrun train_gpt.py"]) == 2
+    assert "close the quotation" in capsys.readouterr().err
