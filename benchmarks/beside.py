@@ -154,7 +154,8 @@ class Race:
         )  # fmt: skip
         found = {
             **{name: self.ours[name] for name in shared},
-            **in_our_names({**self.geometry(), **self.settings_of_theirs}, self.as_theirs_config), "CONFIG": str(self.as_theirs_config),
+            **in_our_names({**self.geometry(), **self.settings_of_theirs}, self.as_theirs_config),
+            "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip
         return {**found, **experiments.seconds_of_training(self.seconds, found)}
@@ -466,7 +467,6 @@ def measure(arguments: argparse.Namespace) -> None:
         "code_bytes": {"theirs": len(theirs), "ours": race.code_bytes},
     }  # fmt: skip
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, paired.Runs] = {}
     for seed in arguments.seeds:
         for side in arguments.only:
             path = run_path(arguments.runs, side, seed).with_suffix(".json")
@@ -475,6 +475,7 @@ def measure(arguments: argparse.Namespace) -> None:
                     found = {"measured": measured, **race.measure(side, seed)}
                     results.write_text(path, json.dumps(found) + "\n")
                     print(f"{side}, seed {seed}: {path}", file=sys.stderr, flush=True)
+    rows: dict[str, paired.Runs] = {}
     for side in SIDES:
         for path in sorted(arguments.runs.glob(f"{run_path(arguments.runs, side, 0).name[:-1]}*.json")):
             run = json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import bz2
-import importlib
+import contextlib
 import lzma
 import sys
 import time
@@ -69,34 +69,27 @@ def entropy_bytes(roles: Roles) -> float:
     return total
 
 
-def package(name: str) -> object | None:
-    """An optional package, or None."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def general_coders() -> list[Coder]:
-    """The compressors of the public stacks, each at its strongest setting."""
-    zstandard = package("zstandard")
-    brotli = package("brotli")
+    """The compressors of the public stacks, each at its strongest setting; None: its package is missing."""
     extreme = 9 | lzma.PRESET_EXTREME
-    return [
+    found: list[Coder] = [
         ("zlib-9", lambda data: zlib.compress(data, 9), zlib.decompress),
         ("bz2-9", lambda data: bz2.compress(data, 9), bz2.decompress),
         ("lzma-9e", lambda data: lzma.compress(data, preset=extreme), lzma.decompress),
-        (
-            "zstd-22",
-            zstandard.ZstdCompressor(level=22).compress if zstandard else None,
-            zstandard.ZstdDecompressor().decompress if zstandard else None,
-        ),
-        (
-            "Brotli-11",
-            (lambda data: brotli.compress(data, quality=11, lgwin=24)) if brotli else None,
-            brotli.decompress if brotli else None,
-        ),
+        ("zstd-22", None, None),
+        ("Brotli-11", None, None),
     ]
+    with contextlib.suppress(ImportError):
+        import zstandard
+
+        found[3] = (
+            "zstd-22", zstandard.ZstdCompressor(level=22).compress, zstandard.ZstdDecompressor().decompress)
+    with contextlib.suppress(ImportError):
+        import brotli
+
+        found[4] = (
+            "Brotli-11", lambda data: brotli.compress(data, quality=11, lgwin=24), brotli.decompress)
+    return found
 
 
 def map_list(function: Callable[[bytes], bytes], blobs: list[bytes]) -> list[bytes]:
@@ -135,9 +128,8 @@ def measure(label: str, roles: Roles) -> dict[str, Any]:
         if compress is None or decompress is None:
             coders.append({"name": name})
             continue
-        pack = partial(map_list, compress, blobs)
-        unpack = partial(map_list, decompress)
-        coders.append(timed(name, pack, unpack)[0])
+        pack, unpack = (partial(map_list, function) for function in (compress, decompress))
+        coders.append(timed(name, partial(pack, blobs), unpack)[0])
         print(label, coders[-1], file=sys.stderr, flush=True)
     return {
         "label": label,

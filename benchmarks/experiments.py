@@ -32,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sentencepiece import SentencePieceProcessor
+
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
@@ -132,8 +134,10 @@ def read_arms(table: dict[str, Any], size: str) -> dict[str, Arm]:
     fitting = table.get("sizes", list(sizes))  # a table that names layers is of one depth
     if size not in fitting:
         raise ExperimentError(f"--size {size}: expected one of {', '.join(fitting)}")
-    geometry = as_settings(sizes[size]["geometry"])
-    of_default = as_settings(sizes[size]["default"])
+    own = sizes[size]
+    like = sizes[own.get("as", size)]
+    geometry = as_settings({**like["geometry"], **own["geometry"]})
+    of_default = as_settings({**like["default"], **own.get("default", {})})
     arms: dict[str, Arm] = {}
     for name, row in table["arms"].items():
         own = as_settings({key: value for key, value in row.items() if key.isupper()})
@@ -412,27 +416,18 @@ def tables(measured: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     for score in measured["scores"]:
         lines += score_table(rows, score)
-    changes = []
-    for name, changed in measured["changes"].items():
-        if changed and name in rows:
-            changes.append(f"{name}: {changed}")
+    changes = [f"{name}: {changed}" for name, changed in measured["changes"].items() if changed]
     return [*lines, "", f"The arms change: {'; '.join(changes)}."] if changes else lines
 
 
-def told_changes(table: dict[str, Any]) -> dict[str, str]:
-    """What each arm changes, in words of settings."""
+def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
+    """What each of these arms changes, in words of settings."""
     found = {}
-    for name, row in table["arms"].items():
+    for name in arms:
+        row = table["arms"][name]
         words = [f"{key}={value}" for key, value in row.items() if key.isupper()]
         found[name] = " ".join([*words, *(f"{key} {row[key]}" for key in ("patch", "of") if key in row)])
     return found
-
-
-def vocabulary_of(tokenizer: Path) -> int:
-    """Pieces of a SentencePiece model."""
-    import sentencepiece
-
-    return int(sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).vocab_size())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -469,7 +464,7 @@ def experiment(arguments: argparse.Namespace) -> int:
     shared = {
         "DATA_PATH": str(arguments.data.resolve()),
         "TOKENIZER_PATH": str(arguments.tokenizer.resolve()),
-        "VOCAB_SIZE": str(vocabulary_of(arguments.tokenizer)),
+        "VOCAB_SIZE": str(SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()),
         **dict(one.split("=", 1) for one in arguments.set),
     }
     budget = Budget(arguments.steps, arguments.seconds, arguments.flops)
@@ -484,7 +479,7 @@ def experiment(arguments: argparse.Namespace) -> int:
     measured = {
         "title": table["title"], "about": table["about"], "data": arguments.data.name, "size": arguments.size,
         "budget": str(budget), "bytes": arguments.bytes, "scores": arguments.scores or table["scores"],
-        "changes": told_changes(table), "rows": rows,
+        "changes": told_changes(table, list(rows)), "rows": rows,
     }  # fmt: skip
     of_first = next(iter(rows.values()))[0]["conditions"]
     results.finish(name, of_first, measured, arguments.keep)

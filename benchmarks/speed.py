@@ -5,8 +5,7 @@
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
 machine meets both alike; the two must see the same tokens (stream hash) and print the same losses, or the
-program fails. On a GPU it adds model FLOPs utilization (6 P per token for every visit of a layer and the
-head, plus 6 T D per token and visit for causal attention, over the dense bf16 peak).
+program fails.
 
 With --against another version of the script is measured beside this one instead, each with one thread in a
 process of its own and, where there are two, on a core of its own; the turns alternate, and the cores are
@@ -37,8 +36,7 @@ from train_gpt import Config, Training  # noqa: E402
 TITLE = "Step time and scoring speed"
 TURN_STEPS = 5
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
-PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
-STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | n |"
+STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | n |"
 AGAINST_HEADER = "| config | script | step ms | p20 | p80 | CPU ms | tokens/s | last losses | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
 def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dict[str, str]:
@@ -51,7 +49,7 @@ def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dic
 
 
 def flops_per_token(config: Config, looping: bool) -> float:
-    """Forward and backward, of one token: products with weights, and causal attention."""
+    """Forward and backward, of one token: 6 P for each visit of a layer and the head, 6 T D for attention."""
     visits = sum(map(len, train_gpt.visit_order(config, looping)))
     width = config.model_dim
     kv = config.num_kv_heads * config.head_dim
@@ -127,14 +125,11 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         losses = [one.losses for one in taken]
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
     first = trainings[0]
-    looping = train_gpt.loop_is_on(PROGRESS, first.config)
     measured = {
         "config": arguments.config.stem, "stream_hash": f"{hashes.pop():016x}",
         "steps": [{"prefetch": training.config.train_prefetch, "ms": one.ms, "wait_ms": one.wait_ms}
                   for training, one in zip(trainings, taken, strict=True)],
         "tokens_per_step": first.config.train_batch_tokens,
-        "flops_per_token": flops_per_token(first.config, looping),
-        "gpu": first.run.machine.on_gpu,
         "scoring": scoring(first, arguments.targets),
     }  # fmt: skip
     for training in trainings:
@@ -222,11 +217,9 @@ def tables(measured: dict[str, Any]) -> list[str]:
         median_ms = statistics.median(step["ms"])
         waits = statistics.quantiles(step["wait_ms"], n=100)
         per_second = tokens / median_ms * 1e3
-        share = measured["flops_per_token"] * per_second / PEAK_TFLOPS / 1e12
-        mfu = f"{share:.1%}" if measured.get("gpu") else "-"
         lines.append(
             f"| {name} | {step['prefetch']:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} | {per_second:,.0f} "
-            f"| {statistics.median(step['wait_ms']):.2f}, {waits[98]:.2f} | {mfu} | {len(step['ms'])} |"
+            f"| {statistics.median(step['wait_ms']):.2f}, {waits[98]:.2f} | {len(step['ms'])} |"
         )
     lines += [
         "",

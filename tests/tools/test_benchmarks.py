@@ -28,6 +28,7 @@ from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 from tools.markdown import refresh
 from tools.prove import tiny
 from tools.prove.probes import make_subject
+from tools.runs.folder import Folder
 
 
 def test_the_page_follows_from_the_raw_figures() -> None:
@@ -76,7 +77,7 @@ def test_every_figure_is_of_the_release(repo: Path) -> None:
     of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}
     assert of and set(of.values()) == {script[:12]}, of
     for record in own_records(repo):
-        source = (record / "train_gpt_readable.py").read_bytes()
+        source = (Folder(record).readable or record / "train_gpt.py").read_bytes()
         assert hashlib.sha256(source).hexdigest() == script, f"{record} is of another script"
 def test_the_commit_of_the_release_holds_its_script(repo: Path) -> None:
     """Where the history is there; an unpacked archive has none."""
