@@ -241,6 +241,11 @@ def figures(directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def without_places(settings: dict[str, str]) -> dict[str, str]:
+    """Settings for a record, with the names of data and tokenizer instead of their places on this machine."""
+    return {name: Path(value).name if name.endswith("_PATH") else value for name, value in settings.items()}
+
+
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """Whether this process alone may write the file; a process that dies gives its claim back."""
@@ -288,7 +293,7 @@ class Experiment:
         if not path.exists():
             return None
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        mine = {"arm": name, "settings": self.settings(name), "patch": self.arms[name].patch}
+        mine = {"arm": name, "settings": without_places(self.settings(name)), "patch": self.arms[name].patch}
         for key, value in mine.items():
             if record[key] != value:
                 raise ExperimentError(
@@ -314,7 +319,7 @@ class Experiment:
             found.update({key: trained[key] for key in ("steps", "seconds", "stream_hash")})
             found["scores"] = {**trained["scores"], **found["scores"]}
         source = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-        record = {"arm": name, "patch": arm.patch, "settings": settings, "source": source,
+        record = {"arm": name, "patch": arm.patch, "settings": without_places(settings), "source": source,
                   **found, "seed": seed, "conditions": before}  # fmt: skip
         results.write_text(self.record_path(name, seed), json.dumps(record, indent=1) + "\n")
         told = " ".join(f"{score}={value:.4f}" for score, value in found["scores"].items())

@@ -238,4 +238,5 @@ def test_a_run_is_the_script_s_own_and_its_artifact_is_scored_once_more(
     assert scored["scores"]["float"] == trained["scores"]["float"]
     assert scored["scores"]["roundtrip"] == pytest.approx(trained["scores"]["roundtrip"], abs=1e-9)
     assert all(math.isfinite(score) for score in scored["scores"].values())
+    assert trained["settings"]["DATA_PATH"] == dataset.name  # a record names no place of this machine
     assert trained["bytes"] == (tmp_path / "base-seed1" / "model.bin").stat().st_size
