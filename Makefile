@@ -95,10 +95,9 @@ gpu-check: $(READY) ## the first hour on a GPU: tests, steps, memory and a score
 soak: $(READY) ## a long run under faults (SOAK_SECONDS=1200)
 	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/faults/soak.py
 
-bench: $(READY) ## print what loader, coder, kernels and a whole run cost (KEEP=1: put it into benchmarks/, too)
+bench: $(READY) ## print what loader, coder, steps and kernels cost (KEEP=1: put it into benchmarks/, too)
 	@$(RUN) data/sample.py
 	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py $(KEEP_OPTION) || exit 1; done
-	@CONFIG=configs/cpu_demo.env $(RUN) benchmarks/checkpoint.py $(KEEP_OPTION)
 	@$(RUN) benchmarks/kernels.py $(KEEP_OPTION) || test $$? -eq 2  # 2: no GPU, and it says so
 
 docs: $(READY) ## write every generated table of README.md, records/README.md and benchmarks/RESULTS.md

@@ -3,25 +3,23 @@
     python benchmarks/beside.py ~/parameter-golf/train_gpt.py --data data/datasets/fineweb_sample_sp1024
         --tokenizer data/tokenizers/fineweb_1024_bpe.model --runs DIR [--config configs/cpu_demo.env]
         [--set NAME=VALUE ...] [--theirs NAME=VALUE ...] [--as-theirs configs/pr549.env]
-        [--seconds 180] [--clock cpu] [--seeds 1337 42 2025]
-        [--only speed theirs "theirs shuffled" "ours as theirs" ours] [--keep]
+        [--seconds 180] [--seeds 1337 42 2025] [--only speed theirs "theirs shuffled" ours ...] [--keep]
 
-PATH is your own copy of a script that `benchmarks/upstream.py` can run. It has its own defaults, but for what
-must be equal, the config's width, depth, heads, MLP, vocabulary, sequence length and tokens a step, and for
---theirs: layers that this depth lacks, and what counts steps, as its own run has far more of them. `ours as
-theirs` is this script with the model, the optimizer settings and the order of the data of theirs, which
---as-theirs and --theirs name; ours has the settings of --config and --set. All get the same seconds of one
-thread, by the wall or by the CPU, which other programs on the machine spoil less; each then quantizes, and is
-scored without overlap on the same first part of the validation text. `speed` takes turns of a few steps.
+PATH is your own copy of a script that `benchmarks/upstream.py` can run. It keeps its own defaults, except for
+the config's width, depth, heads, MLP, vocabulary, sequence length and tokens a step, which all sides share,
+and for --theirs: layers that this depth lacks, and what counts steps, as its own run has far more of them.
+`ours as theirs` is this script with the model, the optimizer settings and the order of the data of theirs,
+which --as-theirs and --theirs name. `ours` has the settings of --config and --set. All get the same CPU
+seconds of one thread. Each then quantizes, and is scored without overlap on the same first part of the
+validation text. `speed` times steps in turns.
 
-A script is fed as its own loader reads: shards in their order, or shuffled sequences; `theirs shuffled` gives
-one of the first kind what ours trains on. Where it keeps an average of its weights, the average and the last
-weights are scored, and the better ones count. One that does not quantize like the baseline is not shipped:
-then the scores before quantization are compared.
+A script is fed as its own loader reads: shards in their order, or shuffled sequences. The sides whose names
+say so get the other order; `theirs shuffled` trains on what ours trains on. Where a script keeps an average
+of its weights, the average and the last weights are scored, and the better ones count. One that does not
+quantize like the baseline is not shipped: then the scores before quantization are compared.
 
-Runs are kept in DIR, and several processes started alike share the work: two of them run two sides at a time,
-each on a core of its own, swapped from seed to seed. A result that --keep stores has the name of your copy,
-`pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
+Runs are kept in DIR, and several processes started alike share the work. A result that --keep stores has the
+name of your copy, `pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -51,19 +51,22 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import ablation, paired, results, speed, tune  # noqa: E402
+from benchmarks import experiments, paired, results, speed  # noqa: E402
+from benchmarks.experiments import mean_of  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
-from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches  # noqa: E402
-from tools.translate import translate  # noqa: E402
+from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
 TITLE = "A public script beside this one"
 BASELINE = REPO / "configs" / "upstream_baseline.env"
 SHUFFLED = "theirs shuffled"
 AS_THEIRS = "ours as theirs"
-SIDES = ["speed", "theirs", SHUFFLED, AS_THEIRS, "ours"]
-USUAL_SIDES = ["speed", "theirs", AS_THEIRS, "ours"]
+AS_THEIRS_SHUFFLED = "ours as theirs, shuffled"
+IN_ORDER = "ours in order"
+SIDES = ["speed", "theirs", SHUFFLED, AS_THEIRS, AS_THEIRS_SHUFFLED, IN_ORDER, "ours"]
 OF_THEIRS = ("theirs", SHUFFLED)
+# Sides of ours whose order of the text is not that of their settings.
+ORDERS = {AS_THEIRS_SHUFFLED: {"SHUFFLE": "1"}, IN_ORDER: {"SHUFFLE": "0"}}
 SPEED_HEADER = "| script | CPU ms a step | p20 | p80 | tokens/s | times theirs | n |"
 SCORE_HEADER = (
     "| script | parameters | steps | float bpb | weights, bytes | code, bytes | "
@@ -86,8 +89,12 @@ UNSHIPPED = (
     "weights of all are compared before quantization."
 )
 # Ours as theirs minus theirs is the implementation, ours minus ours as theirs the recipe.
-COMPARED = [(SHUFFLED, "theirs"), (AS_THEIRS, "theirs"), ("ours", AS_THEIRS), ("ours", "theirs")]
+COMPARED = [
+    (SHUFFLED, "theirs"), (AS_THEIRS, "theirs"), (AS_THEIRS_SHUFFLED, SHUFFLED), (IN_ORDER, AS_THEIRS),
+    ("ours", AS_THEIRS_SHUFFLED), ("ours", AS_THEIRS), ("ours", "theirs"),
+]  # fmt: skip
 SPEED_TURNS = 8
+PROGRAM = (Path(__file__), REPO / "benchmarks/upstream.py", *experiments.PROGRAM)
 SCORED_ROWS = 64  # sequences of a batch
 
 
@@ -96,30 +103,29 @@ class Race:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.path: Path = arguments.path
-        self.clock: str = arguments.clock
-        self.seeds: list[int] = arguments.seeds
-        self.scored: list[str] = [side for side in arguments.only if side != "speed"]
+        self.runs: Path = arguments.runs
         self.as_theirs_config: Path = arguments.as_theirs or BASELINE
         self.settings_of_theirs = dict(item.split("=", 1) for item in arguments.theirs)
         self.ours = {
             "CONFIG": str(arguments.config), "DATA_PATH": str(arguments.data), "DEVICE": "cpu",
-            "TOKENIZER_PATH": str(arguments.tokenizer), "MAX_WALLCLOCK_SECONDS": str(arguments.seconds),
-            "ITERATIONS": "1000000", "GPTQ_RESERVE_SECONDS": "0", "VAL_TOKENS_LIMIT": "0",
+            "TOKENIZER_PATH": str(arguments.tokenizer), "ITERATIONS": "1000000", "COMPUTE_DTYPE": "float32",
+            "CPU_THREADS": "1", "EVAL_STRIDE": "0", "TTT_ENABLED": "0", "VAL_LOSS_EVERY": "0",
+            "WARMUP_STEPS": "0", "MAX_EVAL_SECONDS": "0",
             **dict(item.split("=", 1) for item in arguments.set),
         }  # fmt: skip
-        config = Config.from_env(self.ours)
         source = (REPO / "train_gpt.py").read_bytes()
-        self.code_bytes = len(train_gpt.shipped_code(source, config.code_bytes))
+        self.code_bytes = len(train_gpt.shipped_code(source))
         # Whole sequences, so that both score the same targets with the same context.
-        targets = arguments.val_tokens // config.train_seq_len * config.train_seq_len
-        self.ours["VAL_TOKENS_LIMIT"] = str(targets)
-        self.ours["ARTIFACT_BYTES_MAX"] = str(config.artifact_bytes_max - self.code_bytes)
+        length = Config.from_env(self.ours).train_seq_len
+        self.ours["VAL_TOKENS_LIMIT"] = str(arguments.val_tokens // length * length)
+        self.seconds: float = arguments.seconds
+        self.ours.update(experiments.seconds_of_training(self.seconds, self.ours))
         self.config = Config.from_env(self.ours)
         fixed = sorted(self.settings_of_theirs.keys() & {*self.geometry(), "SEED"})
         if fixed:
             raise UpstreamError(
                 f"--theirs {' '.join(fixed)}: is equal on all sides; give it to --set or --seeds")
-        if {"speed", AS_THEIRS} & set(arguments.only):
+        if {"speed", AS_THEIRS, AS_THEIRS_SHUFFLED} & set(arguments.only):
             self.check_as_theirs(arguments)
 
     def geometry(self) -> dict[str, str]:
@@ -138,23 +144,21 @@ class Race:
             raise UpstreamError(
                 f"{self.path}: which config is this script in ours? Name it with --as-theirs, like "
                 f"configs/pr549.env, or leave speed and '{AS_THEIRS}' out of --only")
-        refused = translate(self.settings_of_theirs, str(self.as_theirs_config)).refused
-        for answer, pairs in refused.items():
-            raise UpstreamError(f"--theirs {' '.join(pairs)}: {answer}; leave speed and '{AS_THEIRS}' out")
         Config.from_env(self.as_theirs())
 
     def as_theirs(self) -> dict[str, str]:
-        """Our settings for their model and optimizer, theirs translated."""
-        theirs = translate(self.settings_of_theirs, str(self.as_theirs_config)).settings
+        """Our settings for their model and optimizer."""
         shared = (
-            "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "MAX_WALLCLOCK_SECONDS", "ITERATIONS",
-            "GPTQ_RESERVE_SECONDS", "VAL_TOKENS_LIMIT",
+            "DATA_PATH", "TOKENIZER_PATH", "DEVICE", "ITERATIONS", "VAL_TOKENS_LIMIT", "COMPUTE_DTYPE",
+            "CPU_THREADS", "EVAL_STRIDE", "TTT_ENABLED", "VAL_LOSS_EVERY", "WARMUP_STEPS", "MAX_EVAL_SECONDS",
         )  # fmt: skip
-        return {
-            **{name: self.ours[name] for name in shared}, **self.geometry(), **theirs,
+        found = {
+            **{name: self.ours[name] for name in shared},
+            **in_our_names({**self.geometry(), **self.settings_of_theirs}, self.as_theirs_config),
             "CONFIG": str(self.as_theirs_config),
             "MICRO_BATCH_TOKENS": str(self.config.train_batch_tokens), "VAL_BATCH_SIZE": "65536",
         }  # fmt: skip
+        return {**found, **experiments.seconds_of_training(self.seconds, found)}
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: the shards in their order, again after the last one."""
@@ -175,27 +179,24 @@ class Race:
                 batch = loader.next_batch()
                 yield batch.inputs_BT, batch.targets_BT
 
-    def use_core(self, side: str, seed: int) -> None:
-        """One of two cores for each run: the other one for the next side, and for the next seed."""
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if len(cores) > 1:
-            place = (self.seeds.index(seed) + self.scored.index(side)) % 2
-            os.sched_setaffinity(0, {cores[place]})
-
-    def measure(self, settings: dict[str, str], seed: int, clock: str) -> dict[str, Any]:
-        """One side with one seed."""
-        side = settings["SIDE"]
+    def measure(self, side: str, seed: int) -> dict[str, Any]:
+        """One side with one seed, and the conditions it was measured under."""
+        before = experiments.conditions("float32", PROGRAM)
         if side == "speed":
-            return {"seed": seed, **self.speeds(seed)}
-        all_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        self.use_core(side, seed)
-        try:
-            if side in OF_THEIRS:
-                return self.theirs(seed, shuffled=side == SHUFFLED)
-            return tune.measure(self.as_theirs() if side == AS_THEIRS else self.ours, seed, clock)
-        finally:
-            if all_cores is not None:
-                os.sched_setaffinity(0, all_cores)
+            found = {"seed": seed, **self.speeds(seed)}
+        elif side in OF_THEIRS:
+            found = self.theirs(seed, shuffled=side == SHUFFLED)
+        else:
+            found = self.ours_of(side, seed)
+        return {**found, "conditions": before}
+
+    def ours_of(self, side: str, seed: int) -> dict[str, Any]:
+        """A run of this script."""
+        settings = self.as_theirs() if side.startswith(AS_THEIRS) else self.ours
+        settings = {**settings, **ORDERS.get(side, {}), "SEED": str(seed)}
+        found = experiments.run_script(REPO / "train_gpt.py", settings, run_path(self.runs, side, seed))
+        scores = found.pop("scores")
+        return {**found, "float_bpb": scores["float"], "val_bpb": scores["roundtrip"]}
 
     def upstream(self, seed: int, clock: TrainingClock | None = None) -> Upstream:
         """Their script, waiting for its first batch."""
@@ -207,7 +208,7 @@ class Race:
 
         Without val_bpb and bytes for a script that nothing here ships.
         """
-        clock = TrainingClock(ablation.clock(self.clock), self.config.max_wallclock_seconds)
+        clock = TrainingClock(time.process_time, self.seconds)
         with self.upstream(seed, clock) as upstream:
             if shuffled and upstream.shuffles:
                 raise UpstreamError(f"{self.path}: shuffles by itself; leave '{SHUFFLED}' out of --only")
@@ -267,20 +268,14 @@ class Race:
                 turns[name] = ends.enter_context(Turns(REPO / "train_gpt.py", settings))
             for turn in range(SPEED_TURNS + 1):
                 new = {name: ours.steps(speed.TURN_STEPS).cpu_ms for name, ours in turns.items()}
-                new["theirs"] = self.cpu_ms(upstream, [next(feed) for _ in range(speed.TURN_STEPS)])
+                new["theirs"] = []
+                for inputs_BT, targets_BT in itertools.islice(feed, speed.TURN_STEPS):
+                    start = time.process_time()
+                    upstream.step(inputs_BT, targets_BT)
+                    new["theirs"].append(1e3 * (time.process_time() - start))
                 for name, cpu_ms in new.items():
                     taken[name] += cpu_ms if turn else []  # the first steps allocate
         return taken
-
-    def cpu_ms(self, upstream: Upstream, steps: list[tuple[Tensor, Tensor]]) -> list[float]:
-        """CPU milliseconds of these steps."""
-        found = []
-        for inputs_BT, targets_BT in steps:
-            start = time.process_time()
-            upstream.step(inputs_BT, targets_BT)
-            found.append(1e3 * (time.process_time() - start))
-        return found
-
 
 def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
     """The table of step times."""
@@ -300,26 +295,16 @@ def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
     return ["", *paired.table(SPEED_HEADER, lines)]
 
 
-def mean(runs: paired.Runs, figure: str) -> float:
-    """Over the runs."""
-    return statistics.mean(run[figure] for run in runs)
-
-
-def shipped_line(name: str, runs: paired.Runs, theirs: paired.Runs, code_bytes: int) -> str:
-    """A line of the table of what is shipped."""
-    return (
-        f"| {name} | {runs[0]['parameters']:,} | {mean(runs, 'steps'):.0f} | {mean(runs, 'float_bpb'):.4f} | "
-        f"{mean(runs, 'bytes'):,.0f} | {code_bytes:,} | {paired.cells(runs, theirs)}"
-    )
-
-
-def float_line(name: str, runs: paired.Runs, theirs: paired.Runs) -> str:
-    """A line of the table of weights before quantization; runs: with that score as their val_bpb."""
-    both = "- | -"
-    if "average_bpb" in runs[0]:
-        both = f"{mean(runs, 'last_bpb'):.4f} | {mean(runs, 'average_bpb'):.4f}"
-    steps = f"{mean(runs, 'steps'):.0f}"
-    return f"| {name} | {runs[0]['parameters']:,} | {steps} | {both} | {paired.cells(runs, theirs)}"
+def score_line(name: str, runs: paired.Runs, theirs: paired.Runs, code_bytes: int) -> str:
+    """A line of the table; code_bytes: 0 where weights are compared before quantization."""
+    size = f"{runs[0]['parameters']:,} | {mean_of(runs, 'steps'):.0f}"
+    if code_bytes:
+        told = f"{mean_of(runs, 'float_bpb'):.4f} | {mean_of(runs, 'bytes'):,.0f} | {code_bytes:,}"
+    elif "average_bpb" in runs[0]:
+        told = f"{mean_of(runs, 'last_bpb'):.4f} | {mean_of(runs, 'average_bpb'):.4f}"
+    else:
+        told = "- | -"
+    return f"| {name} | {size} | {told} | {paired.cells(runs, theirs)}"
 
 
 def seed_by_seed(rows: dict[str, paired.Runs], name: str, other: str) -> list[str]:
@@ -339,20 +324,6 @@ def is_shipped(rows: dict[str, paired.Runs]) -> bool:
     return all("val_bpb" in run for name, runs in rows.items() if name != "speed" for run in runs)
 
 
-def averages_weights(rows: dict[str, paired.Runs]) -> bool:
-    """Whether the public script keeps an average of its weights."""
-    return any("average_bpb" in run for name in OF_THEIRS for run in rows.get(name, []))
-
-
-def told_of_shipping(rows: dict[str, paired.Runs]) -> str:
-    """Why weights are compared before quantization, and what ours would ship."""
-    ours = rows.get("ours", [])
-    if not ours:
-        return UNSHIPPED
-    size_bytes, val_bpb = mean(ours, "bytes"), mean(ours, "val_bpb")
-    return f"{UNSHIPPED} Ours ships {size_bytes:,.0f} bytes of weights, which score {val_bpb:.4f}."
-
-
 def score_lines(rows: dict[str, paired.Runs], code_bytes: dict[str, int]) -> list[str]:
     """The table of scores, and the differences seed by seed."""
     scored = {name: rows[name] for name in SIDES if name in rows and name != "speed"}
@@ -363,13 +334,15 @@ def score_lines(rows: dict[str, paired.Runs], code_bytes: dict[str, int]) -> lis
     theirs = scored.get("theirs", [])
     lines = []
     for name, runs in scored.items():
-        if shipped:
-            code = code_bytes["theirs" if name in OF_THEIRS else "ours"]
-            lines.append(shipped_line(name, runs, theirs, code))
-        else:
-            lines.append(float_line(name, runs, theirs))
-    told = [] if shipped else ["", told_of_shipping(rows)]
-    if averages_weights(rows):
+        code = code_bytes["theirs" if name in OF_THEIRS else "ours"] if shipped else 0
+        lines.append(score_line(name, runs, theirs, code))
+    told = []
+    if not shipped:
+        told += ["", UNSHIPPED]
+        if "ours" in rows:
+            size_bytes, val_bpb = mean_of(rows["ours"], "bytes"), mean_of(rows["ours"], "val_bpb")
+            told[-1] += f" Ours ships {size_bytes:,.0f} bytes of weights, which score {val_bpb:.4f}."
+    if any("average_bpb" in run for name in OF_THEIRS for run in rows.get(name, [])):
         told += ["", AVERAGED]
     for name, other in COMPARED:
         told += seed_by_seed(scored, name, other)
@@ -386,7 +359,7 @@ def told_sides(measured: dict[str, Any]) -> str:
     told = [f"Theirs: `{measured['public']}` of {measured['sha256']}, {theirs}"]
     if SHUFFLED in rows:
         told.append(f"{SHUFFLED}: on the sequences that ours trains on")
-    if "speed" in rows or AS_THEIRS in rows:
+    if {"speed", AS_THEIRS, AS_THEIRS_SHUFFLED} & rows.keys():
         config = measured.get("as_theirs", "upstream_baseline.env")
         same = " with the same settings" if given else ""
         told.append(f"{AS_THEIRS}: `{config}` at this geometry{same}")
@@ -452,27 +425,35 @@ def main() -> None:
         help="the config that is the public script in ours; of train_gpt.py configs/upstream_baseline.env",
     )  # fmt: skip
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, one file each")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="cpu")
     parser.add_argument("--val-tokens", type=int, default=200_000, help="targets to score")
-    paired.add_options(parser, SIDES)
-    parser.set_defaults(seconds=180.0, only=USUAL_SIDES)
+    parser.add_argument("--seconds", type=float, default=180.0, help="of the CPU, of training of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 42, 2025])
+    parser.add_argument(
+        "--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=", ".join(SIDES))
+    parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
     arguments = parser.parse_args()
     for item in (*arguments.set, *arguments.theirs):
         if "=" not in item:
             parser.error(f"{item}: expected NAME=VALUE")
     try:
         measure(arguments)
-    except (UpstreamError, ConfigError) as error:
+    except (UpstreamError, ConfigError, experiments.ExperimentError) as error:
         raise SystemExit(str(error)) from error
+
+
+def run_path(runs: Path, side: str, seed: int) -> Path:
+    """Where a run of ours writes; what is kept of any run stands beside it, with .json at the end."""
+    return runs / f"{side.replace(', ', '-').replace(' ', '-')}-seed{seed}"
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure what the folder of runs lacks; print the tables of what it then has."""
     torch.set_num_threads(1)
-    before = results.conditions()
+    if arguments.keep:
+        results.refuse_dirty()
     race = Race(arguments)
     theirs = arguments.path.read_bytes()
-    sha256 = train_gpt.hashlib.sha256(theirs).hexdigest()[:12]
+    sha256 = hashlib.sha256(theirs).hexdigest()[:12]
     name = result_name(arguments)
     if arguments.keep:
         check_nothing_is_lost(name, sha256)
@@ -480,14 +461,32 @@ def measure(arguments: argparse.Namespace) -> None:
         "data": arguments.data.name, "config": arguments.config.name, "set": arguments.set,
         "geometry": race.geometry(),
         "public": arguments.path.name, "sha256": sha256,
-        "seconds": arguments.seconds, "clock": arguments.clock,
+        "seconds": arguments.seconds, "clock": "cpu",
         "val_targets": race.config.val_tokens_limit,
         "theirs": arguments.theirs, "as_theirs": race.as_theirs_config.name,
         "code_bytes": {"theirs": len(theirs), "ours": race.code_bytes},
     }  # fmt: skip
-    stack = {side: {"SIDE": side} for side in arguments.only}
-    ablation.finish_shared(
-        name, arguments, arguments.runs, stack, arguments.clock, before, measured, race.measure)
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    for seed in arguments.seeds:
+        for side in arguments.only:
+            path = run_path(arguments.runs, side, seed).with_suffix(".json")
+            with experiments.claimed(path) as mine:
+                if mine:
+                    found = {"measured": measured, **race.measure(side, seed)}
+                    results.write_text(path, json.dumps(found) + "\n")
+                    print(f"{side}, seed {seed}: {path}", file=sys.stderr, flush=True)
+    rows: dict[str, paired.Runs] = {}
+    for side in SIDES:
+        for path in sorted(arguments.runs.glob(f"{run_path(arguments.runs, side, 0).name[:-1]}*.json")):
+            run = json.loads(path.read_text(encoding="utf-8"))
+            if run.pop("measured") != measured:
+                raise UpstreamError(f"{path}: was measured with other settings; name another --runs")
+            rows.setdefault(side, []).append(run)
+    runs = [run for of_side in rows.values() for run in of_side]
+    if not runs:
+        raise UpstreamError(f"{arguments.runs}: no run is finished")
+    experiments.check_alike([run["conditions"] for run in runs], arguments.runs)
+    results.finish(name, runs[0]["conditions"], {**measured, "rows": rows}, arguments.keep)
 
 
 if __name__ == "__main__":

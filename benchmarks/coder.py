@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import bz2
-import importlib
+import contextlib
 import lzma
 import sys
 import time
@@ -29,7 +29,8 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks import paired, results  # noqa: E402
+from train_gpt import ModelSettings  # noqa: E402
 
 TITLE = "Entropy coder"
 HEADER = "| codes | coder | bytes | over zeroth-order entropy | bits per weight | encode s | decode s |"
@@ -40,7 +41,7 @@ Coder = tuple[str, Callable[[bytes], bytes] | None, Callable[[bytes], bytes] | N
 def codes_of(path: Path) -> Roles:
     """Codes of an artifact's matrices by role, as the coder sees them."""
     header, banks = train_gpt.read_artifact(path.read_bytes())
-    table = train_gpt.parameter_table(train_gpt.ModelSettings.from_values(header["config"]))
+    table = train_gpt.parameter_table(ModelSettings.from_values(header["config"]))
     roles: Roles = {}
     for name, parameter in table.items():
         if parameter.role:
@@ -68,34 +69,27 @@ def entropy_bytes(roles: Roles) -> float:
     return total
 
 
-def package(name: str) -> object | None:
-    """An optional package, or None."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def general_coders() -> list[Coder]:
-    """The compressors of the public stacks, each at its strongest setting."""
-    zstandard = package("zstandard")
-    brotli = package("brotli")
+    """The compressors of the public stacks, each at its strongest setting; None: its package is missing."""
     extreme = 9 | lzma.PRESET_EXTREME
-    return [
+    found: list[Coder] = [
         ("zlib-9", lambda data: zlib.compress(data, 9), zlib.decompress),
         ("bz2-9", lambda data: bz2.compress(data, 9), bz2.decompress),
         ("lzma-9e", lambda data: lzma.compress(data, preset=extreme), lzma.decompress),
-        (
-            "zstd-22",
-            zstandard.ZstdCompressor(level=22).compress if zstandard else None,
-            zstandard.ZstdDecompressor().decompress if zstandard else None,
-        ),
-        (
-            "Brotli-11",
-            (lambda data: brotli.compress(data, quality=11, lgwin=24)) if brotli else None,
-            brotli.decompress if brotli else None,
-        ),
+        ("zstd-22", None, None),
+        ("Brotli-11", None, None),
     ]
+    with contextlib.suppress(ImportError):
+        import zstandard
+
+        found[3] = (
+            "zstd-22", zstandard.ZstdCompressor(level=22).compress, zstandard.ZstdDecompressor().decompress)
+    with contextlib.suppress(ImportError):
+        import brotli
+
+        found[4] = (
+            "Brotli-11", lambda data: brotli.compress(data, quality=11, lgwin=24), brotli.decompress)
+    return found
 
 
 def map_list(function: Callable[[bytes], bytes], blobs: list[bytes]) -> list[bytes]:
@@ -134,9 +128,8 @@ def measure(label: str, roles: Roles) -> dict[str, Any]:
         if compress is None or decompress is None:
             coders.append({"name": name})
             continue
-        pack = partial(map_list, compress, blobs)
-        unpack = partial(map_list, decompress)
-        coders.append(timed(name, pack, unpack)[0])
+        pack, unpack = (partial(map_list, function) for function in (compress, decompress))
+        coders.append(timed(name, partial(pack, blobs), unpack)[0])
         print(label, coders[-1], file=sys.stderr, flush=True)
     return {
         "label": label,
@@ -148,7 +141,7 @@ def measure(label: str, roles: Roles) -> dict[str, Any]:
 
 def tables(measured: dict[str, Any]) -> list[str]:
     """One row per coder and set of codes."""
-    lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
+    lines = paired.table(HEADER, [])
     for codes in measured["codes"]:
         label = f"{codes['label']}, {codes['weights'] / 1e6:.2f} M"
         for coder in codes["coders"]:

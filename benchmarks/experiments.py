@@ -28,9 +28,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from sentencepiece import SentencePieceProcessor
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -49,10 +51,11 @@ PROGRAM = (Path(__file__), CLOCK)
 SCORES = ("float", "roundtrip", "sliding_window", "legal_ttt")
 # What all runs of a table must have in common, as conditions have it.
 ALIKE = ("script", "program", "processor", "torch", "dtype", "threads")
+HESSIAN_SECONDS = 600.0  # more than any run here needs for them
 # Of every run, beneath the table, the size and the arm.
 COMMON = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
-    "VAL_BATCH_SIZE": "65536", "WARMUP_STEPS": "0", "GPTQ_RESERVE_SECONDS": "0", "MAX_EVAL_SECONDS": "0",
+    "VAL_BATCH_SIZE": "65536", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "MAX_EVAL_SECONDS": "0",
     "GPTQ_DAMPING": "0.05", "GPTQ_CALIBRATION_BATCHES": "16", "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
 }  # fmt: skip
 
@@ -79,7 +82,7 @@ class Budget(NamedTuple):
     def settings(self, values: dict[str, str]) -> dict[str, str]:
         """The settings that end a run of these values after the budget."""
         if self.seconds:
-            return {"MAX_WALLCLOCK_SECONDS": f"{self.seconds:g}", "ITERATIONS": "1000000"}
+            return {"ITERATIONS": "1000000", **seconds_of_training(self.seconds, values)}
         steps = self.steps or steps_of_flops(self.flops, Config.from_env(values))
         return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(steps)}
 
@@ -87,6 +90,12 @@ class Budget(NamedTuple):
         if self.flops:
             return f"{self.flops:g}flops"
         return f"{self.seconds:g}s" if self.seconds else f"{self.steps}steps"
+
+
+def seconds_of_training(seconds: float, values: dict[str, str]) -> dict[str, str]:
+    """The settings that end training after so many seconds; Hessians of all batches come after them."""
+    reserve = HESSIAN_SECONDS if Config.from_env(values).gptq else 0.0
+    return {"MAX_WALLCLOCK_SECONDS": f"{seconds + reserve:g}", "GPTQ_RESERVE_SECONDS": f"{reserve:g}"}
 
 
 def steps_of_flops(flops: float, config: Config) -> int:
@@ -122,10 +131,13 @@ def read_arms(table: dict[str, Any], size: str) -> dict[str, Arm]:
     An arm that has a CONFIG gets the geometry of the size; all others its choices for the default as well.
     """
     sizes = read_json(SIZES)
-    if size not in sizes:
-        raise ExperimentError(f"--size {size}: expected one of {', '.join(sizes)}")
-    geometry = as_settings(sizes[size]["geometry"])
-    of_default = as_settings(sizes[size]["default"])
+    fitting = table.get("sizes", list(sizes))  # a table that names layers is of one depth
+    if size not in fitting:
+        raise ExperimentError(f"--size {size}: expected one of {', '.join(fitting)}")
+    own = sizes[size]
+    like = sizes[own.get("as", size)]
+    geometry = as_settings({**like["geometry"], **own["geometry"]})
+    of_default = as_settings({**like["default"], **own.get("default", {})})
     arms: dict[str, Arm] = {}
     for name, row in table["arms"].items():
         own = as_settings({key: value for key, value in row.items() if key.isupper()})
@@ -146,11 +158,9 @@ def patched_script(patch: str, folder: Path) -> Path:
     script = REPO / "train_gpt.py"
     if not patch:
         return script
-    copy = folder / patch / script.name
-    copy.parent.mkdir(parents=True, exist_ok=True)
     # Another process may make the same copy now: each has its own file, and the last one stays.
     scratch = folder / f"{patch}-{os.getpid()}"
-    scratch.mkdir()
+    scratch.mkdir(parents=True)
     shutil.copy(script, scratch)
     # Without a ceiling git would find this repository, and look for the file at its top.
     environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve())}
@@ -159,6 +169,8 @@ def patched_script(patch: str, folder: Path) -> Path:
     if applied.returncode != 0:
         shutil.rmtree(scratch)
         raise ExperimentError(f"{patch}.patch does not apply to train_gpt.py: {applied.stderr.strip()}")
+    copy = folder / patch / script.name
+    copy.parent.mkdir(exist_ok=True)
     os.replace(scratch / script.name, copy)
     scratch.rmdir()
     return copy
@@ -169,10 +181,20 @@ def patched_script(patch: str, folder: Path) -> Path:
 # ======================================================================================================
 
 
-def conditions(dtype: str) -> dict[str, Any]:
-    """Where and when a run is measured, and by which program."""
-    program = hashlib.sha256(b"".join(path.read_bytes() for path in PROGRAM)).hexdigest()[:12]
-    return {**results.conditions(), "threads": 1, "program": program, "dtype": dtype}
+def conditions(dtype: str, program: Sequence[Path] = PROGRAM) -> dict[str, Any]:
+    """Where and when a run is measured, and by which files of a program."""
+    sha256 = hashlib.sha256(b"".join(path.read_bytes() for path in program)).hexdigest()[:12]
+    return {**results.conditions(), "threads": 1, "program": sha256, "dtype": dtype}
+
+
+def check_alike(found: list[dict[str, Any]], folder: Path) -> None:
+    """ExperimentError where runs of one table have unlike conditions."""
+    for key in ALIKE:
+        values = sorted({str(one[key]) for one in found})
+        if len(values) > 1:
+            raise ExperimentError(
+                f"{folder}: {key} is {' here and '.join(values)} there; no table has both, so remove some "
+                "runs, or name another --runs")
 
 
 def run_script(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
@@ -201,19 +223,27 @@ def figures(directory: Path) -> dict[str, Any]:
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     log = (directory / "log.txt").read_text(encoding="utf-8")
     scores = {name: loss["bits_per_byte"] for name, loss in summary["losses"].items()}
+    seconds = 0.0
     for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
         # The weights that are shipped, before they are quantized.
         if event["event"] == "val" and event["label"].startswith("DIAGNOSTIC"):
             scores["float"] = event["val_bpb"]
+        if event["event"] == "train":
+            seconds = event["train_time_ms"] / 1e3
     return {
         "seed": summary["seed"], "parameters": int(re.findall(r"^model_params:(\d+)", log, re.MULTILINE)[0]),
         "dtype": re.findall(r" dtype:(\S+)", log)[0].removeprefix("torch."),
-        "steps": summary["steps"], "seconds": summary["train_seconds"], "stream_hash": summary["stream_hash"],
+        "steps": summary["steps"], "seconds": seconds, "stream_hash": summary["stream_hash"],
         "eval_seconds": summary["limits"]["eval_seconds"]["value"],
         "bytes": summary["artifact"]["bytes"], "code_bytes": summary["code"]["bytes_wrapped"],
         "val_targets": summary["data"]["val_tokens"], "scores": scores,
     }  # fmt: skip
+
+
+def without_places(settings: dict[str, str]) -> dict[str, str]:
+    """Settings for a record, with the names of data and tokenizer instead of their places on this machine."""
+    return {name: Path(value).name if name.endswith("_PATH") else value for name, value in settings.items()}
 
 
 @contextlib.contextmanager
@@ -263,7 +293,7 @@ class Experiment:
         if not path.exists():
             return None
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        mine = {"arm": name, "settings": self.settings(name), "patch": self.arms[name].patch}
+        mine = {"arm": name, "settings": without_places(self.settings(name)), "patch": self.arms[name].patch}
         for key, value in mine.items():
             if record[key] != value:
                 raise ExperimentError(
@@ -289,7 +319,7 @@ class Experiment:
             found.update({key: trained[key] for key in ("steps", "seconds", "stream_hash")})
             found["scores"] = {**trained["scores"], **found["scores"]}
         source = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-        record = {"arm": name, "patch": arm.patch, "settings": settings, "source": source,
+        record = {"arm": name, "patch": arm.patch, "settings": without_places(settings), "source": source,
                   **found, "seed": seed, "conditions": before}  # fmt: skip
         results.write_text(self.record_path(name, seed), json.dumps(record, indent=1) + "\n")
         told = " ".join(f"{score}={value:.4f}" for score, value in found["scores"].items())
@@ -322,19 +352,12 @@ class Experiment:
     def rows(self) -> dict[str, paired.Runs]:
         """All records that the folder holds, by arm. ExperimentError where they are of unlike conditions."""
         found: dict[str, paired.Runs] = {}
-        first: dict[str, Any] | None = None
         for name in self.arms:
             for path in sorted(self.folder.glob(f"{self.directory(name, 0).name[:-1]}*.json")):
                 record = self.kept(name, int(path.stem.rpartition("seed")[2]))
                 assert record is not None
-                first = first or record
-                for key in ALIKE:
-                    one, other = record["conditions"][key], first["conditions"][key]
-                    if one != other:
-                        raise ExperimentError(
-                            f"{path}: {key} is {one}, of other runs it is {other}; no table has both: "
-                            "remove some, or name another --runs")
                 found.setdefault(name, []).append(record)
+        check_alike([run["conditions"] for runs in found.values() for run in runs], self.folder)
         return found
 
 
@@ -398,27 +421,18 @@ def tables(measured: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     for score in measured["scores"]:
         lines += score_table(rows, score)
-    changes = []
-    for name, changed in measured["changes"].items():
-        if changed and name in rows:
-            changes.append(f"{name}: {changed}")
+    changes = [f"{name}: {changed}" for name, changed in measured["changes"].items() if changed]
     return [*lines, "", f"The arms change: {'; '.join(changes)}."] if changes else lines
 
 
-def told_changes(table: dict[str, Any]) -> dict[str, str]:
-    """What each arm changes, in words of settings."""
+def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
+    """What each of these arms changes, in words of settings."""
     found = {}
-    for name, row in table["arms"].items():
+    for name in arms:
+        row = table["arms"][name]
         words = [f"{key}={value}" for key, value in row.items() if key.isupper()]
         found[name] = " ".join([*words, *(f"{key} {row[key]}" for key in ("patch", "of") if key in row)])
     return found
-
-
-def vocabulary_of(tokenizer: Path) -> int:
-    """Pieces of a SentencePiece model."""
-    import sentencepiece
-
-    return int(sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).vocab_size())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -455,7 +469,7 @@ def experiment(arguments: argparse.Namespace) -> int:
     shared = {
         "DATA_PATH": str(arguments.data.resolve()),
         "TOKENIZER_PATH": str(arguments.tokenizer.resolve()),
-        "VOCAB_SIZE": str(vocabulary_of(arguments.tokenizer)),
+        "VOCAB_SIZE": str(SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()),
         **dict(one.split("=", 1) for one in arguments.set),
     }
     budget = Budget(arguments.steps, arguments.seconds, arguments.flops)
@@ -470,7 +484,7 @@ def experiment(arguments: argparse.Namespace) -> int:
     measured = {
         "title": table["title"], "about": table["about"], "data": arguments.data.name, "size": arguments.size,
         "budget": str(budget), "bytes": arguments.bytes, "scores": arguments.scores or table["scores"],
-        "changes": told_changes(table), "rows": rows,
+        "changes": told_changes(table, list(rows)), "rows": rows,
     }  # fmt: skip
     of_first = next(iter(rows.values()))[0]["conditions"]
     results.finish(name, of_first, measured, arguments.keep)

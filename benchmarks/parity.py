@@ -21,42 +21,23 @@ from torch import Tensor
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
-from benchmarks.upstream import Upstream, UpstreamError, batches  # noqa: E402
-from train_gpt import (  # noqa: E402
-    GPT,
-    Config,
-    ConfigError,
-    Machine,
-    Optimizer,
-    build_model,
-    learning_rate_scale,
-    loop_is_on,
-    muon_momentum,
-)
+import train_gpt  # noqa: E402
+from benchmarks.upstream import Upstream, UpstreamError, batches, in_our_names  # noqa: E402
+from train_gpt import GPT, Config, ConfigError, Machine, Optimizer, build_model  # noqa: E402
 
 LARGEST_DIFFERENCE = 1e-3  # nats
 
 # A model for a CPU; a schedule that begins to fall within a few steps.
 SMALL = {
-    "NUM_LAYERS": "4",
-    "MODEL_DIM": "64",
-    "NUM_HEADS": "4",
-    "NUM_KV_HEADS": "2",
-    "VOCAB_SIZE": "1024",
-    "TRAIN_SEQ_LEN": "128",
-    "ITERATIONS": "100",
-}
+    "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "1024",
+    "TRAIN_SEQ_LEN": "128", "ITERATIONS": "100",
+}  # fmt: skip
 IN_STEPS = {"WARMDOWN_ITERS": "98"}
 OF_PR549 = {"VE_LAYERS": "2,3", "XSA_LAST_N": "3", "ROPE_DIMS": "8", "BIGRAM_VOCAB_SIZE": "1536", **IN_STEPS}
 OF_PR1493 = {
-    "EMBEDDING_DIM": "64",
-    "LOOP_START": "1",
-    "LOOP_END": "2",
-    "PARALLEL_RESIDUAL_START": "3",
-    "XSA_LAST_N": "4",
-    "ROPE_DIMS": "8",
-    "QK_GAIN_INIT": "5.25",
-}
+    "EMBEDDING_DIM": "64", "LOOP_START": "1", "LOOP_END": "2", "PARALLEL_RESIDUAL_START": "3",
+    "XSA_LAST_N": "4", "ROPE_DIMS": "8", "QK_GAIN_INIT": "5.25",
+}  # fmt: skip
 # Ours alone: what a run on a CPU without a clock needs, and what no training step asks for.
 OURS_ALONE = {"DEVICE": "cpu", "MAX_WALLCLOCK_SECONDS": "0", "EVAL_STRIDE": "0", "TTT_ENABLED": "0"}
 
@@ -141,9 +122,10 @@ SYSTEMS = {
 
 
 def our_config(system: System, settings: Mapping[str, str]) -> Config:
-    """The system's configuration with the settings of a comparison. Raises ConfigError."""
+    """The system's configuration with the settings of a comparison. ConfigError, UpstreamError."""
     path = REPO / "configs" / system.config
-    return Config.from_env({"CONFIG": str(path), **SMALL, **system.settings, **settings, **OURS_ALONE})
+    given = in_our_names({**SMALL, **system.settings, **settings}, path)
+    return Config.from_env({"CONFIG": str(path), **given, **OURS_ALONE})
 
 
 class OurTraining:
@@ -159,10 +141,10 @@ class OurTraining:
         """One step; the loss before it, in nats."""
         config = self.config
         progress = self.steps / config.iterations
-        loss = self.model.loss(inputs_BT, targets_BT, looping=loop_is_on(progress, config))
+        loss = self.model.loss(inputs_BT, targets_BT, looping=train_gpt.loop_is_on(progress, config))
         loss.backward()
-        lr_scale = learning_rate_scale(progress, self.steps, config)
-        momentum = muon_momentum(progress, self.steps, config)
+        lr_scale = train_gpt.learning_rate_scale(progress, self.steps, config)
+        momentum = train_gpt.muon_momentum(progress, self.steps, config)
         self.optimizer.step(lr_scale, momentum, self.steps)
         self.steps += 1
         return loss.item()

@@ -5,9 +5,7 @@
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
 machine meets both alike; the two must see the same tokens (stream hash) and print the same losses, or the
-program fails. On a GPU it adds model FLOPs utilization (6 P per token for every visit of a layer and the
-head, plus 6 T D per token and visit for causal attention, over the dense bf16 peak) and, from a profile,
-how the time of the GPU splits into matrix products, attention and everything else.
+program fails.
 
 With --against another version of the script is measured beside this one instead, each with one thread in a
 process of its own and, where there are two, on a core of its own; the turns alternate, and the cores are
@@ -20,15 +18,12 @@ import argparse
 import contextlib
 import math
 import os
-import resource
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -41,16 +36,9 @@ from train_gpt import Config, Training  # noqa: E402
 TITLE = "Step time and scoring speed"
 TURN_STEPS = 5
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
-PEAK_TFLOPS = 989.0  # dense bf16 of one H100 or H200
-STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | MFU | MiB | n |"
+STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | n |"
 AGAINST_HEADER = "| config | script | step ms | p20 | p80 | CPU ms | tokens/s | last losses | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
-KINDS = {
-    "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "linear_leaky"),
-    "attention": ("flash", "fmha", "attention"),
-}
-
-
 def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dict[str, str]:
     """The environment of a run that stops by hand, not by a clock."""
     given = dict(item.split("=", 1) for item in overrides)
@@ -61,7 +49,7 @@ def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dic
 
 
 def flops_per_token(config: Config, looping: bool) -> float:
-    """Forward and backward, of one token: products with weights, and causal attention."""
+    """Forward and backward, of one token: 6 P for each visit of a layer and the head, 6 T D for attention."""
     visits = sum(map(len, train_gpt.visit_order(config, looping)))
     width = config.model_dim
     kv = config.num_kv_heads * config.head_dim
@@ -90,32 +78,6 @@ def timed_steps(training: Training, count: int) -> Steps:
         taken.losses.append(loss)
         training.step += 1
     return taken
-
-
-def peak_memory_mib(cuda: bool) -> int:
-    """Most memory allocated on the GPU, or held by this process."""
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
-    resident_mib = resident >> (20 if sys.platform == "darwin" else 10)
-    return torch.cuda.max_memory_allocated() >> 20 if cuda else resident_mib
-
-
-def split_of_gpu_time(training: Training) -> dict[str, float]:
-    """Microseconds of the GPU in three steps by kind of kernel."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        timed_steps(training, 3)
-    spent = dict.fromkeys([*KINDS, "everything else"], 0.0)
-    for event in profile.key_averages():
-        spent[kind_of_kernel(event.key.lower())] += event.self_device_time_total
-    return spent
-
-
-def kind_of_kernel(name: str) -> str:
-    """One of KINDS, or everything else."""
-    for kind, words in KINDS.items():
-        if any(word in name for word in words):
-            return kind
-    return "everything else"
 
 
 def scoring(training: Training, targets: int) -> list[dict[str, Any]]:
@@ -163,16 +125,11 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         losses = [one.losses for one in taken]
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
     first = trainings[0]
-    on_gpu = first.run.machine.on_gpu
-    looping = train_gpt.loop_is_on(PROGRESS, first.config)
     measured = {
         "config": arguments.config.stem, "stream_hash": f"{hashes.pop():016x}",
         "steps": [{"prefetch": training.config.train_prefetch, "ms": one.ms, "wait_ms": one.wait_ms}
                   for training, one in zip(trainings, taken, strict=True)],
         "tokens_per_step": first.config.train_batch_tokens,
-        "flops_per_token": flops_per_token(first.config, looping),
-        "peak_memory_mib": peak_memory_mib(on_gpu),
-        "gpu_us": split_of_gpu_time(first) if on_gpu else None,
         "scoring": scoring(first, arguments.targets),
     }  # fmt: skip
     for training in trainings:
@@ -254,27 +211,21 @@ def tables(measured: dict[str, Any]) -> list[str]:
         return comparison_tables(measured)
     name = measured["config"]
     tokens = measured["tokens_per_step"]
-    gpu = measured["gpu_us"]
     lines = paired.table(STEP_HEADER, [])
     for step in measured["steps"]:
         low, *_, high = statistics.quantiles(step["ms"], n=5)
         median_ms = statistics.median(step["ms"])
         waits = statistics.quantiles(step["wait_ms"], n=100)
         per_second = tokens / median_ms * 1e3
-        mfu = f"{measured['flops_per_token'] * per_second / PEAK_TFLOPS / 1e12:.1%}" if gpu else "-"
         lines.append(
             f"| {name} | {step['prefetch']:d} | {median_ms:.2f} | {low:.2f} | {high:.2f} | {per_second:,.0f} "
-            f"| {statistics.median(step['wait_ms']):.2f}, {waits[98]:.2f} | {mfu} "
-            f"| {measured['peak_memory_mib']} | {len(step['ms'])} |"
+            f"| {statistics.median(step['wait_ms']):.2f}, {waits[98]:.2f} | {len(step['ms'])} |"
         )
     lines += [
         "",
         f"Both ran the same tokens (stream hash {measured['stream_hash']}) to the same losses, bit for bit.",
         "",
     ]
-    if gpu:
-        total = sum(gpu.values())
-        lines += ["GPU time: " + ", ".join(f"{kind} {us / total:.0%}" for kind, us in gpu.items()) + ".", ""]
     lines += paired.table(SCORE_HEADER, [])
     for s in measured["scoring"]:
         speed = s["targets"] / s["seconds"]

@@ -1,20 +1,19 @@
 """A public training script on a CPU: its own model, its own loss, its own training step.
 
-    python benchmarks/upstream.py ~/parameter-golf/train_gpt.py --data data/datasets/fineweb_sample_sp1024
-        [--steps 5] [--rows 4] [--length 128] [NUM_LAYERS=2 MODEL_DIM=64 ...]
+    with Upstream(path, {"NUM_LAYERS": "2"}) as upstream:
+        loss = upstream.step(inputs_BT, targets_BT)
 
-PATH is your own copy of a script of the challenge: the baseline, PR #549's, #591's, #785's, #1493's, #1532's.
-It is read, unwrapped where it is compressed, changed in memory by the named replacements below, and its own
+`path` is your own copy of a script of the challenge: the baseline, PR #549's, #591's, #785's, #1493's or
+#1532's. It is read, unwrapped where it is compressed, changed in memory by the named replacements below. Its
 `main` runs up to the point where it asks for a batch. Each step then hands it one and waits until it asks for
 the next: optimizers, schedule, clipping and order are the script's. Nothing is written. What fits no
 replacement is an error that names it, never a guess. What differs from the script as written: the device,
 fp32 everywhere (no autocast, no bfloat16), no compiler, one rank, one micro-step, plain attention.
-`benchmarks/beside.py` compares such a script with this one.
+`benchmarks/parity.py` compares its steps with ours, `benchmarks/beside.py` its speed and its scores.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import importlib.util
@@ -115,6 +114,16 @@ FIXED_SETTINGS = {
     "VAL_PREFETCH": "0",
     "VAL_COPY_STREAM": "0",
 }
+
+
+def in_our_names(settings: Mapping[str, str], config: Path) -> dict[str, str]:
+    """Settings of a public script as train_gpt.py has them over a config. UpstreamError where it refuses."""
+    from tools.translate import translate
+
+    translated = translate(dict(settings), str(config))
+    for answer, pairs in translated.refused.items():
+        raise UpstreamError(f"{' '.join(pairs)}: {answer}")
+    return translated.settings
 
 
 def patched(text: str, name: str) -> str:
@@ -560,7 +569,7 @@ class NoValidationData(SimpleNamespace):
 
 
 # ======================================================================================================
-# COMMAND
+# DATA
 # ======================================================================================================
 
 
@@ -574,45 +583,3 @@ def batches(folder: Path, rows: int, length: int) -> Iterator[tuple[Tensor, Tens
         for start in range(0, len(tokens) - rows * length, rows * length):
             span = tokens[start : start + rows * length + 1]
             yield span[:-1].view(rows, length), span[1:].view(rows, length)
-
-
-def report(upstream: Upstream, feed: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
-    """Print the parameter count, loss and milliseconds of each step, and their median without the first."""
-    print(f"parameters:{upstream.parameters_count}")
-    times_ms = []
-    for step in range(1, steps + 1):
-        inputs_BT, targets_BT = next(feed)
-        start = time.perf_counter()
-        loss = upstream.step(inputs_BT, targets_BT)
-        times_ms.append(1e3 * (time.perf_counter() - start))
-        print(f"step:{step} train_loss:{loss:.6f} step_ms:{times_ms[-1]:.1f}")
-    if len(times_ms) > 1:
-        print(f"median_step_ms:{np.median(times_ms[1:]):.1f}")
-
-
-def main() -> None:
-    """Count the parameters of a script and take its first steps."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("path", type=Path, help="a public train_gpt.py, plain or compressed")
-    parser.add_argument("settings", nargs="*", metavar="NAME=value", help="the script's own variables")
-    parser.add_argument("--data", type=Path, required=True, help="folder of fineweb_train_*.bin")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    arguments = parser.parse_intermixed_args()
-    settings = {"TRAIN_SEQ_LEN": str(arguments.length)}
-    for pair in arguments.settings:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            parser.error(f"{pair}: expected NAME=value")
-        settings[name] = value
-    try:
-        with Upstream(arguments.path, settings) as upstream:
-            report(upstream, batches(arguments.data, arguments.rows, arguments.length), arguments.steps)
-    except UpstreamError as error:
-        raise SystemExit(str(error)) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -386,21 +386,11 @@ def test_attention_in_place_of_a_gpu_kernel_is_causal_with_grouped_heads() -> No
             torch.testing.assert_close(found[:, position, head], mixed)
 
 
-def test_the_command_prints_count_losses_and_times(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokens = torch.randint(50, (200,), generator=torch.Generator().manual_seed(0)).numpy()
-    write_shard(tmp_path / "fineweb_train_000000.bin", tokens.astype("uint16"))
-    length = '    length = int(os.environ.get("TRAIN_SEQ_LEN", 1))\n'
-    script.write_text(MINIATURE.replace("    width =", f"{length}    width ="), encoding="utf-8")
-    options = ["--rows", "2", "--length", "8", "--steps", "3"]
-    command = ["upstream.py", str(script), "--data", str(tmp_path), *options, "WIDTH=4"]
-    monkeypatch.setattr(sys, "argv", command)
-    upstream.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "tokens:1parameters:400"
-    assert [line.split(" train_loss:")[0] for line in lines[1:4]] == ["step:1", "step:2", "step:3"]
-    with Upstream(script, {"WIDTH": "4", "TRAIN_SEQ_LEN": "8"}) as miniature:
-        ids = torch.from_numpy(tokens).long()
-        first = miniature.step(ids[:16].view(2, 8), ids[1:17].view(2, 8))
-    assert float(lines[1].split("train_loss:")[1].split()[0]) == pytest.approx(first, abs=1e-6)
+def test_batches_are_the_shards_in_their_order(tmp_path: Path) -> None:
+    ids = torch.randint(50, (40,), generator=torch.Generator().manual_seed(0))
+    write_shard(tmp_path / "fineweb_train_000000.bin", ids.numpy().astype("uint16"))
+    (first, second) = upstream.batches(tmp_path, 2, 8)
+    assert torch.equal(first[0].flatten(), ids[:16]) and torch.equal(first[1].flatten(), ids[1:17])
+    assert torch.equal(second[0].flatten(), ids[16:32])
+    with pytest.raises(SystemExit, match="no fineweb_train"):
+        next(upstream.batches(tmp_path / "nowhere", 2, 8))

@@ -1,8 +1,8 @@
 """Whether two versions of train_gpt.py compute the same bits: ten short runs of each, compared.
 
-    python benchmarks/same_bits.py OLD NEW             # all cases
-    python benchmarks/same_bits.py OLD NEW demo lanes  # some of them
-    python benchmarks/same_bits.py --list              # the cases
+    python tests/same_bits.py OLD NEW             # all cases
+    python tests/same_bits.py OLD NEW demo lanes  # some of them
+    python tests/same_bits.py --list              # the cases
 
 A run trains a few steps on the sample text, quantizes, reloads and scores. Both scripts run in fp32 on one
 thread. The program compares all training losses, gradient norms and validation losses, the stream hash, the

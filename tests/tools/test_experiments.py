@@ -1,0 +1,242 @@
+"""benchmarks/experiments.py: arms are models, runs are measured once, and a table says what was compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+import train_gpt
+from benchmarks import cpu_clock, experiments, paired, results
+from benchmarks.experiments import Arm, Budget, Experiment, ExperimentError
+from tests.support.tiny import environment
+
+TABLES = sorted(path.stem for path in experiments.ARMS.glob("*.json") if path.stem != experiments.SIZES)
+PATCHES = sorted(path.stem for path in experiments.PATCHES.glob("*.patch"))
+SIZES = list(experiments.read_json(experiments.SIZES))
+
+
+# --- tables and patches ---
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_arm_is_a_configuration_that_differs_from_the_others(table: str, repo: Path) -> None:
+    read = experiments.read_json(table)
+    known = train_gpt.Config().as_env().keys() | {"CONFIG"}
+    for size in read.get("sizes", SIZES):
+        seen: list[tuple[dict[str, str], str]] = []
+        for name, arm in experiments.read_arms(read, size).items():
+            assert arm.settings.keys() <= known, f"{name}: {arm.settings.keys() - known}"
+            settings = dict(arm.settings)
+            if "CONFIG" in settings:
+                settings["CONFIG"] = str(repo / settings["CONFIG"])
+            config = train_gpt.Config.from_env({**settings, "VOCAB_SIZE": "1024"})
+            train_gpt.micro_steps_per_step(config, 1)
+            seen.append((config.as_env(), arm.patch))
+            assert not arm.patch or arm.patch in PATCHES
+        assert all(one not in seen[:at] for at, one in enumerate(seen)), f"two arms of {size} are alike"
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_every_patch_applies_and_changes_the_script(patch: str, tmp_path: Path, repo: Path) -> None:
+    script = experiments.patched_script(patch, tmp_path)
+    source = script.read_text(encoding="utf-8")
+    assert source != (repo / "train_gpt.py").read_text(encoding="utf-8")
+    compile(source, str(script), "exec")
+    assert [path.name for path in tmp_path.iterdir()] == [patch]
+
+
+def test_a_patch_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-no such line\n+x\n"
+    (tmp_path / "odd.patch").write_text(odd)
+    monkeypatch.setattr(experiments, "PATCHES", tmp_path)
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ExperimentError, match=r"odd\.patch does not apply"):
+        experiments.patched_script("odd", tmp_path / "made")
+    assert not list((tmp_path / "made").iterdir())
+
+
+def test_an_arm_with_a_config_has_the_geometry_and_not_the_choices_of_the_default() -> None:
+    arms = experiments.read_arms(experiments.read_json("ablation"), "4x64")
+    default, baseline = arms["default stack"].settings, arms["upstream_baseline"].settings
+    assert default["XSA_LAST_N"] == "4" and "XSA_LAST_N" not in baseline
+    assert default["MODEL_DIM"] == baseline["MODEL_DIM"] == "64"
+    with pytest.raises(ExperimentError, match="--size 9x9: expected one of 4x64"):
+        experiments.read_arms(experiments.read_json("ablation"), "9x9")
+
+
+def test_budgets_are_of_training(repo: Path) -> None:
+    values = environment()
+    assert Budget(steps=7).settings(values)["ITERATIONS"] == "7"
+    by_clock = train_gpt.Config.from_env({**values, **Budget(seconds=5).settings(values)})
+    assert train_gpt.run_progress(2.5, 10, by_clock) == pytest.approx(0.5)
+    plain = {**values, "GPTQ": "0"}
+    by_clock = train_gpt.Config.from_env({**plain, **Budget(seconds=5).settings(plain)})
+    assert train_gpt.run_progress(2.5, 10, by_clock) == pytest.approx(0.5)
+    # A loop costs a visit more of one of two layers from 35 % on.
+    looped = train_gpt.Config.from_env(values)
+    straight = train_gpt.Config.from_env({**values, "NUM_LOOPS": "0"})
+    steps = experiments.steps_of_flops(1e10, straight)
+    per_step = 6 * (2 * (2 * 32 * 32 + 2 * 16 * 32 + 2 * 32 * 96) + 320 * 32 + 2 * 32 * 32) * 256
+    assert steps == round(1e10 / per_step) and 0.7 * steps < experiments.steps_of_flops(1e10, looped) < steps
+
+
+# --- runs ---
+
+
+class Fake:
+    """In the place of the script: says what it was started with, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, str]] = []
+        self.settings: dict[tuple[str, str], dict[str, str]] = {}
+        self.fails: set[str] = set()
+
+    def __call__(self, script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
+        key = (settings["NAME"], settings["SEED"])
+        self.started.append(key)
+        self.settings[key] = settings
+        if settings["NAME"] in self.fails:
+            raise ExperimentError("it broke")
+        score = 2.0 + 0.1 * len(settings["NAME"]) + 0.01 * int(settings["SEED"])
+        return {
+            "seed": int(settings["SEED"]), "parameters": 1000, "dtype": "float32", "steps": 5, "seconds": 1.0,
+            "stream_hash": "0", "eval_seconds": 0.0, "bytes": 900, "code_bytes": 60, "val_targets": 99,
+            "scores": {"roundtrip": score},
+        }  # fmt: skip
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake()
+    monkeypatch.setattr(experiments, "run_script", made)
+    return made
+
+
+def arm(name: str, **more: str) -> Arm:
+    return Arm({"NAME": name, "COMPUTE_DTYPE": "float32"}, **more)
+
+
+def test_runs_are_measured_once_seeds_first_and_a_claimed_one_by_another(fake: Fake, tmp_path: Path) -> None:
+    arms = {"a row": arm("a"), "other": arm("bb")}
+    mine = Experiment(tmp_path, arms, Budget(steps=5), {})
+    with experiments.claimed(mine.record_path("other", 1)) as claim:  # as another process that is at it
+        assert claim
+        mine.share(list(arms), [1, 2])
+    assert fake.started == [("a", "1"), ("a", "2"), ("bb", "2")]
+    mine.share(list(arms), [1, 2])
+    assert fake.started[3:] == [("bb", "1")]
+    rows = mine.rows()
+    assert [run["seed"] for run in rows["a row"]] == [1, 2] == [run["seed"] for run in rows["other"]]
+    kept = json.loads((tmp_path / "a-row-seed1.json").read_text())
+    named = {"commit", "script", "program", "processor", "dtype", "threads", "load"}
+    assert named <= kept["conditions"].keys()
+
+
+def test_an_arm_that_fails_costs_the_others_nothing(fake: Fake, tmp_path: Path) -> None:
+    fake.fails.add("a")
+    arms = {"one": arm("a"), "two": arm("bb"), "of it": arm("a", of="one")}
+    mine = Experiment(tmp_path, arms, Budget(5), {})
+    mine.share(["one", "two", "of it"], [1])
+    assert mine.failed == ["one, seed 1"] and list(mine.rows()) == ["two"]
+
+
+def test_other_settings_and_unlike_conditions_are_refused(fake: Fake, tmp_path: Path) -> None:
+    Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).share(["a", "b"], [1])
+    other = Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(6), {})
+    with pytest.raises(ExperimentError, match=r"has settings .*name another --runs"):
+        other.share(["a"], [1])
+    path = tmp_path / "b-seed1.json"
+    path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    with pytest.raises(ExperimentError, match="dtype is bfloat16 here and float32 there"):
+        Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).rows()
+
+
+def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fake, tmp_path: Path) -> None:
+    arms = {"plain": arm("a"), "patched": arm("bb", patch=PATCHES[0])}
+    Experiment(tmp_path, arms, Budget(5), {}, weight_bytes=100_000).share(list(arms), [1])
+    patched = tmp_path / "patched" / PATCHES[0] / "train_gpt.py"
+    scripts = {"a": experiments.REPO / "train_gpt.py", "bb": patched}
+    for name, script in scripts.items():
+        code_bytes = len(train_gpt.shipped_code(script.read_bytes()))
+        assert int(fake.settings[name, "1"]["ARTIFACT_BYTES_MAX"]) - code_bytes == 100_000
+    assert len({path.read_bytes() for path in scripts.values()}) == 2
+
+
+def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_path: Path) -> None:
+    def record(seed: int, score: float) -> dict[str, Any]:
+        about = {"parameters": 1000, "steps": 5, "seconds": 2.0, "bytes": 900, "val_targets": 99}
+        return {"seed": seed, **about, "scores": {"float": score}, "conditions": {"load": 1.0}}
+
+    rows = {
+        "base": [record(seed, 2.0 + seed) for seed in (1, 2, 3)],
+        "better": [record(seed, 1.9 + seed + 0.001 * seed) for seed in (3, 2, 1)],
+        "one": [record(1, 2.5)],
+    }
+    measured = {
+        "title": "T", "about": "A.", "data": "d", "size": "s", "budget": "5steps", "bytes": 0,
+        "scores": ["float", "legal_ttt"], "changes": {"base": "", "better": "X=1"}, "rows": rows,
+    }  # fmt: skip
+    lines = experiments.tables(measured)
+    p = stats.ttest_rel([2.901, 3.902, 4.903], [3.0, 4.0, 5.0]).pvalue
+    told = paired.told_p(p)
+    assert p < 0.01 and f"| -0.0980 | 0.0006 | {told} | {told} | 3 |" in "\n".join(lines)
+    assert "| one | 1,000 | 5 | 2 | 900 | 2.5000 | - | - | - | - | - | 1 |" in lines
+    assert "Looks: 1, of which 1 stay below 0.01 when each p is corrected for all of them (Holm)." in lines
+    assert lines[-1] == "The arms change: better: X=1."
+
+
+def test_every_look_is_paid_for() -> None:
+    assert paired.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
+    assert paired.holm([0.6, 0.5]) == [1.0, 1.0] and paired.holm([]) == []
+
+
+def test_what_is_kept_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "commit", lambda: "0000000-dirty")
+    with pytest.raises(SystemExit, match="commit them first"):
+        results.refuse_dirty()
+
+
+# --- the script itself ---
+
+
+def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
+    script = tmp_path / "train_gpt.py"
+    script.write_text(
+        "import time\n"
+        "def main():\n"
+        "    before = time.perf_counter()\n"
+        "    time.sleep(0.2)\n"
+        "    assert time.perf_counter() - before < 0.15, 'it slept'\n"
+        "    return 3\n"
+    )
+    command = [sys.executable, cpu_clock.__file__, str(script)]
+    assert subprocess.run(command, check=False).returncode == 3
+
+
+def test_a_run_is_the_script_s_own_and_its_artifact_is_scored_once_more(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTT_ENABLED", "1")  # what the shell has set reaches no arm
+    base = {**environment(), **experiments.COMMON, "WARMUP_STEPS": "0"}
+    arms = {"base": Arm(base), "windows": Arm({**base, "EVAL_STRIDE": "16"}, of="base")}
+    places = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(dataset / "tokenizer.model")}
+    shared = {**places, "VAL_TOKENS_LIMIT": "300"}
+    mine = Experiment(tmp_path, arms, Budget(steps=3), shared)
+    mine.share(["base", "windows"], [1])
+    rows = mine.rows()
+    assert not mine.failed
+    (trained,), (scored,) = rows["base"], rows["windows"]
+    assert trained["scores"].keys() == {"float", "roundtrip"} and trained["steps"] == 3 == scored["steps"]
+    assert scored["scores"].keys() == {"float", "roundtrip", "sliding_window"}
+    assert scored["scores"]["float"] == trained["scores"]["float"]
+    assert scored["scores"]["roundtrip"] == pytest.approx(trained["scores"]["roundtrip"], abs=1e-9)
+    assert all(math.isfinite(score) for score in scored["scores"].values())
+    assert trained["settings"]["DATA_PATH"] == dataset.name  # a record names no place of this machine
+    assert trained["bytes"] == (tmp_path / "base-seed1" / "model.bin").stat().st_size
