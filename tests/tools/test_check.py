@@ -213,7 +213,7 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path, tmp_pa
     )
     (folder / "submission.json").write_text(json.dumps(value))
     summaries = Folder(folder).summaries
-    (folder / "README.md").write_text(readme.render(value, summaries, False))
+    (folder / "README.md").write_text(readme.render(value, summaries, ""))
     (found,) = fails(folder)
     assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
     (records / "track_other").mkdir()  # a baseline of another track is found as well
