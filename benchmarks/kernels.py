@@ -221,18 +221,15 @@ def measure_roof() -> Roof:
     return Roof(tflops=2 * side**3 / matmul_ms / 1e9, gb_per_s=2 * BYTES * elements / copy_ms / 1e6)
 
 
-def training_step(fused_mlp: bool, fused_heads: bool) -> Callable[[], None]:
-    """One optimizer step of the default model on one micro-batch of random tokens; compiled as in a run."""
+def training_step(mlp: str, heads: str) -> Callable[[], None]:
+    """One optimizer step of the default model, with these forms, on random tokens; compiled as in a run."""
     config = train_gpt.Config.from_env({"DOC_MASK": "0"})
     device = torch.device("cuda")
-    model = train_gpt.build_model(config).to(device)
-    model.compute_dtype = torch.bfloat16
-    model.attend = train_gpt.attention_sdpa
-    model.mlp = train_gpt.mlp_fused if fused_mlp else train_gpt.mlp_plain
-    model.heads = train_gpt.heads_fused if fused_heads else train_gpt.heads_plain
-    model.xsa = train_gpt.xsa_fused if fused_heads else train_gpt.xsa_plain
+    machine = train_gpt.Machine(device=device, dtype=torch.bfloat16, compiled=True)
+    ops = train_gpt.with_form(train_gpt.Ops(), "fused_mlp", mlp)
+    ops = train_gpt.with_form(ops, "fused_heads", heads)
+    model = train_gpt.ready_model(train_gpt.build_model(config), machine, ops)
     loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
-    machine = train_gpt.Machine(device=device, dtype=model.compute_dtype, compiled=True)
     optimizer = train_gpt.Optimizer(model, config, machine)
     shape = (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
     inputs_BT, targets_BT = torch.randint(config.vocab_size, (2, *shape), device=device)
@@ -248,9 +245,8 @@ def step_times() -> dict[str, list[float]]:
     """Milliseconds of whole steps with the switches off and on, one of each in turn."""
     torch._dynamo.reset()
     steps = {}
-    for fused_mlp, fused_heads in ((False, False), (True, False), (False, True), (True, True)):
-        switches = f"FUSED_MLP={fused_mlp:d} FUSED_HEADS={fused_heads:d}"
-        steps[switches] = training_step(fused_mlp, fused_heads)
+    for mlp, heads in (("plain", "plain"), ("kernel", "plain"), ("plain", "kernel"), ("kernel", "kernel")):
+        steps[f"FUSED_MLP={mlp} FUSED_HEADS={heads}"] = training_step(mlp, heads)
     times_ms: dict[str, list[float]] = {switches: [] for switches in steps}
     for turn in range(STEP_ROUNDS + 3):  # three to compile and settle
         for switches, step in steps.items():

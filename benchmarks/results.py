@@ -5,7 +5,7 @@ A benchmark has a TITLE and `tables(measured)`, a pure function from its raw fig
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
 
 results/release.json names a version and the train_gpt.py that is it; the figures beside it are of that file.
-Those of scripts before it lie in results/earlier/: what was tried on the way, and not measured again.
+Tables whose programs have left are frozen in results/0.5.md; nothing makes that page anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from tools.runs.writing import write_text
 
 FOLDER = REPO / "benchmarks" / "results"
 RELEASE = "release.json"
-EARLIER = "earlier"
 PAGE = REPO / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- measured:begin (make docs) -->", "<!-- measured:end -->"
 
@@ -75,6 +74,7 @@ def described(at: dict[str, Any]) -> str:
         f"{at['date']}, {device}{at['processor']}, {at['cores']} cores, {at['threads']} threads, load "
         f"average {at['load']} before, Python {at['python']}, torch {at['torch']}, numpy {at['numpy']}, "
         f"commit {at['commit']}, train_gpt.py {at['script']}"
+        + (f", program {at['program']}, {at['dtype']}" if "program" in at else "")
     )
 
 
@@ -96,13 +96,9 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def latest(name: str) -> dict[str, Any]:
-    """A measurement of the release, or of before it; KeyError where there is none."""
-    return {**stored(FOLDER / EARLIER), **stored(FOLDER)}[name]
-
-
-def sections(folder: Path) -> list[str]:
-    """A section for each measurement of a folder."""
-    return [section(result, name.partition("-")[2]) for name, result in stored(folder).items()]
+    """The measurement in results/NAME.json."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def release() -> dict[str, str]:
@@ -112,25 +108,17 @@ def release() -> dict[str, str]:
 
 
 def page() -> str:
-    """The generated part of RESULTS.md: figures of the release, then those of scripts before it."""
+    """The generated part of RESULTS.md: the figures of the release."""
     of = release()
-    lines = [
+    return "\n".join([
         f"# Version {of['version']}", "",
-        f"Measured with train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`.", "",
-        "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so that "
-        "columns of means need not subtract. *Its error* is the standard error of their mean, *seeds to "
-        "decide* how many seeds would bring it to a third of the difference. A row with other rates "
-        "(`rates ×`) is compared with the base at these rates.", "",
-        *sections(FOLDER),
-    ]  # fmt: skip
-    if stored(FOLDER / EARLIER):
-        lines += [
-            "# Before it", "",
-            "What was tried on the way, each with the script of its day, whose hash stands with it; not "
-            "measured again.", "",
-            *sections(FOLDER / EARLIER),
-        ]  # fmt: skip
-    return "\n".join(lines)
+        f"Measured with train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. More tables of "
+        "version 0.5 are frozen in [results/0.5.md](results/0.5.md): their programs have left.", "",
+        "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
+        "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
+        "paired t-test, bold below 0.01.", "",
+        *(section(result, name.partition("-")[2]) for name, result in stored(FOLDER).items()),
+    ])  # fmt: skip
 
 
 def block() -> Block:
@@ -138,10 +126,21 @@ def block() -> Block:
     return Block(PAGE, BEGIN, END, page)
 
 
+def refuse_dirty() -> None:
+    """SystemExit where a program differs from the commit: what is kept must be what a commit can repeat."""
+    if commit().endswith("-dirty"):
+        raise SystemExit("--keep: some *.py differ from the commit; commit them first, then measure")
+
+
 def finish(name: str, before: dict[str, Any], measured: dict[str, Any], keep: bool) -> None:
-    """Print a benchmark's section; with `keep` store it as results/NAME.json and write RESULTS.md anew."""
+    """Print a benchmark's section; with `keep` store it as results/NAME.json and write RESULTS.md anew.
+
+    SystemExit with `keep` where programs differed from their commit when it was measured.
+    """
     text = json.dumps({"benchmark": name.split("-")[0], "conditions": before, "measured": measured}, indent=1)
     print(section(json.loads(text), name.partition("-")[2]))
     if keep:
+        if before["commit"].endswith("-dirty"):
+            raise SystemExit(f"--keep: measured at {before['commit']}; commit the programs, then measure")
         write_text(FOLDER / f"{name}.json", text + "\n")
         refresh(block())

@@ -11,7 +11,7 @@ how the time of the GPU splits into matrix products, attention and everything el
 
 With --against another version of the script is measured beside this one instead, each with one thread in a
 process of its own and, where there are two, on a core of its own; the turns alternate, and the cores are
-swapped halfway: `--against OLD.py --config benchmarks/demo_0_4.env`.
+swapped halfway.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # for torch: as train_gpt.py has it where it is run
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +34,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks import paired, results  # noqa: E402
 from benchmarks.turns import Turn, Turns, TurnsError  # noqa: E402
 from train_gpt import Config, Training  # noqa: E402
 
@@ -72,18 +70,26 @@ def flops_per_token(config: Config, looping: bool) -> float:
     return 6.0 * (visits * layer + head) + 6.0 * visits * config.train_seq_len * width
 
 
-def timed_steps(training: Training, count: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of `count` steps, device work included, and their losses."""
-    times_ms = []
-    losses = []
+class Steps(NamedTuple):
+    """What some steps took and learnt, each by step."""
+
+    ms: list[float]  # device work included
+    wait_ms: list[float]  # of the host, for batches
+    losses: list[float]
+
+
+def timed_steps(training: Training, count: int) -> Steps:
+    """Take `count` steps."""
+    taken = Steps([], [], [])
     for _ in range(count):
         training.run.machine.wait()
         start = time.perf_counter()
         loss, _ = train_gpt.train_step(training, PROGRESS).tolist()
-        times_ms.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss)
+        taken.ms.append(1e3 * (time.perf_counter() - start))
+        taken.wait_ms.append(training.loader.take_wait_ms())
+        taken.losses.append(loss)
         training.step += 1
-    return times_ms, losses
+    return taken
 
 
 def peak_memory_mib(cuda: bool) -> int:
@@ -141,31 +147,28 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         env = settings(arguments.config, runs, arguments.set, TRAIN_PREFETCH=prefetch, RUN_ID=f"p{prefetch}")
         config = Config.from_env(env)
         run = train_gpt.Run(train_gpt.this_machine(config, {}))
-        run.log = lambda line: None  # type: ignore[method-assign]
+        run.log = lambda *line, **event: None  # type: ignore[method-assign]
         inputs = train_gpt.preflight(config, run)
         train_gpt.open_run(config, run, inputs)
-        training = Training(config, run, inputs.train_shards, inputs.validation, inputs.kernels)
+        training = Training(config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops)
         train_gpt.warm_up(training)
         trainings.append(training)
-    times_ms: list[list[float]] = [[], []]
-    losses: list[list[float]] = [[], []]
+    taken = [Steps([], [], []), Steps([], [], [])]
     for _ in range(math.ceil(arguments.steps / TURN_STEPS)):
-        for number, training in enumerate(trainings):
-            new_times_ms, new_losses = timed_steps(training, TURN_STEPS)
-            times_ms[number] += new_times_ms
-            losses[number] += new_losses
+        for all_steps, training in zip(taken, trainings, strict=True):
+            for figures, new in zip(all_steps, timed_steps(training, TURN_STEPS), strict=True):
+                figures.extend(new)
     hashes = {training.loader.stream_hash for training in trainings}
-    if len(hashes) > 1 or losses[0] != losses[1]:
+    if len(hashes) > 1 or taken[0].losses != taken[1].losses:
+        losses = [one.losses for one in taken]
         raise SystemExit(f"prefetch changes the run: stream hashes {hashes}, losses {losses}")
-    steps = [
-        {"prefetch": training.config.train_prefetch, "ms": times, "wait_ms": training.loader.take_waits_ms()}
-        for training, times in zip(trainings, times_ms, strict=True)
-    ]
     first = trainings[0]
     on_gpu = first.run.machine.on_gpu
     looping = train_gpt.loop_is_on(PROGRESS, first.config)
     measured = {
-        "config": arguments.config.stem, "steps": steps, "stream_hash": f"{hashes.pop():016x}",
+        "config": arguments.config.stem, "stream_hash": f"{hashes.pop():016x}",
+        "steps": [{"prefetch": training.config.train_prefetch, "ms": one.ms, "wait_ms": one.wait_ms}
+                  for training, one in zip(trainings, taken, strict=True)],
         "tokens_per_step": first.config.train_batch_tokens,
         "flops_per_token": flops_per_token(first.config, looping),
         "peak_memory_mib": peak_memory_mib(on_gpu),
@@ -173,7 +176,7 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         "scoring": scoring(first, arguments.targets),
     }  # fmt: skip
     for training in trainings:
-        training.close()
+        training.loader.close()
     return measured
 
 
@@ -208,7 +211,7 @@ def compare(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
 
 def comparison_tables(measured: dict[str, Any]) -> list[str]:
     """The table of two versions."""
-    lines = [AGAINST_HEADER, "|" + "---|" * (AGAINST_HEADER.count("|") - 1)]
+    lines = paired.table(AGAINST_HEADER, [])
     names = ["train_gpt.py", measured["against"]]
     ours, theirs = (Turn(**taken) for taken in measured["taken"])
     for name, taken in zip(names, (ours, theirs), strict=True):
@@ -252,7 +255,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
     name = measured["config"]
     tokens = measured["tokens_per_step"]
     gpu = measured["gpu_us"]
-    lines = [STEP_HEADER, "|" + "---|" * (STEP_HEADER.count("|") - 1)]
+    lines = paired.table(STEP_HEADER, [])
     for step in measured["steps"]:
         low, *_, high = statistics.quantiles(step["ms"], n=5)
         median_ms = statistics.median(step["ms"])
@@ -272,7 +275,7 @@ def tables(measured: dict[str, Any]) -> list[str]:
     if gpu:
         total = sum(gpu.values())
         lines += ["GPU time: " + ", ".join(f"{kind} {us / total:.0%}" for kind, us in gpu.items()) + ".", ""]
-    lines += [SCORE_HEADER, "|" + "---|" * (SCORE_HEADER.count("|") - 1)]
+    lines += paired.table(SCORE_HEADER, [])
     for s in measured["scoring"]:
         speed = s["targets"] / s["seconds"]
         lines.append(f"| {name} | {s['scorer']} | {s['targets']:,} | {s['seconds']:.2f} | {speed:,.0f} |")

@@ -11,7 +11,6 @@ A command is a number of steps, the answer a `Turn` as JSON; end of input ends t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,6 +20,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from benchmarks.cpu_clock import load  # noqa: E402
 
 
 class Turn(NamedTuple):
@@ -125,12 +129,7 @@ def main() -> None:
     """Run the script that is named; what it prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    path = sys.argv.pop(1)
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module  # dataclasses look there for their own module
-    spec.loader.exec_module(module)
+    module = load(sys.argv.pop(1))
     module.train_step = TakesTurns(module.train_step, answers)
     sys.exit(module.main())
 

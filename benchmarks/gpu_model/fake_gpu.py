@@ -58,13 +58,6 @@ def prepare(card_name: str, out: str) -> tuple[Card, Path]:
     return card, folder
 
 
-def require_triton() -> None:
-    """Exit with status 2 and one sentence where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        print("triton is not installed, so no kernel can be compiled: pip install triton", file=sys.stderr)
-        sys.exit(2)
-
-
 def install(card_name: str, folder: Path) -> Card:
     """Let this process believe that it has the card named. Raises Unavailable."""
     assert "torch" not in sys.modules, "install() comes before the first `import torch`"

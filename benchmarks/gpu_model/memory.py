@@ -26,7 +26,6 @@ from benchmarks.gpu_model import subject
 SAVED_WIDTHS = 9
 # fp32: weights, gradients, average, momenta or Adam's two moments, and what an update works in.
 BYTES_A_PARAMETER = 28
-BYTES_OF_A_MIXTURE = 4  # MUON_MIXTURE: the older momenta
 
 
 def predicted_bytes(config: train_gpt.Config, world_size: int, bytes_a_value: int = 2) -> int:
@@ -43,10 +42,7 @@ def predicted_bytes(config: train_gpt.Config, world_size: int, bytes_a_value: in
     # The logits, and their gradient.
     a_token = layers * a_visit + 2 * config.vocab_size
     parameters = sum(math.prod(one.shape) for one in train_gpt.parameter_table(config).values())
-    bytes_a_parameter = BYTES_A_PARAMETER
-    if config.muon_mixture:
-        bytes_a_parameter += BYTES_OF_A_MIXTURE
-    return rows * length * a_token * bytes_a_value + parameters * bytes_a_parameter
+    return rows * length * a_token * bytes_a_value + parameters * BYTES_A_PARAMETER
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The census of a label, printed and written as LABEL.json for summary.py and aot_inductor.py.
+"""The census of a label, printed and written as LABEL.json for summary.py.
 
 Import it after `fake_gpu.install`.
 """

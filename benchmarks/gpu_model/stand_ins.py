@@ -57,9 +57,6 @@ attention.register_autograd(_gradients, setup_context=_save)
 def install_flash_attention() -> None:
     """Make `import flash_attn_interface` (FA3) find the stand-in."""
 
-    def flash_attn_func(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *_: Any, **__: Any) -> Tensor:
-        return attention(q_BTHE, k_BTKE, v_BTKE)[0]
-
     # These names are read from the signature, so they are the package's own.
     def flash_attn_varlen_func(
         q: Tensor,
@@ -75,7 +72,6 @@ def install_flash_attention() -> None:
 
     module = types.ModuleType("flash_attn_interface")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn_interface", None)
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     sys.modules["flash_attn_interface"] = module
 
@@ -101,19 +97,3 @@ def sdpa_as_cuda_chooses(
     bias = nothing.masked_fill(~attn_mask, float("-inf")).expand(-1, q_BHTE.size(1), -1, -1)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q_BHTE, k_BKTE, v_BKTE, bias, True, 0.0, False)[0]
-
-
-def causal_sdpa(
-    q_BHTE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`scaled_dot_product_attention` of scripts that mask nothing but the future, through the stand-in."""
-    assert attn_mask is None and is_causal, "the public baseline attends to the whole past"
-    q_BTHE, k_BTKE, v_BTKE = (tensor.transpose(1, 2) for tensor in (q_BHTE, k_BKTE, v_BKTE))
-    return attention(q_BTHE, k_BTKE, v_BTKE)[0].transpose(1, 2)

@@ -25,9 +25,7 @@ GAIN_GRADIENT_BYTES = 1.5e8  # of a launch: the gradient of qk_gain reads whole 
 CUSTOM_PARTS = {
     "linear_leaky_square": "products of the MLP",
     "heads": "q and k norm, rotary",
-    "heads_backward": "q and k norm, rotary",
     "xsa": "XSA and gate",
-    "xsa_backward": "XSA and gate",
 }
 HEADER = (
     "| part | fwd launches | fwd GB | fwd TFLOP | fwd ms | bwd launches | bwd GB | bwd TFLOP | bwd ms |\n"

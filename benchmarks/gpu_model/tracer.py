@@ -97,10 +97,6 @@ class Tracer:
         self.label = label
         self.graphs = []
 
-    def recorder(self) -> Recorder:
-        """A recorder with this card and these operations."""
-        return Recorder(self.card, self.custom_operations, self.attention_keys)
-
     def empty(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """A tensor on the fake GPU."""
         with self.fake_mode:
@@ -127,7 +123,8 @@ class Tracer:
             seconds = time.perf_counter() - start
             path = self.folder / f"{tag}.py"
             path.write_text(code, encoding="utf-8")
-            replay = Replay(code, path, example_inputs, self.recorder(), self.fake_mode)
+            recorder = Recorder(self.card, self.custom_operations, self.attention_keys)
+            replay = Replay(code, path, example_inputs, recorder, self.fake_mode)
         self.graphs.append(Graph(tag, backward, len(nodes), operations, new_outputs, replay))
         print(f"  graph {tag}: {len(nodes)} fx nodes, {seconds:.0f} s of code generation", flush=True)
         return self._boxed(outputs)

@@ -27,7 +27,7 @@ import train_gpt
 from tests.support import attention_packages, tiny
 from tests.support.loaders import write_shards
 from tests.support.models import random_batches, tiny_config
-from train_gpt import GPT, Config, Kernels, Machine, StepResult
+from train_gpt import GPT, Config, Machine, Ops, StepResult
 
 # --- no step waits for the device ---
 
@@ -61,24 +61,19 @@ def training_of(config: Config) -> Any:
     machine = Machine()
     model = train_gpt.build_model(config)
     batches = itertools.cycle(random_batches(config))
-    loader = SimpleNamespace(micro_steps=2, next_batch=lambda: next(batches), epoch=1)
+    loader = SimpleNamespace(micro_steps=2, next_batch=lambda length: next(batches), epoch=1)
     timer = train_gpt.StepTimer(0, machine.on_gpu)
     run = SimpleNamespace(machine=machine, training=True)
-    loss = GPT.loss
-    if config.prefix_loss:
-        model.prefixes = train_gpt.PrefixTargets(torch.arange(config.vocab_size) - 1, torch.zeros(()))
-        loss = GPT.loss_with_prefixes
     return SimpleNamespace(
         config=config, run=run, loader=loader, timer=timer, trace=timer.trace, model=model,
-        loss=loss, optimizer=train_gpt.Optimizer(model, config, machine), step=0,
+        loss=GPT.loss, optimizer=train_gpt.Optimizer(model, config, machine), step=0,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.9])
 def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without recurrence and with it; gradients clipped, weights averaged, keys offset, prefixes learnt."""
-    ours = {"ROPE_DIMS": 8, "KEY_OFFSET_DIMS": 4, "PREFIX_LOSS": 0.25}
-    training = training_of(tiny_config(GRAD_CLIP_NORM=0.3, **ours))
+    """Without recurrence and with it; gradients clipped, weights averaged."""
+    training = training_of(tiny_config(GRAD_CLIP_NORM=0.3, ROPE_DIMS=8))
     refuse_fetching(monkeypatch)
     with NoWaits() as operations:
         values = train_gpt.train_step(training, progress)
@@ -195,19 +190,16 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return request.param
 
 
-def on_gpu_kernels(attention: str) -> Kernels:
-    """What `auto` takes on an H100 if it takes this attention, made anew as at each start."""
-    return Kernels(
-        attend=train_gpt.load_attention(attention), mlp=train_gpt.mlp_fused, heads=train_gpt.heads_fused,
-        xsa=train_gpt.xsa_fused, norm=train_gpt.rms_norm, cross_entropy=train_gpt.cross_entropy_plain,
-        report=[],
-    )  # fmt: skip
+def ops_of_a_gpu(attention: str) -> Ops:
+    """What `auto` chooses on an H100 with this attention, made anew as at each start."""
+    attend = train_gpt.load_attention(attention)
+    return Ops(attend, train_gpt.mlp_fused, train_gpt.heads_fused, train_gpt.xsa_fused)
 
 
 def ready(model: GPT, attention: str) -> GPT:
     """This model on a machine that traces, with the kernels of a GPU."""
     machine = Compiler(dtype=torch.bfloat16, compiled=True)
-    return train_gpt.ready_model(model, machine, on_gpu_kernels(attention))
+    return train_gpt.ready_model(model, machine, ops_of_a_gpu(attention))
 
 
 def train_on_other_documents(model: GPT, config: Config, looping: tuple[bool, ...]) -> None:
@@ -401,17 +393,14 @@ def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_
         MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
     )  # fmt: skip
     run = train_gpt.Run(Compiler(dtype=torch.float32, compiled=True))
-    plain = Kernels(
-        train_gpt.attention_sdpa, train_gpt.mlp_plain, train_gpt.heads_plain, train_gpt.xsa_plain, []
-    )
-    training = train_gpt.Training(config, run, write_shards(tmp_path), None, plain)  # type: ignore[arg-type]
-    with contextlib.closing(training):
+    training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops())  # type: ignore[arg-type]
+    with contextlib.closing(training.loader):
         train_gpt.warm_up(training)
         assert new_graphs() == 2 * 4  # forward and backward
         for step in range(config.iterations):
             train_gpt.train_step(training, step / config.iterations)
         assert new_graphs() == 0
-        assert training.loader.length_of(config.iterations) == 32
+        assert train_gpt.train_length(1.0, config) == 32
 
 
 # --- the clock ---
@@ -463,19 +452,16 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
     unread: list[StepResult] = []
     run = SimpleNamespace(machine=OnGpu(), stop_signal=0)
     # The wait of a step is its number.
-    loader = SimpleNamespace(
-        length_starts=train_gpt.known_length_starts(config), take_waits_ms=lambda: [float(device.asked)]
-    )
+    loader = SimpleNamespace(take_wait_ms=lambda: float(device.asked))
     training: Any = SimpleNamespace(
-        config=config, run=run, step=0, unread=unread, untold=[], loader=loader)
+        config=config, run=run, step=0, unread=unread, loader=loader, save=lambda: None)
     # `seconds` is asked for again and again.
     training = type("Clocked", (SimpleNamespace,), {"seconds": property(lambda _: device.now)})(
         **vars(training)
     )
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "step_event", lambda _, result, *__: device.tell(result))
-    monkeypatch.setattr(train_gpt, "record_steps", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "tell_step", lambda _, result, *__: device.tell(result))
     monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
     train_gpt.train(training)
     return training.step
@@ -535,8 +521,8 @@ torch.autograd.functional.vjp = counted
 
 def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
     """Chosen anew at reload, a form that trained could be another one than the one that scores."""
-    ended = lab.succeed(fault=COUNTED_CHOICES)
-    tried = re.findall(r"^\w+:\w+ tried: (.+)$", ended.out, re.MULTILINE)
-    assert len(tried) >= 3  # attention, MLP, heads
-    # Each form that a line names, and before them their definition.
-    assert ended.out.count("a form is looked at") == sum(1 + len(line.split(" | ")) for line in tried)
+    short = {"ITERATIONS": 1, "GPTQ": 0, "TTT_ENABLED": 0, "EVAL_STRIDE": 0, "VAL_TOKENS_LIMIT": 100}
+    ended = lab.succeed(fault=COUNTED_CHOICES, TRITON_INTERPRET=1, FUSED_HEADS=1, **short)
+    # The plain form, which shows what is right, and the kernel.
+    assert re.findall(r"^fused_heads:kernel tried: kernel error:", ended.out, re.MULTILINE)
+    assert ended.out.count("a form is looked at") == 2
