@@ -126,7 +126,7 @@ def test_a_flip_does_not_see_one_token_too_many_but_sums_do(subject: probes.Subj
 
 def test_a_flip_does_not_see_a_choice_by_the_total_but_a_suffix_does() -> None:
     case = probes.make_subject(mutants.mutated(SCRIPT, "learning-rate-picked-in-private")).case()
-    assert not failures(list(questions.future(case, [140])))
+    assert not failures(list(questions.future(case, [142])))
     assert failures(list(questions.future(case, [], [64])))
 
 
