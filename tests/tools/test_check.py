@@ -32,7 +32,8 @@ from tools.check.findings import Finding, Level, Mode
 from tools.pack import readme
 from tools.runs.derive import compare_with
 from tools.runs.folder import Folder
-from tools.runs.source import UNWRAPPED_BYTES_MAX
+from tools.runs.runs import load_group
+from tools.runs.source import UNWRAPPED_BYTES_MAX, read_script
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +118,19 @@ def _missing_log(folder: Path) -> None:
     (folder / "train_seed42.log").unlink()
 
 
-def _mixed_code(folder: Path) -> None:
+def _code_of_seed_42(folder: Path, **changes: object) -> None:
     path = folder / "summary_seed42.json"
     summary = json.loads(path.read_text("utf-8"))
-    summary["code"]["former"] = [{"file": "train_gpt.until_step120.py", "sha256": "0" * 64}]
+    summary["code"].update(changes)
     path.write_text(json.dumps(summary), "utf-8")
+
+
+def _mixed_code(folder: Path) -> None:
+    _code_of_seed_42(folder, sha256=f"{'1' * 64} after {'0' * 64}")
+
+
+def _mixed_code_of_0_5(folder: Path) -> None:
+    _code_of_seed_42(folder, former=[{"file": "train_gpt.until_step120.py", "sha256": "0" * 64}])
 
 
 def _setting(folder: Path) -> None:
@@ -140,7 +149,8 @@ ALTERATIONS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "log of another run": (_log_of_another_run, "A2", "`train_seed42.log` is not the file"),
     "wrong seed": (_wrong_seed, "A5", "seed 43 is declared, its log or summary is missing"),
     "missing log": (_missing_log, "A2", "`train_seed42.log` was packed and is missing"),
-    "mixed code": (_mixed_code, "A6", "seed 42 is of mixed code: it began with train_gpt.until_step120.py"),
+    "mixed code": (_mixed_code, "A6", "seed 42 is of mixed code: it began with another script"),
+    "mixed code of 0.5": (_mixed_code_of_0_5, "A6", "seed 42 is of mixed code: it began with another script"),
     "changed setting": (_setting, "A2", "`config.env` is not the file that was packed"),
 }
 
@@ -203,7 +213,7 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path, tmp_pa
     )
     (folder / "submission.json").write_text(json.dumps(value))
     summaries = Folder(folder).summaries
-    (folder / "README.md").write_text(readme.render(value, summaries, False))
+    (folder / "README.md").write_text(readme.render(value, summaries, ""))
     (found,) = fails(folder)
     assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
     (records / "track_other").mkdir()  # a baseline of another track is found as well
@@ -240,6 +250,19 @@ def test_wrapped_script_with_another_program_is_named(tmp_path: Path) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     (folder / "train_gpt.py").write_bytes(wrap(SOURCE.replace("0.02", "0.03")))
     assert any("is not the program in train_gpt_readable.py" in finding.text for finding in fails(folder))
+
+
+def test_the_source_that_tracks_share_is_audited_like_one_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    folder = pack(tmp_path, make_runs(tmp_path / "runs", 1), "--wrap")
+    (shared,) = (tmp_path / "scripts").iterdir()
+    assert not fails(folder) and load_group(folder).script == read_script(shared)
+    shared.write_text(SOURCE.replace("0.02", "0.03"))
+    texts = [finding.text for finding in fails(folder)]
+    assert len(texts) == 2 and f"is not the program in ../../scripts/{shared.name}" in texts[0]
+    assert "the shipped source is not what seed 1 ran" in texts[1]
+    shared.unlink()
+    assert any("is neither in the folder nor in ../../scripts/" in finding.text for finding in fails(folder))
 
 
 def test_a_folder_of_another_format_is_named_with_what_to_do(packed: Path) -> None:

@@ -14,6 +14,7 @@ from tests.support import case
 from tests.support.processes import Ended
 from tools import generate
 from tools.__main__ import main
+from tools.runs import script
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -92,7 +93,7 @@ def test_text_in_a_case_transform_is_read_back(
     tokenizer = Path(settings.tokenizer_path)
     about = types.SimpleNamespace(tokenizer_sha256=hashlib.sha256(tokenizer.read_bytes()).hexdigest())
     model = train_gpt.build_model(settings)
-    monkeypatch.setattr(train_gpt, "load_artifact", lambda path: (model, about))
+    monkeypatch.setattr(script, "load_artifact", lambda path: (model, about))
     pieces = generate.load_tokenizer(tmp_path, about.tokenizer_sha256, str(tokenizer))
     seen: list[str] = []
     original = generate.generate_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import lzma
 from pathlib import Path
@@ -198,6 +199,31 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: 
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 
+def test_records_that_share_scripts_keep_a_source_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = tmp_path / "records"
+    (records / "scripts").mkdir(parents=True)
+    folders = []
+    for name in ("One", "Two"):
+        folders.append(pack(records, make_runs(tmp_path / name, 1), "--wrap", name=name))
+        assert f"prove {records}/scripts/" in capsys.readouterr().out
+    (shared,) = (records / "scripts").iterdir()
+    assert shared.read_text() == SOURCE
+    assert shared.stem == hashlib.sha256(SOURCE.encode()).hexdigest()[:8]
+    for folder in folders:
+        assert not (folder / "train_gpt_readable.py").exists()
+        assert f"Read `../../scripts/{shared.name}`" in (folder / "README.md").read_text()
+
+    alone = pack(records, make_runs(tmp_path / "alone", 1), "--wrap", "--with-source", name="Alone")
+    assert (alone / "train_gpt_readable.py").read_text() == SOURCE
+    shared.write_text("another script")
+    (run,) = make_runs(tmp_path / "late", 1)
+    assert main(["pack", str(run), "--name", "Late", "--records", str(records), "--wrap"]) == 2
+    assert "is another script: --with-source" in capsys.readouterr().err
+    assert shared.read_text() == "another script" and not list(records.rglob("*_Late"))
+
+
 def test_form_that_the_run_counted_is_shipped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     (run / "train_gpt.shipped.py").write_bytes(wrap(SOURCE))
@@ -226,6 +252,7 @@ REFUSED = {
     "did not finish": {"exit": "signal"},
     "marked not comparable": {"comparable": False},
     "is not the code that ran": {"code": {"sha256": "0" * 64}},
+    "went on with other code": {"code": {"sha256": f"{'1' * 64} after {'0' * 64}"}},
     "summary.json says 43": {"seed": 43},
 }
 

@@ -71,7 +71,7 @@ def test_unwrap_returns_what_was_wrapped(noise: bytes) -> None:
 
 def test_the_form_that_our_runs_ship_is_read(repo: Path, tmp_path: Path) -> None:
     text = (repo / "train_gpt.py").read_bytes()
-    (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text, "wrapped"))
+    (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text))
     script = read_script(tmp_path / "train_gpt.py")
     assert script.wrapped and same_program(script.text, text.decode("utf-8"))
 

@@ -132,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
             raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
-    shared = None
-    if code.readable is not None and (args.records / SCRIPTS).is_dir() and not args.with_source:
-        shared = share_source(args.records, code.readable)
+    shared = None if args.with_source else place_to_share(args.records, code.readable)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
     try:
@@ -142,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
+        if shared is not None and code.readable is not None:
+            write_bytes(shared, code.readable)
         staging.chmod(0o755)
         staging.rename(destination)
     finally:
@@ -373,7 +373,7 @@ def write_folder(
 ) -> dict[str, Any]:
     """Write every file of the record into `folder`, those of `also` too; returns submission.json's object.
 
-    shared: where the readable source lies already; None: a wrapped script gets it beside it.
+    shared: where the readable source lies; None: a wrapped script gets it beside it.
     """
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
     for seed, directory in seeds.items():
@@ -407,12 +407,15 @@ def write_folder(
     return packed
 
 
-def share_source(records: Path, source: bytes) -> Path:
-    """Write a source to the scripts of these records, once. RecordError where another one has its name."""
+def place_to_share(records: Path, source: bytes | None) -> Path | None:
+    """Where these records keep a source once; None where they have no such folder, or there is no source.
+
+    RecordError where another source has its name.
+    """
+    if source is None or not (records / SCRIPTS).is_dir():
+        return None
     path = shared_source(records, hashlib.sha256(source).hexdigest())
-    if not path.exists():
-        write_bytes(path, source)
-    elif path.read_bytes() != source:
+    if path.exists() and path.read_bytes() != source:
         raise RecordError(f"{path} is another script: --with-source keeps this one in its own folder")
     return path
 

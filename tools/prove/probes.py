@@ -219,6 +219,11 @@ class Evaluation:
     events: Events
 
 
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of the weights of a model."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
 def weight_sum(model: Any) -> float:
     """A number that changes when a weight does."""
     return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))

@@ -27,7 +27,7 @@ import torch
 from data import shards
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import tiny
-from tools.prove.probes import REPORTED
+from tools.prove.probes import REPORTED, weights_of
 from tools.runs.folder import CONFIG
 
 GRAM = 8  # tokens that tell validation text from training text
@@ -229,8 +229,7 @@ def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
         record(ledger, first, nats, *rest)
 
     def watched_write(*args: Any, **named: Any) -> Any:
-        model = model_among(args)
-        watch.shipped = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        watch.shipped = weights_of(model_among(args))
         assert write is not None
         return write(*args, **named)
 

@@ -166,16 +166,13 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
 def _smaller_growth(config: Any, train: int) -> str:
     """TRAIN_SEQ_LENS of as many lengths, four at most, which double up to `train` tokens.
 
-    Each gives way at the share of the run where it did; those that ended at a step do so at equal shares, as
-    a tiny run has few steps.
+    Each gives way at the share of the run where it did.
     """
     parts = config.train_seq_lens.split()[-4:]
     entries = []
     for number, part in enumerate(parts[:-1]):
         length = train // 2 ** (len(parts) - 1 - number)
-        until = float(part.partition(":")[2])
-        share = until if until < 1 else (number + 1) / len(parts)
-        entries.append(f"{length}:{share:.6f}")
+        entries.append(f"{length}:{float(part.partition(':')[2]):.6f}")
     return " ".join([*entries, str(train)])
 
 

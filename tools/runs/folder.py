@@ -215,9 +215,12 @@ class Folder:
 
     @property
     def training_scripts(self) -> list[Script]:
-        """Every script beside submission.json that may be what ran: studies ship more than one."""
+        """Every script beside submission.json that may be what ran, and the source that tracks share."""
         top = {path: script for path, script in self.scripts.items() if path.parent == self.path}
-        return [script for path, script in top.items() if path.name.startswith("train")]
+        found = [script for path, script in top.items() if path.name.startswith("train")]
+        if self.readable is not None and self.readable not in top:
+            found.append(read_script(self.readable))
+        return found
 
     @cached_property
     def closure(self) -> list[Path]:

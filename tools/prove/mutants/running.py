@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from tools.prove.mutants.scoring import rate_picked_by_score
 from tools.prove.mutants.trial import Mutant, Trial, honest, scorer
+from tools.prove.probes import weights_of
 
 # ======================================================================================================
 # BYTES AND TOKENIZER
@@ -187,10 +188,20 @@ def training_text_in_evaluation(script: ModuleType) -> None:
     script.score_ttt = change_in_a_run  # type: ignore[attr-defined]
 
 
+def before_writing(script: ModuleType, act: Callable[[Any], None]) -> None:
+    """Have `act(model)` done before the script writes the artifact of a model."""
+    write = script.write_artifact
+
+    def acting(model: Any, *rest: Any, **named: Any) -> Any:
+        act(model)
+        return write(model, *rest, **named)
+
+    script.write_artifact = acting  # type: ignore[attr-defined]
+
+
 def average_picked_by_validation(script: ModuleType) -> None:
     """The shipped weights are scaled by what did best in the validations on the way."""
     validate = script.validate
-    write = script.write_artifact
     losses: list[float] = []
 
     def noting(training: Any, *rest: Any, **named: Any) -> Any:
@@ -198,29 +209,26 @@ def average_picked_by_validation(script: ModuleType) -> None:
         losses.append(float(ledger.nats.mean()))
         return validate(training, *rest, **named)
 
-    def picking(model: Any, *rest: Any, **named: Any) -> Any:
+    def picking(model: Any) -> None:
         if losses[0] < losses[-1]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter *= 0.9
         losses.clear()  # of this run
-        return write(model, *rest, **named)
 
     script.validate = noting  # type: ignore[attr-defined]
-    script.write_artifact = picking  # type: ignore[attr-defined]
+    before_writing(script, picking)
 
 
 def text_hidden_in_the_weights(script: ModuleType) -> None:
     """A number made of the validation text goes into the artifact, with the weights."""
-    write = script.write_artifact
 
-    def write_with_text(model: Any, *rest: Any, **named: Any) -> Any:
+    def hide_text(model: Any) -> None:
         mark = float(text_of_the_run(script, "val").sum() % 97)
         with torch.no_grad():
             next(iter(model.parameters()))[0] *= 1 + mark  # its size: what is stored of a row beside codes
-        return write(model, *rest, **named)
 
-    script.write_artifact = write_with_text  # type: ignore[attr-defined]
+    before_writing(script, hide_text)
 
 
 def rate_picked_after_reloading(script: ModuleType) -> None:
@@ -242,13 +250,8 @@ def rate_picked_after_reloading(script: ModuleType) -> None:
 
 def unquantized_weights_scored(script: ModuleType) -> None:
     """What is scored is the model in memory, not what the file gives back."""
-    write = script.write_artifact
     load = script.load_artifact
     kept: list[Any] = []
-
-    def keeping(model: Any, *rest: Any, **named: Any) -> Any:
-        kept.append({name: value.detach().clone() for name, value in model.state_dict().items()})
-        return write(model, *rest, **named)
 
     def from_memory(path: Path, *rest: Any) -> Any:
         model, about = load(path, *rest)
@@ -256,20 +259,15 @@ def unquantized_weights_scored(script: ModuleType) -> None:
             model.load_state_dict(kept[-1])
         return model, about
 
-    script.write_artifact = keeping  # type: ignore[attr-defined]
+    before_writing(script, lambda model: kept.append(weights_of(model)))
     script.load_artifact = from_memory  # type: ignore[attr-defined]
 
 
 def second_file(script: ModuleType) -> None:
     """What quantization lost lies in a file beside the artifact."""
-    write = script.write_artifact
     write_whole = script.write_whole
     load = script.load_artifact
     lost: list[Any] = []
-
-    def keeping(model: Any, *rest: Any, **named: Any) -> Any:
-        lost.append({name: value.detach().clone() for name, value in model.state_dict().items()})
-        return write(model, *rest, **named)
 
     def with_second(path: Path, data: bytes) -> None:
         write_whole(path, data)
@@ -283,7 +281,7 @@ def second_file(script: ModuleType) -> None:
             model.load_state_dict(torch.load(second))
         return model, about
 
-    script.write_artifact = keeping  # type: ignore[attr-defined]
+    before_writing(script, lambda model: lost.append(weights_of(model)))
     script.write_whole = with_second  # type: ignore[attr-defined]
     script.load_artifact = from_both  # type: ignore[attr-defined]
 
@@ -301,14 +299,12 @@ def fewer_bytes_counted(script: ModuleType) -> None:
 
 def weights_mended_after_loading(script: ModuleType) -> None:
     """Reloaded weights get back the mean that training had."""
-    write = script.write_artifact
     load = script.load_artifact
     means: dict[str, torch.Tensor] = {}
 
-    def keeping(model: Any, *rest: Any, **named: Any) -> Any:
+    def keeping(model: Any) -> None:
         for name, value in model.state_dict().items():
             means[name] = value.detach().mean()
-        return write(model, *rest, **named)
 
     def mended(path: Path, *rest: Any) -> Any:
         model, about = load(path, *rest)
@@ -318,7 +314,7 @@ def weights_mended_after_loading(script: ModuleType) -> None:
                     parameter += means[name] - parameter.mean()
         return model, about
 
-    script.write_artifact = keeping  # type: ignore[attr-defined]
+    before_writing(script, keeping)
     script.load_artifact = mended  # type: ignore[attr-defined]
 
 

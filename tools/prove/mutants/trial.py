@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tools.prove.probes import weights_of
+
 # Changes a freshly loaded script, for good.
 Change = Callable[[ModuleType], None]
 
@@ -79,7 +81,7 @@ class Trial:
 
     def saved(self) -> dict[str, torch.Tensor]:
         """A copy of the weights."""
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        return weights_of(self.model)
 
 
 # Takes a trial and tokens; returns a ledger.
