@@ -46,7 +46,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from dataclasses import Field, dataclass, field, fields, replace
@@ -58,6 +58,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor, nn
 
 try:
@@ -65,6 +66,8 @@ try:
     import triton.language as tl
 except ImportError:  # macOS, Windows, CPU-only installs: the plain PyTorch twins run instead
     triton = None
+
+Array = np.ndarray  # on the host; a Tensor may lie on a GPU
 
 # ============================================================================================================
 # SETTINGS — one setting a line; a wrong one is refused by name, before anything starts.
@@ -232,8 +235,11 @@ class ModelSettings:
     @classmethod
     def from_values(cls: type[Settings], values: Mapping[str, str]) -> Settings:
         """The settings of this class in `values`, over the defaults. ConfigError for a wrong one."""
-        specs = {spec.name.upper(): spec for spec in fields(cls)}
-        given = {s.name: parse_value(name, values[name], s) for name, s in specs.items() if name in values}
+        given = {}
+        for spec in fields(cls):
+            name = spec.name.upper()
+            if name in values:
+                given[spec.name] = parse_value(name, values[name], spec)
         settings = cls(**given)
         # A rule names its settings: the message shows their values.
         for holds, expected in settings.rules():
@@ -612,9 +618,12 @@ class Machine:
         """What the device is called in the log."""
         return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
 
-    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """The function, compiled where that is wanted."""
-        return torch.compile(function, **options) if self.compiled else function
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
+
+        Only marked sizes may change. With dynamic=True settings would not be constants, which kernels need.
+        """
+        return torch.compile(function, dynamic=False, fullgraph=True) if self.compiled else function
 
     def wait(self) -> None:
         """Wait until the device has finished what it was given."""
@@ -643,23 +652,18 @@ class Machine:
 BOS_ID = 1  # begins every document, in all of the challenge's tokenizers
 
 
-def document_begins(ids: Any) -> Any:
-    """True for each token that begins a document; ids: an array or a tensor of any shape."""
-    return ids == BOS_ID
-
-
-def document_starts(inputs_BT: np.ndarray, c: ModelSettings) -> np.ndarray:
+def document_starts(inputs_BT: Array, c: ModelSettings) -> Array:
     """Where rows and, with DOC_MASK, documents begin in the flattened inputs, then B T; int32, all different.
 
     Varlen attention reads them as its cu_seqlens.
     """
-    begins_BT = document_begins(inputs_BT) if c.doc_mask else np.zeros(inputs_BT.shape, bool)
+    begins_BT = (inputs_BT == BOS_ID) & c.doc_mask
     # Nothing attends across rows. A row that begins with a document counts once: no document is empty.
     begins_BT[:, 0] = True
     return np.append(np.flatnonzero(begins_BT), inputs_BT.size).astype(np.int32)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+def to_device(array: Array, device: torch.device) -> Tensor:
     """The array as a tensor on the device. The host does not wait for a GPU that is still at work."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
@@ -667,7 +671,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def starts_to_device(host_starts: np.ndarray, device: torch.device) -> Tensor:
+def starts_to_device(host_starts: Array, device: torch.device) -> Tensor:
     """The `document_starts` of a batch on the device, for compiled code."""
     starts = to_device(host_starts, device)
     torch._dynamo.mark_dynamic(starts, 0)  # or torch recompiles for every number of documents
@@ -757,10 +761,19 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     return table
 
 
+def count_parameters(c: ModelSettings) -> int:
+    """How many weights the model has."""
+    return sum(math.prod(parameter.shape) for parameter in parameter_table(c).values())
+
+
+def generator_of(text: str) -> torch.Generator:
+    """Random numbers that depend on the text alone: its CRC-32 is the same on every machine."""
+    return torch.Generator().manual_seed(zlib.crc32(text.encode()))
+
+
 def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int) -> Tensor:
     """The first weights of a parameter. They depend on seed and name alone: no feature changes another's."""
-    # CRC-32 of a text is the same in every Python and on every machine.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    generator = generator_of(f"{seed} {name}")
     weights = torch.empty(parameter.shape).copy_(torch.tensor(parameter.constant))
     if parameter.std:
         weights.normal_(0.0, parameter.std, generator=generator)
@@ -794,6 +807,7 @@ def is_parallel(layer: int, mode: str, c: ModelSettings) -> bool:
 
 # --- plain forms: the mathematics of a layer; KERNELS has faster twins of some ---
 
+Operation = Callable[..., Tensor]  # of a layer: a plain form, or its faster twin
 RMS_NORM_EPS = 2.0**-23  # the same for every version of torch
 XSA_MIN_SQUARE = 1e-24  # of a value's length: nothing is divided by zero
 
@@ -857,13 +871,17 @@ def heads_plain(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
     return Heads(q_BTHE, k_BTKE, v_BTKE, v_BTKE)
 
 
+def repeat_heads(x_BTKE: Tensor, q_BTHE: Tensor) -> Tensor:
+    """Keys or values, each head once for every query head of its group."""
+    return x_BTKE.repeat_interleave(q_BTHE.size(2) // x_BTKE.size(2), 2)
+
+
 def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
     """torch's attention, (B, T, H, E). mask: (B, 1, T, T), true where a query sees a key; None: causal."""
     if mask is not None and q_BTHE.is_cuda:
         # torch's fast kernels with a mask do not support grouped heads.
-        group = q_BTHE.size(2) // k_BTKE.size(2)
-        k_BTKE = k_BTKE.repeat_interleave(group, 2)
-        v_BTKE = v_BTKE.repeat_interleave(group, 2)
+        k_BTKE = repeat_heads(k_BTKE, q_BTHE)
+        v_BTKE = repeat_heads(v_BTKE, q_BTHE)
     y_BHTE = F.scaled_dot_product_attention(
         q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2),
         mask, is_causal=mask is None, enable_gqa=True,
@@ -874,7 +892,7 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
 def attention_documents(
     ids_BT: Tensor,
     starts: Tensor | None,
-    attend: Callable[..., Tensor],
+    attend: Operation,
     c: ModelSettings,
     one_a_row: bool = False,
 ) -> Tensor | None:
@@ -887,7 +905,7 @@ def attention_documents(
     if one_a_row or not c.doc_mask:
         return None
     # Tokens of one document share its number. Nobody sees a later token.
-    document_BT = document_begins(ids_BT).cumsum(1)
+    document_BT = (ids_BT == BOS_ID).cumsum(1)
     same_B1TT = document_BT[:, None, :, None] == document_BT[:, None, None]
     return same_B1TT.tril()
 
@@ -922,22 +940,13 @@ def token_before(x_BTD: Tensor) -> Tensor:
     return F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
 
 
-def cross_entropy(logits_NV: Tensor, targets_N: Tensor, softcap: float) -> Tensor:
-    """Nats (N,), at least fp32, of each target under softcap·tanh(logits/softcap); softcap 0: the logits."""
-    # A sum over the vocabulary needs more digits than bfloat16 has.
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if softcap:
-        logits_NV = softcap * torch.tanh(logits_NV / softcap)
-    return F.cross_entropy(logits_NV, targets_N, reduction="none")
-
-
 class Ops(NamedTuple):
     """The operations that KERNELS may replace; the defaults are the plain forms above."""
 
-    attend: Callable[..., Tensor] = attention_sdpa
-    mlp: Callable[..., Tensor] = mlp_plain
+    attend: Operation = attention_sdpa
+    mlp: Operation = mlp_plain
     heads: Callable[..., Heads] = heads_plain
-    xsa: Callable[..., Tensor] = xsa_plain
+    xsa: Operation = xsa_plain
 
 
 # --- adapters of test-time training ---
@@ -1038,8 +1047,7 @@ class GPT(nn.Module):
             observe=observe,
             values_BTK=value_embeddings(self, inputs_BT, weights) if c.ve_enabled else None,
         )
-        if adapters is None:
-            adapters = [{}] * (len(encoder) + len(decoder))
+        adapters = adapters or [{}] * (len(encoder) + len(decoder))
 
         # A U-Net. First half: keep the first lane after each visit.
         lanes = [context.x0_BTD]
@@ -1072,12 +1080,17 @@ class GPT(nn.Module):
     def loss_per_token(self, hidden_ND: Tensor, targets_N: Tensor, added_NV: Tensor | None = None) -> Tensor:
         """Nats (N,), at least fp32, of each target: cross-entropy of softcap·tanh(logits/softcap).
 
-        added_NV: the output of an adapter of the head.
+        added_NV: the output of an adapter of the head. LOGIT_SOFTCAP=0: cross-entropy of the logits.
         """
         logits_NV = self.logits(hidden_ND)
         if added_NV is not None:
             logits_NV = logits_NV + added_NV
-        return cross_entropy(logits_NV, targets_N, self.settings.logit_softcap)
+        # A sum over the vocabulary needs more digits than bfloat16 has.
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        softcap = self.settings.logit_softcap
+        if softcap:
+            logits_NV = softcap * torch.tanh(logits_NV / softcap)
+        return F.cross_entropy(logits_NV, targets_N, reduction="none")
 
     def loss(
         self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True
@@ -1095,12 +1108,11 @@ class GPT(nn.Module):
         whole: dict[str, Tensor] = {name: self.get_parameter(name) for name in self.row_names}
         queries, outputs = whole.pop("qo_bank").chunk(2)
         keys, values = whole.pop("kv_bank").chunk(2)
-        downs = whole.pop("mlp_down_bank")
         # One product makes queries, keys and values: it reads the activations once, and so do its gradients.
         whole["qkv"] = torch.cat([queries, keys, values], dim=1)
         # Scaling the rows of a matrix scales what it writes, with fewer products than scaling activations.
         whole["attn_out"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
-        whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * downs
+        whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * whole.pop("mlp_down_bank")
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
 
     def _embed(self, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
@@ -1113,7 +1125,7 @@ class GPT(nn.Module):
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
             # Nothing crosses the start of a document (PR #1851). A shut gate costs less than a zeroed vector.
             if c.doc_mask:
-                gate_BT = gate_BT.masked_fill(document_begins(inputs_BT), 0.0)
+                gate_BT = gate_BT.masked_fill(inputs_BT == BOS_ID, 0.0)
             gate_BT = gate_BT * weights["smear_scale_1"][0]
             x = torch.addcmul(x, gate_BT[..., None], token_before(x))
         x = rms_norm(x)
@@ -1126,6 +1138,7 @@ class GPT(nn.Module):
         c = self.settings
         w = context.weights
         scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
+        side_by_side = is_parallel(layer, "gptj", c)  # only configs/pr1493.env
 
         # Attention reads the first lane, with some of the embeddings mixed in again.
         x = torch.addcmul(w["resid_keep_LD"][layer] * lanes[0], w["resid_inject_LD"][layer], context.x0_BTD)
@@ -1134,13 +1147,13 @@ class GPT(nn.Module):
         # The MLP reads the second lane if there is one, else the sum that attention wrote to.
         if len(lanes) == 2:
             mlp_reads = lanes[1]
-        elif is_parallel(layer, "gptj", c):  # only configs/pr1493.env
+        elif side_by_side:
             mlp_reads = x
         else:
             mlp_reads = x + attended
         written = self._mlp(layer, rms_norm(mlp_reads, scale), context, adapters)
 
-        if is_parallel(layer, "gptj", c):
+        if side_by_side:
             return [x + attended + written]
         if len(lanes) == 1:
             return [mlp_reads + written]
@@ -1200,7 +1213,7 @@ def split_or_join(layer: int, lanes: list[Tensor], c: ModelSettings) -> list[Ten
     """As many lanes as the layer reads: a loop may lead from layers with two back to one with one."""
     if not is_parallel(layer, "lanes", c):
         return [join(lanes)]
-    return lanes if len(lanes) == 2 else [lanes[0], lanes[0]]
+    return [lanes[0], lanes[-1]]  # of one lane: two equal ones
 
 
 def join(lanes: list[Tensor]) -> Tensor:
@@ -1265,7 +1278,7 @@ def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
     hashed = torch.bitwise_xor(36_313 * ids_BT[:, 1:], 27_191 * ids_BT[:, :-1]) % last_row
     rows_BT = F.pad(hashed, (1, 0), value=last_row)
     if c.doc_mask:
-        rows_BT = rows_BT.masked_fill(document_begins(inputs_BT), last_row)
+        rows_BT = rows_BT.masked_fill(inputs_BT == BOS_ID, last_row)
     return rows_BT
 
 
@@ -1283,7 +1296,7 @@ def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: Mode
     previous = token_before(x_BTD)
     # The first token of a document is mixed with zero.
     if c.doc_mask:
-        previous = previous.masked_fill(document_begins(inputs_BT)[..., None], 0.0)
+        previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
     share_D = weights["channel_smear_1D"][0].sigmoid()
     return (1 - share_D) * x_BTD + share_D * previous
 
@@ -1480,9 +1493,8 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
 @linear_leaky_square.register_fake
 def linear_leaky_square_shape(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
     """What the kernel returns, without its values: torch.compile traces with this."""
-    planes = 2 if pre_MN is None else 1
     # No `len`, which would make a number of rows that is left open a constant of the graph.
-    return a_MK.new_empty(planes, a_MK.size(0), b_NK.size(0))
+    return a_MK.new_empty(2 if pre_MN is None else 1, a_MK.size(0), b_NK.size(0))
 
 
 class FusedMlp(torch.autograd.Function):
@@ -1635,7 +1647,7 @@ def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
     return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
 
 
-def load_attention(name: str) -> Callable[..., Tensor]:
+def load_attention(name: str) -> Operation:
     """The attention of this name. ImportError, AttributeError where it is not installed."""
     if name == "sdpa":
         return attention_sdpa
@@ -1648,21 +1660,18 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     # Packages and versions spell causal attention and grouped heads differently.
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
-    # Without it keys and values are repeated for each query head of their group.
     takes_grouped_heads = "causal" in options or "enable_gqa" in options  # torch 2.10 does not
 
     def attention_varlen(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
         if not takes_grouped_heads:
-            group = q_BTHE.size(2) // k_BTKE.size(2)
-            k_BTKE = k_BTKE.repeat_interleave(group, 2)
-            v_BTKE = v_BTKE.repeat_interleave(group, 2)
+            k_BTKE = repeat_heads(k_BTKE, q_BTHE)
+            v_BTKE = repeat_heads(v_BTKE, q_BTHE)
         length = q_BTHE.size(1)
-        # A second view for the keys: Dynamo of torch 2.13 refuses the same tensor twice where a package's
-        # own autograd.Function takes it.
-        starts_of_keys = starts.view(-1)
+        # A second view of the starts for the keys: Dynamo of torch 2.13 refuses the same tensor twice where a
+        # package's own autograd.Function takes it.
         y: Any = kernel(
             q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1),
-            starts, starts_of_keys, length, length, **options)
+            starts, starts.view(-1), length, length, **options)
         if isinstance(y, tuple):  # some return more than the output
             y = y[0]
         return y.view_as(q_BTHE)
@@ -1704,7 +1713,7 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
     return ops._replace(heads=heads_fused, xsa=xsa_fused)
 
 
-def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list[Tensor]]:
     """How a model calls the operations of a setting, and inputs as in one forward pass of training.
 
     The first input has the shape of the output: `both_passes` makes it the gradient of the output, too.
@@ -1746,7 +1755,7 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Callable[..., T
     return around_attention, [qkv_BTNE, normal(c.num_heads), normal(*shape_BT, c.num_heads)]
 
 
-def both_passes(run: Callable[..., Tensor], model: GPT, inputs: list[Tensor]) -> list[Tensor]:
+def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor]:
     """The output, then the gradient of each input, if the first input is the gradient of the output."""
     out, gradients = torch.autograd.functional.vjp(functools.partial(run, model), tuple(inputs), inputs[0])
     return [out, *gradients]
@@ -1795,7 +1804,7 @@ def first_that_agrees(setting: str, ops: Ops, c: Config, machine: Machine) -> Ch
         compared = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
     exact = both_passes(run, model, compared)
     # A form is tried exactly as it will run: held by a model, compiled in one graph, with a backward pass.
-    run = machine.compile(run, dynamic=False, fullgraph=True)
+    run = machine.compile(run)
 
     tried = []
     warnings: list[str] = []
@@ -1889,22 +1898,14 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
-def require_gradient(gradient: Tensor | None) -> Tensor:
-    """A gradient, which every parameter has after a backward pass."""
-    assert gradient is not None, "every parameter takes part in the loss"
-    return gradient
+def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
+    """The gradients after a backward pass: tensors, as every parameter takes part in the loss."""
+    return [parameter.grad for parameter in parameters]
 
 
 def collective(name: str, former_name: str) -> Callable[..., Any]:
     """A collective of torch. Since 2.13 it has a new name, and warns under the former one."""
     return getattr(dist, name, None) or getattr(dist, former_name)
-
-
-class Gradients(NamedTuple):
-    """The gradients of one step, means over all ranks."""
-
-    slices: list[Tensor]  # of the banks: the matrices that this rank updates
-    small: list[Tensor]  # of all other parameters, whole
 
 
 class Optimizer:
@@ -1920,33 +1921,30 @@ class Optimizer:
         self.orthogonalize = orthogonalize
         # On a CPU nearly all the time goes into matrix products, which no compiler makes faster.
         if machine.on_gpu:
-            self.orthogonalize = machine.compile(orthogonalize, dynamic=False)
+            self.orthogonalize = machine.compile(orthogonalize)
         self.weights = [parameter.detach() for parameter in model.parameters()]
         self.average = self.weights
         if c.ema_decay:
             self.average = [weight.clone() for weight in self.weights]
 
-        groups: dict[str, list[nn.Parameter]] = {"muon": [], "embedding": [], "scalar": [], "head": []}
         table = parameter_table(model.settings)
-        for name, parameter in model.named_parameters():
-            groups[table[name].optimizer].append(parameter)
+
+        def group(kind: str) -> list[nn.Parameter]:
+            return [weights for name, weights in model.named_parameters() if table[name].optimizer == kind]
 
         # The largest bank first: its communication takes longest, and hides behind the others' work.
-        self.banks = sorted(groups["muon"], key=Tensor.numel, reverse=True)
-        self.momenta = []
-        for bank in self.banks:
-            matrices = math.ceil(len(bank) / machine.world_size)
-            self.momenta.append(bank.new_zeros(matrices, *bank.shape[1:]))
+        self.banks = sorted(group("muon"), key=Tensor.numel, reverse=True)
+        # Those of the matrices that this rank updates.
+        self.momenta = [torch.zeros_like(self._part(bank)) for bank in self.banks]
 
-        self.small = groups["embedding"] + groups["scalar"] + groups["head"]
+        self.small = group("embedding") + group("scalar") + group("head")
         # An embedding that is not the head as well needs a much larger rate.
         embed_lr = c.tied_embed_lr if c.tie_embeddings else c.embed_lr
-        adam_groups = [
-            {"params": groups["embedding"], "base_lr": embed_lr, "weight_decay": c.embed_wd},
-            {"params": groups["scalar"], "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
-            {"params": groups["head"], "base_lr": c.head_lr, "weight_decay": 0.0},
-        ]
-        self.adam = torch.optim.AdamW(adam_groups, betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)
+        self.adam = torch.optim.AdamW([
+            {"params": group("embedding"), "base_lr": embed_lr, "weight_decay": c.embed_wd},
+            {"params": group("scalar"), "base_lr": c.scalar_lr, "weight_decay": c.adam_wd},
+            {"params": group("head"), "base_lr": c.head_lr, "weight_decay": 0.0},
+        ], betas=(c.beta1, c.beta2), eps=c.adam_eps, fused=True)  # fmt: skip
 
     @torch.no_grad()
     def step(
@@ -1959,17 +1957,17 @@ class Optimizer:
         ends. Returns the global gradient norm before clipping, on the device.
         """
         # Phase 1: the gradients of all ranks become their mean.
-        gradients = self._reduce()
+        slices, small = self._reduce()
         lap("optimizer")
         # Phase 2: bound the global norm.
-        norm = self._clip(gradients)
+        norm = self._clip(slices, small)
         lap("grad_clip")
         # Phase 3: AdamW on the tables of the vocabulary and the small tensors.
         for group in self.adam.param_groups:
             group["lr"] = lr_scale * group["base_lr"]
         self.adam.step()
         # Phase 4: Muon on the banks.
-        self._update_banks(gradients.slices, lr_scale * self.config.matrix_lr, momentum)
+        self._update_banks(slices, lr_scale * self.config.matrix_lr, momentum)
         # Phase 5: the average follows the weights, faster at first: a short run forgets its start.
         if self.config.ema_decay:
             decay = min(self.config.ema_decay, (1 + step) / (10 + step))
@@ -1986,24 +1984,25 @@ class Optimizer:
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same for any world size; all ranks call it together."""
         momenta = [whole for _, whole in self._gather(self.momenta)]
-        state = {"weights": self.weights, "average": self.average, "adam": self.adam.state_dict()}
-        return copy.deepcopy({**state, "momenta": momenta})
+        return copy.deepcopy({
+            "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(),
+            "momenta": momenta,
+        })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`, on any world size."""
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
         for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
-            parts = self._fill(whole).chunk(self.machine.world_size)
-            buffer.copy_(parts[self.machine.rank])
+            buffer.copy_(self._part(whole))
         self.adam.load_state_dict(state["adam"])
 
-    def _reduce(self) -> Gradients:
-        """Means over the ranks: of the banks the matrices of this rank, of the others all."""
-        whole = [require_gradient(bank.grad) for bank in self.banks]
-        small = [require_gradient(parameter.grad) for parameter in self.small]
+    def _reduce(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients as means over the ranks: of the banks this rank's matrices, of the others all."""
+        whole = gradients_of(self.banks)
+        small = gradients_of(self.small)
         if self.machine.world_size == 1:
-            return Gradients(whole, small)
+            return whole, small
         # Start all, then wait for all.
         reduce_scatter = collective("reduce_scatter_single", "reduce_scatter_tensor")
         slices = [torch.empty_like(buffer) for buffer in self.momenta]
@@ -2017,17 +2016,17 @@ class Optimizer:
             handle.wait()
         torch._foreach_div_([*slices, flat], self.machine.world_size)
         nn.utils.vector_to_parameters(flat, small)
-        return Gradients(slices, small)
+        return slices, small
 
-    def _clip(self, gradients: Gradients) -> Tensor:
+    def _clip(self, slices: list[Tensor], small: list[Tensor]) -> Tensor:
         """Scale the gradients to a global norm of at most GRAD_CLIP_NORM; returns the norm before."""
-        squared = squared_norm(gradients.slices)
+        squared = squared_norm(slices)
         self.machine.add_up(squared)  # every rank has other matrices of the banks
         # The small ones are whole on every rank: they count once.
-        norm = (squared + squared_norm(gradients.small)).sqrt()
+        norm = (squared + squared_norm(small)).sqrt()
         if self.config.grad_clip_norm:
             factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([*gradients.slices, *gradients.small], factor)
+            torch._foreach_mul_([*slices, *small], factor)
         return norm
 
     def _update_banks(self, gradients: list[Tensor], lr: float, momentum: float) -> None:
@@ -2039,8 +2038,7 @@ class Optimizer:
         )
         for bank, update in self._gather(updates):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
-            if self.config.muon_wd:
-                bank.mul_(1.0 - lr * self.config.muon_wd)
+            bank.mul_(1.0 - lr * self.config.muon_wd)
             bank.add_(update, alpha=-lr * factor)
 
     def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
@@ -2056,8 +2054,11 @@ class Optimizer:
 
     def _fill(self, bank: Tensor) -> Tensor:
         """The bank with zero matrices at its end, so that all ranks hold equally many."""
-        missing = -len(bank) % self.machine.world_size
-        return F.pad(bank, (0, 0, 0, 0, 0, missing))
+        return F.pad(bank, (0, 0, 0, 0, 0, -len(bank) % self.machine.world_size))
+
+    def _part(self, bank: Tensor) -> Tensor:
+        """The matrices of the bank that this rank updates."""
+        return self._fill(bank).chunk(self.machine.world_size)[self.machine.rank]
 
     def _gather(self, slices: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each bank with its slices of all ranks as one tensor; they travel while the next are made."""
@@ -2114,9 +2115,8 @@ def muon_momentum(progress: float, step: int, c: TrainingSettings) -> float:
 
 def loop_is_on(progress: float, c: ModelSettings) -> bool:
     """Whether the looped layers run their extra passes (PR #1493: from 35 % of the run)."""
-    if c.num_loops == 0 or c.enable_looping_at >= 1:  # never
-        return False
-    return progress >= c.enable_looping_at
+    # From 1 on means never.
+    return c.num_loops > 0 and c.enable_looping_at < 1 and progress >= c.enable_looping_at
 
 
 def train_length(progress: float, c: TrainingSettings) -> int:
@@ -2173,24 +2173,18 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     if world_size > 1:
         # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        timeout = timedelta(seconds=PEER_TIMEOUT_SECONDS)
-        dist.init_process_group(backends, timeout=timeout, device_id=device if on_gpu else None)
+        dist.init_process_group(
+            backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS), device_id=device if on_gpu else None)
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
     return machine
 
 
-def print_line(line: str, stream: Any) -> None:
-    """Print a line; never raise: a closed console must not end the run."""
+def print_line(line: str, stream: Any = None) -> None:
+    """Print a line, to the console if no stream is given; never raise: a closed one must not end the run."""
     # RuntimeError: a signal arrived while another line was being printed.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         print(line, file=stream, flush=True)
-
-
-def append_line(line: str, path: Path) -> None:
-    """Append a line to a file; never raise: a lost log line must not end the run."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError), open(path, "a", encoding="utf-8") as file:
-        print(line, file=file, flush=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -2210,21 +2204,21 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room there, or set another "
                           "RUNS_DIR") from error
 
 
+@dataclass
 class Run:
     """What one process of a run writes: its log and its events, and where its seconds went."""
 
-    def __init__(self, machine: Machine, directory: Path | None = None) -> None:
-        self.machine = machine
-        self.directory = directory  # None: nothing is written
-        self.phases: dict[str, float] = {}  # seconds
-        self.phase_name = "setup"
-        self.training = False  # while it is true, a signal asks for a checkpoint first
-        self.stop_signal = 0  # the signal that asked
+    machine: Machine
+    directory: Path | None = None  # None: nothing is written
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    phase_name: str = "setup"
+    training: bool = False  # while it is true, a signal asks for a checkpoint first
+    stop_signal: int = 0  # the signal that asked
 
     def path(self, name: str) -> Path:
         """The path of a file in the run directory."""
@@ -2236,17 +2230,21 @@ class Run:
         # One log for all ranks: another rank reports a problem by raising.
         if self.machine.rank != 0:
             return
-        print_line(line, sys.stdout)
-        if self.directory is not None:
-            append_line(line, self.path("log.txt"))
+        print_line(line)
+        self.append("log.txt", line)
         if event:
-            self.record(event, [values])
+            self.record(event, **values)
 
-    def record(self, event: str, entries: list[dict[str, Any]]) -> None:
-        """Events of one kind to metrics.jsonl, written together; rank 0 only."""
-        if self.machine.rank == 0 and self.directory is not None and entries:
-            lines = [json.dumps({"event": event, **values}) for values in entries]
-            append_line("\n".join(lines), self.path("metrics.jsonl"))
+    def record(self, event: str, **values: Any) -> None:
+        """An event to metrics.jsonl; rank 0 only."""
+        if self.machine.rank == 0:
+            self.append("metrics.jsonl", json.dumps({"event": event, **values}))
+
+    def append(self, name: str, line: str) -> None:
+        """Append a line to a file of the run, if it has files; never raise: a lost line must not end it."""
+        if self.directory is not None:
+            with contextlib.suppress(OSError), open(self.path(name), "a", encoding="utf-8") as file:
+                print_line(line, file)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -2277,14 +2275,11 @@ class Run:
 
     def ways_on(self) -> str:
         """How to continue after the run has ended early: only files that exist are named."""
-        ways = []
-        if self.directory is not None and self.path(CHECKPOINT).exists():
-            ways.append(f"RESUME={self.directory}")
-        if self.directory is not None and self.path(ARTIFACT).exists():
-            ways.append(f"EVAL_ONLY={self.path(ARTIFACT)}")
-        if not ways:
+        ways = {CHECKPOINT: f"RESUME={self.directory}", ARTIFACT: f"EVAL_ONLY={self.directory}/{ARTIFACT}"}
+        found = [way for name, way in ways.items() if self.directory and self.path(name).exists()]
+        if not found:
             return "nothing is saved to continue with"
-        return f"continue with {' or '.join(ways)}"
+        return f"continue with {' or '.join(found)}"
 
 
 # ============================================================================================================
@@ -2308,10 +2303,11 @@ class Lap(NamedTuple):
 
     name: str  # begin, batch, forward, backward, grad_clip or optimizer
     host_seconds: float
-    event: torch.cuda.Event | None  # the same moment on the GPU
+    event: Any  # the same moment on the GPU, a torch.cuda.Event; None without one
     copy: CopyMarks | None  # of a batch: its way to the GPU
 
 
+@dataclass
 class Trace:
     """TRACE_STEPS of one rank as a file for ui.perfetto.dev, in Chrome's trace format; any thread adds to it.
 
@@ -2320,22 +2316,15 @@ class Trace:
     when the last step ends: a run that is killed earlier has none. Without TRACE_STEPS nothing is measured.
     """
 
-    def __init__(
-        self,
-        steps: range = range(0),
-        directory: Path | None = None,
-        rank: int = 0,
-        log: Callable[[str], None] = print,
-    ) -> None:
-        self.steps = steps
-        self.directory = directory
-        self.rank = rank
-        self.log = log
-        self.recording = False
-        self.began = 0.0  # when the first step began
-        self.events: deque[dict[str, Any]] = deque()
-        self.under_way: list[tuple[Any, ...]] = []  # spans without an end: name, lane, begin, args
-        self.gpu_work: list[tuple[int, str, Any, Any]] = []  # step, name, and the events around it
+    steps: range = field(default=range(0))
+    directory: Path | None = None
+    rank: int = 0
+    log: Callable[[str], None] = print
+    recording: bool = False
+    began: float = 0.0  # when the first step began
+    events: list[dict[str, Any]] = field(default_factory=list)
+    under_way: list[tuple[Any, ...]] = field(default_factory=list)  # without an end: name, lane, begin, args
+    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, and the events around it
 
     def begin(self, step: int) -> None:
         """Start of a step, counted from 1. Steps of the warm-up are not announced."""
@@ -2363,7 +2352,7 @@ class Trace:
         """A span from begin to end, in seconds, if steps are being recorded."""
         if self.recording:
             begin = max(begin, self.began)
-            self.events.append({"ph": "X", "name": name, "tid": 1 + LANES.index(lane),
+            self.events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
                                 "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args})
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
@@ -2379,47 +2368,35 @@ class Trace:
             self.finish()
 
     def finish(self) -> None:
-        """Write the file, and log how long each kind of span was; after the last step, or after training."""
+        """Write the file, after the last step or after training."""
         if not self.recording or self.directory is None:
             return
-        self._add_gpu_work()
-        # What other threads have not finished is shown as far as it got.
+        # The spans of the GPU, by their distance from an event whose host time is known: now. The steps are
+        # over, so it does not change what is shown that the host waits here.
+        if self.gpu_work:
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
+            last.synchronize()
         now = time.perf_counter()
+        for step, name, start, end in self.gpu_work:
+            ended = now - end.elapsed_time(last) / 1e3
+            self.add(name, "compute_stream", ended - start.elapsed_time(end) / 1e3, ended, step=step)
+        # What other threads have not finished is shown as far as it got.
         for name, lane, begin, args in list(self.under_way):
             self.add(name, lane, begin, now, **args)
         self.recording = False
-        self.steps = range(0)
         # The names of the rows come last: where they stand does not matter.
-        events = list(self.events)
         for number, lane in enumerate(LANES, 1):
-            events.append({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": lane}})
-        text = json.dumps({"traceEvents": [{**event, "pid": self.rank} for event in events]})
+            self.events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
+                                "args": {"name": lane}})
+        text = json.dumps({"traceEvents": self.events})
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
             self.log(f"trace:{path} for ui.perfetto.dev")
-        # The same in the log, as a table.
-        lengths: dict[str, list[float]] = {}
-        for event in self.events:
-            lengths.setdefault(f"{LANES[event['tid'] - 1]}/{event['name']}", []).append(event["dur"] / 1e3)
-        for name, ms in sorted(lengths.items()):
-            self.log(f"trace_span:{name} count:{len(ms)} mean_ms:{sum(ms) / len(ms):.3f} "
-                     f"min_ms:{min(ms):.3f} max_ms:{max(ms):.3f}")
-
-    def _add_gpu_work(self) -> None:
-        """Add the spans of the GPU, by their distance from an event whose host time is known: now."""
-        if not self.gpu_work:
-            return
-        # The first wait for the GPU, so it did not change what is shown.
-        last = torch.cuda.Event(enable_timing=True)
-        last.record()
-        last.synchronize()
-        now = time.perf_counter()
-        for step, name, begin, end in self.gpu_work:
-            ended = now - end.elapsed_time(last) / 1e3
-            self.add(name, "compute_stream", ended - begin.elapsed_time(end) / 1e3, ended, step=step)
 
 
+@dataclass
 class StepTimer:
     """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
@@ -2429,22 +2406,23 @@ class StepTimer:
     time. The host waits for the device at the end of a reported step, and of no other.
     """
 
-    def __init__(self, every: int, on_gpu: bool, trace: Trace | None = None) -> None:
-        self.every = every
-        self.on_gpu = on_gpu
-        self.trace = trace or Trace()
-        self.reported = False
-        self.timed = False
-        self.step = 0
-        self.val_ms = 0.0
-        self.laps: list[Lap] = []
+    every: int
+    on_gpu: bool
+    trace: Trace = field(default_factory=Trace)
+    # Of the step under way.
+    reported: bool = False
+    timed: bool = False
+    step: int = 0
+    val_ms: float = 0.0
+    laps: list[Lap] = field(default_factory=list)
 
     def begin(self, step: int | None, val_ms: float = 0.0) -> None:
-        """Start of a step, the first is 1; None: one of the warm-up, which is never reported."""
+        """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
         self.reported = False
-        if self.every > 0 and step is not None:
-            self.reported = step <= FIRST_STEPS or step % self.every == 0
+        if step is not None:
+            self.trace.begin(step)
+            self.reported = self.every > 0 and (step <= FIRST_STEPS or step % self.every == 0)
         self.timed = self.reported or self.trace.recording
         self.step = step or 0
         self.val_ms = val_ms
@@ -2467,14 +2445,14 @@ class StepTimer:
             self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
-        total_ms = dict.fromkeys(("batch", "forward", "backward", "grad_clip", "optimizer"), 0.0)
+        total_ms: dict[str, float] = defaultdict(float)
         copy_ms = 0.0
         # The last event comes after all others in the stream.
         if self.laps[-1].event is not None:
             self.laps[-1].event.synchronize()
         # A part lasts from the lap before to its own; micro-batches add up.
         for before, lap in itertools.pairwise(self.laps):
-            if before.event is None or lap.event is None or lap.name == "batch":
+            if lap.event is None or lap.name == "batch":
                 total_ms[lap.name] += 1e3 * (lap.host_seconds - before.host_seconds)
             else:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
@@ -2513,14 +2491,14 @@ class ShardVisit(NamedTuple):
 
     begin: int  # its first segment's position in the stream
     shard: Shard
-    order: np.ndarray  # the numbers of its segments, in the order in which they come
+    order: Array  # the numbers of its segments, in the order in which they come
 
 
 class StagedBatch(NamedTuple):
     """A micro-batch of segments on its way to the device, not yet cut into sequences."""
 
     ids_NM: Tensor  # uint16, of M + 1 columns: inputs and targets overlap
-    starts: np.ndarray  # where segments and documents begin in the flattened inputs, then N M; int32
+    starts: Array  # where segments and documents begin in the flattened inputs, then N M; int32
     sequence_hash: int
     copy: CopyMarks | None
 
@@ -2553,7 +2531,7 @@ def open_shards(pattern: str) -> list[Shard]:
     return shards
 
 
-def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
+def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     """All tokens of a shard, uint16.
 
     Raises DataError if the file has changed since it was opened, or an id is not below `vocab_size`.
@@ -2569,7 +2547,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> np.ndarray:
     return ids
 
 
-def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
+def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
     """A permutation of range(count) seeded by SEED and the key, one or two numbers; SHUFFLE=0: none moves.
 
     The numbers are sorted by random words. The words are Philox4x64-10 itself (Salmon et al., 2011). numpy's
@@ -2579,9 +2557,8 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> np.ndarray:
         return np.arange(count)
     # Philox counts blocks of four words in the first of four places; the other three are free for the key.
     # Its length is a part of it: an epoch alone is another key than an epoch and shard 0.
-    counter = [0, len(key), 0, 0]
-    counter[2 : 2 + len(key)] = key
-    words = np.random.Philox(key=config.seed, counter=counter).random_raw(count)
+    counter = [0, len(key), *key, 0, 0]
+    words = np.random.Philox(key=config.seed, counter=counter[:4]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
@@ -2609,7 +2586,7 @@ def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -
             begin += sizes[number]
 
 
-def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
+def hash_sequences(first: int, ids_BT: Array) -> int:
     """Hash of sequences of T + 1 uint16 ids, the first of which is at position `first` of the stream.
 
     Two runs with equal hashes were given the same tokens in the same order, on any number of ranks. Within a
@@ -2630,6 +2607,7 @@ def hash_sequences(first: int, ids_BT: np.ndarray) -> int:
     return int((sums * places).sum(dtype=np.uint64))
 
 
+@dataclass
 class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
@@ -2638,16 +2616,16 @@ class Loader:
     time. So the stream is a pure function of shards and SEED. Raises ConfigError if a step does not divide.
     """
 
-    def __init__(
-        self, config: Config, shards: list[Shard], machine: Machine, trace: Trace | None = None
-    ) -> None:
-        self.config = config
-        self.shards = shards
-        self.machine = machine
-        self.trace = trace or Trace()
-        self.pools: list[futures.ThreadPoolExecutor] = []
-        self.batches: Iterator[StagedBatch] = iter(())
-        self.stream: torch.cuda.Stream | None = None
+    config: Config
+    shards: list[Shard]
+    machine: Machine
+    trace: Trace = field(default_factory=Trace)
+    pools: list[futures.ThreadPoolExecutor] = field(default_factory=list)
+    stream: torch.cuda.Stream | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        machine = self.machine
         if config.train_copy_stream and machine.on_gpu:
             self.stream = torch.cuda.Stream(machine.device)
         # Of each step a rank has so many segments, in so many micro-batches of so many.
@@ -2692,21 +2670,21 @@ class Loader:
         rank_part = step * self.machine.world_size + self.machine.rank
         return rank_part * self.step_segments + micro_step * self.micro_segments
 
-    def _read(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _read(self, first: int) -> Iterator[tuple[Array, Array]]:
         """Disk stage: the segments of each shard (N, M + 1), and the numbers of this rank's in order."""
         length = self.config.segment_tokens
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
             with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
                 tokens = read_tokens(visit.shard, self.config.vocab_size)
-            segments_NM = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+            segments_NM = sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
             # Each step is cut into one run of segments for each rank.
             owner = positions // self.step_segments % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
             yield segments_NM, visit.order[mine]
 
-    def _segments(self, visits: Iterator[Any]) -> Iterator[np.ndarray]:
+    def _segments(self, visits: Iterator[Any]) -> Iterator[Array]:
         """The segments of this rank (M + 1,), one after the other."""
         for segments_NM, order in visits:
             for number in order.tolist():
@@ -2720,7 +2698,7 @@ class Loader:
                 batch = self._stage_batch(segments, index)
             yield batch
 
-    def _stage_batch(self, segments: Iterator[np.ndarray], index: int) -> StagedBatch:
+    def _stage_batch(self, segments: Iterator[Array], index: int) -> StagedBatch:
         """The micro-batch of this number, made of the next segments.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
@@ -2781,13 +2759,12 @@ class Loader:
 
     def stage_first(self) -> None:
         """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
-        first = self._next_staged()
-        self.batches = itertools.chain([first], self.batches)
+        self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
         """Wait for the next batch of the workers. Raises LoaderError."""
         try:
-            staged: StagedBatch = next(self.batches)
+            return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
             # The shard that holds the batch's last segment is the one it was read from last.
             step = self.index // self.micro_steps
@@ -2795,7 +2772,6 @@ class Loader:
             path = next(shard_visits(self.config, self.shards, last)).shard.path
             raise LoaderError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
                               f"{path}: {error!r}\n{traceback.format_exc()}") from error
-        return staged
 
     def take_wait_ms(self) -> float:
         """How long all batches since the last call were waited for, in milliseconds."""
@@ -2828,7 +2804,7 @@ class Score(NamedTuple):
 class Validation(NamedTuple):
     """The text to score."""
 
-    tokens: np.ndarray  # uint16
+    tokens: Array  # uint16
     bytes_total: int  # of all its targets
     mark: str  # ends every result's line: " comparable:0" where VAL_TOKENS_LIMIT left targets out
 
@@ -2836,7 +2812,7 @@ class Validation(NamedTuple):
 class Ledger:
     """Nats of every target of a token stream, in fp64, each written once. Target i is token i + 1."""
 
-    def __init__(self, tokens: np.ndarray | Tensor) -> None:
+    def __init__(self, tokens: Array | Tensor) -> None:
         self._tokens = np.array(tokens)
         self._nats = np.full(len(tokens) - 1, np.nan)  # NaN: not scored yet
         self.scored = 0  # targets
@@ -2844,7 +2820,7 @@ class Ledger:
         self.nats = self._nats.view()
         self.nats.flags.writeable = False
 
-    def record(self, start: int, nats: np.ndarray) -> None:
+    def record(self, start: int, nats: Array) -> None:
         """Write the scores of some targets, from `start` on. Only this method writes, in any order.
 
         Raises ValueError for a target that has a score, FloatingPointError for a score that is not finite.
@@ -2866,7 +2842,7 @@ class Ledger:
         self.scored += len(nats)
         self.scored_nats += float(nats.sum())
 
-    def scored_tokens(self, start: int, stop: int) -> np.ndarray:
+    def scored_tokens(self, start: int, stop: int) -> Array:
         """Tokens start .. stop, the only source of training tokens. ValueError if one is not scored yet."""
         # Token i + 1 is target i. Token 0 is no target.
         scored = np.isfinite(self.nats[max(start - 1, 0) : max(stop - 1, 0)])
@@ -2906,9 +2882,9 @@ def load_tokenizer(config: Config) -> Any:
 class PieceBytes(NamedTuple):
     """The text of each id."""
 
-    lengths: np.ndarray  # bytes of its piece, without a leading space
-    spaced: np.ndarray  # whether the piece begins with a space
-    is_text: np.ndarray  # whether it is text at all
+    lengths: Array  # bytes of its piece, without a leading space
+    spaced: Array  # whether the piece begins with a space
+    is_text: Array  # whether it is text at all
 
 
 def piece_bytes(pieces: Any, size: int) -> PieceBytes:
@@ -2932,7 +2908,7 @@ def piece_bytes(pieces: Any, size: int) -> PieceBytes:
 CASE_MARK = "\ue001"  # a piece of every CaseOps tokenizer: it capitalises the next word, and is no text
 
 
-def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
+def token_bytes(tokens: Array, config: Config) -> Array:
     """Bytes of text of each target: from the byte sidecar of the shards, else from the pieces.
 
     CaseOps data (PR #1729) need a sidecar; data/fineweb.py --verify checks its counts. DataError if the
@@ -2966,15 +2942,15 @@ def token_bytes(tokens: np.ndarray, config: Config) -> np.ndarray:
 # --- windows ---
 
 
-def document_start_of_targets(tokens: np.ndarray, c: ModelSettings) -> np.ndarray:
+def document_start_of_targets(tokens: Array, c: ModelSettings) -> Array:
     """The token at which the document of each target begins; without DOC_MASK all are one document."""
     starts = document_starts(tokens[None, :-1], c)
     return np.repeat(starts[:-1], np.diff(starts))
 
 
 def window_rows(
-    targets: int, context: int, stride: int, document_begins: np.ndarray, chunk: int
-) -> list[np.ndarray]:
+    targets: int, context: int, stride: int, document_begins: Array, chunk: int
+) -> list[Array]:
     """The forward passes of a sliding-window score, by chunk: rows of (first token, first target, end).
 
     Window w reads the `context` tokens from w * stride on. Window 0 scores all its targets. A later window
@@ -2989,7 +2965,7 @@ def window_rows(
 
     # A window belongs to the chunk of its first target, as learning after a chunk changes the scores that
     # follow. It may score some targets of the next chunk, if the context is not a multiple of the stride.
-    chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(0, targets, chunk)]
+    chunks: list[list[Any]] = [[] for _ in range(0, targets, chunk)]
     start = 0  # the first target without a score
     while start < targets:
         chunk_end = min((start // chunk + 1) * chunk, targets)
@@ -3002,21 +2978,23 @@ def window_rows(
     return [np.array(rows) for rows in chunks if rows]
 
 
+@dataclass
 class ProgressReport:
     """Prints how far a score is: every VAL_PROGRESS_LOG_EVERY seconds, and when all targets are scored."""
 
-    def __init__(self, run: Run, name: str, every_seconds: float) -> None:
-        self.run = run
-        self.name = name
-        self.every_seconds = every_seconds
+    run: Run
+    name: str
+    every_seconds: float
+
+    def __post_init__(self) -> None:
         self.start = time.perf_counter()
         self.printed_at = self.start
 
     def __call__(self, ledger: Ledger, targets: int) -> None:
         """Print a line if it is time for one. targets: how many this rank scores."""
         now = time.perf_counter()
-        finished = ledger.scored == len(ledger.nats)
-        if self.every_seconds == 0 or (now - self.printed_at < self.every_seconds and not finished):
+        early = now - self.printed_at < self.every_seconds
+        if self.every_seconds == 0 or (early and ledger.scored < len(ledger.nats)):
             return
         self.printed_at = now
         share = min(1.0, ledger.scored / targets)
@@ -3030,30 +3008,30 @@ class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
     def __init__(
-        self, model: GPT, tokens: np.ndarray, config: Config, stride: int, chunk_tokens: int, looping: bool
+        self, model: GPT, tokens: Array, config: Config, chunk_tokens: int, looping: bool
     ) -> None:
-        """tokens: 1-D ids. stride, chunk_tokens: targets. looping: as in `GPT.forward`."""
+        """tokens: 1-D ids. chunk_tokens: targets. looping: as in `GPT.forward`."""
         self.model = model
         self.machine = model.machine
         self.looping = looping
         self.config = config
         self.context = config.eval_length
         self.batch_rows = max(1, config.val_pass_tokens // self.context)
-        self.device = next(model.parameters()).device
+        self.device = self.machine.device
         # The same compiled code serves every scorer and every reloaded model.
-        self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
+        self.forward = self.machine.compile(GPT.forward)
 
         tokens = np.asarray(tokens).astype(np.int32)
         begins = document_start_of_targets(tokens, config)
-        self.chunks = window_rows(len(tokens) - 1, self.context, stride, begins, chunk_tokens)
+        self.chunks = window_rows(len(tokens) - 1, self.context, config.eval_stride, begins, chunk_tokens)
         tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
         # Row i holds the T + 1 tokens from i on.
-        self.host_windows = np.lib.stride_tricks.sliding_window_view(tokens, self.context + 1)
+        self.host_windows = sliding_window_view(tokens, self.context + 1)
         self.device_windows: Tensor | None = None
         if config.val_prefetch:
             self.device_windows = torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
 
-    def score(self, chunk: np.ndarray) -> np.ndarray:
+    def score(self, chunk: Array) -> Array:
         """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
         # The targets of a chunk lie side by side.
         begin = int(chunk[0, 1])
@@ -3068,7 +3046,7 @@ class WindowScorer:
         return nats.cpu().numpy()
 
     @torch.no_grad()
-    def _score_batch(self, rows: np.ndarray) -> Tensor:
+    def _score_batch(self, rows: Array) -> Tensor:
         """Nats of the targets of some windows, in order. The host waits for nothing and runs ahead."""
         first, start, stop = rows.T
         # Window r of the batch begins at token f. Its target i is row r T + (i - f) of the hidden states.
@@ -3099,7 +3077,7 @@ def score_sliding(
     """
     ledger = Ledger(tokens)
     # Nothing is learned here: the size of chunks only says how often there is progress to report.
-    scorer = WindowScorer(model, tokens, config, config.eval_stride, 32 * config.val_pass_tokens, looping)
+    scorer = WindowScorer(model, tokens, config, 32 * config.val_pass_tokens, looping)
     for chunk in scorer.chunks:
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
         if progress:
@@ -3132,7 +3110,7 @@ def score_chunks(model: GPT, tokens: Any, config: Config, progress: ProgressRepo
     ledger = Ledger(tokens)
     learner = copy.deepcopy(model)
     sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
-    scorer = WindowScorer(learner, tokens, config, config.eval_stride, config.ttt_chunk_tokens, looping=True)
+    scorer = WindowScorer(learner, tokens, config, config.ttt_chunk_tokens, looping=True)
     last = len(scorer.chunks) - 1
     for number, chunk in enumerate(scorer.chunks):
         begin = int(chunk[0, 1])
@@ -3148,12 +3126,11 @@ def score_chunks(model: GPT, tokens: Any, config: Config, progress: ProgressRepo
     return ledger
 
 
-def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) -> None:
+def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> None:
     """TTT_EPOCHS passes over the whole sequences of scored tokens. All ranks call it together."""
     machine = model.machine
     weights = list(model.parameters())
-    device = weights[0].device
-    loss_of = machine.compile(GPT.loss, dynamic=False)
+    loss_of = machine.compile(GPT.loss)
     # Sequences overlap by one token: the last target of one is the first input of the next.
     length = config.eval_length
     sequences_NT = torch.from_numpy(tokens.astype(np.int64)).unfold(0, length + 1, length)
@@ -3163,14 +3140,14 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: np.ndarray, config: Config) 
             # any row with weight zero, so that all ranks do the same steps.
             host_ids_BT = batch_BT[machine.rank % len(batch_BT) :: machine.world_size].numpy()
             weight = len(batch_BT[machine.rank :: machine.world_size]) / len(batch_BT)
-            ids_BT = to_device(host_ids_BT, device)
-            starts = starts_to_device(document_starts(host_ids_BT[:, :-1], config), device)
+            ids_BT = to_device(host_ids_BT, machine.device)
+            starts = starts_to_device(document_starts(host_ids_BT[:, :-1], config), machine.device)
             sgd.zero_grad()
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
             add_up_gradients(weights, machine)
-            nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip or math.inf)
+            nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip)
             sgd.step()
 
 
@@ -3178,7 +3155,7 @@ def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
     """Replace all gradients by their sums over the ranks, in one message; all ranks call it together."""
     if machine.world_size == 1:
         return
-    gradients = [require_gradient(weight.grad) for weight in weights]
+    gradients = gradients_of(weights)
     flat = nn.utils.parameters_to_vector(gradients)
     machine.add_up(flat)
     nn.utils.vector_to_parameters(flat, gradients)
@@ -3189,8 +3166,7 @@ def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
 
 def count_visits(c: ModelSettings) -> int:
     """Visits of layers in one forward pass, extra passes included."""
-    encoder, decoder = visit_order(c, looping=True)
-    return len(encoder) + len(decoder)
+    return sum(len(half) for half in visit_order(c, looping=True))
 
 
 def first_adapters(model: GPT, config: Config) -> dict[str, Tensor]:
@@ -3198,7 +3174,6 @@ def first_adapters(model: GPT, config: Config) -> dict[str, Tensor]:
 
     Drawn once, from SEED, name and visit alone: the same on every rank and for batches of any size.
     """
-    device = next(model.parameters()).device
     master = torch.promote_types(model.compute_dtype, torch.float32)
     inputs = model.settings.model_dim
     bound = 1 / math.sqrt(inputs)
@@ -3207,11 +3182,9 @@ def first_adapters(model: GPT, config: Config) -> dict[str, Tensor]:
         visits = 1 if name == "head" else count_visits(model.settings)
         a_NRI = torch.empty(visits, config.ttt_lora_rank, inputs)
         for visit, a_RI in enumerate(a_NRI):
-            # On the CPU, as `initial_weights`: a seed of CRC-32 is the same on every machine.
-            key = f"{config.seed} adapter {name} {visit}"
-            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            generator = generator_of(f"{config.seed} adapter {name} {visit}")
             a_RI.uniform_(-bound, bound, generator=generator)
-        first[name] = a_NRI.to(device, master)
+        first[name] = a_NRI.to(model.machine.device, master)
     return first
 
 
@@ -3231,17 +3204,16 @@ class DocumentAdapters:
         self.visits = count_visits(c)
         self.config = config
         self.dtype = model.compute_dtype
-        outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim,
-                   "head": c.vocab_size}  # fmt: skip
+        outputs = {"k": c.kv_dim, "v": c.kv_dim, "head": c.vocab_size}  # all others: the width of the model
 
         # A and B of all visits: (visits, B, rank, inputs) and (visits, B, outputs, rank). B begins at zero:
         # the model scores the first chunk as it is.
         self.a: dict[str, nn.Parameter] = {}
         self.b: dict[str, nn.Parameter] = {}
         for name, a_NRI in first_a.items():
-            b_NBOR = a_NRI.new_zeros(len(a_NRI), documents, outputs[name], config.ttt_lora_rank)
+            size = (len(a_NRI), documents, outputs.get(name, c.model_dim), config.ttt_lora_rank)
             self.a[name] = nn.Parameter(a_NRI[:, None].repeat(1, documents, 1, 1))
-            self.b[name] = nn.Parameter(b_NBOR)
+            self.b[name] = nn.Parameter(a_NRI.new_zeros(size))
         self.adamw = torch.optim.AdamW(
             [*self.a.values(), *self.b.values()], lr=config.ttt_lora_lr,
             betas=(config.ttt_beta1, config.ttt_beta2), eps=ADAPTER_EPS, weight_decay=config.ttt_weight_decay,
@@ -3256,8 +3228,8 @@ class DocumentAdapters:
                 continue
             for visit, adapter in enumerate(self._adapters(name, rows)):
                 # Or torch recompiles for every number of documents.
-                torch._dynamo.maybe_mark_dynamic(adapter.a_BRI, 0)
-                torch._dynamo.maybe_mark_dynamic(adapter.b_BOR, 0)
+                for matrices in adapter:
+                    torch._dynamo.maybe_mark_dynamic(matrices, 0)
                 found[visit][name] = adapter
         return found
 
@@ -3290,30 +3262,31 @@ class Chunk(NamedTuple):
 class DocumentScorer:
     """Scores documents side by side, chunk by chunk, with adapters that learn from scored chunks."""
 
-    def __init__(self, model: GPT, tokens: np.ndarray, config: Config, ledger: Ledger) -> None:
+    def __init__(self, model: GPT, tokens: Array, config: Config, ledger: Ledger) -> None:
         """model: its weights must need no gradients."""
         self.model = model
         self.machine = model.machine
         self.config = config
         self.ledger = ledger
-        self.device = next(model.parameters()).device
+        self.device = self.machine.device
         # Rows and lengths differ from chunk to chunk: tensors are marked, and one graph serves several rows
-        # of any length. With dynamic=True settings would not be constants, which our kernels need.
-        self.forward = self.machine.compile(GPT.forward, dynamic=False, fullgraph=True)
+        # of any length.
+        self.forward = self.machine.compile(GPT.forward)
         self.first_a = first_adapters(model, config)
-        self.tokens = np.asarray(tokens)
+        # Chunks may reach beyond the text: by a chunk, and the 16 tokens of `read`.
+        self.tokens = np.pad(tokens, (0, config.ttt_chunk_size + 16))
         # Document d has the targets begins[d] .. begins[d] + lengths[d]. Its last target is the next BOS.
-        starts = document_starts(self.tokens[None, :-1], replace(config, doc_mask=True))
+        starts = document_starts(self.tokens[None, : len(tokens) - 1], replace(config, doc_mask=True))
         self.begins = starts[:-1]
         self.lengths = np.diff(starts)
 
-    def batches(self) -> list[np.ndarray]:
+    def batches(self) -> list[Array]:
         """The numbers of all documents in batches of similar length, the longest first, also in a batch."""
         longest_first = np.argsort(-self.lengths, kind="stable")
         size = self.config.documents_at_once
         return [longest_first[at : at + size] for at in range(0, len(longest_first), size)]
 
-    def batches_of_rank(self) -> list[np.ndarray]:
+    def batches_of_rank(self) -> list[Array]:
         """The batches of this rank: each goes to the rank with the least to do, before any is scored."""
         loads = np.zeros(self.machine.world_size)
         mine = []
@@ -3324,7 +3297,7 @@ class DocumentScorer:
                 mine.append(batch)
         return mine
 
-    def cost_tokens(self, batch: np.ndarray) -> int:
+    def cost_tokens(self, batch: Array) -> int:
         """Tokens that pass through the model for a batch, with the overhead of each pass as tokens."""
         overhead_tokens = 8192  # a pass needs a few milliseconds at least
         cost = 0
@@ -3332,7 +3305,7 @@ class DocumentScorer:
             cost += chunk.rows * (chunk.stop - chunk.first) + overhead_tokens
         return cost
 
-    def chunks(self, batch: np.ndarray) -> Iterator[Chunk]:
+    def chunks(self, batch: Array) -> Iterator[Chunk]:
         """The chunks of a batch, in order.
 
         The end of a chunk depends on its place alone, never on the length of the document, which is not known
@@ -3348,7 +3321,7 @@ class DocumentScorer:
             yield Chunk(rows, learning, first, start, stop)
             start = stop
 
-    def score(self, batch: np.ndarray) -> None:
+    def score(self, batch: Array) -> None:
         """Score the documents of a batch; the adapters of each document learn after every chunk."""
         adapters = DocumentAdapters(self.model, self.config, self.first_a, len(batch))
         for chunk in self.chunks(batch):
@@ -3359,14 +3332,14 @@ class DocumentScorer:
             if chunk.learning > 0:
                 self.learn(batch, chunk, hidden_BCD, adapters)
 
-    def read(self, batch: np.ndarray, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
+    def read(self, batch: Array, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
         """Hidden states (B, C, D) at the targets of a chunk, each from the tokens before it."""
         # Triton compiles its kernels again for a size that is no multiple of 16, so rows are padded to one.
         length = math.ceil((chunk.stop - chunk.first) / 16) * 16
         places_T = np.arange(chunk.first, chunk.first + length)
         documents = batch[: chunk.rows]
         places_BT = self.begins[documents, None] + places_T
-        ids_BT = self.tokens[np.minimum(places_BT, len(self.tokens) - 1)].astype(np.int64)
+        ids_BT = self.tokens[places_BT].astype(np.int64)
         # Padding follows the chunk and the document, so no token of them sees it.
         ends_B1 = np.minimum(self.lengths[documents, None], chunk.stop)
         ids_BT[places_T >= ends_B1] = BOS_ID
@@ -3383,28 +3356,28 @@ class DocumentScorer:
         return hidden_BTD[:, chunk.start - chunk.first : chunk.stop - chunk.first]
 
     @torch.no_grad()
-    def record(self, batch: np.ndarray, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
+    def record(self, batch: Array, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
         """Write the scores of a chunk into the ledger."""
         documents = batch[: chunk.rows]
         targets_BC = self.begins[documents, None] + np.arange(chunk.start, chunk.stop)
-        tokens_BC = self.tokens[np.minimum(targets_BC + 1, len(self.tokens) - 1)]
-        nats_BC = self.nats(hidden_BCD, tokens_BC, adapters).double().cpu().numpy()
+        nats_BC = self.nats(hidden_BCD, self.tokens[targets_BC + 1], adapters).double().cpu().numpy()
         for document, nats_C in zip(documents, nats_BC, strict=True):
             stop = min(chunk.stop, self.lengths[document])
             self.ledger.record(int(self.begins[document]) + chunk.start, nats_C[: stop - chunk.start])
 
     @torch.enable_grad()
-    def learn(self, batch: np.ndarray, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
+    def learn(self, batch: Array, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
         """One step of the adapters of the documents that go on, on tokens from the ledger."""
-        chunks = []
-        for begin in self.begins[batch[: chunk.learning]]:
-            chunks.append(self.ledger.scored_tokens(begin + chunk.start + 1, begin + chunk.stop + 1))
+        chunks = [
+            self.ledger.scored_tokens(begin + chunk.start + 1, begin + chunk.stop + 1)
+            for begin in self.begins[batch[: chunk.learning]]
+        ]
         nats_BC = self.nats(hidden_BCD[: chunk.learning], np.stack(chunks), adapters)
         adapters.adamw.zero_grad()
         nats_BC.mean(1).sum().backward()
         adapters.adamw.step()
 
-    def nats(self, hidden_BCD: Tensor, targets_BC: np.ndarray, adapters: DocumentAdapters) -> Tensor:
+    def nats(self, hidden_BCD: Tensor, targets_BC: Array, adapters: DocumentAdapters) -> Tensor:
         """Nats (B, C) of targets; the rows are the first documents of the batch."""
         targets_N = to_device(targets_BC.astype(np.int64).flatten(), self.device)
         added_NV = adapters.added_logits(hidden_BCD)
@@ -3416,8 +3389,7 @@ class DocumentScorer:
         Raises ValueError for a target that no rank has scored, or more than one.
         """
         nats_N = self.ledger.nats
-        scored_N = ~np.isnan(nats_N)
-        both_2N = torch.from_numpy(np.stack([np.nan_to_num(nats_N), scored_N])).to(self.device)
+        both_2N = torch.from_numpy(np.stack([np.nan_to_num(nats_N), ~np.isnan(nats_N)])).to(self.device)
         self.machine.add_up(both_2N)
         everyones_N, ranks_N = both_2N.cpu().numpy()
         wrong_N = ranks_N != 1
@@ -3546,15 +3518,14 @@ COLUMN_EXPONENT_MAX = 24
 class QuantizedWeights(NamedTuple):
     """A parameter as a bank of N matrices (R, C), in integers."""
 
-    codes: np.ndarray  # (R, N * C) int8, in steps; along a trellis int16, in half steps
-    exponents: np.ndarray  # (R, N) int8: the scale of each row, in eighths of an octave
-    column_exponents: np.ndarray | None = None  # (N, C) int8: those of the columns; None: all are 0
+    codes: Array  # (R, N * C) int8, in steps; along a trellis int16, in half steps
+    exponents: Array  # (R, N) int8: the scale of each row, in eighths of an octave
+    column_exponents: Array | None = None  # (N, C) int8: those of the columns; None: all are 0
 
 
-def bank_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
+def bank_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A parameter's shape as matrices, rows and columns; fewer axes: one matrix, perhaps of one row."""
-    matrices, rows, columns = (1, 1, *shape)[-3:]
-    return matrices, rows, columns
+    return (1, 1, *shape)[-3:]
 
 
 def scales_of(exponents: Tensor) -> Tensor:
@@ -3749,7 +3720,7 @@ class Trellis:
         # Of the next row, of the one before it and of the one before that.
         self.shifts_3C = np.zeros((3, columns), np.int64)
 
-    def follow(self, codes_C: np.ndarray) -> None:
+    def follow(self, codes_C: Array) -> None:
         """Move on to the row after these codes."""
         shift_C, before_C, before_that_C = self.shifts_3C
         next_shift_C = (codes_C & 1) ^ before_C ^ before_that_C
@@ -3759,7 +3730,7 @@ class Trellis:
             self.shifts_3C[:] = 0
 
 
-def half_steps(codes_RC: np.ndarray) -> np.ndarray:
+def half_steps(codes_RC: Array) -> Array:
     """The values of codes in half steps: 2 · code + shift, int16."""
     trellis = Trellis(codes_RC.shape[1])
     halves_RC = 2 * codes_RC.astype(np.int16)
@@ -3775,7 +3746,7 @@ NEXT, SHIFT, BEFORE, BEFORE_THAT = np.indices((2, 2, 2, 2))
 PARITY = NEXT ^ BEFORE ^ BEFORE_THAT
 
 
-def nearest_path(values_RC: np.ndarray, levels: float) -> np.ndarray:
+def nearest_path(values_RC: Array, levels: float) -> Array:
     """The half steps (R, C), int16, nearest to each column of `values_RC`, which are in steps.
 
     values_RC: up to TRELLIS_ROWS rows. The path has the least squared error of all that `half_steps` can give
@@ -3811,7 +3782,7 @@ def nearest_path(values_RC: np.ndarray, levels: float) -> np.ndarray:
     return path_RC
 
 
-def nearest_halves(values_RC: np.ndarray, levels: float) -> np.ndarray:
+def nearest_halves(values_RC: Array, levels: float) -> Array:
     """For each shift and each parity of a code in ±levels: the nearest half steps (2, 2, R, C), float32."""
     halves_22RC = np.empty((2, 2, *values_RC.shape), np.float32)
     for shift in range(2):
@@ -3880,7 +3851,7 @@ class SymbolModel:
         self.rows = 2
         self.sums_256ths = np.full(columns, 2 * 256 * peak // 6)
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def tables(self) -> tuple[Array, Array, Array]:
         """For the next row: first entry of each column's table; frequency and first slot of every entry."""
         # No symbol is impossible: each has one slot; the others are shared out by how often each was seen.
         totals = self.counts.sum(1, keepdims=True)
@@ -3894,7 +3865,7 @@ class SymbolModel:
         flat = frequencies.ravel()
         return classes * self.size, flat, flat.cumsum() - flat
 
-    def learn(self, first_entries: np.ndarray, symbols: np.ndarray) -> None:
+    def learn(self, first_entries: Array, symbols: Array) -> None:
         """Count the row that was just coded, by the tables that begin at `first_entries`."""
         # Counts only grow: old rows count as much as new ones, as weights have no order in time.
         seen = np.bincount(first_entries + symbols, minlength=self.counts.size)
@@ -3906,7 +3877,7 @@ class SymbolModel:
             self.trellis.follow(codes)
 
 
-def encode(arrays: list[np.ndarray]) -> bytes:
+def encode(arrays: list[Array]) -> bytes:
     """Bytes of integer arrays (rows, columns): int8 codes in ±MAX_CODE, or int16 `half_steps` of such codes.
 
     Symbols go to lanes in turn, each with its own state, so that numpy codes many at once; a lane costs four
@@ -3953,7 +3924,7 @@ def encode(arrays: list[np.ndarray]) -> bytes:
     return b"".join([head, *reversed(words)])
 
 
-def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[np.ndarray]:
+def decode(data: bytes, shapes: list[tuple[int, int]]) -> list[Array]:
     """Inverse of `encode`, for arrays of these shapes (rows, columns): int8 codes, or int16 half steps.
 
     Raises ValueError where the data end early, late, or in the wrong state.
@@ -4133,8 +4104,8 @@ def artifact_bytes(config: Config, banks: list[QuantizedWeights], tokenizer_sha2
         arrays += [bank.codes, bank.exponents]
     arrays += [bank.column_exponents for bank in banks if bank.column_exponents is not None]
     coded = encode(arrays)
-    head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
-    return head + packed_header + coded
+    checksums = (zlib.crc32(packed_header), zlib.crc32(coded))
+    return HEAD.pack(MAGIC, len(packed_header), *checksums) + packed_header + coded
 
 
 class About(NamedTuple):
@@ -4170,7 +4141,7 @@ def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
         header, banks = read_artifact(data)
         model = GPT(ModelSettings.from_values(header["config"]), seed=None)
         for name, weights in model.named_parameters():
-            weights.data.copy_(restore_weights(banks[name], tuple(weights.shape)))
+            weights.data.copy_(restore_weights(banks[name], weights.shape))
             if not weights.isfinite().all():
                 raise ValueError(f"{name} is not finite")
         sha256 = hashlib.sha256(data).hexdigest()
@@ -4194,10 +4165,10 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     if settings.as_env() != header["config"]:
         raise ValueError("this script has other settings than the file; use the train_gpt.py of its run")
     # A few bytes could ask for any amount of memory. No trained file comes near 1,024 weights a byte.
-    table = parameter_table(settings)
-    weights = sum(math.prod(parameter.shape) for parameter in table.values())
+    weights = count_parameters(settings)
     if weights > 1024 * len(data):
         raise ValueError(f"{weights} weights are more than {len(data)} bytes can hold")
+    table = parameter_table(settings)
     arrays = iter(decode(coded, array_shapes(table, header["column_steps"])))
     banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}
     if header["column_steps"]:
@@ -4259,17 +4230,17 @@ class Training:
         shards: list[Shard],
         validation: Validation,
         ops: Ops,
-        hashes: dict[str, str] | None = None,
+        hashes: dict[str, str],
     ) -> None:
         """hashes: SHA-256 of code, tokenizer and shards; a checkpoint holds them."""
         machine = run.machine
         self.config = config
         self.run = run
         self.validation = validation
-        self.hashes = hashes or {}
+        self.hashes = hashes
         self.model = ready_model(build_model(config), machine, ops)
-        # One graph from tokens to loss: a break in it would cost more than any kernel gains.
-        self.loss = machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+        # One graph from tokens to loss.
+        self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
         every = config.training_timing_every if config.training_timing_breakdown else 0
@@ -4381,10 +4352,7 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
-    number = training.step + 1 if training.run.training else None
-    if number is not None:
-        training.trace.begin(number)
-    timer.begin(number, val_ms)
+    timer.begin(training.step + 1 if training.run.training else None, val_ms)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch(length)
         timer.lap("batch", batch.copy)
@@ -4416,8 +4384,8 @@ def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
         training.loader.seek(0)
         for number in range(1, config.warmup_steps + 1):
             train_step(training, share)
-            about = f"looping:{looping:d} train_seq_len:{length}"
-            training.run.log(f"warmup_step:{number}/{config.warmup_steps} {about}")
+            training.run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d} "
+                             f"train_seq_len:{length}")
     training.load_state(after)
     if resumed:
         training.run.log(f"resumed:{training.run.directory} step:{training.step} "
@@ -4524,10 +4492,9 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     step = result.step
     seconds = training.seconds
     tokens = config.train_batch_tokens * step
-    training.run.record("train", [{
-        "step": step, "train_loss": loss, "train_time_ms": 1e3 * seconds, "tokens": tokens, "grad_norm": norm,
-        "progress": result.progress, "data_wait_max_ms": result.wait_ms,
-    }])  # fmt: skip
+    training.run.record(
+        "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
+        progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
     training.waits_ms.append(result.wait_ms)
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
@@ -4576,14 +4543,13 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
     config = training.config
     machine = training.run.machine
     wanted = config.gptq_calibration_batches
-    spare_seconds = 0.1 * config.gptq_reserve_seconds
     now = 0.0
     for number in range(math.ceil(wanted / machine.world_size)):
         machine.wait()
         before = now
         now = machine.gather(training.seconds)[0]
-        # One more will take as long as the last; of the first one nothing is known.
-        ends_at = 2 * now - before + spare_seconds
+        # One more will take as long as the last; of the first one nothing is known. A tenth is to spare.
+        ends_at = 2 * now - before + 0.1 * config.gptq_reserve_seconds
         if number > 0 and 0 < config.max_wallclock_seconds < ends_at:
             training.run.log(f"warning: {number * machine.world_size} calibration batches, expected "
                              f"GPTQ_CALIBRATION_BATCHES={wanted}; raise GPTQ_RESERVE_SECONDS")
@@ -4669,11 +4635,11 @@ def main() -> int:
 
 def print_help() -> None:
     """Print the head of this file and every variable."""
-    print_line(__doc__ or "", sys.stdout)
-    print_line("Variables, also as KEY=VALUE lines of a file named by CONFIG:\n", sys.stdout)
+    print_line(__doc__ or "")
+    print_line("Variables, also as KEY=VALUE lines of a file named by CONFIG:\n")
     for spec, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
         choices = " | ".join(spec.metadata["among"])
-        print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} {choices}".rstrip(), sys.stdout)
+        print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} {choices}".rstrip())
 
 
 def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -4681,27 +4647,25 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     named = environ.get("RESUME") or environ.get("EVAL_ONLY")
     if named and not environ.get("CONFIG"):
         path = find_path(named)
-        directory = path.parent if path.is_file() else path
+        settings = (path.parent if path.is_file() else path) / SETTINGS_FILE
         # Beside an artifact that was copied there may be none. Then the defaults hold.
-        if (directory / SETTINGS_FILE).is_file():
-            return {**environ, "CONFIG": str(directory / SETTINGS_FILE)}
+        if settings.is_file():
+            return {**environ, "CONFIG": str(settings)}
     return environ
 
 
 def report_failure(message: str, run: Run | None) -> None:
     """Print and log what ended the run, and how to continue from what it has saved."""
-    if run is None:
-        print_line(message, sys.stderr)
-        return
-    # A rank whose peer is gone only knows that. The peer itself prints the reason.
-    peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-    if peer_is_gone and message.startswith("Traceback"):
-        message = "ends: another rank has ended or does not answer"
-    if run.machine.world_size > 1:
-        message = f"rank {run.machine.rank}: {message}"
-    if run.directory is not None:
-        message += f"\n{run.ways_on()}"
-        append_line(message, run.path("log.txt"))
+    if run is not None:
+        # A rank whose peer is gone only knows that. The peer itself prints the reason.
+        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
+        if peer_is_gone and message.startswith("Traceback"):
+            message = "ends: another rank has ended or does not answer"
+        if run.machine.world_size > 1:
+            message = f"rank {run.machine.rank}: {message}"
+        if run.directory is not None:
+            message += f"\n{run.ways_on()}"
+            run.append("log.txt", message)
     print_line(message, sys.stderr)
 
 
@@ -4742,8 +4706,8 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     """Train, and write the artifact: rank 0 does, all wait."""
     with run.phase("setup"):
-        ops = inputs.chosen.ops
-        training = Training(config, run, inputs.train_shards, inputs.validation, ops, inputs.hashes)
+        training = Training(
+            config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
     with run.phase("warmup"):
         warm_up(training, inputs.checkpoint)
     with run.phase("train"):
@@ -4762,13 +4726,12 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
                 run.log(f"Serialized model: {len(weights)} bytes")
             # A longer script leaves fewer bytes for weights.
             budget = config.artifact_bytes_max - len(inputs.shipped)
-            tokenizer = inputs.hashes["tokenizer"]
-            data, line = write_artifact(training.model, config, hessians, tokenizer, budget)
+            data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
             write_whole(run.path(ARTIFACT), data)
             run.log(line)
         run.machine.gather(None)
-    tokens = training.step * config.train_batch_tokens
-    return Trained(training.step, tokens, train_seconds, f"{stream_hash:016x}")
+    steps = training.step
+    return Trained(steps, steps * config.train_batch_tokens, train_seconds, f"{stream_hash:016x}")
 
 
 def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
@@ -4838,7 +4801,7 @@ def choose_directory(config: Config, machine: Machine) -> Path:
     if config.resume:
         return find_path(config.resume)
     # Clocks of machines differ: rank 0 decides on a name made of the time.
-    name = config.run_id or time.strftime("%Y%m%d-%H%M%S") + f"-seed{config.seed}"
+    name = config.run_id or time.strftime(f"%Y%m%d-%H%M%S-seed{config.seed}")
     directory = Path(machine.gather(f"{config.runs_dir}/{name}")[0])
     if machine.rank == 0:
         if os.path.lexists(directory):
@@ -4853,11 +4816,6 @@ def choose_directory(config: Config, machine: Machine) -> Path:
     return directory
 
 
-def count_parameters(config: ModelSettings) -> int:
-    """How many weights the model has."""
-    return sum(math.prod(parameter.shape) for parameter in parameter_table(config).values())
-
-
 def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = ()) -> None:
     """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
 
@@ -4870,12 +4828,13 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
     run.directory = inputs.directory
     if machine.rank == 0:
         # The code that runs, as it is and as it is counted, and a CONFIG that starts such a run again.
-        lines = []
+        settings = ""
         for name, value in config.as_env().items():
-            lines.append(f"# {name}={value}" if name in SETTINGS_OF_A_START else f"{name}={value}")
+            comment = "# " if name in SETTINGS_OF_A_START else ""
+            settings += f"{comment}{name}={value}\n"
         write_whole(run.path("train_gpt.py"), inputs.source)
         write_whole(run.path("train_gpt.shipped.py"), inputs.shipped)
-        write_whole(run.path(SETTINGS_FILE), ("\n".join(lines) + "\n").encode())
+        write_whole(run.path(SETTINGS_FILE), settings.encode())
     data = inputs.validation
     folder = find_path(config.data_path)
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, machine.world_size)

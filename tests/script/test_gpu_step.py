@@ -393,7 +393,7 @@ def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_
         MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
     )  # fmt: skip
     run = train_gpt.Run(Compiler(dtype=torch.float32, compiled=True))
-    training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops())  # type: ignore[arg-type]
+    training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops(), {})  # type: ignore[arg-type]
     with contextlib.closing(training.loader):
         train_gpt.warm_up(training)
         assert new_graphs() == 2 * 4  # forward and backward
