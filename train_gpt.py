@@ -3007,9 +3007,7 @@ class ProgressReport:
 class WindowScorer:
     """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
 
-    def __init__(
-        self, model: GPT, tokens: Array, config: Config, chunk_tokens: int, looping: bool
-    ) -> None:
+    def __init__(self, model: GPT, tokens: Array, config: Config, chunk_tokens: int, looping: bool) -> None:
         """tokens: 1-D ids. chunk_tokens: targets. looping: as in `GPT.forward`."""
         self.model = model
         self.machine = model.machine

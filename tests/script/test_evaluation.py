@@ -684,7 +684,7 @@ class FewGraphs(train_gpt.Machine):
 
     shapes: ClassVar[list[tuple[str, tuple[int, ...]]]] = []
 
-    def compile(self, function: Any, **options: Any) -> Any:
+    def compile(self, function: Any) -> Any:
         def counted(model: Any, inputs_BT: Any, *rest: Any) -> Any:
             self.shapes.append((function.__name__, tuple(inputs_BT.shape)))
             return function(model, inputs_BT, *rest)
