@@ -112,7 +112,9 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         run.log = lambda *line, **event: None  # type: ignore[method-assign]
         inputs = train_gpt.preflight(config, run)
         train_gpt.open_run(config, run, inputs)
-        training = Training(config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops)
+        training = Training(
+            config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes
+        )
         train_gpt.warm_up(training)
         trainings.append(training)
     taken = [Steps([], [], []), Steps([], [], [])]

@@ -70,6 +70,15 @@ def training_of(config: Config) -> Any:
     )  # fmt: skip
 
 
+def test_what_is_compiled_is_one_graph_with_settings_as_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph break is an error, and no size is left open that is not marked."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options) or function)
+    assert Machine(compiled=True).compile(abs) is abs
+    assert given == [{"dynamic": False, "fullgraph": True}]
+    assert Machine().compile(abs) is abs and len(given) == 1
+
+
 @pytest.mark.parametrize("progress", [0.0, 0.9])
 def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without recurrence and with it; gradients clipped, weights averaged."""
@@ -115,10 +124,10 @@ class Compiler(Machine):
 
     graphs: list[Any] = []  # noqa: RUF012  (of all, as they are compared by value)
 
-    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if function is train_gpt.orthogonalize:
             return function
-        return torch.compile(function, backend=self.backend(), **{**options, "fullgraph": True})
+        return torch.compile(function, backend=self.backend(), dynamic=False, fullgraph=True)
 
     @staticmethod
     def backend() -> Callable[..., Any]:
@@ -204,7 +213,7 @@ def ready(model: GPT, attention: str) -> GPT:
 
 def train_on_other_documents(model: GPT, config: Config, looping: tuple[bool, ...]) -> None:
     """Both passes for each of these, three times, with other numbers of documents each time."""
-    loss_of = model.machine.compile(GPT.loss, dynamic=False, fullgraph=True)
+    loss_of = model.machine.compile(GPT.loss)
     for batch, every in zip(random_batches(config, count=3), (9, 5, 2), strict=True):
         batch.inputs_BT[:, ::every] = train_gpt.BOS_ID
         starts = train_gpt.starts_on_device(batch.inputs_BT, config)
@@ -401,7 +410,7 @@ def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_
         MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
     )  # fmt: skip
     run = train_gpt.Run(Compiler(dtype=torch.float32, compiled=True))
-    training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops())  # type: ignore[arg-type]
+    training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops(), {})  # type: ignore[arg-type]
     with contextlib.closing(training.loader):
         train_gpt.warm_up(training)
         assert new_graphs() == 2 * 4  # forward and backward

@@ -343,21 +343,9 @@ def test_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
             assert first["ts"] + first["dur"] <= second["ts"] + 1e-3, (first, second)
 
 
-def test_the_log_ends_training_with_a_table_of_all_spans(whole: tuple[Ended, list[Event]]) -> None:
-    ended, events = whole
+def test_the_log_says_where_the_trace_is(whole: tuple[Ended, list[Event]]) -> None:
+    ended, _ = whole
     assert f"trace:{ended.directory / 'trace_rank0.json'}" in ended.out
-    table = re.findall(r"^trace_span:(\w+)/(\w+) (count:.*)$", ended.out, re.M)
-    lengths_ms: dict[tuple[str, str], list[float]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            place = (LANES[event["tid"] - 1], event["name"])
-            lengths_ms.setdefault(place, []).append(event["dur"] / 1e3)
-    assert [(lane, name) for lane, name, _ in table] == sorted(lengths_ms)
-    for lane, name, numbers in table:
-        found = lengths_ms[lane, name]
-        expected = {"count": len(found), "mean_ms": sum(found) / len(found)}
-        expected |= {"min_ms": min(found), "max_ms": max(found)}
-        assert fields(numbers) == pytest.approx(expected, abs=6e-4)
 
 
 def test_only_the_steps_asked_for_are_written(lab: Lab, finished: Ended) -> None:

@@ -43,7 +43,6 @@ step:1/30 train_loss:6.8992 train_time:664ms step_avg:664.00ms tok_s:1542 data_w
 step:30/30 train_loss:4.6400 train_time:32000ms step_avg:1066.67ms tok_s:983 data_wait_ms:0.90/2.10/2.20 lr_scale:0.1000 grad_norm:0.600 eta:0s
 step:30/30 val_loss:4.6350 val_bpb:2.8189 train_time:32058ms step_avg:1068.60ms
 trace:runs/x/trace_rank0.json for ui.perfetto.dev
-trace_span:main/forward count:16 mean_ms:53.490 min_ms:52.000 max_ms:60.000
 DIAGNOSTIC post_ema val_loss:4.6622 val_bpb:2.8355 train_time:35618ms step_avg:1187.26ms
 Serialized model: 68239648 bytes
 val_progress:roundtrip 100% partial_mean_loss:4.6656 tokens_seen:62021632 eta:0s

@@ -39,6 +39,24 @@ def test_a_drawing_without_a_name_goes_into_the_run(run_directory: Path) -> None
     assert (run_directory / "timeline.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_table_of_all_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Trace(range(1, 2), tmp_path)
+    trace.recording = True
+    for begin, end in ((7.0, 7.002), (7.003, 7.007)):
+        trace.add("forward", "main", begin, end, step=1)
+    trace.add("stage", "stage", 7.001, 7.0025, batch=0)
+    trace.finish()
+    capsys.readouterr()  # says where the file is
+    assert main(["timeline", str(tmp_path), "--json"]) == 0
+    forward, stage = json.loads(capsys.readouterr().out)["table"]
+    assert (forward.pop("lane"), forward.pop("name")) == ("main", "forward")
+    lengths = {"count": 2, "mean_ms": 3.0, "min_ms": 2.0, "max_ms": 4.0, "seconds": 0.006}
+    assert forward == pytest.approx(lengths)
+    assert (stage["lane"], stage["name"], stage["count"]) == ("stage", "stage", 1)
+    assert main(["timeline", str(tmp_path)]) == 0
+    assert "main/forward count:2 mean_ms:3.000 min_ms:2.000 max_ms:4.000" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [(None, "TRACE_STEPS"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],

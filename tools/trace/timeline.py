@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="PNG or SVG (default: timeline.png in the run directory)")
     parser.add_argument("--merge", type=Path, metavar="JSON", help="also write the ranks' files as one trace")
     parser.add_argument("--seconds", type=float, nargs=2, metavar=("FROM", "TO"), help="part to draw")
-    parser.add_argument("--json", action="store_true", help="print the time of each lane and span as JSON")
+    parser.add_argument("--json", action="store_true", help="print the times of all lanes and spans as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     draw(spans, out, window)
     totals = {lane: span_totals(found) for lane, found in spans.items()}
     if args.json:
-        print(json_text({"file": str(out), "seconds": totals}), end="")
+        print(json_text({"file": str(out), "seconds": totals, "table": span_table(spans)}), end="")
         return 0
     print(out)
-    for lane, seconds in totals.items():
-        print(f"  {lane}: " + ", ".join(f"{name} {total:.3f} s" for name, total in seconds.items()))
+    for row in span_table(spans):
+        print("  {lane}/{name} count:{count} mean_ms:{mean_ms:.3f} min_ms:{min_ms:.3f} max_ms:{max_ms:.3f} "
+              "seconds:{seconds:.3f}".format_map(row))  # fmt: skip
     return 0
 
 
@@ -118,6 +119,19 @@ def span_totals(spans: list[Span]) -> dict[str, float]:
     for span in spans:
         totals[span.name] += span.length
     return dict(totals)
+
+
+def span_table(spans: dict[str, list[Span]]) -> list[dict[str, Any]]:
+    """For each lane and each name of span on it: how many there are, and how long they are."""
+    table = []
+    for lane, found in spans.items():
+        lengths: dict[str, list[float]] = defaultdict(list)
+        for span in found:
+            lengths[span.name].append(1e3 * span.length)
+        for name, ms in sorted(lengths.items()):
+            row = {"lane": lane, "name": name, "count": len(ms), "mean_ms": sum(ms) / len(ms)}
+            table.append({**row, "min_ms": min(ms), "max_ms": max(ms), "seconds": sum(ms) / 1e3})
+    return table
 
 
 def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
