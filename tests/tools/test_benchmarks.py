@@ -28,7 +28,6 @@ from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 from tools.markdown import refresh
 from tools.prove import tiny
 from tools.prove.probes import make_subject
-from tools.runs.folder import Folder
 
 
 def test_the_page_follows_from_the_raw_figures() -> None:
