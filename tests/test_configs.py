@@ -34,14 +34,13 @@ def deciding_settings() -> set[str]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_default_has_drifted_under_a_configuration(name: str) -> None:
-    """Else name the old value in the file; python -m tests.support.resolved_configs pins a wanted change."""
+    """Else name the old value in the file; python -m tests.support.resolved_configs pins a wanted change.
+
+    A setting that is new since has its default in every file, and is pinned with the next wanted change.
+    """
     found = resolved_configs()[name]
     pinned = pinned_configs()[name]
-    changed = {
-        key: (pinned.get(key), found.get(key))
-        for key in pinned.keys() | found.keys()
-        if pinned.get(key) != found.get(key)
-    }
+    changed = {key: (value, found.get(key)) for key, value in pinned.items() if found.get(key) != value}
     assert changed == {}, f"(pinned, now) of configs/{name}"
 
 
