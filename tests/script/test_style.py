@@ -29,7 +29,7 @@ SECTIONS = [
     "TRAIN",
     "main",
 ]
-# The script's weight. It may only fall: a part that comes in pays with a part that leaves.
+# The script's weight. Here it may only fall. A fork sets its own.
 MAX_TOKENS_OF_CODE = 34_500
 MAX_COLUMNS = 110
 MAX_FUNCTION_LINES = 60
@@ -56,7 +56,11 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef]:
 
 def test_the_script_stays_below_its_ceiling(source: str) -> None:
     """Comments, docstrings and line breaks are free: only code weighs."""
-    assert plainness.tokens_of_code(source) <= MAX_TOKENS_OF_CODE
+    tokens = plainness.tokens_of_code(source)
+    assert tokens <= MAX_TOKENS_OF_CODE, (
+        f"{tokens} tokens of code: a part that comes in pays with a part that leaves. A fork raises "
+        "MAX_TOKENS_OF_CODE in tests/script/test_style.py"
+    )
 
 
 # -- how much stands in a line -------------------------------------------------------------------------------
