@@ -166,12 +166,9 @@ def names_that_are_read(nodes: list[ast.AST]) -> tuple[set[str], list[str]]:
     return attributes, patterns
 
 
-def is_property(node: ast.AST) -> bool:
-    """Whether this makes a property: of the settings, what the rest of the script reads instead of them."""
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func) == "property"
-    decorators = getattr(node, "decorator_list", [])
-    return any(ast.unparse(decorator).endswith("property") for decorator in decorators)
+def reads_for_others(node: ast.AST) -> bool:
+    """Whether this is a property or a method of the settings: the rest of the script reads it instead of them."""
+    return isinstance(node, ast.FunctionDef) and bool(node.args.args) and node.args.args[0].arg == "self"
 
 
 def test_every_setting_is_used(tree: ast.Module, source: str) -> None:
@@ -179,7 +176,7 @@ def test_every_setting_is_used(tree: ast.Module, source: str) -> None:
     _, below, *_ = plainness.sections(source)
     nodes = [node for top in tree.body if top.lineno > below.line for node in ast.walk(top)]
     for node in ast.walk(tree):
-        if is_property(node):
+        if reads_for_others(node) and getattr(node, "name", "") != "rules":
             nodes += ast.walk(node)
     attributes, patterns = names_that_are_read(nodes)
     unused = []
