@@ -167,7 +167,7 @@ def names_that_are_read(nodes: list[ast.AST]) -> tuple[set[str], list[str]]:
 
 
 def reads_for_others(node: ast.AST) -> bool:
-    """Whether this is a property or a method of the settings: the rest of the script reads it instead of them."""
+    """Whether this is a property or method: of the settings, the rest of the script reads it instead."""
     return isinstance(node, ast.FunctionDef) and bool(node.args.args) and node.args.args[0].arg == "self"
 
 
