@@ -16,11 +16,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import train_gpt
 from tools import REPO
 from tools.commands import shell_commands
 from tools.runs.errors import RecordError
-from train_gpt import Config, ConfigError
+from tools.runs.script import Config, ConfigError, find_path, read_settings, similar_setting
 
 NAMES_FILE = REPO / "configs" / "public_names.json"
 LAUNCHERS = ("NCCL_", "OMP_", "TORCH_", "PYTHON", "CUDA_", "HF_")  # their variables are passed on
@@ -103,7 +102,7 @@ def translate(given: dict[str, str], config: str = "") -> Translation:
     found = Translation(config=config or given.get("CONFIG", ""))
     rows = public_names()
     known = Config().as_env()
-    resolved = {**known, **train_gpt.read_settings({**given, "CONFIG": found.config})}
+    resolved = {**known, **read_settings({**given, "CONFIG": found.config})}
     for name, value in sorted(given.items()):
         if name == "CONFIG":
             continue
@@ -115,7 +114,7 @@ def translate(given: dict[str, str], config: str = "") -> Translation:
         elif name.startswith(LAUNCHERS):
             found.launcher[name] = value
         elif name not in known:
-            near = train_gpt.similar_setting(name)
+            near = similar_setting(name)
             meant = f"; did you mean {near}?" if near else "; leave it out"
             found.refused.setdefault(f"no setting here{meant}", []).append(f"{name}={value}")
     if not found.config:
@@ -209,4 +208,4 @@ def check(found: Translation) -> None:
 
 def config_path(config: str) -> Path:
     path = REPO / config
-    return path if path.is_file() else train_gpt.find_path(config)
+    return path if path.is_file() else find_path(config)

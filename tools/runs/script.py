@@ -10,8 +10,10 @@ from train_gpt import (
     find_path,
     load_artifact,
     open_shards,
+    read_settings,
     read_tokens,
     shipped_code,
+    similar_setting,
 )
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "find_path",
     "load_artifact",
     "open_shards",
+    "read_settings",
     "read_tokens",
     "shipped_code",
+    "similar_setting",
 ]
