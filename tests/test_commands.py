@@ -29,6 +29,7 @@ RUN_BY = [
     ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
     ("make gpu-check", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
     ("make", FIRST_HOUR),
+    ("tests/same_bits.py", "test_same_bits.py::test_equal_scripts_are_equal_and_other_weights_are_seen"),
     ("--nnodes=2", TORCHRUN),
     ("benchmarks/ttt.py cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
     ("benchmarks/pod.py", "tools/test_pod.py::test_it_measures_what_there_is_and_says_what_there_is_not"),
