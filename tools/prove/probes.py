@@ -381,13 +381,6 @@ def counted_call(
 # ======================================================================================================
 
 
-def future_flip(
-    subject: Subject, name: str = "", positions: Iterable[int] | None = None
-) -> Iterator[Finding]:
-    """B1 for single flips; name: of one scorer, empty: all labels of `evaluate`."""
-    return questions.future(subject.case(name), positions)
-
-
 def kraft_positions(subject: Subject) -> list[int]:
     """First targets of stream, chunks, windows and documents, the last of each, and one in the middle."""
     config = subject.config
