@@ -400,14 +400,15 @@ def test_audited_code_runs_only_when_asked(tmp_path: Path, network_is_cut: None)
 def test_code_that_is_run_has_no_network_and_cannot_fill_the_disk_or_stay(
     tmp_path: Path, network_is_cut: None
 ) -> None:
-    def told(script: str) -> str:
-        return " ".join(f.text for f in execute.check_starts(Folder(public_a(tmp_path, script=script))))
-
-    assert "unreachable" in told("import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)\n")
-    assert "does not start" in told("import sys\nwhile True: sys.stderr.write('x' * 2**20 + '\\n')\n")
     number = tmp_path / "number"
     popen = "subprocess.Popen(['sleep', '987'])"
-    assert "starts from" in told(f"import subprocess\nopen({str(number)!r}, 'w').write(str({popen}.pid))\n")
+    for script, told in (
+        ("import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=5)\n", "unreachable"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 2**20 + '\\n')\n", "does not start"),
+        (f"import subprocess\nopen({str(number)!r}, 'w').write(str({popen}.pid))\n", "starts from"),
+    ):
+        found = execute.check_starts(Folder(public_a(tmp_path, script=script)))
+        assert found and all(told in finding.text for finding in found)
     wait_until(lambda: not runs(int(number.read_text())))
 
 
@@ -538,8 +539,8 @@ def test_bytes_per_token_are_a_tokenizers_where_no_tokens_are_counted(named: boo
 def test_a_count_of_tokens_that_no_tokenizer_gives_is_named(tmp_path: Path) -> None:
     text, score = byte_count_off(1.0413)
     tokens = f"val_loader:x tokens:{62021632 / 1.0413:.0f}"
-    found = fails(public_a(tmp_path, text.replace("world_size", f"{tokens}\nworld_size"), val_bpb=score))
-    assert [f.check for f in found if "val_loss" not in f.text] == ["C1"]
+    log = text.replace("world_size", f"{tokens}\nworld_size")
+    assert [f.check for f in fails(public(tmp_path, {"train.log": log}, CODE, val_bpb=score))] == ["C1"]
 
 
 def test_a_score_that_implies_no_bytes_is_not_decided(tmp_path: Path) -> None:
