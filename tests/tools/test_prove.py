@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 import train_gpt
 from data import shards
+from tests.tools.conftest import SHIPPED_CODE
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
 from tools.prove import casing, foreign, mutants, network, probes, prove, questions, ranks, rehearsal, tiny
@@ -39,14 +39,13 @@ QUICK_LEGAL = ["batches-by-ranks", "cache-of-scored-tokens", "learns-in-place", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def the_wrapped_form_is_made_once() -> Iterator[None]:
-    """Every whole run counts its bytes, which are those of the same source."""
-    shipped_code = functools.cache(train_gpt.shipped_code)
+def mutants_count_the_same_bytes() -> Iterator[None]:
+    """Those of the script, wrapped once."""
     load = mutants.load_script
 
     def load_script(path: Path) -> ModuleType:
         script = load(path)
-        vars(script)["shipped_code"] = shipped_code
+        vars(script)["shipped_code"] = SHIPPED_CODE
         return script
 
     with pytest.MonkeyPatch.context() as patch:
