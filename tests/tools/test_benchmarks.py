@@ -116,6 +116,9 @@ def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(
     with monkeypatch.context() as tree, pytest.raises(SystemExit, match="commit the programs, then measure"):
         tree.setattr(results, "commit", lambda: "0000000-dirty")
         results.finish("coder-small", results.conditions(), measured, keep=True)
+    with monkeypatch.context() as tree, pytest.raises(SystemExit, match="commit them first"):
+        tree.setattr(results, "commit", lambda: "0000000-dirty")
+        results.refuse_dirty()
     assert [path.name for path in (empty / "results").iterdir()] == [results.RELEASE]
     assert "Entropy coder" not in (empty / "RESULTS.md").read_text()
 
