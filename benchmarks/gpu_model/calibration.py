@@ -25,9 +25,9 @@ class Anchor(NamedTuple):
         return fastest_ms / self.modelled_ms, slowest_ms / self.modelled_ms
 
 
-# Logs of 8 H100: records/ of the challenge's repository and PRs #1493 and #1855 (three seeds), all FA3 but for
-# the baseline. The first three were traced as they are; #1855 as this script with its forms: FlashAttention-3,
-# the fused MLP, a fused loss, norms and XSA left to Inductor.
+# Logs of 8 H100, from records/ of the challenge's repository and its PRs #1493 and #1855 (three seeds); all but
+# the baseline attend by FlashAttention-3. The baseline and #1493 were traced as they are. #1855 was traced as
+# this script in its forms: FlashAttention-3, a fused MLP and loss, norms and XSA left to Inductor.
 ANCHORS = (
     Anchor("the challenge's baseline", False, 28.6, (43.54, 43.54)),
     Anchor("#1493", False, 84.0, (102.1, 102.1)),
@@ -37,13 +37,13 @@ ANCHORS = (
 )
 NEAREST_STACK = "#1855"
 
-# Modelled milliseconds of the default's step of 98,304 tokens on one of eight H100, without recurrence and with
-# it: `python -m benchmarks.gpu_model --what train train_loop --keys 517 --mlp FORM --heads FORM`.
+# Modelled milliseconds of the default's step, 98,304 tokens on one of eight H100: without recurrence, with it.
+# `python -m benchmarks.gpu_model --what train train_loop --keys 517 --mlp FORM --heads FORM` gives them.
 STEP_MS = {"kernel": (62.4, 92.1), "plain": (78.3, 116.7)}
 
 
 class Expected(NamedTuple):
-    """Milliseconds, or factors, that a log would tell: by the nearest stack, and by the least and most of all."""
+    """What a log would tell: likely by the nearest stack, between the least and the most of all stacks."""
 
     least: float
     likely: float
