@@ -25,7 +25,7 @@ class Anchor(NamedTuple):
         return fastest_ms / self.modelled_ms, slowest_ms / self.modelled_ms
 
 
-# Logs of 8 H100, from records/ of the challenge's repository and its PRs #1493 and #1855 (three seeds); all but
+# Logs of 8 H100: records/ of the challenge's repository, and PRs #1493 and #1855 (three seeds). All but
 # the baseline attend by FlashAttention-3. The baseline and #1493 were traced as they are. #1855 was traced as
 # this script in its forms: FlashAttention-3, a fused MLP and loss, norms and XSA left to Inductor.
 ANCHORS = (
@@ -37,7 +37,7 @@ ANCHORS = (
 )
 NEAREST_STACK = "#1855"
 
-# Modelled milliseconds of the default's step, 98,304 tokens on one of eight H100: without recurrence, with it.
+# Milliseconds of the default's step as modelled (98,304 tokens, one of 8 H100), without recurrence and with:
 # `python -m benchmarks.gpu_model --what train train_loop --keys 517 --mlp FORM --heads FORM` gives them.
 STEP_MS = {"kernel": (62.4, 92.1), "plain": (78.3, 116.7)}
 
