@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -48,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser(arguments).parse_args(arguments)
+        parser = build_parser(arguments)
+        args, more = parser.parse_known_args(arguments)
+        if more:
+            left_over = f"{args.verb}: {shlex.join(more)} is left over"
+            parser.error(f"{left_over}; a pattern like *_Base may match two folders: name one of them")
         return _run(args)
     except ModuleNotFoundError as error:
         print(f"tools: {sys.executable} has no {error.name}; {python_with_packages()}", file=sys.stderr)
