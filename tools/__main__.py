@@ -18,6 +18,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": ("tools.check.check", "audit a records folder, ours or any public one"),
     "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: config, code, metrics, curves"),
+    "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
+    "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
     "summary": ("tools.summary", "say in ten lines what a run reached"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
@@ -39,9 +41,13 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for verb, (module_name, purpose) in VERBS.items():
-        subparser = verbs.add_parser(verb, help=purpose, description=purpose)
+        subparser = verbs.add_parser(
+            verb, help=purpose, description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if verb == wanted:
-            importlib.import_module(module_name).add_arguments(subparser)
+            module = importlib.import_module(module_name)
+            subparser.description = module.__doc__
+            module.add_arguments(subparser)
     return parser
 
 
