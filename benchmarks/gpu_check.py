@@ -52,6 +52,7 @@ STEPS = 40
 SETTLED = 5  # steps after which the loader is ahead
 DOCUMENTS = 50
 CLOCK_SECONDS = 30  # of training on several GPUs
+RESERVE_SHARE = 0.9  # of GPTQ_RESERVE_SECONDS: calibration keeps the rest to spare
 CHOICE_TOLERANCE = 1.1  # that the form which was chosen may be slower than the fastest, by chance
 # A kernel may need so many times the least time of its work. Public logs suggest up to 2.3 for the MLP: its
 # products then reach 31 % of an H100's peak.
@@ -114,9 +115,9 @@ def measure_forms() -> dict[str, Any]:
     return {"report": report, "rows": rows, "has_fa3": has_fa3, **rates}
 
 
-def count_compiled() -> int:
-    """Graphs of Dynamo, and variants of the script's own Triton kernels, compiled in this process so far."""
-    count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+def kernel_variants() -> int:
+    """Variants of the script's own Triton kernels that were compiled in this process so far."""
+    count = 0
     for kernel in vars(train_gpt).values():
         # The first thing that a kernel keeps for a device is its compiled variants.
         for cache in getattr(kernel, "device_caches", {}).values():
@@ -128,6 +129,8 @@ def watch_run() -> dict[str, Any]:
     """The script's own `main`: what it compiled inside its two clocks, and when adapters began each pass."""
     compiled: dict[str, int] = {}
     passes: list[tuple[float, int]] = []  # moment, tokens
+    graphs: list[Any] = []  # forward and backward ones, as Dynamo begins to compile them
+    torch._dynamo.callback.on_compile_start(graphs.append)
     read = train_gpt.DocumentScorer.read
 
     def noted(scorer: Any, batch: Any, chunk: Any, *more: Any) -> Any:
@@ -136,12 +139,12 @@ def watch_run() -> dict[str, Any]:
 
     def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any) -> Any:
-            before = count_compiled()
+            before = len(graphs) + kernel_variants()
             passes.clear()
             try:
                 return work(*given)
             finally:
-                compiled[name] = count_compiled() - before
+                compiled[name] = len(graphs) + kernel_variants() - before
 
         return counted
 
@@ -266,7 +269,8 @@ def judge_reserve(events: list[dict[str, Any]], log: str, config: Config) -> Fou
     seconds = float(collected[1]) - events[-1]["train_time_ms"] / 1e3
     line = f"Hessians need {seconds:.2f} s, GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g}."
     # Where the clock ends them, the log has a warning.
-    too_small = seconds > config.gptq_reserve_seconds or "raise GPTQ_RESERVE_SECONDS" in log
+    ended = re.search(r"warning: .* calibration batches", log)
+    too_small = ended is not None or seconds > RESERVE_SHARE * config.gptq_reserve_seconds
     return Found([f"the reserve is too small: {line}"] if too_small else [], [line])
 
 
@@ -479,6 +483,8 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
     about = (f"{check.gpus} x {check.card}; torch {torch.__version__}, CUDA {torch.version.cuda}, triton "
              f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {results.script_hash()}; "
              f"settings: {settings or 'the defaults'}.")  # fmt: skip
+    if check.data:
+        about += " The data are the sample, with a smaller vocabulary: projections are not those of the run."
     found: dict[str, tuple[Found, float]] = {}
     try:
         for name in given.only:

@@ -1,12 +1,11 @@
-"""The fused kernels against eager PyTorch and torch.compile of their plain twins.
+"""The fused MLP against eager PyTorch and torch.compile of its plain twin.
 
     python benchmarks/kernels.py [--keep]
 
-Each form of the MLP runs forward, backward and both at the per-GPU shapes of the baseline, PR #549, PR #1493
-and the default config, in bf16; so do those of the heads (norm, rotary and gain before attention, XSA and
-gate behind it) at the default's. The floor of a pass adds, product by product or kernel by kernel, the larger
-of operations over the matmul rate and least bytes over the copy rate, both measured here first.
-`gpu_check.py` times whole steps. Without a GPU it says so, exits with status 2 and writes nothing.
+Each form runs forward, backward and both at the per-GPU shapes of the baseline, PR #549, PR #1493 and the
+default config, in bf16. The floor of a pass adds, product by product, the larger of operations over the
+matmul rate and least bytes over the copy rate, both measured here first. `gpu_check.py` times the forms of
+all operations at the shapes of a run. Without a GPU it says so, exits with status 2 and writes nothing.
 """
 
 from __future__ import annotations
@@ -170,39 +169,6 @@ def heads_costs(tokens: int, heads: int, key_heads: int, head_dim: int) -> dict[
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
-def heads_times(roof: Roof) -> list[dict[str, Any]]:
-    """What is made of a micro-batch's heads around attention, at the default's sizes."""
-    config = train_gpt.Config.from_env({})
-    rows = config.micro_batch_tokens // config.train_seq_len
-    shape_BT = (rows, config.train_seq_len)
-    heads, key_heads = config.num_heads, config.num_kv_heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-
-    device = torch.device("cuda")
-    rotary = train_gpt.rotary_table(config.train_seq_len, config, device).to(torch.bfloat16)
-
-    def around(of: Callable[..., Any], xsa: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def function(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor) -> Tensor:
-            made = of(qkv_BTNE, gain_H, rotary)
-            # Queries stand for what attention would make of them; keys and values are used as well.
-            out_BTHE = xsa(made.q_BTHE, made.own_BTKE, gate_BTH)
-            return torch.cat([out_BTHE, made.k_BTKE, made.v_BTKE], dim=2)
-
-        return function
-
-    tensors = [
-        normal(*shape_BT, heads + 2 * key_heads, config.head_dim), normal(heads), normal(*shape_BT, heads)
-    ]  # fmt: skip
-    functions = forms(
-        around(train_gpt.heads_plain, train_gpt.xsa_plain), around(train_gpt.heads_fused, train_gpt.xsa_fused)
-    )
-    shape = Shape("default, heads", rows * config.train_seq_len, config.model_dim, config.head_dim, 0.0)
-    costs = heads_costs(shape.tokens, heads, key_heads, config.head_dim)
-    return timed(shape, functions, tensors, costs, roof)
-
-
 def measure_roof() -> Roof:
     """Matmul rate in bf16 and device copy rate of this GPU."""
     from triton.testing import do_bench
@@ -218,7 +184,7 @@ def measure_roof() -> Roof:
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
-    """The passes of MLP and heads."""
+    """The passes of the MLP."""
     roof = measured["roof"]
     lines = [
         f"Roof, measured first: bf16 matmul {roof['tflops']:.0f} TFLOP/s, copy {roof['gb_per_s']:.0f} GB/s. "
@@ -248,7 +214,6 @@ def main() -> int:
     for shape in shapes():
         kernels += kernel_times(shape, roof)
         torch.cuda.empty_cache()
-    kernels += heads_times(roof)
     rates = {"tflops": roof.tflops, "gb_per_s": roof.gb_per_s}
     measured = {"roof": rates, "kernels": kernels}
     results.finish("kernels", before, measured, keep)
