@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from data import caseops
+from data import caseops, fuse
 from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
@@ -104,6 +104,7 @@ def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
 def text_of(tokens: np.ndarray, config: script.Config) -> bytes:
     """The documents of a stream, decoded, one after the other."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(script.find_path(config.tokenizer_path)))
+    (tokens,) = fuse.separate(tokens, fuse.pairs_in(script.find_path(config.data_path)))
     starts = np.flatnonzero(tokens == script.BOS_ID)
     documents = [part[part != script.BOS_ID].tolist() for part in np.split(tokens, starts)]
     text = "".join(pieces.decode(documents))
