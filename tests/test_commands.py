@@ -49,6 +49,8 @@ RUN_BY = [
     ("tools check", FIRST_HOUR),
     ("tools board", FIRST_HOUR),
     ("tools diff", FIRST_HOUR),
+    ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),
+    ("tools sweep", "tools/test_sweep.py::test_a_sweep_killed_twice_ends_as_one_that_was_not"),
     ("tools plot", FIRST_HOUR),
     ("tools timeline", FIRST_HOUR),
     ("tools generate", FIRST_HOUR),

@@ -10,6 +10,7 @@ import argparse
 import glob
 import lzma
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
     found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
-    found.append(f"again: EVAL_ONLY={directory.path}/model.bin {python_command()} train_gpt.py")
+    artifact = shlex.quote(str(directory.path / "model.bin"))
+    found.append(f"again: EVAL_ONLY={artifact} {python_command()} train_gpt.py")
     return found
 
 
