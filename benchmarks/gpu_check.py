@@ -256,8 +256,10 @@ def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: 
         if known and ms > expected.most:
             faults.append(f"a step {name} needs {ms:.1f} ms, expected {expected}")
     waits_ms = [event["data_wait_max_ms"] for event in events[SETTLED:]]
-    lines += ["", f"Projected for eight GPUs: {steps_in_time(times_ms, meant):.0f} steps in "
-              f"{meant.max_wallclock_seconds:g} s. A step waits for data for {max(waits_ms):.1f} ms at most."]
+    steps = steps_in_time(times_ms, meant)
+    lines.append("")
+    lines.append(f"Projected for eight GPUs: {steps:.0f} steps in {meant.max_wallclock_seconds:g} s. A step "
+                 f"waits for data for {max(waits_ms):.1f} ms at most.")  # fmt: skip
     return Found(faults, lines)
 
 
