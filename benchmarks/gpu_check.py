@@ -40,14 +40,15 @@ import numpy as np
 import torch
 
 import train_gpt
-from benchmarks import kernels, results, ttt
+from benchmarks import kernels, results
 from benchmarks.gpu_model import calibration, memory
-from benchmarks.ttt import GPUS, OFFICIAL_DOCUMENTS
 from data.shards import write_shard
 from train_gpt import Config
 
 REPO = Path(__file__).resolve().parents[1]
 STAGES = {"forms": 400, "run": 1200, "ranks": 900}  # in order, each with its limit in seconds
+GPUS = 8  # of the run that this machine is checked for
+OFFICIAL_DOCUMENTS = 50_000  # of validation
 STEPS = 40
 SETTLED = 5  # steps after which the loader is ahead
 DOCUMENTS = 50
@@ -285,6 +286,13 @@ def judge_reserve(events: list[dict[str, Any]], log: str, config: Config) -> Fou
     return Found([f"the reserve is too small: {line}"] if too_small else [], [line])
 
 
+def tokens_of_windows(tokens: np.ndarray, config: Config, stride: int) -> int:
+    """Tokens that pass through the model to score a text in windows."""
+    begins = train_gpt.document_start_of_targets(tokens, config)
+    rows = train_gpt.window_rows(len(tokens) - 1, config.eval_length, stride, begins, len(tokens))
+    return sum(map(len, rows)) * config.eval_length
+
+
 def tokens_of_passes(tokens: np.ndarray, config: Config) -> list[int]:
     """Of each pass of adapters over these documents: the tokens that pass through the model."""
     model = train_gpt.GPT(config, seed=None)  # nothing is scored
@@ -307,15 +315,13 @@ def judge_evaluation(
         if not name.startswith("eval_"):
             continue
         stride = ran.eval_stride if name == "eval_sliding_window" else ran.eval_length
-        windows = [ttt.cost_of_windows(tokens, ran, stride, len(tokens)).forward * len(tokens)
-                   for tokens in (scored, text)]  # fmt: skip
         if name == "eval_legal_ttt" and len(passes) > 1:
             # A pass needs so long, and so much longer with each token.
             moments, counts = np.array(passes).T
             longer, least = np.polyfit(counts[:-1], np.diff(moments), 1)
             seconds = sum(least + longer * count for count in tokens_of_passes(text, ran))
         else:
-            seconds *= windows[1] / windows[0]
+            seconds *= tokens_of_windows(text, ran, stride) / tokens_of_windows(scored, ran, stride)
         each[name.removeprefix("eval_")] = times * seconds
     total = sum(each.values())
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in each.items())

@@ -18,6 +18,8 @@ from tests.support import tiny
 from train_gpt import BOS_ID, Config
 
 CARD = "NVIDIA H100 80GB HBM3"
+DEFAULT = Config()
+CLOCK_SECONDS = DEFAULT.max_wallclock_seconds - DEFAULT.gptq_reserve_seconds  # of training
 SETTINGS: dict[str, object] = {
     "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_BATCH_SIZE": 4, "EVAL_STRIDE": 16,
     "VAL_BATCH_SIZE": 16_384, "TRAIN_BATCH_TOKENS": 512, "ARTIFACT_BYTES_MAX": 1_000_000,
@@ -62,9 +64,10 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
     for graph in ("without recurrence, length 16", "without recurrence, length 32"):
         assert page.count(f"| {graph} | 85.0 | - |") == 2
     assert page.count("| with recurrence, length 32 | 125.0 | - |") == 2
-    # 35 % of 598 s in steps of 85 ms, the rest in steps of 125 ms.
-    assert page.count("Projected for eight GPUs: 5572 steps in 600 s.") == 2
-    assert "Hessians need 1.20 s, GPTQ_RESERVE_SECONDS=2." in page
+    # 35 % of the clock in steps of 85 ms, the rest in steps of 125 ms.
+    steps = CLOCK_SECONDS * (0.35 / 0.085 + 0.65 / 0.125)
+    assert page.count(f"Projected for eight GPUs: {steps:.0f} steps in 600 s.") == 2
+    assert f"Hessians need 1.20 s, GPTQ_RESERVE_SECONDS={DEFAULT.gptq_reserve_seconds:g}." in page
     assert page.count("peak memory allocated: ") == 2
 
 
@@ -76,7 +79,7 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
         ("slow kernel", "forms", "fused_mlp: the kernel needs 1.800 ms, expected at most 2.8 times"),
         ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
         ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
-        ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS=2."),
+        ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS="),
     ],
 )
 def test_a_planted_fault_is_found(fault: str, stage: str, told: str, checked: Checked) -> None:
@@ -121,11 +124,11 @@ def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> 
     events = []
     for step in range(40):
         events.append({"progress": step / 40, "train_time_ms": 120.0 * step, "data_wait_max_ms": 0.5})
-    config = Config()
-    faults, lines = gpu_check.judge_steps(events, config, config, CARD)
+    faults, lines = gpu_check.judge_steps(events, DEFAULT, DEFAULT, CARD)
     assert len(faults) == 1 and "without recurrence" in faults[0] and "120.0 ms" in faults[0]
-    assert gpu_check.judge_steps(events, config, config, "NVIDIA A100").faults == []
-    assert "4983 steps in 600 s. A step waits for data for 0.5 ms at most." in lines[-1]
+    assert gpu_check.judge_steps(events, DEFAULT, DEFAULT, "NVIDIA A100").faults == []
+    steps = CLOCK_SECONDS / 0.120
+    assert f"{steps:.0f} steps in 600 s. A step waits for data for 0.5 ms at most." in lines[-1]
 
 
 def test_evaluation_is_projected_from_passes_by_their_tokens() -> None:
