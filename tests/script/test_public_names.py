@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,20 +170,3 @@ def test_no_name_is_answered_twice() -> None:
     rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["names"]
     listed = [name for row in rows for name in row["names"].split()]
     assert len(listed) == len(set(listed)) == len(NAMES)
-
-
-def test_a_lone_script_looks_for_misspelt_settings_alone(repo: Path, tmp_path: Path) -> None:
-    shutil.copy(repo / "train_gpt.py", tmp_path)
-    code = """
-import train_gpt
-print(train_gpt.public_answers({"LQER_RANK": "4", "SEEDS": "1"}))
-try:
-    train_gpt.public_answers({"MATRX_LR": "1"})
-except train_gpt.ConfigError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.splitlines() == [
-        "['warning: SEEDS=1: no setting; did you mean SEED?']",
-        "MATRX_LR=1: no setting; did you mean MATRIX_LR?",
-    ], done.stderr

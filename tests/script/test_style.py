@@ -12,23 +12,8 @@ import pytest
 import train_gpt
 from tests.support import plainness
 
-SECTIONS = [
-    "SETTINGS",
-    "MACHINE",
-    "MODEL",
-    "KERNELS",
-    "OPTIMIZER",
-    "SCHEDULE",
-    "RUN",
-    "TIMING",
-    "DATA",
-    "EVALUATION",
-    "QUANTIZE",
-    "CODER",
-    "ARTIFACT",
-    "TRAIN",
-    "main",
-]
+SECTIONS = """SETTINGS MACHINE MODEL KERNELS OPTIMIZER SCHEDULE RUN TIMING DATA EVALUATION QUANTIZE CODER
+ARTIFACT TRAIN main""".split()
 # The script's weight. Here it may only fall. A fork sets its own.
 MAX_TOKENS_OF_CODE = 34_500
 MAX_COLUMNS = 110
