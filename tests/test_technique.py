@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 
 PARTS = (
-    "benchmarks",
-    "configs",
-    "data",
-    "tests",
-    "tools",
-    "train_gpt.py",
-    "pyproject.toml",
-    "README.md",
+    "benchmarks", "configs", "data", "tests", "tools", "train_gpt.py", "pyproject.toml", "README.md",
     "Makefile",
-)
+)  # fmt: skip
 MADE_BY_RUNS = shutil.ignore_patterns("__pycache__", "datasets", "tokenizers", "downloads", "results")
 
 

@@ -131,7 +131,7 @@ def torchrun_ends(lab: Lab, fault: str, before: str = "", **changes: object) -> 
     return process.stdout
 
 
-def test_torchrun_starts_it_and_the_error_of_the_rank_that_failed_is_shown(lab: Lab) -> None:
+def test_torchrun_starts_it_and_shows_the_error_of_one_rank(lab: Lab) -> None:
     ranks = torchrun_ends(lab, RAISE_ON_RANK_1).split("ChildFailedError")[0]
     assert "world_size:2 grad_accum_steps:2" in ranks and "step:2/" in ranks
     assert ranks.count("RuntimeError: an injected fault") == 1

@@ -701,11 +701,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
     tensor cores."""
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
     environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": path,
-    }
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path,
+    }  # fmt: skip
     command = [sys.executable, "-c", COMPILE, capability]
     done = subprocess.run(command, env=environment, capture_output=True, text=True,
                           timeout=DEADLINE_SECONDS)  # fmt: skip
