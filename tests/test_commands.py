@@ -37,6 +37,7 @@ RUN_BY = [
     ("h100_1gpu.env", "tools/test_gpu_model.py::test_a_config_names_a_card_on_which_it_fits"),
     ("train_gpt.py --help", "script/test_bad_input.py::test_a_locale_that_is_not_utf_8"),
     ("data/fineweb.py", FIRST_HOUR), ("data/export.py", FIRST_HOUR),
+    ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
     ("data/sample.py", f"data/test_sample.py::{MENDED}"),
     ("--adapter", "tools/test_prove.py::test_an_adapter_s_script_is_judged_by_what_it_records"),
     ("tools prove", FIRST_HOUR), ("tools pack", FIRST_HOUR), ("tools check", FIRST_HOUR),
