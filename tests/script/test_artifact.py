@@ -190,12 +190,6 @@ def test_a_wrong_expectation_corrects_itself(factor: float) -> None:
         assert 30_000 - 20 <= size <= 30_000 and passes <= 9 and f"passes:{passes}" in how
 
 
-@pytest.mark.parametrize("steepness", [0.6, 2.3])
-def test_sizes_that_move_otherwise_than_expected_are_followed(steepness: float) -> None:
-    size, _, passes = fill(lambda m: 30_000 + steepness * (expected(m) - 32_000))
-    assert 30_000 - 20 <= size <= 30_000 and passes <= 6
-
-
 def test_sizes_that_jump_end_with_the_best_that_fits() -> None:
     size, how, passes = fill(lambda m: 28_000 if expected(m) < 30_500 else 33_000)
     assert size == 28_000 and passes <= 10 and f"passes:{passes}" in how
@@ -396,18 +390,6 @@ def test_foreign_older_and_cut_files_are_refused(tiny_file: Path, tmp_path: Path
         train_gpt.load_artifact(tmp_path)
 
 
-def test_a_process_that_does_not_see_the_file_is_given_its_bytes(tiny_file: Path, tmp_path: Path) -> None:
-    data = tiny_file.read_bytes()
-    unseen = tmp_path / "of" / "another" / "node.bin"
-    model, about = train_gpt.load_artifact(unseen, data)
-    expected, about_file = train_gpt.load_artifact(tiny_file)
-    assert about == about_file
-    for weights, same in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(weights, same)
-    with pytest.raises(ArtifactError, match=f"{unseen}: truncated"):
-        train_gpt.load_artifact(unseen, data[:-1])
-
-
 def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tmp_path: Path) -> None:
     message = refused(with_config(tiny_file, MODEL_DIM="1048576"), tmp_path)
     assert re.search(r"\d+ weights are more than \d+ bytes can hold", message)
@@ -444,18 +426,21 @@ def test_headers_of_the_wrong_kind_are_refused(
     refused(reseal({**sections, "config": zlib.compress(json.dumps(header).encode())}), tmp_path)
 
 
-def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
-    """Random damage, half of it sealed again under right checksums: the one error, or a sound model."""
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("seed", "count"), [(1, 150), pytest.param(2, 50_000, marks=pytest.mark.slow)])
+def test_random_damage_ends_in_the_one_error_or_in_a_sound_model(
+    seed: int, count: int, tiny_file: Path
+) -> None:
+    """Half of it is sealed again under right checksums."""
     rng = random.Random(seed)
-    original = path.read_bytes()
-    bad = folder / "fuzz.bin"
-    whole = sections_of(path)
+    original = tiny_file.read_bytes()
+    whole = sections_of(tiny_file)
     refusals = 0
     for _ in range(count):
         sections = dict(whole)
         name = rng.choice(list(sections))
-        target = bytearray(sections[name] if rng.random() < 0.6 else original)
-        sealed = len(target) == len(sections[name])
+        sealed = rng.random() < 0.6
+        target = bytearray(sections[name] if sealed else original)
         for _ in range(rng.choice([1, 1, 2, 8])):
             kind = rng.random()
             place = rng.randrange(len(target)) if target else 0
@@ -467,24 +452,13 @@ def fuzz(path: Path, folder: Path, count: int, seed: int) -> None:
                 del target[place:]
             else:
                 target[place:place] = rng.choice([b"\xff" * 8, b"\0" * 8, rng.randbytes(3)])
-        bad.write_bytes(reseal({**sections, name: bytes(target)}) if sealed else bytes(target))
+        damaged = reseal({**sections, name: bytes(target)}) if sealed else bytes(target)
         try:
-            model, _ = train_gpt.load_artifact(bad)
+            model, _ = train_gpt.load_artifact(Path("model.bin"), damaged)
             assert all(parameter.isfinite().all() for parameter in model.parameters())
         except ArtifactError:
             refusals += 1
     assert refusals > 0.7 * count
-
-
-def test_fuzz(tiny_file: Path, tmp_path: Path) -> None:
-    fuzz(tiny_file, tmp_path, 150, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(10))
-def test_fuzz_long(seed: int, tiny_file: Path, tmp_path: Path) -> None:
-    fuzz(tiny_file, tmp_path, 10_000, seed=100 + seed)
 
 
 # --- disk ---------------------------------------------------------------------------------------------------

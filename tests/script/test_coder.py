@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import lzma
 
 import numpy as np
 import pytest
@@ -80,12 +79,6 @@ def test_coder_is_at_the_entropy(deviation: float, columns: int) -> None:
 def test_columns_of_different_spread_beat_the_entropy() -> None:
     codes = gaussian_codes(512, 2048, 2.7, 0.3)
     assert len(train_gpt.encode([codes])) < 0.98 * zeroth_order_bytes(codes)
-
-
-def test_coder_beats_lzma_by_four_percent() -> None:
-    codes = gaussian_codes(512, 512, 2.7, 0.0)
-    by_lzma = lzma.compress(codes.tobytes(), preset=9 | lzma.PRESET_EXTREME)
-    assert len(train_gpt.encode([codes])) < 0.96 * len(by_lzma)
 
 
 def trellis_halves(rows: int, columns: int, deviation: float) -> np.ndarray:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +19,11 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
-from tests.support.clock import counted_clock
-from tests.support.processes import Ended, Lab
 from tests.support.ranks import on_ranks
 from tools.check.findings import Level, Mode
 from tools.prove import probes, ranks, rehearsal
 from train_gpt import (
     Config,
-    ConfigError,
     DataError,
     Ledger,
     Validation,
@@ -379,15 +375,6 @@ def test_a_foreign_tokenizer_is_refused(dataset: Path, tmp_path: Path) -> None:
 # --- settings and lines ---
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"EVAL_STRIDE": "17"}, {"TTT_CHUNK_TOKENS": "36"}, {"TTT_CHUNK_TOKENS": "8"}, {"EVAL_STRIDE": "0"}],
-)
-def test_settings_that_contradict_are_config_errors(changes: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"EVAL_STRIDE|TTT_CHUNK_TOKENS"):
-        subject(**changes)
-
-
 def lines(run: probes.RecordingRun, label: str) -> list[str]:
     return [line for line in run.lines if line.startswith(label)]
 
@@ -499,44 +486,6 @@ def test_no_batch_of_a_score_waits_for_the_gpu() -> None:
         scorer._score_batch(scorer.chunks[0][1:2])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-KILLED = """
-import os, signal, builtins
-opening = open
-def kill(path, *given, **more):
-    log = opening(path).read() if str(path).endswith("log.txt") and os.path.exists(path) else ""
-    if log.count("val_progress:PHASE") == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return opening(path, *given, **more)
-builtins.open = kill
-"""  # in the second chunk of a scorer
-EVERY_CHUNK = {
-    "VAL_TOKENS_LIMIT": 1100, "VAL_BATCH_SIZE": 256, "VAL_PROGRESS_LOG_EVERY": 1, "VAL_LOSS_EVERY": 0,
-    "ITERATIONS": 2, "WARMUP_STEPS": 0, "GPTQ_CALIBRATION_BATCHES": 1,
-}  # fmt: skip
-
-
-def tokens_seen(ended: Ended) -> list[tuple[str, str]]:
-    log = (ended.directory / "log.txt").read_text("utf-8")
-    told = re.findall(r"^val_progress:(\w+) .* tokens_seen:(\d+) ", log, re.M)
-    return [(name, seen) for name, seen in told if name != "training"]
-
-
-def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
-    clock = counted_clock(forward_seconds=1)
-    first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, fault=clock, **EVERY_CHUNK))
-    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
-    fatal = {0: {"fault": clock + KILLED.replace("PHASE", "legal_ttt")}}
-    killed, peer = lab.ranks(2, fatal, clock, **changes)
-    ended = killed.wait()
-    peer.send(signal.SIGKILL)
-    peer.wait()
-    assert ended.status == -signal.SIGKILL
-    last, _ = (rank.wait() for rank in lab.ranks(2, fault=clock, RESUME=ended.directory, **changes))
-    assert last.status == 0, last.err
-    assert tokens_seen(last) == tokens_seen(first)[:5] + tokens_seen(first)
-    assert last.summary["losses"] == first.summary["losses"]
 
 
 @pytest.mark.slow
