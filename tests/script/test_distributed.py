@@ -81,11 +81,6 @@ def test_ranks_with_other_data_or_another_tokenizer_do_not_start(lab: Lab) -> No
     assert any("DATA_PATH" in one.err or "shards" in one.err for one in ended)
 
 
-def test_too_many_ranks_for_the_batch(lab: Lab) -> None:
-    ended = all_end(lab, count=3)
-    assert all("TRAIN_BATCH_TOKENS" in one.err and "Traceback" not in one.err for one in ended)
-
-
 RAISE_ON_RANK_1 = """
 import torch
 step = torch.optim.AdamW.step

