@@ -233,6 +233,16 @@ def test_a_full_disk_at_the_end_is_told_by_name_and_the_end_can_be_repeated(
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
 
 
+def test_an_artifact_that_its_disk_has_no_room_for_is_kept_elsewhere(lab: Lab, finished: Ended) -> None:
+    elsewhere = lab.folder / "elsewhere"
+    elsewhere.mkdir()
+    fault = FULL_DISK.replace("NAME", "/.model.bin")
+    ended = lab.run(fault=f"{fault}import tempfile\ntempfile.tempdir = {str(elsewhere)!r}\n")
+    (kept,) = elsewhere.glob("*model.bin")
+    assert ended.status == 1 and f"EVAL_ONLY={kept} scores it" in ended.err and "No space left" in ended.err
+    assert kept.read_bytes() == (finished.directory / "model.bin").read_bytes()
+
+
 DIVERGES = """
 import torch
 step = torch.optim.AdamW.step
