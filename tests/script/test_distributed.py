@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.support.clock import in_phase
-from tests.support.processes import SCRIPT, Ended, Lab
+from tests.support.processes import SCRIPT, Ended, Lab, train_losses
 from tests.support.waiting import DEADLINE_SECONDS, TIME_SCALE
 
 PEER_IS_GONE = "rank 0: ends: another rank has ended or does not answer\n"
@@ -35,10 +35,6 @@ def finish(lab: Lab, count: int, **changes: object) -> Ended:
     assert [one.status for one in ended] == [0] * count, [one.err for one in ended]
     assert all(one.out == "" for one in ended[1:])
     return ended[0]
-
-
-def train_losses(ended: Ended) -> list[float]:
-    return [event["train_loss"] for event in ended.events if event["event"] == "train"]
 
 
 def test_ranks_together_give_the_losses_of_one(finished: Ended, lab: Lab) -> None:

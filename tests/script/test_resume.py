@@ -16,7 +16,7 @@ import pytest
 import train_gpt
 from tests.support import tiny
 from tests.support.clock import FORWARD_SECONDS, counted_clock, in_phase, signal_at_step
-from tests.support.processes import SCRIPT, Ended, Lab, results
+from tests.support.processes import SCRIPT, Ended, Lab, results, train_losses
 
 # Its steps would count as well, and the signal come in one of them.
 NO_WARMUP = {"WARMUP_STEPS": 0}
@@ -39,10 +39,6 @@ def assert_same_result(ended: Ended, finished: Ended) -> None:
     assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert ended.summary["losses"] == finished.summary["losses"]
     assert (ended.summary["steps"], ended.summary["tokens"]) == (6, 6 * 256)
-
-
-def train_losses(ended: Ended) -> dict[int, float]:
-    return {event["step"]: event["train_loss"] for event in ended.events if event["event"] == "train"}
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,11 @@ class Ended:
         ]
 
 
+def train_losses(ended: Ended) -> dict[int, float]:
+    """The loss of each step."""
+    return {event["step"]: event["train_loss"] for event in ended.events if event["event"] == "train"}
+
+
 def results(ended: Ended) -> tuple[object, ...]:
     """What two equal runs agree on to the last bit."""
     trained = [(e["step"], e["train_loss"], e["grad_norm"]) for e in ended.events if e["event"] == "train"]
