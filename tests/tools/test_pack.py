@@ -344,3 +344,17 @@ def test_what_nobody_has_proved_is_told_with_the_command_that_proves(
     assert command[:4] == ["python", "-m", "tools", "prove"]
     assert command[4:] == [str(folder / "train_gpt_readable.py"), "--config", str(folder / "config.env")]
     assert all(Path(name).is_file() for name in command[4::2])
+
+
+def test_each_seed_has_its_stages_and_reviewers_their_means(tmp_path: Path) -> None:
+    folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1, 2, 3))
+    submission = json.loads((folder / "submission.json").read_text("utf-8"))
+    stages = submission["seed_results"]["2"]["stages"]
+    assert list(stages) == ["quantized", "sliding window", "test-time training"]
+    gain = stages["sliding window"] - stages["test-time training"]
+    assert submission["ttt_gain_bpb"] == pytest.approx(gain, abs=1e-6)
+    assert submission["pre_ttt_val_bpb"] - submission["val_bpb"] == pytest.approx(gain, abs=1e-6)
+    assert submission["pre_quant_val_bpb"] is None
+    lines = (folder / "README.md").read_text("utf-8").splitlines()
+    row = next(line for line in lines if line.startswith(f"| 2 | {stages['quantized']:.6f}"))
+    assert row.endswith(f"{-gain:+.6f} |")
