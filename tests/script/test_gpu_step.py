@@ -413,7 +413,7 @@ def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_
     training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops(), {})  # type: ignore[arg-type]
     with contextlib.closing(training.loader):
         train_gpt.warm_up(training)
-        assert new_graphs() == 2 * 4  # forward and backward
+        assert new_graphs() == 1 + 2 * 4  # the windows of the evaluation; forward and backward
         for step in range(config.iterations):
             train_gpt.train_step(training, step / config.iterations)
         assert new_graphs() == 0
