@@ -4718,7 +4718,7 @@ def report_failure(message: str, run: Run | None) -> None:
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
         if run.directory is not None:
-            message += f"\nin phase {run.phase_name}; {run.ways_on()}"
+            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
             run.append("log.txt", message)
     print_line(message, sys.stderr)
 
