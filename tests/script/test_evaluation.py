@@ -109,7 +109,7 @@ def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger.record(9, np.full(1, 0.5))
     ledger.record(4, np.full(2, 0.5))
     score = ledger.score(7)
-    assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7) and len(ledger.nats) == 10
+    assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7, 0) and len(ledger.nats) == 10
 
 
 @pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2), (-1, 1)])
@@ -414,14 +414,15 @@ def test_final_lines_are_verbatim_and_marked(mark: str, lines: Any) -> None:
     lab = subject()
     run = probes.RecordingRun()
     scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
-    assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
+    assert list(scores) == ["legal_ttt", "sliding_window", "roundtrip"]
     for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
         short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
         assert re.fullmatch(
             rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short
         )
-        numbers = rf"val_loss:\d+\.\d{{8}} val_bpb:\d+\.\d{{8}} scored_tokens:149 val_bytes:321{mark}"
-        assert re.fullmatch(f"{label}_exact {numbers}", exact)
+        learned = 128 if label == "legal_ttt" else 0  # not from the last chunk
+        numbers = r"val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8} scored_tokens:149 val_bytes:321"
+        assert re.fullmatch(f"{label}_exact {numbers} learned_tokens:{learned}{mark}", exact)
     score = scores["roundtrip"]
     assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
 
@@ -578,7 +579,7 @@ def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(l
     assert [sum(label == name for label, _ in chunks) for name in ("roundtrip", "sliding_window")] == [2, 2]
     changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
     told = []
-    for phase, done in (("sliding_window", 3), ("legal_ttt", 5)):
+    for phase, done in (("legal_ttt", 1), ("sliding_window", len(chunks) - 3)):
         ended = lab.run(fault=clock + KILLED.replace("PHASE", phase), **changes)
         told += chunks[:done]
         assert ended.status == -signal.SIGKILL and tokens_seen(ended) == told
@@ -589,9 +590,7 @@ def test_a_run_killed_in_a_scorer_scores_its_artifact_again_to_the_same_result(l
     assert last.summary["losses"] == straight.summary["losses"]
     assert last.summary["artifact"] == straight.summary["artifact"]
     assert (last.directory / "model.bin").read_bytes() == model
-    assert last.summary["limits"]["eval_seconds"]["value"] == pytest.approx(
-        sum(s for name, s in last.summary["phases"].items() if name.startswith("eval_"))
-    )
+    assert last.summary["limits"]["eval_seconds"]["value"] == last.summary["phases"]["eval_legal_ttt"]
 
 
 def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
@@ -606,7 +605,7 @@ def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
     assert ended.status == -signal.SIGKILL
     last, _ = (rank.wait() for rank in lab.ranks(2, fault=clock, RESUME=ended.directory, **changes))
     assert last.status == 0, last.err
-    assert tokens_seen(last) == tokens_seen(first)[:5] + tokens_seen(first)
+    assert tokens_seen(last) == tokens_seen(first)[:1] + tokens_seen(first)
     assert last.summary["losses"] == first.summary["losses"]
 
 
@@ -617,3 +616,89 @@ def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
     for name in probes.SCORERS:
         found = compiled.nats(name, compiled.tokens())
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
+
+
+# --- a clock that holds ---
+
+
+def test_with_sgd_learning_stops_where_the_clock_has_time_for_scoring_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk takes a second to score and five to learn from; there are five chunks."""
+    now = [0.0]
+    score, learn = train_gpt.WindowScorer.score, train_gpt.learn
+
+    def slow(seconds: float, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            now[0] += seconds
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(train_gpt.WindowScorer, "score", slow(1, score))
+    monkeypatch.setattr(train_gpt, "learn", slow(5, learn))
+    monkeypatch.setattr(train_gpt.ScoreClock, "seconds", lambda _: now[0])
+    lab = subject()
+    whole = lab.nats("score_ttt", lab.tokens())
+    for limit, chunks, taken in ((25, 4, 25), (24, 3, 20), (19, 2, 15), (9, 1, 10), (4, 0, 5)):
+        now[0] = 0.0
+        clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, limit)
+        nats = train_gpt.score_ttt(lab.model(), lab.tokens(), lab.config, clock).nats
+        assert list(clock.modes.values()) == chunks * [32] + (4 - chunks) * [0] and now[0] == taken
+        same = 32 * (chunks + 1)
+        assert np.array_equal(nats[:same], whole[:same]) and (chunks == 4 or nats[same] != whole[same])
+
+
+def test_ranks_learn_together_by_the_clock_of_rank_0() -> None:
+    class Second(train_gpt.Machine):
+        def gather(self, value: Any) -> list[Any]:
+            return [False, value]
+
+        def add_up(self, tensor: torch.Tensor) -> None:
+            pass
+
+    lab = subject()
+    model = lab.model()
+    model.machine = Second(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "learn", lambda *_: pytest.fail("rank 0 does not learn"))
+        train_gpt.score_ttt(model, lab.tokens(), lab.config)
+
+
+@pytest.mark.parametrize(("limit", "left_out"), [("0", 0), ("16", 0), ("14", 1), ("9", 2)])
+def test_diagnostics_follow_the_score_that_ranks_if_there_is_time(
+    limit: str, left_out: int, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has five chunks of a second."""
+    lab = subject(VAL_BATCH_SIZE="1", MAX_EVAL_SECONDS=limit)
+    seconds = [0.0]
+    record = Ledger.record
+
+    def slow_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
+        record(ledger, start, nats)
+        seconds[0] += 1.0
+
+    class Timed(probes.RecordingRun):
+        phase = train_gpt.Run.phase
+        stop_signal = 0
+
+    monkeypatch.setattr(Ledger, "record", slow_record)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: seconds[0])
+    run = Timed(train_gpt.Machine())
+    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
+    assert next(iter(scores)) == "legal_ttt"
+    told = [line.split()[0] for line in run.lines if " is left out: it would end after MAX_EVAL_" in line]
+    assert len(told) == left_out and len(scores) == 3 - left_out, run.lines
+
+
+def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limit(lab: Lab) -> None:
+    short = {"TTT_BATCH_SIZE": 1, "TTT_LORA_LR": 0.01, "ITERATIONS": 1, "MAX_EVAL_SECONDS": 55}
+    first = lab.succeed(fault=counted_clock(forward_seconds=1), **short)
+    modes = json.loads((first.directory / "eval_modes.json").read_bytes())
+    learned = first.summary["losses"]["legal_ttt"]["learned_tokens"]
+    assert 0 < learned == sum(modes.values()) < 1000
+    again = lab.elsewhere("again").succeed(EVAL_ONLY=first.directory / "model.bin", **short)
+    assert again.summary["losses"]["legal_ttt"] == first.summary["losses"]["legal_ttt"]
+    whole = lab.elsewhere("whole").succeed(
+        EVAL_ONLY=first.directory / "model.bin", **{**short, "MAX_EVAL_SECONDS": 0})
+    assert whole.summary["losses"]["legal_ttt"]["learned_tokens"] == 1000

@@ -21,12 +21,13 @@ from tests.support.clock import FORWARD_SECONDS, counted_clock
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
-FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
+FILES = """config.env eval_modes.json log.txt metrics.jsonl model.bin summary.json train_gpt.py
+train_gpt.shipped.py"""
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases
 steps tokens train_seconds losses artifact limits comparable exit"""
 FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
-EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
+EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+ learned_tokens:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
     r"warning: SEEDS=1 2: .*did you mean SEED\?$",
     r"train_loader:dataset:\S+ train_shards:2$",
@@ -41,12 +42,12 @@ LINES = [  # of upstream's dialect, in order; new fields only at the end of a li
     *(rf"step:{step}/6 train_loss:{FLOAT} train_time:\d+ms step_avg:\d+\.\d\dms " for step in range(1, 7)),
     rf"DIAGNOSTIC post_ema {RESULT} train_time:\d+ms step_avg:\d+\.\d\dms",
     r"peak memory allocated: \d+ MiB reserved: \d+ MiB$",
-    rf"final_int6_roundtrip {RESULT} eval_time:\d+ms",
-    rf"final_int6_roundtrip_exact {EXACT_RESULT}",
-    rf"final_int6_sliding_window {RESULT} eval_time:\d+ms",
-    rf"final_int6_sliding_window_exact {EXACT_RESULT}",
     rf"legal_ttt {RESULT} eval_time:\d+ms",
     rf"legal_ttt_exact {EXACT_RESULT}",
+    rf"final_int6_sliding_window {RESULT} eval_time:\d+ms",
+    rf"final_int6_sliding_window_exact {EXACT_RESULT}",
+    rf"final_int6_roundtrip {RESULT} eval_time:\d+ms",
+    rf"final_int6_roundtrip_exact {EXACT_RESULT}",
     r"Code size: \d+ bytes",
     r"Serialized model int6\+rans: \d+ bytes$",
     r"Total submission size int6\+rans: \d+ bytes$",

@@ -40,6 +40,7 @@ TINY_RUN: dict[str, object] = {
     "COMPUTE_DTYPE": "float32",
     "ITERATIONS": 6,
     "MAX_WALLCLOCK_SECONDS": 0,
+    "MAX_EVAL_SECONDS": 0,
     "ENABLE_LOOPING_AT": 0.5,
     "EMA_DECAY": 0.5,
     "MUON_WD": 0.1,
