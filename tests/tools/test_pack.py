@@ -370,7 +370,7 @@ def test_the_track_is_that_of_the_runs_configuration(
 @pytest.mark.parametrize(
     ("summary", "reason"),
     [
-        ({"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 599.0}}, "for 640.00 s"),
+        ({"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 601.0}}, "for 601.00 s"),
         ({"train_seconds": 601.5}, "it trained for 601.50 s"),
     ],
 )

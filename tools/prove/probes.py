@@ -505,7 +505,7 @@ def clock_alone(subject: Subject) -> Iterator[Finding]:
         what = f"other tokens decide of {documents} documents whether they are learned from under a limit"
         yield fail("B1", what, where, "let the clock alone decide")
         return
-    what = f"a limit of time leaves {modes[0].count(False)} whole documents without learning; the clock decides"
+    what = f"a limit of time leaves {modes[0].count(False)} documents wholly without learning"
     yield info("B1", what, where)
     yield info("B5", what, where)
 
