@@ -3525,18 +3525,17 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 
     left_seconds = config.max_eval_seconds or math.inf
     # Windows that rank are all scored.
-    limit_seconds = left_seconds if config.ttt_enabled else math.inf
+    limit = left_seconds if config.ttt_enabled else math.inf
     scores: dict[str, Score] = {}
     for name, scorer in scorers.items():
         phase = f"eval_{name}"
         label = name if name == "legal_ttt" else f"final_{form}_{name}"
         with run.phase(phase):
-            every = config.val_progress_log_every
-            clock = ScoreClock(run, name, every, limit_seconds, modes_to_follow(config))
+            clock = ScoreClock(run, name, config.val_progress_log_every, limit, modes_to_follow(config))
             ledger = scorer(model, validation.tokens, config, clock)
         seconds = run.phases[phase]
         left_seconds -= seconds
-        limit_seconds = machine.gather(left_seconds)[0]
+        limit = left_seconds
         if scores and ledger.scored < len(ledger.nats):
             run.log(f"{label} is left out: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
             continue

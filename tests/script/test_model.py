@@ -727,6 +727,9 @@ def test_a_gpu_that_could_attend_faster_says_so(monkeypatch: pytest.MonkeyPatch)
         assert "ATTENTION=sdpa" in line and "DOC_MASK=1" in line and "flash_attn_3" in line
         assert "COMPUTE_DTYPE=bfloat16" in line
     assert warnings_of(DOC_MASK=0) == warnings_of(ATTENTION="sdpa") == []  # fast, or asked for
+    with pytest.raises(ConfigError, match=r"2\.4 times .* install flash_attn_3.*ATTENTION=sdpa accepts it"):
+        attention_of(Card(world_size=8))
+    assert attention_of(Card(world_size=8), ATTENTION="sdpa")[0] is train_gpt.attention_sdpa
     install(monkeypatch, "fa2", flash_attn_2)
     assert warnings_of() == []
 

@@ -393,3 +393,19 @@ def test_fewer_calibration_batches_than_asked_for_are_a_warning(limit: int, batc
     else:
         (line,) = training.lines
         assert line.startswith("warning: 3 calibration batches, expected GPTQ_CALIBRATION_BATCHES=16; raise")
+
+
+def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
+    """100 steps of 50 ms in 5 of 598 s; the log is silent but for that line."""
+    lines: list[str] = []
+    run = SimpleNamespace(log=lines.append, record=lambda *_, **__: None)
+    for iterations, projected in ((20_000, 11_960), (4_000, 4_000)):
+        config = train_gpt.Config(train_log_every=0, iterations=iterations)
+        training = SimpleNamespace(config=config, run=run, seconds=5.0, waits_ms=[])
+        for step in (99, 100, 101):
+            result = train_gpt.StepResult(step, 0.0, torch.zeros(2), None, 0.0)
+            train_gpt.tell_step(training, result, 3.0, 1.0)
+        (line,) = lines
+        limits = f"MAX_WALLCLOCK_SECONDS=600 and ITERATIONS={iterations}"
+        assert line.startswith(f"pace:50.00ms a step, at which {limits} end after {projected} steps; ")
+        lines.clear()
