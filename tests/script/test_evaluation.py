@@ -491,7 +491,7 @@ def test_ranks_learn_together_by_the_clock_of_rank_0() -> None:
 
 @pytest.mark.parametrize(("limit", "left_out"), [("0", 0), ("16", 0), ("14", 1), ("9", 2)])
 def test_diagnostics_follow_the_score_that_ranks_if_there_is_time(
-    limit: str, left_out: int, lines: Any, monkeypatch: pytest.MonkeyPatch
+    limit: str, left_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them has five chunks of a second."""
     lab = subject(VAL_BATCH_SIZE="1", MAX_EVAL_SECONDS=limit)
@@ -516,7 +516,8 @@ def test_diagnostics_follow_the_score_that_ranks_if_there_is_time(
 
 
 def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limit(lab: Lab) -> None:
-    short = {"TTT_BATCH_SIZE": 1, "TTT_LORA_LR": 0.01, "ITERATIONS": 1, "MAX_EVAL_SECONDS": 55}
+    adapters = {"TTT_BATCH_SIZE": 1, "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    short = {**adapters, "ITERATIONS": 1, "MAX_EVAL_SECONDS": 55}
     first = lab.succeed(fault=counted_clock(forward_seconds=1), **short)
     modes = json.loads((first.directory / "eval_modes.json").read_bytes())
     learned = first.summary["losses"]["legal_ttt"]["learned_tokens"]

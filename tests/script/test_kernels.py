@@ -781,7 +781,7 @@ def test_auto_decides_and_logs_on_a_gpu() -> None:
     assert " error:" in attention_line.split("|")[-1] and " error:" in mlp_line.split("|")[-1]
 
 
-def test_eight_gpus_want_an_attention_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_gpus_want_a_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one a paid step is 2.4 times as long; who asks for it by name gets it."""
 
     class Eight(CallsItselfGpu):
