@@ -65,6 +65,7 @@ seeds: $(READY) ## the same run with several seeds, ready to be packed (SEEDS="1
 	@$(RUN) data/sample.py
 	@for seed in $(SEEDS); do \
 		CONFIG=$(CONFIG) SEED=$$seed RUN_ID=$(NAME)-seed$$seed $(RUN) train_gpt.py || exit 1; \
+		! grep '^limit:.*EXCEEDED' $${RUNS_DIR:-runs}/$(NAME)-seed$$seed/log.txt || exit 1; \
 	done
 	@echo "pack them: $(RUN) -m tools pack runs/$(NAME)-seed* --name MyRecord --track track_mine"
 

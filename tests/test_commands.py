@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -133,3 +134,23 @@ def test_a_torch_that_fails_is_named_and_the_others_are_traced(repo: Path, tmp_p
     traced = re.findall(r"^(\S+) -m pytest .+test_gpu_step\.py$", ended.stdout, re.MULTILINE)
     assert traced == ["2.1.0", "2.2.0"]
     assert re.findall(r"^failed on torch (.+)$", ended.stdout, re.MULTILINE) == ["2.1.0"]
+
+
+def test_no_second_seed_follows_a_run_that_exceeded_a_limit(repo: Path, tmp_path: Path) -> None:
+    """`make seeds`, with a program in the place of Python that writes a log."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("""#!/bin/sh
+[ "$1" = train_gpt.py ] || exit 0
+mkdir "$RUNS_DIR/$RUN_ID" && echo "limit:eval_seconds $SEED of 1 $VERDICT" > "$RUNS_DIR/$RUN_ID/log.txt"
+""")
+    python.chmod(0o755)
+    (tmp_path / ".ready").touch()
+    for verdict, seeds in (("EXCEEDED", ["a-seed1"]), ("ok", ["b-seed1", "b-seed2"])):
+        given = [f"VENV={tmp_path}", "SEEDS=1 2", f"NAME={seeds[0][0]}", "CONFIG=none"]
+        environ = {**os.environ, "RUNS_DIR": str(tmp_path), "VERDICT": verdict}
+        command = ["make", "seeds", *given]
+        ended = subprocess.run(command, cwd=repo, env=environ, capture_output=True, text=True)
+        assert sorted(path.name for path in tmp_path.glob(f"{seeds[0][0]}-*")) == seeds
+        assert (ended.returncode == 0) == (verdict == "ok"), ended.stderr
+        assert ("limit:eval_seconds 1 of 1 EXCEEDED" in ended.stdout) == (verdict != "ok")

@@ -37,8 +37,8 @@ SLOW = "import time, torch\nstep = torch.optim.AdamW.step\n"
 SLOW += "def slow(*given):\n    time.sleep(0.05); return step(*given)\ntorch.optim.AdamW.step = slow\n"
 MARKS = {  # what a run has printed when a phase begins, of a run that begins at the first step
     "setup": "", "warm-up": "seed:", "train": "step:1/", "late in training": "step:5/", "hessians": "step:6/",
-    "quantize": "peak memory", "round trip": "artifact_bytes", "sliding window": "roundtrip_exact",
-    "test-time training": "sliding_window_exact", "summary": "legal_ttt_exact",
+    "quantize": "peak memory", "test-time training": "artifact_bytes", "sliding window": "legal_ttt_exact",
+    "round trip": "sliding_window_exact", "summary": "roundtrip_exact",
 }  # fmt: skip
 FULL_DISK = """
 import builtins, errno, io

@@ -289,8 +289,8 @@ def test_a_rank_tells_how_much_of_its_own_documents_is_scored(monkeypatch: pytes
     seconds = itertools.count()
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: float(next(seconds)))
     run = probes.RecordingRun()
-    report = train_gpt.ProgressReport(run, "legal_ttt", 1)
-    train_gpt.score_documents(model, tokens, lab.config, report)
+    clock = train_gpt.ScoreClock(run, "legal_ttt", 1)
+    train_gpt.score_documents(model, tokens, lab.config, clock)
     assert len(run.lines) > 2 and own_targets < len(tokens) - 1
     for line in run.lines:
         seen = int(line.split("tokens_seen:")[1].split()[0])
@@ -427,6 +427,9 @@ def test_every_rank_compiles_all_before_the_clock(mode: str, rank: int, ranks: i
             if tensor.ndim == 2:
                 tensor[1] = 1
 
+        def gather(self, value: Any) -> list[Any]:
+            return [value] * self.world_size
+
     model.machine = Noting(rank, ranks, compiled=True)
     tokens = lab.tokens()
     weights = copy.deepcopy(model.state_dict())
@@ -484,3 +487,109 @@ def test_each_mode_has_rules_of_its_own() -> None:
     """No sliding window is needed for documents, and long chunks of documents are no matter with SGD."""
     assert subject(EVAL_STRIDE=0).config.eval_stride == 0
     assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
+
+
+# --- a clock that holds ---
+
+
+class Worked:
+    """Seconds by work: a pass takes one, with gradients three, on a slow rank more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slowness: float = 1.0) -> None:
+        self.now = 0.0
+        self.slowness = slowness
+        forward = train_gpt.GPT.forward
+
+        def worked(*given: Any, **named: Any) -> torch.Tensor:
+            self.now += self.slowness * (3 if torch.is_grad_enabled() else 1)
+            return forward(*given, **named)
+
+        monkeypatch.setattr(train_gpt.GPT, "forward", worked)
+        monkeypatch.setattr(train_gpt.ScoreClock, "seconds", lambda _: self.now)
+
+    def score(self, lab: probes.Subject, tokens: np.ndarray, limit: float, rank: int = 0) -> Any:
+        """The clock and the nats of a rank, which is the only one, or has a peer that scores the rest."""
+
+        class WithPeer(Machine):
+            def add_up(self, tensor: torch.Tensor) -> None:
+                tensor[1].fill_(1)
+
+        self.now = 0.0
+        model = lab.model()
+        model.machine = WithPeer(rank, 2) if self.slowness != 1 or rank else Machine()
+        clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, limit)
+        return clock, np.array(lab.scorers["score_ttt"](model, tokens, lab.config, clock).nats)
+
+
+def many_documents() -> np.ndarray:
+    tokens = np.random.default_rng(1).integers(2, 12, 600).astype(np.uint16)
+    tokens[[0, *np.cumsum(np.arange(8, 40, 2)), 590]] = BOS_ID
+    return tokens
+
+
+def test_batches_that_the_clock_has_no_time_for_are_scored_without_learning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the limit, a document has the scores of one that learns, or of one that does not, to its end.
+
+    The limit holds, and its time is used, unless it is shorter than the first batch and scoring alone.
+    """
+    worked = Worked(monkeypatch)
+    lab = subject(TTT_BATCH_SIZE=2)
+    tokens = many_documents()
+    borders = [*np.flatnonzero(tokens == BOS_ID), len(tokens) - 1]
+    _, learned = worked.score(lab, tokens, math.inf)
+    most = worked.now
+    clock, _ = worked.score(lab, tokens, 0.0)
+    least = worked.now
+    (warning,) = clock.run.lines
+    assert "goes on without learning: 82.0s of 0.0s are over" in warning
+    assert [count > 0 for count in clock.modes.values()] == [True] + 8 * [False]
+    frozen = train_gpt.ScoreClock(clock.run, "", 0, math.inf, dict.fromkeys(clock.modes, 0))
+    plain = train_gpt.score_documents(lab.model(), tokens, lab.config, frozen).nats
+    counts = []
+    for limit in np.linspace(least, most, 6):
+        clock, nats = worked.score(lab, tokens, limit)
+        assert limit - 5 < worked.now <= limit
+        for begin, end in itertools.pairwise(borders):
+            document = slice(begin, end)
+            assert any(np.allclose(nats[document], of[document], atol=1e-6) for of in (learned, plain))
+        counts.append(sum(clock.modes.values()))
+        assert bool(clock.run.lines) == (counts[-1] < len(nats))
+    assert counts == sorted(counts) and counts[0] == 260 and counts[-1] == len(tokens) - 1, counts
+
+
+def test_a_rank_that_is_twice_as_slow_learns_less_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = subject(TTT_BATCH_SIZE=2)
+    tokens = many_documents()
+    worked = Worked(monkeypatch)
+    whole, _ = worked.score(lab, tokens, math.inf, rank=1)
+    limit = 1.5 * worked.now
+    clock, _ = worked.score(lab, tokens, limit, rank=1)
+    assert clock.modes == whole.modes and all(whole.modes.values())
+    worked.slowness = 2.0
+    clock, _ = worked.score(lab, tokens, limit, rank=1)
+    assert limit - 5 < worked.now <= limit and clock.modes.keys() == whole.modes.keys()
+    assert 0 < sum(clock.modes.values()) < sum(whole.modes.values())
+
+
+def test_without_learning_chunks_are_half_a_window_long_and_end_with_their_document() -> None:
+    scorer = scorer_of(subject(TTT_CHUNK_SIZE=4, EVAL_SEQ_LEN=32), many_documents())
+    chunks = list(scorer.chunks(scorer.batches()[0], learning=False))
+    places = [(chunk.first, chunk.start, chunk.stop) for chunk in chunks[:3]]
+    assert places == [(0, 0, 16), (0, 16, 32), (16, 32, 48)]
+    (only,) = scorer.chunks(np.array([0]), learning=False)
+    assert only.stop == scorer.lengths[0] == 8
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_modes_of_an_earlier_score_are_repeated_whatever_the_clock_says(followed: bool) -> None:
+    lab = subject()
+    tokens = lab.tokens()
+    clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0)
+    whole = train_gpt.score_documents(lab.model(), tokens, lab.config, clock)
+    modes = dict.fromkeys(clock.modes, 0) if followed else {}
+    again = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, math.inf, modes)
+    nats = train_gpt.score_documents(lab.model(), tokens, lab.config, again).nats
+    assert np.array_equal(nats, whole.nats) == (not followed)
+    assert again.modes == (modes or clock.modes)

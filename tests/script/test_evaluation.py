@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
+from tests.support.clock import counted_clock
+from tests.support.processes import Lab
 from tests.support.ranks import on_ranks
 from tools.check.findings import Level, Mode
 from tools.prove import probes, ranks, rehearsal
@@ -105,7 +107,7 @@ def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger.record(9, np.full(1, 0.5))
     ledger.record(4, np.full(2, 0.5))
     score = ledger.score(7)
-    assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7) and len(ledger.nats) == 10
+    assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7, 0) and len(ledger.nats) == 10
 
 
 @pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2), (-1, 1)])
@@ -326,14 +328,15 @@ def test_final_lines_are_verbatim_and_marked(mark: str) -> None:
     lab = subject()
     run = probes.RecordingRun()
     scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, mark), "int6")
-    assert list(scores) == ["roundtrip", "sliding_window", "legal_ttt"]
+    assert list(scores) == ["legal_ttt", "sliding_window", "roundtrip"]
     for label in ("final_int6_roundtrip", "final_int6_sliding_window", "legal_ttt"):
         short, exact = lines(run, f"{label} ")[0], lines(run, f"{label}_exact ")[0]
         assert re.fullmatch(
             rf"{label} val_loss:\d+\.\d{{4}} val_bpb:\d+\.\d{{4}} eval_time:\d+ms{mark}", short
         )
-        numbers = rf"val_loss:\d+\.\d{{8}} val_bpb:\d+\.\d{{8}} scored_tokens:149 val_bytes:321{mark}"
-        assert re.fullmatch(f"{label}_exact {numbers}", exact)
+        learned = 128 if label == "legal_ttt" else 0  # not from the last chunk
+        numbers = r"val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8} scored_tokens:149 val_bytes:321"
+        assert re.fullmatch(f"{label}_exact {numbers} learned_tokens:{learned}{mark}", exact)
     score = scores["roundtrip"]
     assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
 
@@ -437,3 +440,90 @@ def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
     for name in probes.SCORERS:
         found = compiled.nats(name, compiled.tokens())
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
+
+
+# --- a clock that holds ---
+
+
+def test_with_sgd_learning_stops_where_the_clock_has_time_for_scoring_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk takes a second to score and five to learn from; there are five chunks."""
+    now = [0.0]
+    score, learn = train_gpt.WindowScorer.score, train_gpt.learn
+
+    def slow(seconds: float, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            now[0] += seconds
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(train_gpt.WindowScorer, "score", slow(1, score))
+    monkeypatch.setattr(train_gpt, "learn", slow(5, learn))
+    monkeypatch.setattr(train_gpt.ScoreClock, "seconds", lambda _: now[0])
+    lab = subject()
+    whole = lab.nats("score_ttt", lab.tokens())
+    for limit, chunks, taken in ((25, 4, 25), (24, 3, 20), (19, 2, 15), (9, 1, 10), (4, 0, 5)):
+        now[0] = 0.0
+        clock = train_gpt.ScoreClock(probes.RecordingRun(), "legal_ttt", 0, limit)
+        nats = train_gpt.score_ttt(lab.model(), lab.tokens(), lab.config, clock).nats
+        assert list(clock.modes.values()) == chunks * [32] + (4 - chunks) * [0] and now[0] == taken
+        same = 32 * (chunks + 1)
+        assert np.array_equal(nats[:same], whole[:same]) and (chunks == 4 or nats[same] != whole[same])
+
+
+def test_ranks_learn_together_by_the_clock_of_rank_0() -> None:
+    class Second(train_gpt.Machine):
+        def gather(self, value: Any) -> list[Any]:
+            return [False, value]
+
+        def add_up(self, tensor: torch.Tensor) -> None:
+            pass
+
+    lab = subject()
+    model = lab.model()
+    model.machine = Second(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "learn", lambda *_: pytest.fail("rank 0 does not learn"))
+        train_gpt.score_ttt(model, lab.tokens(), lab.config)
+
+
+@pytest.mark.parametrize(("limit", "left_out"), [("0", 0), ("16", 0), ("14", 1), ("9", 2)])
+def test_diagnostics_follow_the_score_that_ranks_if_there_is_time(
+    limit: str, left_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has five chunks of a second."""
+    lab = subject(VAL_BATCH_SIZE="1", MAX_EVAL_SECONDS=limit)
+    seconds = [0.0]
+    record = Ledger.record
+
+    def slow_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
+        record(ledger, start, nats)
+        seconds[0] += 1.0
+
+    class Timed(probes.RecordingRun):
+        phase = train_gpt.Run.phase
+        stop_signal = 0
+
+    monkeypatch.setattr(Ledger, "record", slow_record)
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: seconds[0])
+    run = Timed(train_gpt.Machine())
+    scores = train_gpt.evaluate(lab.model(), lab.config, run, Validation(lab.tokens(), 321, ""), "int6")
+    assert next(iter(scores)) == "legal_ttt"
+    told = [line.split()[0] for line in run.lines if " is left out: it would end after MAX_EVAL_" in line]
+    assert len(told) == left_out and len(scores) == 3 - left_out, run.lines
+
+
+def test_eval_only_follows_the_modes_beside_its_artifact_unless_there_is_no_limit(lab: Lab) -> None:
+    adapters = {"TTT_BATCH_SIZE": 1, "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    short = {**adapters, "ITERATIONS": 1, "MAX_EVAL_SECONDS": 55}
+    first = lab.succeed(fault=counted_clock(forward_seconds=1), **short)
+    modes = json.loads((first.directory / "eval_modes.json").read_bytes())
+    learned = first.summary["losses"]["legal_ttt"]["learned_tokens"]
+    assert 0 < learned == sum(modes.values()) < 1000
+    again = lab.elsewhere("again").succeed(EVAL_ONLY=first.directory / "model.bin", **short)
+    assert again.summary["losses"]["legal_ttt"] == first.summary["losses"]["legal_ttt"]
+    whole = lab.elsewhere("whole").succeed(
+        EVAL_ONLY=first.directory / "model.bin", **{**short, "MAX_EVAL_SECONDS": 0})
+    assert whole.summary["losses"]["legal_ttt"]["learned_tokens"] == 1000

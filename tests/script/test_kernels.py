@@ -779,3 +779,17 @@ def test_auto_decides_and_logs_on_a_gpu() -> None:
     assert re.match(r"fused_heads:(kernel|plain) tried: kernel ", heads_line)
     assert re.match(r"fused_mlp:(kernel|plain) tried: kernel ", mlp_line)
     assert " error:" in attention_line.split("|")[-1] and " error:" in mlp_line.split("|")[-1]
+
+
+def test_eight_gpus_want_a_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one a paid step is 2.4 times as long; who asks for it by name gets it."""
+
+    class Eight(CallsItselfGpu):
+        def gather(self, value: Any) -> list[Any]:
+            return [value]
+
+    monkeypatch.setattr(train_gpt, "forms_to_try", lambda setting, *_: train_gpt.FORMS[setting][-1:])
+    with pytest.raises(train_gpt.ConfigError, match=r"2\.4 times .*install flash_attn_3.*sdpa accepts it$"):
+        train_gpt.fast_ops(SMALL, Eight(world_size=8))
+    for config in (dataclasses.replace(SMALL, attention="sdpa"), dataclasses.replace(SMALL, doc_mask=False)):
+        assert train_gpt.fast_ops(config, Eight(world_size=8)).ops == train_gpt.Ops()

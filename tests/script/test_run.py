@@ -8,6 +8,7 @@ import random
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from tests.support.models import tiny_config
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
-FILES = "config.env log.txt metrics.jsonl model.bin summary.json train_gpt.py train_gpt.shipped.py"
+FILES = """config.env eval_modes.json log.txt metrics.jsonl model.bin summary.json train_gpt.py
+train_gpt.shipped.py"""
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases
 steps tokens train_seconds losses artifact limits comparable exit"""
 FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"
 RESULT = rf"val_loss:{FLOAT} val_bpb:{FLOAT}"
-EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+"
+EXACT_RESULT = rf"val_loss:{EXACT} val_bpb:{EXACT} scored_tokens:1000 val_bytes:\d+ learned_tokens:\d+"
 LINES = [  # of upstream's dialect, in order; new fields only at the end of a line
     r"warning: SEEDS=1 2: .*did you mean SEED\?$",
     r"train_loader:dataset:\S+ train_shards:2$",
@@ -46,12 +48,12 @@ LINES = [  # of upstream's dialect, in order; new fields only at the end of a li
     *(rf"step:{step}/6 train_loss:{FLOAT} train_time:\d+ms step_avg:\d+\.\d\dms " for step in range(1, 7)),
     rf"DIAGNOSTIC post_ema {RESULT} train_time:\d+ms step_avg:\d+\.\d\dms",
     r"peak memory allocated: \d+ MiB reserved: \d+ MiB$",
-    rf"final_int6_roundtrip {RESULT} eval_time:\d+ms",
-    rf"final_int6_roundtrip_exact {EXACT_RESULT}",
-    rf"final_int6_sliding_window {RESULT} eval_time:\d+ms",
-    rf"final_int6_sliding_window_exact {EXACT_RESULT}",
     rf"legal_ttt {RESULT} eval_time:\d+ms",
     rf"legal_ttt_exact {EXACT_RESULT}",
+    rf"final_int6_sliding_window {RESULT} eval_time:\d+ms",
+    rf"final_int6_sliding_window_exact {EXACT_RESULT}",
+    rf"final_int6_roundtrip {RESULT} eval_time:\d+ms",
+    rf"final_int6_roundtrip_exact {EXACT_RESULT}",
     r"Code size: \d+ bytes",
     r"Serialized model int6\+rans: \d+ bytes$",
     r"Total submission size int6\+rans: \d+ bytes$",
@@ -315,6 +317,22 @@ def test_a_public_command_trains_scores_and_stores_its_system(
         assert {"bigram_table_RC", "value_table_VC"} <= stored
     if pull_request == 591:
         assert "output_head_VD" in stored
+
+
+def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
+    """100 steps of 50 ms in 5 of 598 s; the log is silent but for that line."""
+    lines: list[str] = []
+    run = SimpleNamespace(log=lines.append, record=lambda *_, **__: None)
+    for iterations, projected in ((20_000, 11_960), (4_000, 4_000)):
+        config = train_gpt.Config(train_log_every=0, iterations=iterations)
+        training = SimpleNamespace(config=config, run=run, seconds=5.0, waits_ms=[])
+        for step in (99, 100, 101):
+            result = train_gpt.StepResult(step, 0.0, torch.zeros(2), None, 0.0)
+            train_gpt.tell_step(training, result, 3.0, 1.0)
+        (line,) = lines
+        limits = f"MAX_WALLCLOCK_SECONDS=600 and ITERATIONS={iterations}"
+        assert line.startswith(f"pace:50.00ms a step, at which {limits} end after {projected} steps; ")
+        lines.clear()
 
 
 # --- the end of a run, rehearsed ---

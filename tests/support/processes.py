@@ -36,7 +36,8 @@ KEPT: Path | None = None
 # Six steps of the tiny model, every feature of the default run, all evaluations.
 TINY_RUN: dict[str, object] = {
     **tiny.MODEL, "CONFIG": REPO / "configs/cpu_demo.env", "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
-    "ITERATIONS": 6, "MAX_WALLCLOCK_SECONDS": 0, "ENABLE_LOOPING_AT": 0.5, "EMA_DECAY": 0.5, "MUON_WD": 0.1,
+    "ITERATIONS": 6, "MAX_WALLCLOCK_SECONDS": 0, "MAX_EVAL_SECONDS": 0, "ENABLE_LOOPING_AT": 0.5,
+    "EMA_DECAY": 0.5, "MUON_WD": 0.1,
     "EMBED_WD": 0.1, "ADAM_WD": 0.1, "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16,
     "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 4,
     "GPTQ_CALIBRATION_BATCHES": 4, "ARTIFACT_BYTES_MAX": 1_000_000, "RUN_ID": "run",

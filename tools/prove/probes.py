@@ -8,6 +8,7 @@ checks that `tools prove` reports; `questions` has those that need no look insid
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ ENTRY_POINT = ("Config", "build_model", "Ledger", "Validation", "evaluate", "tok
 STREAM_TOKENS = 150
 DOCUMENT_STARTS = [0, 11, 40, 41, 96, 131]  # 40 and 41: an empty document
 TEXT_BYTES = 1000  # of the stream; any number that `evaluate` must divide by
+CLOCK_TOLERANCE = 1e-6  # nats: a document is learned from or not, but for rounding
 KNOWN_TOKENS = 8  # so many in a row are recognised as validation text
 REPORTED = re.compile(r"(val_loss|val_bpb|scored_tokens|val_bytes):([\d.]+)")
 
@@ -425,6 +427,87 @@ def document_isolation(subject: Subject, name: str = "") -> Iterator[Finding]:
     yield from questions.isolation(case, fixed, subject.config.doc_mask)
     if alone:
         yield from questions.isolation(case, alone, True)
+
+
+# ======================================================================================================
+# CLOCK: what a limit of time may decide
+# ======================================================================================================
+
+
+class WorkedTime:
+    """Stands in for a script's module `time`: in a phase, a pass takes a second, with gradients three."""
+
+    def __init__(self, run: RecordingRun, phase: str) -> None:
+        self.run = run
+        self.phase = phase
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.seconds
+
+    def passing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass that takes its time."""
+
+        def timed(*args: Any, **named: Any) -> Any:
+            if self.run.phase_name == self.phase:
+                self.seconds += 3 if torch.is_grad_enabled() else 1
+            return forward(*args, **named)
+
+        return timed
+
+
+def under_a_limit(subject: Subject, tokens: np.ndarray, limit: float = 0.0) -> tuple[np.ndarray, float]:
+    """The nats of legal_ttt with MAX_EVAL_SECONDS=limit by a clock that counts work, and its seconds."""
+    run = RecordingRun(subject.machine)
+    events = Events()
+    ledgers: list[tuple[str, Any]] = []
+    clock = WorkedTime(run, "eval_legal_ttt")
+    model = subject.model()
+    validation = subject.script.Validation(tokens, TEXT_BYTES, "")
+    with watched(subject, run, events, ledgers, None), \
+            mock.patch.object(subject.script, "time", clock), \
+            mock.patch.object(type(model), "forward", clock.passing(type(model).forward)):  # fmt: skip
+        config = replace(subject.config, max_eval_seconds=limit)
+        subject.script.evaluate(model, config, run, validation, "int6")
+    return label_run("legal_ttt", None, events, ledgers, len(tokens) - 1).nats, clock.seconds
+
+
+def clock_alone(subject: Subject) -> Iterator[Finding]:
+    """B1 and B5 of a limit of time: it may leave whole documents without learning, by the clock alone.
+
+    Each document has the scores of one that learns or of one that never does, and which it is stays the same
+    when all documents are rewritten in their lengths.
+    """
+    if not hasattr(subject.script, "ScoreClock"):  # older scripts have no such limit
+        return
+    where = f"{subject.name}: legal_ttt"
+    one_by_one = replace(subject, config=replace(subject.config, ttt_batch_size=1))
+    idle = replace(subject, config=replace(subject.config, ttt_lora_lr=0.0))
+    borders = [*DOCUMENT_STARTS, STREAM_TOKENS - 1]
+    tokens = subject.tokens()
+    rewritten = np.where(tokens == BOS_ID, tokens, 2 + (tokens - 1) % (subject.config.vocab_size - 2))
+    modes: list[list[bool]] = []  # of each text: whether a document was learned from
+    for text in (tokens, rewritten):
+        learned, seconds = under_a_limit(one_by_one, text)
+        plain, _ = under_a_limit(idle, text)
+        modes.append([])
+        nats, _ = under_a_limit(one_by_one, text, 0.7 * seconds)
+        for begin, end in itertools.pairwise(borders):
+            from_learned = np.abs(nats - learned)[begin:end].max()
+            from_plain = np.abs(nats - plain)[begin:end].max()
+            if min(from_learned, from_plain) > CLOCK_TOLERANCE:
+                what = f"a limit of time ends learning inside targets {begin} to {end - 1}"
+                yield fail("B5", what, where, "read the clock before a document, never inside")
+                return
+            modes[-1].append(bool(from_learned <= CLOCK_TOLERANCE))
+    if modes[0] != modes[1]:
+        documents = sum(a != b for a, b in zip(*modes, strict=True))
+        what = f"other tokens decide of {documents} documents whether they are learned from under a limit"
+        yield fail("B1", what, where, "let the clock alone decide")
+        return
+    what = f"a limit of time leaves {modes[0].count(False)} documents wholly without learning"
+    yield info("B1", what, where)
+    yield info("B5", what, where)
 
 
 def learns(events: Events, label: str) -> bool:

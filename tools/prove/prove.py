@@ -238,6 +238,7 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         documents = probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA)
         yield from scoring(documents, thorough=not order.quick)
         yield from probes.evaluation_warmup(documents)
+        yield from probes.clock_alone(documents)
         others.append(documents)
     if not order.quick:
         yield from rank_invariance(smallest, Path(order.path), folder, *others)

@@ -13,6 +13,7 @@ MODEL = {
     "DEVICE": "cpu",
     "COMPUTE_DTYPE": "float32",
     "COMPILE": "0",
+    "MAX_EVAL_SECONDS": "0",
     "NUM_LAYERS": "2",
     "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1",
@@ -101,7 +102,7 @@ def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
     values.update(_smaller_widths(config, size))
     values.update(_smaller_lengths(config, size))
     values.update(_smaller_batches(config, size))
-    values.update({"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0"})
+    values.update({"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0", "MAX_EVAL_SECONDS": "0"})
     for name in PRIVATE:
         values.pop(name, None)
     values = {name: value for name, value in values.items() if name in before}

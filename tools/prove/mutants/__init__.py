@@ -84,6 +84,8 @@ def suspicions(
     case = subject.case()
     if mutant.whole_run:
         yield from whole_run(script, mutant, name, folder)
+    elif mutant.by_clock:
+        yield from probes.clock_alone(subject)
     elif mutant.probe == "B1":
         yield from questions.future(case, [20, 60, 140], [64, 35, 118])
         repeats = subject.case(tokens=questions.repeating(case.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ def scored_by(function: ScoreBatch) -> Callable[[ModuleType], None]:
     """A change that lets `function` score a batch of documents."""
 
     def change(script: Any) -> None:
-        script.DocumentScorer.score = lambda scorer, batch: function(script, scorer, batch)
+        script.DocumentScorer.score = lambda scorer, batch, *_: function(script, scorer, batch)
 
     return change
 
@@ -115,11 +116,11 @@ def kept_adapters(script: Any) -> None:
         begin(scorer, *args, **named)
         scorer.kept = {}
 
-    def score(scorer: Any, batch: np.ndarray) -> None:
+    def score(scorer: Any, batch: np.ndarray, *rest: Any) -> None:
         kept = scorer.kept.setdefault(len(batch), begun(script, scorer, batch))
         script.DocumentAdapters = lambda *_: kept
         try:
-            honest(scorer, batch)
+            honest(scorer, batch, *rest)
         finally:
             script.DocumentAdapters = original
 
@@ -135,19 +136,22 @@ def ordered_by_score(script: Any) -> None:
 
     def easy_first(scorer: Any) -> list[np.ndarray]:
         batches = batches_of_rank(scorer)
-        losses = []
-        for batch in batches:
-            adapters = begun(script, scorer, batch)
-            total = 0.0
-            for chunk in scorer.chunks(batch):
-                targets_BC = targets_of(scorer, batch, chunk)
-                with torch.no_grad():
-                    nats = scorer.nats(scorer.read(batch, chunk, adapters), targets_BC, adapters)
-                total += float(nats.mean())
-            losses.append(total)
+        losses = [sum(losses_of(script, scorer, batch)) for batch in batches]
         return [batches[i] for i in np.argsort(losses)]
 
     script.DocumentScorer.batches_of_rank = easy_first
+
+
+def losses_of(script: Any, scorer: Any, batch: np.ndarray) -> list[float]:
+    """The mean loss of each chunk of a batch, without learning and past the ledger."""
+    adapters = begun(script, scorer, batch)
+    losses = []
+    for chunk in scorer.chunks(batch):
+        targets_BC = targets_of(scorer, batch, chunk)
+        with torch.no_grad():
+            nats = scorer.nats(scorer.read(batch, chunk, adapters), targets_BC, adapters)
+        losses.append(float(nats.mean()))
+    return losses
 
 
 def drawn_by_row(script: Any) -> None:
@@ -174,8 +178,8 @@ def first_adapters_learn(script: Any) -> None:
         begun_last[:] = [original(*args)]
         return begun_last[0]
 
-    def score(scorer: Any, batch: np.ndarray) -> None:
-        honest(scorer, batch)
+    def score(scorer: Any, batch: np.ndarray, *rest: Any) -> None:
+        honest(scorer, batch, *rest)
         learned = begun_last[0].a
         scorer.first_a = {name: a_NBRI.detach().mean(1) for name, a_NBRI in learned.items()}
 
@@ -187,17 +191,53 @@ def chunks_by_length(script: Any) -> None:
     """Short documents have short chunks (PR #2014): how short a document is, is not known when it begins."""
     chunks = script.DocumentScorer.chunks
 
-    def by_length(scorer: Any, batch: np.ndarray) -> Iterator[Any]:
+    def by_length(scorer: Any, batch: np.ndarray, *rest: Any, **named: Any) -> Iterator[Any]:
         from dataclasses import replace
 
         config = scorer.config
         if scorer.lengths[batch[0]] < 20:
             scorer.config = replace(config, ttt_chunk_size=2)
-        found = list(chunks(scorer, batch))
+        found = list(chunks(scorer, batch, *rest, **named))
         scorer.config = config
         yield from found
 
     script.DocumentScorer.chunks = by_length
+
+
+# ======================================================================================================
+# WHAT THE CLOCK DECIDES
+# ======================================================================================================
+
+
+def unlearned_by_losses(script: Any) -> None:
+    """Documents whose losses fall are learned from even where there is no time for it."""
+    honest = script.DocumentScorer.score
+
+    def score(scorer: Any, batch: np.ndarray, learning: bool = True) -> None:
+        losses = losses_of(script, scorer, batch)
+        honest(scorer, batch, learning or losses[-1] < losses[0])
+
+    script.DocumentScorer.score = score
+
+
+def clock_inside_a_document(script: Any) -> None:
+    """Adapters learn until the time is over, in the middle of a document."""
+    begin = script.DocumentScorer.__init__
+
+    def start(scorer: Any, *args: Any) -> None:
+        begin(scorer, *args)
+        scorer.start = script.time.perf_counter()
+
+    def score(script: Any, scorer: Any, batch: np.ndarray) -> None:
+        adapters = begun(script, scorer, batch)
+        limit = scorer.config.max_eval_seconds or math.inf
+        for chunk in scorer.chunks(batch):
+            record_alone(scorer, batch, chunk, adapters)
+            if chunk.learning and script.time.perf_counter() - scorer.start < limit:
+                learn_in_private(scorer, batch, chunk, adapters, chunk.learning)
+
+    script.DocumentScorer.__init__ = start
+    scored_by(score)(script)
 
 
 def mutant(probe: str, change: Callable[[Any], None]) -> Mutant:
@@ -215,4 +255,6 @@ DOCUMENTS: dict[str, Mutant] = {
     "adapters-drawn-by-row": mutant("B1", drawn_by_row),
     "first-adapters-that-learn": mutant("B9", first_adapters_learn),
     "chunks-by-document-length": mutant("B1", chunks_by_length),
+    "unlearned-by-their-losses": Mutant("B1", unlearned_by_losses, by_clock=True, settings=tiny.LORA),
+    "clock-read-inside-a-document": Mutant("B5", clock_inside_a_document, by_clock=True, settings=tiny.LORA),
 }

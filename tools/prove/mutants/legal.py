@@ -195,7 +195,7 @@ def batches_in_reverse(script: ModuleType) -> None:
 def two_passes(script: ModuleType) -> None:
     """A pass without gradients scores a chunk, a second one learns from it."""
 
-    def score(scorer: Any, batch: np.ndarray) -> None:
+    def score(scorer: Any, batch: np.ndarray, *_: Any) -> None:
         adapters = begun(script, scorer, batch)
         for chunk in scorer.chunks(batch):
             with torch.no_grad():

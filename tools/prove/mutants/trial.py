@@ -20,12 +20,14 @@ Change = Callable[[ModuleType], None]
 class Mutant:
     """A change and the probe that must kill it.
 
-    whole_run: whether it takes runs of `main` to see it. settings: beside the smallest ones.
+    whole_run: whether it takes runs of `main` to see it. by_clock: a limit of time. settings: beside the
+    smallest ones.
     """
 
     probe: str
     change: Change
     whole_run: bool = False
+    by_clock: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
