@@ -151,7 +151,7 @@ class ModelSettings:
     # Positions: some channels of each head are rotated, the others compare contents alone.
     rope_base = 10_000.0
     rope_dims: int = setting(16, "rotated dimensions of each head; 0: all")
-    rope_train_seq_len: int = setting(0, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN")
+    rope_train_seq_len: int = setting(2560, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN")
     # Attention, and bounds on deep layers.
     ln_scale: bool = setting(True, "scale block inputs by 1/sqrt(layer + 1)")
     qk_gain_init: float = setting(5.25, "initial learned gain of each query head")
@@ -339,7 +339,7 @@ class Config(TrainingSettings):
     gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = setting(2.0, "seconds of the clock for Hessians; fewer batches if short")
     # --- its evaluation ---
-    eval_seq_len: int = setting(0, "tokens of context; 0: TRAIN_SEQ_LEN")
+    eval_seq_len: int = setting(2560, "tokens of context; 0: TRAIN_SEQ_LEN")
     eval_stride: int = setting(64, "targets scored per window; 0: no sliding window")
     ttt_enabled: bool = setting(True, "score with legal test-time training as well")
     ttt_mode: str = setting("lora", "train all weights (sgd) or low-rank adapters (lora)", among="sgd lora")
@@ -350,13 +350,13 @@ class Config(TrainingSettings):
     ttt_chunk_tokens: int = setting(32_768, "targets scored before the next update", 1)
     ttt_batch_seqs: int = setting(32, "sequences of one SGD step, all ranks together", 1)
     ttt_grad_clip = 1.0  # bound on the gradient norm
-    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names and values of PR #1855.
+    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names of PR #1855, values of PR #2067.
     ttt_lora_targets: str = setting(
         "q,k,v,o,mlp,head", "projections, attention and MLP as a whole, output head: those with adapters",
         pattern="(q|k|v|o|mlp)(,(q|k|v|o|mlp|head))*")  # fmt: skip
-    ttt_lora_rank: int = setting(80, "rank of an adapter", 1)
+    ttt_lora_rank: int = setting(224, "rank of an adapter", 1)
     ttt_lora_alpha: float = setting(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK")
-    ttt_lora_lr: float = setting(1e-4, "AdamW, adapters")
+    ttt_lora_lr: float = setting(6.1e-5, "AdamW, adapters")
     ttt_beta2 = 0.99  # AdamW, adapters, like the next one; β1 is 0
     ttt_weight_decay = 0.5
     ttt_chunk_size: int = setting(48, "targets of a document scored before the next step of its adapters", 1)
@@ -544,8 +544,13 @@ def public_answers(environ: Mapping[str, str]) -> list[str]:
     """
     path = find_path("configs/public_names.json")
     public = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"names": [], "commands": {}}
-    rows = {name: row for row in public["names"] for name in row["names"].split()}
     known = Config().as_env()
+    rows = {}
+    for row in public["names"]:
+        for name in row["names"].split():
+            # A former name may be a setting of a fork.
+            if name not in known or "of_ours" in row:
+                rows[name] = row
     values = {**known, **read_settings(environ)}
 
     # A public command without its configuration would train a mixture of its model and the default.
@@ -4790,12 +4795,13 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     source = Path(__file__).read_bytes()
     manifest = folder / "manifest.json"
     # Names and sizes stand for gigabytes of shards, which take minutes to hash.
-    listing = [[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)]
+    all_shards = [*train_shards, *val_shards]
+    listing = [[shard.path.name, shard.tokens] for shard in all_shards]
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": json.dumps(listing).encode(),
             "manifest": manifest.read_bytes() if manifest.is_file() else b"{}"}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    made_by = json.loads(read["manifest"]).get("tokenizer", {}).get("sha256", "")
+    made_by = check_manifest(manifest, read["manifest"], all_shards, not config.eval_only)
     for maker, expected in ((manifest, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
             raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
@@ -4816,6 +4822,27 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     directory = choose_directory(config, machine)
     chosen = fast_ops(config, machine)
     return Inputs(directory, train_shards, validation, source, shipped, hashes, chosen, checkpoint)
+
+
+def check_manifest(path: Path, content: bytes, shards: list[Shard], training: bool) -> str:
+    """Hold the shards that are there against a manifest; returns the SHA-256 of its tokenizer, or empty text.
+
+    DataError if they differ. Contents are not compared: data/fineweb.py --verify does so, in minutes.
+    """
+    try:
+        manifest = json.loads(content)
+        listed = {name: entry["tokens"] for name, entry in manifest.get("files", {}).items()}
+        made_by = manifest.get("tokenizer", {}).get("sha256", "")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: no manifest ({error!r}); fetch or export the data again") from error
+    found = {shard.path.name: shard.tokens for shard in shards}
+    for name in sorted({*found, *listed}):
+        # Sidecars are checked with the bytes that they count, training shards if they are read.
+        is_asked = "_val_bytes_" not in name and (training or "_train_" not in name)
+        if listed and is_asked and listed.get(name) != found.get(name):
+            raise DataError(f"{path}: {name} has {listed.get(name, 'no')} tokens there, on the disk "
+                            f"{found.get(name, 'no')}; fetch the data again, or remove what is not of them")
+    return made_by
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:

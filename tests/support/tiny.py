@@ -27,6 +27,8 @@ MODEL: dict[str, object] = {
     "LOOP_END": 0,
     "PARALLEL_START_LAYER": 1,
     "TRAIN_SEQ_LEN": 32,
+    "EVAL_SEQ_LEN": 0,
+    "ROPE_TRAIN_SEQ_LEN": 0,
     "TRAIN_BATCH_TOKENS": 256,
     "MICRO_BATCH_TOKENS": 64,
     "EVAL_STRIDE": 0,
