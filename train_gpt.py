@@ -265,7 +265,7 @@ class TrainingSettings(ModelSettings):
     iterations: int = setting(20_000, "steps; upper bound when a wall clock is set; 0: none")
     max_wallclock_seconds: float = setting(600.0, "seconds of training with Hessians; 0: ITERATIONS")
     # Learning rates of the groups of parameters.
-    matrix_lr: float = setting(0.026, "Muon, block matrices")
+    matrix_lr: float = setting(0.028, "Muon, block matrices")
     scalar_lr: float = setting(0.02, "AdamW, small tensors")
     tied_embed_lr: float = setting(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1")
     embed_lr: float = setting(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0")
@@ -3200,15 +3200,20 @@ def first_adapters(model: GPT, config: Config) -> Tensor:
 
 def unpack(numbers_BP: Tensor, layout: list[dict[str, int]], rank: int, inputs: int) -> list[Adapters]:
     """The adapters of these visits. Their numbers stand visit by visit and name by name, A before B."""
-    shapes = []
-    for adapters in layout:
-        for outputs in adapters.values():
-            shapes += [(rank, inputs), (outputs, rank)]
+    sizes = []
+    for visit in layout:
+        for outputs in visit.values():
+            sizes += [rank * inputs, outputs * rank]
     # One split: on the way back it puts all gradients into one tensor at once.
-    pieces = iter(numbers_BP.split([rows * columns for rows, columns in shapes], dim=1))
-    matrices = [next(pieces).unflatten(1, shape) for shape in shapes]
-    found = map(Adapter, matrices[::2], matrices[1::2])
-    return [{name: next(found) for name in adapters} for adapters in layout]
+    pieces = iter(numbers_BP.split(sizes, dim=1))
+    found = []
+    for visit in layout:
+        adapters = {}
+        for name in visit:
+            a_BRI = next(pieces).unflatten(1, (rank, -1))
+            adapters[name] = Adapter(a_BRI, next(pieces).unflatten(1, (-1, rank)))
+        found.append(adapters)
+    return found
 
 
 def read_adapted(model: GPT, ids_BT: Tensor, starts: Tensor, numbers_BP: Tensor, config: Config) -> Tensor:

@@ -32,17 +32,17 @@ from train_gpt import BOS_ID, GPT, Config  # noqa: E402
 GPUS = 8
 CARD = CARDS["h100"]
 BYTES_PER_SECOND = BANDWIDTH_SHARE * CARD.bytes_per_second
-# Documents of the CaseOps validation text by length in tokens: (place, length), the longest first. Public logs
-# print the shortest and the longest of 64 documents ("dl:"); between these places logarithms are on a line.
-# Their targets are 47.68 million; by the logs' `val_tokens` 47.85.
+# Documents of the CaseOps validation text by length in tokens, the longest first. Public logs print the
+# shortest and the longest of 64 ("dl:"); between these places logarithms are on a line. By that their targets
+# are 47.68 million; by the logs' `val_tokens` 47.85, to which lengths are scaled.
 PLACES = (1, 17, 81, 145, 305, 689, 1393, 2545, 4261, 7473, 12017, 17009, 23025, 30001, 37009, 42001, 46001,
           48017, 49009, 49681, 49937, 50000)  # fmt: skip
 LENGTHS = (97114, 30330, 17244, 13079, 8826, 5633, 3865, 2746, 2048, 1503, 1108, 842, 625, 441, 300, 222, 166,
            134, 117, 99, 83, 27)  # fmt: skip
-# Bytes that a step of a document's adapters moves, for each of their numbers. Ours: AdamW reads weight, mean
-# square (fp32) and gradient (bf16), and writes weight, mean square and the bf16 weight; both passes read that,
-# one writes the gradient. Others': AdamW with a first moment, fp32 gradients, casts from fp32.
-ADAPTER_BYTES = (4 + 4 + 2) + (4 + 4 + 2) + 2 + 2 + 2
+# Bytes that a step of adapters moves for each number. Ours: AdamW reads weight and mean square (fp32)
+# and gradient (bf16), and writes weight, mean square and bf16 weight. Both passes read that one, a gradient
+# is written and copied. Others': a first moment, fp32 gradients, casts from fp32.
+ADAPTER_BYTES = (4 + 4 + 2) + (4 + 4 + 2) + 2 * 2 + 3 * 2
 ADAPTER_BYTES_OF_OTHERS = 4 * (7 + 2 + 3)
 HOST_SECONDS = 0.02  # for the launches of a chunk, forward and backward; not measured
 IDLE_SECONDS = 0.0035  # of the GPU, while a chunk's scores travel; not measured
@@ -188,7 +188,8 @@ def logged(speed: Speed) -> None:
         ratios = [seconds / modelled for seconds in run.seconds]
         factors += ratios
         said = " ".join(f"{seconds:.0f}" for seconds in run.seconds)
-        print(f"| {run.name} | `{run.settings}` | {said} | {modelled:.0f} | {min(ratios):.2f} to {max(ratios):.2f} |")
+        print(f"| {run.name} | `{run.settings}` | {said} | {modelled:.0f} | "
+              f"{min(ratios):.2f} to {max(ratios):.2f} |")
     print(f"all: {np.mean(factors):.2f}, {min(factors):.2f} to {max(factors):.2f}")
 
 

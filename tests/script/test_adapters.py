@@ -45,7 +45,7 @@ def exact_model(lab: probes.Subject) -> Any:
 
 
 def first(model: Any, config: Config) -> list[Any]:
-    """The adapters of a document before it learns, visit by visit; (1, rank, inputs) and (1, outputs, rank)."""
+    """The adapters of a document before it learns, by visit: (1, rank, inputs) and (1, outputs, rank)."""
     layout = train_gpt.adapter_layout(config, model.settings)
     numbers_1P = first_adapters(model, config)[None]
     return train_gpt.unpack(numbers_1P, layout, config.ttt_lora_rank, model.settings.model_dim)
