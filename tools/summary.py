@@ -85,7 +85,8 @@ def place(val_bpb: float, val_bytes: int) -> str:
     board = json.loads(LEADERBOARD.read_text(encoding="utf-8"))
     ahead = sum(row[0] <= val_bpb for row in board["records"])
     count = len(board["records"])
-    return f"place: {ahead} of {count} records are as good or better, by the challenge's list of {board['date']}"
+    told = f"{ahead} of {count} records are as good or better"
+    return f"place: {told}, by the challenge's list of {board['date']}"
 
 
 def python_command() -> str:
