@@ -66,8 +66,8 @@ class PlainAdapters:
             for name, (a_1RI, b_1OR) in adapters.items():
                 # The script's A and B have the root of the scale each; here the product has it.
                 place = (name, 0 if name == "head" else visit)
-                self.weights[*place, "a"] = (a_1RI[0] / self.scale**0.5).requires_grad_()
-                self.weights[*place, "b"] = b_1OR[0].clone().requires_grad_()
+                self.weights[(*place, "a")] = (a_1RI[0] / self.scale**0.5).requires_grad_()
+                self.weights[(*place, "b")] = b_1OR[0].clone().requires_grad_()
         self.squares = {key: torch.zeros_like(weight) for key, weight in self.weights.items()}
         self.steps = 0
 
