@@ -152,7 +152,7 @@ class ModelSettings:
     # Positions: some channels of each head are rotated, the others compare contents alone.
     rope_base = 10_000.0
     rope_dims: int = setting(16, "rotated dimensions of each head; 0: all")
-    rope_train_seq_len: int = setting(0, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN")
+    rope_train_seq_len: int = setting(2560, "tokens; longer inputs rescale the base; 0: TRAIN_SEQ_LEN")
     # Attention, and bounds on deep layers.
     ln_scale: bool = setting(True, "scale block inputs by 1/sqrt(layer + 1)")
     qk_gain_init: float = setting(5.25, "initial learned gain of each query head")
@@ -266,7 +266,7 @@ class TrainingSettings(ModelSettings):
     iterations: int = setting(20_000, "steps; upper bound when a wall clock is set; 0: none")
     max_wallclock_seconds: float = setting(600.0, "seconds of training with Hessians; 0: ITERATIONS")
     # Learning rates of the groups of parameters.
-    matrix_lr: float = setting(0.026, "Muon, block matrices")
+    matrix_lr: float = setting(0.028, "Muon, block matrices")
     scalar_lr: float = setting(0.02, "AdamW, small tensors")
     tied_embed_lr: float = setting(0.03, "AdamW, embeddings with TIE_EMBEDDINGS=1")
     embed_lr: float = setting(0.6, "AdamW, embeddings with TIE_EMBEDDINGS=0")
@@ -340,7 +340,7 @@ class Config(TrainingSettings):
     gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
     gptq_reserve_seconds: float = setting(4.0, "seconds of the clock for Hessians; fewer batches if short")
     # --- its evaluation ---
-    eval_seq_len: int = setting(0, "tokens of context; 0: TRAIN_SEQ_LEN")
+    eval_seq_len: int = setting(2560, "tokens of context; 0: TRAIN_SEQ_LEN")
     eval_stride: int = setting(64, "targets scored per window; 0: no sliding window")
     ttt_enabled: bool = setting(True, "score with legal test-time training as well")
     ttt_mode: str = setting("lora", "train all weights (sgd) or low-rank adapters (lora)", among="sgd lora")
@@ -351,15 +351,14 @@ class Config(TrainingSettings):
     ttt_chunk_tokens: int = setting(32_768, "targets scored before the next update", 1)
     ttt_batch_seqs: int = setting(32, "sequences of one SGD step, all ranks together", 1)
     ttt_grad_clip = 1.0  # bound on the gradient norm
-    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names and values of PR #1855.
+    # TTT_MODE=lora: adapters learn from their document chunk by chunk; names of PR #1855, values of PR #2067.
     ttt_lora_targets: str = setting(
         "q,k,v,o,mlp,head", "projections, attention and MLP as a whole, output head: those with adapters",
-        pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
-    ttt_lora_rank: int = setting(80, "rank of an adapter", 1)
+        pattern="(q|k|v|o|mlp)(,(q|k|v|o|mlp|head))*")  # fmt: skip
+    ttt_lora_rank: int = setting(224, "rank of an adapter", 1)
     ttt_lora_alpha: float = setting(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK")
-    ttt_lora_lr: float = setting(1e-4, "AdamW, adapters")
-    ttt_beta1 = 0.0  # AdamW, adapters, like the next two
-    ttt_beta2 = 0.99
+    ttt_lora_lr: float = setting(6.1e-5, "AdamW, adapters")
+    ttt_beta2 = 0.99  # AdamW, adapters, like the next one; β1 is 0
     ttt_weight_decay = 0.5
     ttt_chunk_size: int = setting(48, "targets of a document scored before the next step of its adapters", 1)
     ttt_batch_size: int = setting(0, "documents side by side on one rank; 0: rows of a micro-batch")
@@ -423,6 +422,11 @@ class Config(TrainingSettings):
     def lora_targets(self) -> list[str]:
         """The modules that have adapters with TTT_MODE=lora."""
         return self.ttt_lora_targets.split(",")
+
+    @property
+    def lora_scale_root(self) -> float:
+        """A and B have the root of an adapter's scale each."""
+        return math.sqrt(self.ttt_lora_alpha / self.ttt_lora_rank)
 
     @property
     def documents_at_once(self) -> int:
@@ -1907,7 +1911,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
-def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
+def gradients_of(parameters: list[Any]) -> list[Any]:
     """The gradients after a backward pass: tensors, as every parameter takes part in the loss."""
     return [parameter.grad for parameter in parameters]
 
@@ -3213,31 +3217,77 @@ def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
 # --- test-time training with adapters, document by document ---
 
 
-def count_visits(c: ModelSettings) -> int:
-    """Visits of layers in one forward pass, extra passes included."""
-    return sum(len(half) for half in visit_order(c, looping=True))
+def adapter_layout(config: Config, c: ModelSettings) -> list[dict[str, int]]:
+    """The adapters of each visit, extra passes included, and last that of the head: their outputs by name."""
+    outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim}
+    of_visit = {name: outputs[name] for name in config.lora_targets if name != "head"}
+    of_head = {"head": c.vocab_size} if "head" in config.lora_targets else {}
+    encoder, decoder = visit_order(c, looping=True)
+    return [*(len(encoder + decoder) * [of_visit]), of_head]
 
 
-def first_adapters(model: GPT, config: Config) -> dict[str, Tensor]:
-    """The A with which every document begins, by name: (visits, rank, inputs), within ±1 / sqrt(inputs).
+def first_adapters(model: GPT, config: Config) -> Tensor:
+    """The numbers (P,) with which the adapters of every document begin, in the order of `unpack`.
 
-    Drawn once, from SEED, name and visit alone: the same on every rank and for batches of any size.
+    A is drawn once, from SEED, name and visit alone: the same on every rank and for batches of any size. B is
+    zero: the model scores the first chunk as it is.
     """
-    master = torch.promote_types(model.compute_dtype, torch.float32)
     inputs = model.settings.model_dim
-    bound = 1 / math.sqrt(inputs)
-    first = {}
-    for name in config.lora_targets:
-        visits = 1 if name == "head" else count_visits(model.settings)
-        a_NRI = torch.empty(visits, config.ttt_lora_rank, inputs)
-        for visit, a_RI in enumerate(a_NRI):
+    bound = config.lora_scale_root / math.sqrt(inputs)
+    matrices = []
+    for visit, adapters in enumerate(adapter_layout(config, model.settings)):
+        for name, outputs in adapters.items():
             generator = generator_of(f"{config.seed} adapter {name} {visit}")
-            a_RI.uniform_(-bound, bound, generator=generator)
-        first[name] = a_NRI.to(model.machine.device, master)
-    return first
+            a_N = torch.empty(config.ttt_lora_rank * inputs).uniform_(-bound, bound, generator=generator)
+            matrices += [a_N, torch.zeros(outputs * config.ttt_lora_rank)]
+    master = torch.promote_types(model.compute_dtype, torch.float32)
+    return torch.cat(matrices).to(model.machine.device, master)
+
+
+def unpack(numbers_BP: Tensor, layout: list[dict[str, int]], rank: int, inputs: int) -> list[Adapters]:
+    """The adapters of these visits. Their numbers stand visit by visit and name by name, A before B."""
+    sizes = []
+    for visit in layout:
+        for outputs in visit.values():
+            sizes += [rank * inputs, outputs * rank]
+    # One split: on the way back it puts all gradients into one tensor at once.
+    pieces = iter(numbers_BP.split(sizes, dim=1))
+    found = []
+    for visit in layout:
+        adapters = {}
+        for name in visit:
+            a_BRI = next(pieces).unflatten(1, (rank, -1))
+            adapters[name] = Adapter(a_BRI, next(pieces).unflatten(1, (-1, rank)))
+        found.append(adapters)
+    return found
+
+
+def read_adapted(model: GPT, ids_BT: Tensor, starts: Tensor, numbers_BP: Tensor, config: Config) -> Tensor:
+    """`GPT.forward`, each row with its own adapters. They are one tensor, as torch checks every input."""
+    layout = adapter_layout(config, model.settings)
+    adapters = unpack(numbers_BP, layout, config.ttt_lora_rank, model.settings.model_dim)
+    # All windows have the rotary base of the longest ones, so adapters see one geometry.
+    return model(ids_BT, starts, True, None, adapters, config.eval_length)
 
 
 ADAPTER_EPS = 1e-10  # of AdamW: gradients of one document's chunk are small (PR #1855)
+
+
+def adamw_step(
+    weights_N: Tensor, squares_N: Tensor, rounded_N: Tensor, gradients_N: Tensor, newest: Tensor,
+    config: Config,
+) -> None:  # fmt: skip
+    """AdamW in place, with β1 = 0, which needs no first moment (PR #1855).
+
+    newest: the share of the newest square in their mean. rounded_N: the weights, as the model reads them.
+    """
+    gradients_N = gradients_N.to(weights_N.dtype)
+    squares_N.lerp_(gradients_N.square(), newest)
+    # A step is as large for small weights as for large ones, so it has their scale.
+    rate = config.ttt_lora_lr * config.lora_scale_root
+    weights_N.mul_(1 - config.ttt_lora_lr * config.ttt_weight_decay)
+    weights_N.addcdiv_(gradients_N, squares_N.sqrt() + ADAPTER_EPS, value=-rate)
+    rounded_N.copy_(weights_N)
 
 
 class DocumentAdapters:
@@ -3247,55 +3297,51 @@ class DocumentAdapters:
     treats every number by itself. So scores do not depend on the neighbours, except for rounding.
     """
 
-    def __init__(self, model: GPT, config: Config, first_a: dict[str, Tensor], documents: int) -> None:
-        """first_a: as `first_adapters` returns it. documents: how many."""
-        c = model.settings
-        self.visits = count_visits(c)
+    def __init__(self, model: GPT, config: Config, first_P: Tensor, documents: int) -> None:
+        """first_P: as `first_adapters` returns it. documents: how many."""
         self.config = config
-        self.dtype = model.compute_dtype
-        outputs = {"k": c.kv_dim, "v": c.kv_dim, "head": c.vocab_size}  # all others: the width of the model
+        self.settings = model.settings
+        self.adamw = model.machine.compile(adamw_step)
+        self.steps = 0
+        # A document has a row of each, so that a step is one kernel. The last have the dtype of activations.
+        self.weights_BP = first_P.repeat(documents, 1)
+        self.squares_BP = torch.zeros_like(self.weights_BP)
+        self.rounded_BP = self.weights_BP.to(model.compute_dtype, copy=True)
+        self.head_BP: Tensor | None = None
 
-        # A and B of all visits: (visits, B, rank, inputs) and (visits, B, outputs, rank). B begins at zero:
-        # the model scores the first chunk as it is.
-        self.a: dict[str, nn.Parameter] = {}
-        self.b: dict[str, nn.Parameter] = {}
-        for name, a_NRI in first_a.items():
-            size = (len(a_NRI), documents, outputs.get(name, c.model_dim), config.ttt_lora_rank)
-            self.a[name] = nn.Parameter(a_NRI[:, None].repeat(1, documents, 1, 1))
-            self.b[name] = nn.Parameter(a_NRI.new_zeros(size))
-        self.adamw = torch.optim.AdamW(
-            [*self.a.values(), *self.b.values()], lr=config.ttt_lora_lr,
-            betas=(config.ttt_beta1, config.ttt_beta2), eps=ADAPTER_EPS, weight_decay=config.ttt_weight_decay,
-            fused=True,
-        )  # fmt: skip
-
-    def of_visits(self, rows: int) -> list[Adapters]:
-        """The adapters of the first `rows` documents, visit by visit, for `GPT.forward`."""
-        found: list[Adapters] = [{} for _ in range(self.visits)]
-        for name in self.a:
-            if name == "head":
-                continue
-            for visit, adapter in enumerate(self._adapters(name, rows)):
-                # Or torch recompiles for every number of documents.
-                for matrices in adapter:
-                    torch._dynamo.maybe_mark_dynamic(matrices, 0)
-                found[visit][name] = adapter
-        return found
+    def use(self, rows: int) -> Tensor:
+        """The rounded numbers of the first documents; `step` learns from their gradients."""
+        self.used_BP = self.rounded_BP[:rows].detach().requires_grad_()
+        # Or torch recompiles for every number of documents.
+        torch._dynamo.maybe_mark_dynamic(self.used_BP, 0)
+        return self.used_BP
 
     def added_logits(self, hidden_BTD: Tensor) -> Tensor | None:
         """The part (N, V) of the head's adapters in the logits of some of the first documents."""
-        if "head" not in self.a:
+        if "head" not in self.config.lora_targets:
             return None
-        (adapter,) = self._adapters("head", len(hidden_BTD))
-        return low_rank(hidden_BTD, adapter).flatten(0, 1)
+        c = self.settings
+        rank = self.config.ttt_lora_rank
+        head_BP = self.rounded_BP[: len(hidden_BTD), -rank * (c.model_dim + c.vocab_size) :]
+        self.head_BP = head_BP.detach().requires_grad_()
+        (adapters,) = unpack(self.head_BP, [{"head": c.vocab_size}], rank, c.model_dim)
+        return low_rank(hidden_BTD, adapters["head"]).flatten(0, 1)
 
-    def _adapters(self, name: str, rows: int) -> list[Adapter]:
-        """The adapters of one name, by visit, in the dtype of activations; A holds their scale."""
-        scale = self.config.ttt_lora_alpha / self.config.ttt_lora_rank
-        a_NBRI = (scale * self.a[name][:, :rows]).to(self.dtype)
-        # A copy also in fp32: compiled code would treat each offset into all rows as another shape.
-        b_NBOR = self.b[name][:, :rows].to(self.dtype, copy=True)
-        return [Adapter(a_BRI, b_BOR) for a_BRI, b_BOR in zip(a_NBRI, b_NBOR, strict=True)]
+    @torch.no_grad()
+    def step(self, documents: int) -> None:
+        """One step of the first documents, by the gradients of what was used last."""
+        (gradients_BP,) = gradients_of([self.used_BP])
+        if self.head_BP is not None:
+            gradients_BP[:documents, -self.head_BP.size(1) :] = self.head_BP.grad
+        self.steps += 1
+        # So the mean is AdamW's, with its correction.
+        beta = self.config.ttt_beta2
+        newest = self.weights_BP.new_full((), (1 - beta) / (1 - beta**self.steps))
+        flat = []
+        for numbers_BP in (self.weights_BP, self.squares_BP, self.rounded_BP, gradients_BP):
+            flat.append(numbers_BP[:documents].view(-1))
+            torch._dynamo.maybe_mark_dynamic(flat[-1], 0)
+        self.adamw(*flat, newest, self.config)
 
 
 class Chunk(NamedTuple):
@@ -3320,8 +3366,8 @@ class DocumentScorer:
         self.device = self.machine.device
         # Rows and lengths differ from chunk to chunk: tensors are marked, and one graph serves several rows
         # of any length.
-        self.forward = self.machine.compile(GPT.forward)
-        self.first_a = first_adapters(model, config)
+        self.forward = self.machine.compile(read_adapted)
+        self.first_P = first_adapters(model, config)
         # Chunks may reach beyond the text: by a chunk, and the 16 tokens of `read`.
         self.tokens = np.pad(tokens, (0, config.eval_length + 16))
         # Document d has the targets begins[d] .. begins[d] + lengths[d]. Its last target is the next BOS.
@@ -3377,7 +3423,7 @@ class DocumentScorer:
 
     def score(self, batch: Array, learning: bool = True) -> None:
         """Score the documents of a batch; with `learning`, their adapters learn after every chunk."""
-        adapters = DocumentAdapters(self.model, self.config, self.first_a, len(batch))
+        adapters = DocumentAdapters(self.model, self.config, self.first_P, len(batch))
         for chunk in self.chunks(batch, learning):
             # Nothing learns after the last chunk of the longest document.
             learns = learning and chunk.learning > 0
@@ -3404,10 +3450,7 @@ class DocumentScorer:
         inputs_BT = to_device(ids_BT, self.device)
         # As the adapters: neither the number of rows nor their length is fixed. "Maybe": one row stays one.
         torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
-        visits = adapters.of_visits(chunk.rows)
-        # All windows have the rotary base of the longest ones, so adapters see one geometry.
-        longest = self.config.eval_length
-        hidden_BTD = self.forward(self.model, inputs_BT, starts, True, None, visits, longest)
+        hidden_BTD = self.forward(self.model, inputs_BT, starts, adapters.use(chunk.rows), self.config)
         return hidden_BTD[:, chunk.start - chunk.first : chunk.stop - chunk.first]
 
     @torch.no_grad()
@@ -3428,9 +3471,8 @@ class DocumentScorer:
             for begin in self.begins[batch[: chunk.learning]]
         ]
         nats_BC = self.nats(hidden_BCD[: chunk.learning], np.stack(chunks), adapters)
-        adapters.adamw.zero_grad()
         nats_BC.mean(1).sum().backward()
-        adapters.adamw.step()
+        adapters.step(chunk.learning)
 
     def nats(self, hidden_BCD: Tensor, targets_BC: Array, adapters: DocumentAdapters) -> Tensor:
         """Nats (B, C) of targets; the rows are the first documents of the batch."""

@@ -57,6 +57,7 @@ COMMON = {
     "DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "CPU_THREADS": "1", "TRAIN_PREFETCH": "0", "SHUFFLE": "1",
     "VAL_BATCH_SIZE": "65536", "WARMUP_STEPS": "0", "VAL_LOSS_EVERY": "0", "MAX_EVAL_SECONDS": "0",
     "GPTQ_DAMPING": "0.05", "GPTQ_CALIBRATION_BATCHES": "16", "EVAL_STRIDE": "0", "TTT_ENABLED": "0",
+    "EVAL_SEQ_LEN": "0",
 }  # fmt: skip
 
 

@@ -106,3 +106,15 @@ def test_the_data_that_configurations_name_are_those_that_the_tool_fetches(repo:
     for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
         assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
         assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
+
+
+def test_the_rows_of_the_estimate_add_up(page: str) -> None:
+    """Of each column: its parts are its sum, their half-widths as squares that of the sum."""
+    table = page.split("## What the default should reach")[1].split("|---|---|---|---|\n")[1].split("\n\n")[0]
+    *rows, total = ([cell.strip(" *") for cell in line.split("|")[2:5]] for line in table.splitlines())
+    for column, stated in enumerate(total):
+        parts = [re.fullmatch(r"([+-]?[\d.]+)?(?: ?± ([\d.]+))?|-", row[column]) for row in rows]
+        assert all(parts), f"column {column}: a cell is neither a figure nor a dash"
+        values = [float(part[1] or 0) for part in parts if part]
+        squares = [float(part[2] or 0) ** 2 for part in parts if part]
+        assert stated == f"{sum(values) / 1000:.4f} ± {sum(squares) ** 0.5 / 1000:.4f}"

@@ -36,7 +36,7 @@ for path in sys.argv[1:3]:
     print(loss.item(), module.MAGIC, hasattr(module, "main"))
 """
 SMALL = """NUM_LAYERS=2 MODEL_DIM=32 NUM_HEADS=2 NUM_KV_HEADS=1 XSA_LAST_N=1 VOCAB_SIZE=64 TRAIN_SEQ_LEN=16
-NUM_LOOPS=0 PARALLEL_START_LAYER=-1 ROPE_DIMS=0 EVAL_STRIDE=0 TTT_ENABLED=0""".split()
+NUM_LOOPS=0 PARALLEL_START_LAYER=-1 ROPE_DIMS=0 EVAL_SEQ_LEN=0 EVAL_STRIDE=0 TTT_ENABLED=0""".split()
 
 
 @pytest.fixture(scope="module")

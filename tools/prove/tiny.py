@@ -33,6 +33,8 @@ SCORER = {
     "VOCAB_SIZE": "12",
     "MODEL_DIM": "16",
     "TRAIN_SEQ_LEN": "16",
+    "EVAL_SEQ_LEN": "0",
+    "ROPE_TRAIN_SEQ_LEN": "0",
     "TRAIN_BATCH_TOKENS": "64",
     "MICRO_BATCH_TOKENS": "64",
     "VAL_BATCH_SIZE": "1024",
@@ -158,6 +160,8 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
         rope = train
         if config.rope_train_seq_len < config.train_seq_len:
             rope = train // 2
+        if config.rope_train_seq_len >= config.eval_length:
+            rope = context
         lengths["ROPE_TRAIN_SEQ_LEN"] = str(rope)
     if getattr(config, "train_seq_lens", ""):
         lengths["TRAIN_SEQ_LENS"] = _smaller_growth(config, train)

@@ -27,9 +27,8 @@ def scored_by(function: ScoreBatch) -> Callable[[ModuleType], None]:
 
 
 def begun(script: Any, scorer: Any, batch: np.ndarray) -> Any:
-    """The adapters of a batch, as the script begins them; scripts of 0.5 drew them for each document."""
-    drawn = (scorer.first_a, len(batch)) if hasattr(scorer, "first_a") else (batch,)
-    return script.DocumentAdapters(scorer.model, scorer.config, *drawn)
+    """The adapters of a batch, as the script begins them."""
+    return script.DocumentAdapters(scorer.model, scorer.config, scorer.first_P, len(batch))
 
 
 def targets_of(scorer: Any, batch: np.ndarray, chunk: Any) -> np.ndarray:
@@ -46,9 +45,8 @@ def learn_in_private(
     targets_BC = targets_of(scorer, batch, longer)
     with torch.enable_grad():
         hidden_BCD = scorer.read(batch, longer, adapters)
-        adapters.adamw.zero_grad()
         scorer.nats(hidden_BCD, targets_BC, adapters).mean(1).sum().backward()
-    adapters.adamw.step()
+    adapters.step(rows)
 
 
 def record_alone(scorer: Any, batch: np.ndarray, chunk: Any, adapters: Any) -> None:
@@ -161,15 +159,15 @@ def drawn_by_row(script: Any) -> None:
     def of_rows(*args: Any) -> Any:
         adapters = original(*args)
         with torch.no_grad():
-            for a_NBRI in adapters.a.values():
-                a_NBRI *= 1 + torch.arange(a_NBRI.size(1))[:, None, None]
+            for numbers_BP in (adapters.weights_BP, adapters.rounded_BP):
+                numbers_BP *= 1 + torch.arange(len(numbers_BP))[:, None]
         return adapters
 
     script.DocumentAdapters = of_rows
 
 
 def first_adapters_learn(script: Any) -> None:
-    """The A with which all documents begin goes on with what the batch before has learned."""
+    """The numbers with which all documents begin go on with what the batch before has learned."""
     original = script.DocumentAdapters
     honest = script.DocumentScorer.score
     begun_last: list[Any] = []
@@ -180,8 +178,7 @@ def first_adapters_learn(script: Any) -> None:
 
     def score(scorer: Any, batch: np.ndarray, *rest: Any) -> None:
         honest(scorer, batch, *rest)
-        learned = begun_last[0].a
-        scorer.first_a = {name: a_NBRI.detach().mean(1) for name, a_NBRI in learned.items()}
+        scorer.first_P = begun_last[0].weights_BP.mean(0)
 
     script.DocumentAdapters = remembered
     script.DocumentScorer.score = score
