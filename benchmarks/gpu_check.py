@@ -149,7 +149,7 @@ def watch_run() -> dict[str, Any]:
 
         return counted
 
-    train_gpt.DocumentScorer.read = noted  # type: ignore[method-assign]
+    train_gpt.DocumentScorer.read = noted  # type: ignore[method-assign, assignment]
     for name in ("train", "evaluate"):
         setattr(train_gpt, name, watched(name, getattr(train_gpt, name)))
     return {"status": train_gpt.main(), "compiled": compiled, "passes": passes}
