@@ -331,9 +331,10 @@ def judge_evaluation(
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says why the program ended, else its last one."""
+    """The first line of a log that says why the program ended, else its last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    reasons = [line for line in lines if re.match(REASON, line)]
+    # What follows is of other ranks, or of torchrun.
+    reasons = [line for line in lines if re.match(REASON, line)][:1]
     return (reasons or [line for line in lines if line] or ["nothing"])[-1][:300]
 
 
