@@ -822,7 +822,7 @@ def test_the_loss_and_its_gradient_against_float64(softcap: float) -> None:
     logits_NV[4::6] = -1e4  # every score as low as it can be
     targets_N = torch.randint(4096, (48,), generator=generator)
     found_NV, exact_NV = logits_NV.clone().requires_grad_(), logits_NV.double().requires_grad_()
-    model = build_model(tiny(LOGIT_SOFTCAP=softcap))
+    model = build_model(tiny(LOGIT_SOFTCAP=softcap, VOCAB_SIZE=4096))
     # A head that reads zeros adds none: the logits are those of an adapter.
     found_N = model.loss_per_token(torch.zeros(48, model.settings.model_dim), targets_N, found_NV)
     if softcap == 0:
