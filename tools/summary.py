@@ -10,6 +10,7 @@ import argparse
 import glob
 import lzma
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from data import caseops
+from data import caseops, fuse
 from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
@@ -66,7 +67,8 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
     found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
-    found.append(f"again: EVAL_ONLY={directory.path}/model.bin {python_command()} train_gpt.py")
+    artifact = shlex.quote(str(directory.path / "model.bin"))
+    found.append(f"again: EVAL_ONLY={artifact} {python_command()} train_gpt.py")
     return found
 
 
@@ -102,6 +104,7 @@ def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
 def text_of(tokens: np.ndarray, config: script.Config) -> bytes:
     """The documents of a stream, decoded, one after the other."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(script.find_path(config.tokenizer_path)))
+    (tokens,) = fuse.separate(tokens, fuse.pairs_in(script.find_path(config.data_path)))
     starts = np.flatnonzero(tokens == script.BOS_ID)
     documents = [part[part != script.BOS_ID].tolist() for part in np.split(tokens, starts)]
     text = "".join(pieces.decode(documents))

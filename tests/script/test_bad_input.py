@@ -152,6 +152,7 @@ def validation_without_text(desk: Desk) -> None:
 
 
 def shorter_than_a_sequence(desk: Desk) -> None:
+    (desk.data / "manifest.json").unlink()
     for path in desk.data.glob("fineweb_train_*"):
         write_shard(path, tokens_of(path)[:20])
 
@@ -162,6 +163,22 @@ def too_few_byte_counts(desk: Desk) -> None:
 
 def manifest_of_another_tokenizer(desk: Desk) -> None:
     (desk.data / "manifest.json").write_text(json.dumps({"tokenizer": {"sha256": "0" * 64}}))
+
+
+def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
+    """A manifest of all shards but for the tokens of some: other ones, or none at all."""
+
+    def make(desk: Desk) -> None:
+        tokens = {path.name: len(tokens_of(path)) for path in desk.data.glob("fineweb_*_0*.bin")}
+        tokens.update({f"fineweb_train_{name[1:]}.bin": count for name, count in changed.items()})
+        files = {name: {"tokens": count} for name, count in tokens.items() if count is not None}
+        (desk.data / "manifest.json").write_text(json.dumps({"files": files}))
+
+    return make
+
+
+def manifest_without_json(desk: Desk) -> None:
+    (desk.data / "manifest.json").write_text("{")
 
 
 # -- what is done to run directories and the machine ---------------------------------------------------------
@@ -273,6 +290,10 @@ CASES = [
     case("no text", validation_without_text, "validation tokens stand for no text", ""),
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", too_few_byte_counts, "fineweb_val_bytes_*.bin", "get the data again"),
+    case("missing shard", manifest_with(_000007=5), "_train_000007.bin has 5|disk no", "fetch the data"),
+    case("foreign shard", manifest_with(_000001=None), "_train_000001.bin has no", "remove what is not"),
+    case("other shard", manifest_with(_000000=5), "fineweb_train_000000.bin has 5", "fetch the data"),
+    case("no JSON", manifest_without_json, "manifest.json: no manifest", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
     setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024", VOCAB_SIZE=1024),

@@ -41,8 +41,11 @@ needs_runnable_kernels = pytest.mark.skipif(
     reason="no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported",
 )
 
-# (tokens, model dim, hidden): the least there is, primes, tile edges, more tiles than programs.
-MLP_SHAPES = [(1, 8, 8), (2, 8, 24), (37, 16, 56), (64, 32, 64), (97, 40, 136), (33, 72, 8)]
+# (tokens, model dim, hidden) and slope: the least there is, primes, tile edges, more tiles than programs.
+MLP_CASES = [
+    ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((64, 32, 64), -0.25), ((97, 40, 136), 0.5),
+    ((33, 72, 8), 0.3),
+]  # fmt: skip
 
 
 def random_mlp(tokens: int, dim: int, hidden: int, seed: int = 0) -> list[Tensor]:
@@ -97,8 +100,7 @@ def poisoned() -> Iterator[None]:
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", MLP_SHAPES, ids=str)
-@pytest.mark.parametrize("slope", [0.5, 0.0, 0.3, -0.25])
+@pytest.mark.parametrize(("shape", "slope"), MLP_CASES, ids=str)
 def test_mlp_is_as_exact_as_its_twin(
     shape: tuple[int, int, int], slope: float, dtype: torch.dtype, poisoned: None
 ) -> None:
@@ -156,24 +158,6 @@ def test_the_allocator_of_the_kernel_keeps_no_tensor_alive() -> None:
 
 
 @needs_runnable_kernels
-def test_gradients_are_finite_differences() -> None:
-    """Along each gradient, a central difference in fp32 gives the gradient's norm."""
-    points = [t.to(DEVICE) for t in random_mlp(29, 16, 24)]
-
-    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return train_gpt.mlp_fused(x, up, down, 0.5).double().square().mean()
-
-    leaves = [point.clone().requires_grad_() for point in points]
-    for index, gradient in enumerate(torch.autograd.grad(mlp(*leaves), leaves)):
-        direction = gradient / gradient.norm()
-        before, point, after = points[:index], points[index], points[index + 1 :]
-        ahead = mlp(*before, point + 1e-2 * direction, *after)
-        behind = mlp(*before, point - 1e-2 * direction, *after)
-        slope = float(ahead - behind) / 2e-2
-        assert slope == pytest.approx(float(gradient.norm()), rel=3e-3)
-
-
-@needs_runnable_kernels
 def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are cut from the middle of larger buffers; what surrounds them must stay as it was."""
     guard = 64
@@ -197,60 +181,39 @@ def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPat
         assert (buffer[:guard] == -7).all() and (buffer[guard + size :] == -7).all()
 
 
-def test_the_twin_matches_its_formula() -> None:
-    """The twin is the definition, so it is held to the formula written out."""
-    x_ND, up_FD, down_DF = (t.double() for t in random_mlp(5, 4, 6))
-    pre_NF = x_ND @ up_FD.t()
-    act_NF = torch.where(pre_NF > 0, pre_NF**2, 0.3**2 * pre_NF**2)
-    torch.testing.assert_close(train_gpt.mlp_plain(x_ND, up_FD, down_DF, 0.3), act_NF @ down_DF.t())
-
-
 @needs_runnable_kernels
 def test_the_operator_passes_opcheck() -> None:
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(9, 16, 32))
     torch.library.opcheck(train_gpt.linear_leaky_square, (x_ND, up_FD, None, 0.5))
-    torch.library.opcheck(
-        train_gpt.linear_leaky_square, (x_ND, up_FD, torch.randn(9, 32, device=DEVICE), 0.5)
-    )
+    pre_NF = torch.randn(9, 32, device=DEVICE)
+    torch.library.opcheck(train_gpt.linear_leaky_square, (x_ND, up_FD, pre_NF, 0.5))
 
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.gpu), "aot_eager"])
-def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
-    """One graph, equal results; the MLP's other products are ordinary nodes that the compiler may fuse."""
-    products = []
-
+def test_full_graph_compilation_gives_equal_results(backend: str) -> None:
     def run(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
         return train_gpt.mlp_fused(x_ND.sin(), up_FD, down_DF, 0.5).cos()
 
-    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        products.extend(target for target in targets if target in ("aten.mm.default", "aten.addmm.default"))
-        return graph
-
-    tensors = random_mlp(21, 12, 20)
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-    for got, want in zip(
-        outputs_and_gradients(compiled, tensors, torch.float32),
-        outputs_and_gradients(run, tensors, torch.float32),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    from torch._dynamo.backends.common import aot_autograd
-
-    seen = torch.compile(run, backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False)
-    outputs_and_gradients(seen, tensors, torch.float32)
-    assert len(products) == 4
+    tensors = random_mlp(21, 12, 20)
+    found = outputs_and_gradients(compiled, tensors, torch.float32)
+    expected = outputs_and_gradients(run, tensors, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
-    """Rows of test-time training differ from chunk to chunk: a graph for each would break the run."""
-    graphs = []
+    """Rows of test-time training differ from chunk to chunk: a graph for each would break the run.
+
+    The MLP's other products are ordinary nodes, which the compiler may fuse.
+    """
+    products = []
 
     def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
+        calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        products.append(calls.count("aten.mm.default") + calls.count("aten.addmm.default"))
         return graph
 
     from torch._dynamo.backends.common import aot_autograd
@@ -260,36 +223,32 @@ def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
         backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False,
     )  # fmt: skip
     for rows in (5, 7, 12):
-        x_ND, up_FD, down_DF = (tensor.to(DEVICE) for tensor in random_mlp(rows, 16, 32))
-        torch._dynamo.mark_dynamic(x_ND, 0)
-        x_ND.requires_grad_(backward)
-        out_ND = run(x_ND, up_FD, down_DF)
-        expected_ND = train_gpt.mlp_plain(x_ND, up_FD, down_DF, 0.5)
-        torch.testing.assert_close(out_ND, expected_ND, rtol=1e-4, atol=1e-4)
+        tensors = [tensor.to(DEVICE).requires_grad_(backward) for tensor in random_mlp(rows, 16, 32)]
+        torch._dynamo.mark_dynamic(tensors[0], 0)
+        out_ND = run(*tensors)
+        torch.testing.assert_close(out_ND, train_gpt.mlp_plain(*tensors, 0.5), rtol=1e-4, atol=1e-4)
         if backward:
             out_ND.sum().backward()
-    assert len(graphs) == 1 + backward
+    assert products == ([1, 3] if backward else [1])
 
 
 @needs_runnable_kernels
 def test_frozen_matrices_of_the_mlp_get_no_gradients() -> None:
     """Where adapters learn, the input's gradient is as ever, and no product is spent on the matrices."""
-
-    def gradient_and_flops(frozen: bool) -> tuple[Tensor, int]:
-        x_ND, up_FD, down_DF = (t.to(DEVICE).requires_grad_() for t in random_mlp(21, 12, 20))
+    gradients, flops = [], []
+    for frozen in (False, True):
+        x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(21, 12, 20))
+        x_ND.requires_grad_()
         up_FD.requires_grad_(not frozen)
         down_DF.requires_grad_(not frozen)
         out_ND = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
         with FlopCounterMode(display=False) as counter:
             out_ND.sum().backward()
-        assert x_ND.grad is not None
         assert (up_FD.grad is None) == (down_DF.grad is None) == frozen
-        return x_ND.grad, counter.get_total_flops()
-
-    of_all, flops_of_all = gradient_and_flops(frozen=False)
-    of_input, flops_of_input = gradient_and_flops(frozen=True)
-    assert torch.equal(of_input, of_all)
-    assert flops_of_all - flops_of_input == 2 * (2 * 21 * 12 * 20)
+        gradients.append(x_ND.grad)
+        flops.append(counter.get_total_flops())
+    assert torch.equal(*gradients)
+    assert flops[0] - flops[1] == 2 * (2 * 21 * 12 * 20)
 
 
 # -- which form runs: the first of a fixed order that agrees on all ranks ------------------------------------
@@ -363,24 +322,18 @@ def attention_of(
 
 @pytest.mark.parametrize(
     ("doc_mask", "tried"),
-    [
-        (True, ["fa3"]),
-        (True, ["fa3", "varlen"]),
-        (True, ["fa3", "varlen", "fa2"]),
-        (True, ["fa3", "varlen", "fa2", "sdpa"]),
-        (False, ["fa3"]),
-        (False, ["fa3", "sdpa"]),
-    ],
-)
+    [(True, "fa3"), (True, "fa3 varlen"), (True, "fa3 varlen fa2"), (True, "fa3 varlen fa2 sdpa"),
+     (False, "fa3"), (False, "fa3 sdpa")],
+)  # fmt: skip
 def test_attention_is_tried_in_a_fixed_order(
-    monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: list[str]
+    monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: str
 ) -> None:
     """The last one of these is installed and taken, those before it are not, those after it are not tried."""
-    *absent, installed = tried
+    *absent, installed = tried.split()
     attention = train_gpt.attention_sdpa if installed == "sdpa" else packed_attention
     found = {name: attention for name in ("fa3", "varlen", "fa2", "sdpa") if name not in absent}
     attend, report, looked_at = attention_of(monkeypatch, CallsItselfGpu(), found, doc_mask=doc_mask)
-    assert attend is attention and looked_at == tried
+    assert attend is attention and looked_at == tried.split()
     reasons = "".join(f"{name} ModuleNotFoundError: no {name} | " for name in absent)
     assert report[0].startswith(f"attention:{installed} tried: {reasons}{installed} error:")
     # The only loss that is worth a warning where nothing is installed.
@@ -411,16 +364,6 @@ def test_what_is_installed_and_refused_is_passed_over_loudly(
         attention_of(monkeypatch, CallsItselfGpu(), found, attention="fa3")
     attend, (line, *_), _ = attention_of(monkeypatch, train_gpt.Machine(), found, attention="varlen")
     assert attend is packed_attention and line.startswith("attention:varlen tried: varlen error:")
-
-
-def test_where_nothing_agrees_the_setting_is_refused_with_all_reasons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = {"varlen": broken, "sdpa": not_a_number}
-    reasons = (r"^ATTENTION=auto: fa3 ModuleNotFoundError: no fa3 \| varlen RuntimeError: PTXAS error \| "
-               r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf; lower MICRO_BATCH_TOKENS")  # fmt: skip
-    with pytest.raises(train_gpt.ConfigError, match=reasons):
-        attention_of(monkeypatch, CallsItselfGpu(), found)
 
 
 def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,17 +413,21 @@ def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = iter([[(math.inf, "OSError: no kernel here")]])
     with pytest.raises(train_gpt.ConfigError, match="ATTENTION=fa3: fa3 OSError: no kernel here"):
         attention_of(monkeypatch, OneOfMany(peers=peers), found, attention="fa3")
+    # Where nothing agrees, all reasons are told.
+    reasons = (r"^ATTENTION=auto: fa3 ModuleNotFoundError: no fa3 \| varlen RuntimeError: PTXAS error \| "
+               r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf; lower MICRO_BATCH_TOKENS")  # fmt: skip
+    with pytest.raises(train_gpt.ConfigError, match=reasons):
+        attention_of(monkeypatch, CallsItselfGpu(), {"varlen": broken, "sdpa": not_a_number})
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_computes_by_the_plain_forms_and_tries_nothing(
-    monkeypatch: pytest.MonkeyPatch, asked: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """They are the definition, and a start must be quick."""
     monkeypatch.setattr(train_gpt, "both_passes", lambda *_: pytest.fail("a form was tried"))
     config = dataclasses.replace(SMALL, attention="auto", fused_mlp=asked, fused_heads=asked)
-    chosen = train_gpt.fast_ops(config, train_gpt.Machine(dtype=dtype))
+    chosen = train_gpt.fast_ops(config, train_gpt.Machine(dtype=torch.bfloat16))
     assert chosen.ops == train_gpt.Ops()
     assert [line.split(" tried: ")[0] for line in chosen.report] == [
         "attention:sdpa", "fused_mlp:plain", "fused_heads:plain"
@@ -517,16 +464,10 @@ def test_on_a_gpu_auto_takes_the_kernel_and_0_and_1_are_obeyed(asked: str, form:
     name, line = mlp_of(CallsItselfGpu(), fused_mlp=asked)
     assert name == form
     assert line.startswith(f"fused_mlp:{form} tried: {form} error:") and "|" not in line
-
-
-@pytest.mark.parametrize(("asked", "expected"), [("0", "plain"), ("1", "kernel"), ("auto", "kernel")])
-def test_fused_heads_is_what_was_asked_for(asked: str, expected: str) -> None:
-    if expected == "kernel" and not CUDA and not triton.knobs.runtime.interpret:
-        pytest.skip("no GPU and no interpreter")
     config = dataclasses.replace(SMALL, fused_heads=asked)
     ops, (line,) = train_gpt.first_that_agrees("fused_heads", train_gpt.Ops(), config, CallsItselfGpu())
-    assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (expected == "kernel")
-    assert line.startswith(f"fused_heads:{expected} tried: {expected} error:")
+    assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (form == "kernel")
+    assert line.startswith(f"fused_heads:{form} tried: {form} error:")
 
 
 @pytest.mark.parametrize("setting", ["FUSED_MLP", "FUSED_HEADS"])
@@ -541,6 +482,7 @@ def test_without_triton_a_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     chosen = train_gpt.fast_ops(config, CallsItselfGpu(dtype=torch.bfloat16))
     assert chosen.ops == train_gpt.Ops()
     assert f"warning: {name}: kernel is installed, but refused: AttributeError: " in "\n".join(chosen.report)
+    assert "ATTENTION=sdpa" not in "\n".join(chosen.report), "what was asked for needs no warning"
 
 
 def test_forms_are_tried_with_what_one_pass_of_training_holds() -> None:
@@ -602,85 +544,45 @@ def plain_documents(ids_BT: Tensor, starts: Any, attend: Any, *rest: Any) -> Any
     return original_documents(ids_BT, starts, train_gpt.attention_sdpa, *rest)
 
 
-@needs_runnable_kernels
-def test_a_kernel_that_fails_is_passed_over_by_auto_and_refused_where_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("PTXAS error\nno kernel image")
-
-    monkeypatch.setattr(train_gpt, "linear_leaky_square", fails)
-    name, line = mlp_of(CallsItselfGpu())
-    assert name == "plain"
-    assert line == "fused_mlp:plain tried: kernel RuntimeError: PTXAS error | plain error:0.0e+00"
-    assert mlp_of(CallsItselfGpu(), fused_mlp="0")[0] == "plain"
-    with pytest.raises(train_gpt.ConfigError, match="FUSED_MLP=1: kernel RuntimeError: PTXAS error;"):
-        mlp_of(CallsItselfGpu(), fused_mlp="1")
-
-
-@needs_runnable_kernels
-def test_a_width_that_tma_cannot_read_is_passed_over_or_refused() -> None:
-    name, line = mlp_of(CallsItselfGpu(), model_dim=18)
-    assert name == "plain" and "16 bytes; got 18 and 36 columns" in line
-    with pytest.raises(train_gpt.ConfigError, match=r"FUSED_MLP=1: kernel ValueError: .*18 and 36 columns"):
-        mlp_of(CallsItselfGpu(), model_dim=18, fused_mlp="1")
-
-
-def _choose_on_rank(machine: train_gpt.Machine, fault: str, folder: str) -> None:
-    """One of two ranks; the kernel, here its twin, fails or is wrong on the second one alone."""
+def _choose_on_rank(machine: train_gpt.Machine, folder: str) -> None:
+    """One of two ranks; the kernel, here its twin, fails on the second one alone."""
     twin = train_gpt.mlp_plain
 
     def kernel(*tensors: Any) -> Tensor:
-        if machine.rank == 1 and fault == "fails":
+        if machine.rank == 1:
             raise ZeroDivisionError
-        exact = twin(*tensors)
-        return 1.5 * exact if machine.rank == 1 and fault == "wrong" else exact
+        return twin(*tensors)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "mlp_fused", kernel)
-        told = [mlp_of(CallsItselfGpu(machine.rank, machine.world_size))]
-        if machine.rank == 0:
-            assert mlp_of(CallsItselfGpu())[0] == "kernel", "alone, rank 0 takes it"
+    with mock.patch.object(train_gpt, "mlp_fused", kernel):
+        found = mlp_of(CallsItselfGpu(machine.rank, machine.world_size))
         try:
-            told.append(mlp_of(CallsItselfGpu(machine.rank, machine.world_size), fused_mlp="1"))
+            mlp_of(CallsItselfGpu(machine.rank, machine.world_size), fused_mlp="1")
         except train_gpt.ConfigError as error:
-            told.append(("refused", str(error)))
-    Path(folder, f"{machine.rank}.json").write_text(json.dumps(told))
+            Path(folder, f"{machine.rank}.json").write_text(json.dumps([*found, str(error)]))
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("fails", "kernel ZeroDivisionError: "), ("wrong", "kernel error:5.0e-01")]
-)
-def test_two_ranks_decide_the_same_when_the_kernel_fails_on_one(
-    fault: str, reason: str, tmp_path: Path
-) -> None:
-    on_ranks(2, tmp_path, _choose_on_rank, fault, str(tmp_path))
+def test_two_ranks_decide_the_same_when_the_kernel_fails_on_one(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, _choose_on_rank, str(tmp_path))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    (name, line), (asked_for, error) = first
-    assert (name, asked_for) == ("plain", "refused")
-    assert line == f"fused_mlp:plain tried: {reason} | plain error:0.0e+00"
-    assert error.startswith(f"FUSED_MLP=1: {reason};")
+    reason = "kernel ZeroDivisionError: "
+    assert first[:2] == ["plain", f"fused_mlp:plain tried: {reason} | plain error:0.0e+00"]
+    assert first[2].startswith(f"FUSED_MLP=1: {reason};") and first == second
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(("scale", "wanted"), [(1.0, "kernel"), (1.04, "plain"), (math.nan, "plain")])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_auto_keeps_only_what_is_right(
-    monkeypatch: pytest.MonkeyPatch, scale: float, wanted: str, where: str
-) -> None:
-    """A fault injected into one result of the kernel turns the kernel off."""
+def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A fault of a twenty-fifth in one result of the kernel turns the kernel off."""
     exact = train_gpt.linear_leaky_square
 
     def faulty(a: Tensor, b: Tensor, pre: Tensor | None, slope: float) -> Tensor:
         here = (pre is None) == (where == "forward")
-        return exact(a, b, pre, slope) * (scale if here else 1.0)
+        return exact(a, b, pre, slope) * (1.04 if here else 1.0)
 
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
     name, line = mlp_of(CallsItselfGpu())
-    assert name == wanted
-    assert line.startswith(f"fused_mlp:{wanted} tried: kernel error:")
-    assert line.endswith(" | plain error:0.0e+00") == (wanted == "plain")
+    assert name == "plain"
+    assert re.fullmatch(r"fused_mlp:plain tried: kernel error:\S+ \| plain error:0.0e\+00", line)
 
 
 @needs_runnable_kernels
@@ -710,11 +612,15 @@ def test_auto_keeps_only_heads_that_are_right(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("has_room", [True, False])
-@pytest.mark.parametrize("is_cuda", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "room", "tile"),
+    [(True, torch.bfloat16, train_gpt.LARGE_TILE_SHARED_BYTES, train_gpt.LARGE_TILE),
+     (True, torch.float16, train_gpt.LARGE_TILE_SHARED_BYTES - 1, train_gpt.MEDIUM_TILE),
+     (True, torch.float32, train_gpt.LARGE_TILE_SHARED_BYTES, train_gpt.SMALL_TILE),
+     (False, torch.bfloat16, train_gpt.LARGE_TILE_SHARED_BYTES, train_gpt.SMALL_TILE)],
+)  # fmt: skip
 def test_large_tiles_are_for_tensor_cores_with_room_for_them(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, has_room: bool
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, room: int, tile: dict[str, int]
 ) -> None:
     launched: list[dict[str, Any]] = []
 
@@ -722,16 +628,12 @@ def test_large_tiles_are_for_tensor_cores_with_room_for_them(
         """A CPU tensor that may call itself a GPU's."""
 
     monkeypatch.setattr(Card, "is_cuda", is_cuda, raising=False)
-    room = train_gpt.LARGE_TILE_SHARED_BYTES if has_room else train_gpt.LARGE_TILE_SHARED_BYTES - 1
     card = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=room)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     kernel = {(2,): lambda *_, **options: launched.append(options)}
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
     a, b = (torch.zeros(8, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
     train_gpt.linear_leaky_square._init_fn(a, b, None, 0.5)
-    tile = train_gpt.SMALL_TILE
-    if is_cuda and dtype != torch.float32:
-        tile = train_gpt.LARGE_TILE if has_room else train_gpt.MEDIUM_TILE
     assert launched == [{"BACKWARD": False, **tile}]
 
 
@@ -879,7 +781,7 @@ def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
 @needs_runnable_kernels
 def test_the_model_is_one_graph_with_all_its_kernels() -> None:
     """Loss and gradients with the kernels of heads, traced in one graph, equal those without."""
-    config = tiny_config(COMPILE=0)
+    config = tiny_config(NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, COMPILE=0)
     model = train_gpt.build_model(config).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -887,11 +789,12 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
     ids_BT = torch.randint(2, config.vocab_size, (2, config.train_seq_len)).to(DEVICE)
     plain = model.loss(ids_BT, ids_BT)
-    expected = [plain.detach(), *torch.autograd.grad(plain, list(model.parameters()))]
+    expected = torch.autograd.grad(plain, list(model.parameters()))
     model.ops = train_gpt.Ops(heads=train_gpt.heads_fused, xsa=train_gpt.xsa_fused)
     loss_of = torch.compile(train_gpt.GPT.loss, dynamic=False, fullgraph=True, backend="aot_eager")
     fused = loss_of(model, ids_BT, ids_BT)
-    found = [fused.detach(), *torch.autograd.grad(fused, list(model.parameters()))]
+    torch.testing.assert_close(fused, plain)
+    found = torch.autograd.grad(fused, list(model.parameters()))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-9)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import train_gpt
 from tests.support.public_commands import load_public_commands
 from tools.translate import LAUNCHERS, public_names, published_commands
 from train_gpt import Config, ConfigError, public_answers
@@ -160,7 +161,8 @@ def test_a_few_settings_are_no_pasted_command() -> None:
 def test_every_answer_is_of_no_setting_or_of_a_value_or_has_a_catch() -> None:
     for name, row in NAMES.items():
         known = name.partition("=")[0]
-        assert "=" in name or known not in SETTINGS or row["harmless"] == "*", name
+        assert "=" in name or (known in SETTINGS) == ("of_ours" in row), name
+        assert "of_ours" not in row or row["harmless"] == "*", name
         assert len(row["answer"]) >= 8
         for pair in row.get("means", "").split():
             assert pair.partition("=")[0] in SETTINGS, name
@@ -173,6 +175,17 @@ def test_no_name_is_answered_twice() -> None:
     rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["names"]
     listed = [name for row in rows for name in row["names"].split()]
     assert len(listed) == len(set(listed)) == len(NAMES)
+
+
+def test_a_former_name_that_a_fork_makes_a_setting_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"names": "MATRIX_LR", "answer": "no effect: never read", "harmless": "*"}
+    path = tmp_path / "names.json"
+    monkeypatch.setattr(train_gpt, "find_path", lambda _: path)
+    for of_ours, lines in (({}, []), ({"of_ours": ""}, ["note: MATRIX_LR=0.5: no effect: never read"])):
+        path.write_text(json.dumps({"names": [{**row, **of_ours}], "commands": {}}))
+        assert public_answers({"MATRIX_LR": "0.5"}) == lines
 
 
 def test_a_lone_script_looks_for_misspelt_settings_alone(repo: Path, tmp_path: Path) -> None:

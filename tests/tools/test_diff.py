@@ -14,8 +14,9 @@ from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
 from tests.support.waiting import DEADLINE_SECONDS
 from tools.__main__ import main
 from tools.compare import svg
-from tools.compare.diff import changed_settings
+from tools.compare.settings import changed_settings
 from tools.runs.folder import Folder
+from tools.runs.script import Config
 from tools.runs.stats import compare, deviation, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
@@ -89,16 +90,16 @@ def test_kinds_of_score_are_told_and_compared_kind_by_kind(
     base, new = two
     assert main(["diff", str(base), str(new), "--no-code"]) == 0
     alike = capsys.readouterr().out
-    assert "score: legal_ttt;" in alike and "two kinds" not in alike
+    assert "Score: legal_ttt." in alike and "two kinds" not in alike
     log = new / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if not line.startswith("legal_ttt")))
     assert main(["diff", str(base), str(new), "--no-code"]) == 0
     unlike = capsys.readouterr().out
     assert re.search(r"final_int6_sliding_window against legal_ttt, two kinds of score", unlike)
-    change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+)$", unlike, re.MULTILINE)
+    change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+) +[+-][\d.]+$", unlike, re.MULTILINE)
     assert change is not None and f"sliding window {change[1]}" in unlike.splitlines()[0]
-    assert re.search(r"^val_bpb, test-time training .* –$", unlike, re.MULTILINE)
+    assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
 def test_scores_of_different_texts_are_not_compared(
@@ -215,14 +216,14 @@ def test_the_comparison_opens_with_one_sentence(tmp_path: Path, capsys: pytest.C
     alike = pack(records, make_runs(tmp_path / "alike", 8, 9, 10), name="Alike")
     capsys.readouterr()
     better = first_line(capsys, base, new)
-    assert re.match(r"\S+_New is better than \S+_Base by 0\.0\d+ bits per byte, which is significant", better)
-    assert better.endswith("they differ in 1 setting and the code (+1 -1 lines).")
+    assert re.match(r"\S+_New is better than \S+_Base by 0\.0\d+ bits per byte\. That is significant", better)
+    assert better.endswith("They differ in 1 setting and the code (+1 -1 lines).")
     worse = first_line(capsys, new, base)
-    assert "_Base is worse than" in worse and "which is significant" in worse
-    assert "settings and code are equal." in first_line(capsys, base, alike)
-    assert "no more than chance" in first_line(capsys, base, alike)
+    assert "_Base is worse than" in worse and "That is significant" in worse
+    assert "Settings and code are equal." in first_line(capsys, base, alike)
+    assert "not significant" in first_line(capsys, base, alike)
     single = make_run(tmp_path / "single", 11)
-    assert "which cannot be tested (seeds: 1 against 3)" in first_line(capsys, base, single)
+    assert "That cannot be tested (seeds: 1 against 3)" in first_line(capsys, base, single)
 
 
 @pytest.mark.parametrize("verb", ["diff", "plot"])
@@ -243,3 +244,64 @@ def test_charts_show_every_point() -> None:
     assert points is not None
     heights = [float(pair.split(",")[1]) for pair in points[1].split()]
     assert len(heights) == 300 and all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for y in heights)
+
+
+PUBLIC_LOG = """Hyperparameters:
+  iterations: 20000
+  leaky_relu_sq_slope: 0.3
+  logfile: logs/a.txt
+  lqer_enabled: {lqer}
+  model_dim: 512
+  seed: {seed}
+  ttt_lora_lr: {ttt_lora_lr}
+20/20000 train_loss: {train:.4f} train_time: 0.1m tok/s: 6400000
+stopping_early: wallclock_cap train_time: 599000ms step: 4900/20000
+diagnostic pre-quantization post-ema val_loss:2.30000000 val_bpb:{float_:.8f} eval_time:9000ms
+diagnostic quantized val_loss:2.32000000 val_bpb:{quantized:.8f} eval_time:9000ms
+quantized_ttt_phased val_loss:2.29000000 val_bpb:{ttt:.8f} eval_time:500000ms
+"""
+
+
+def public_folder(folder: Path, gain: float, ttt_lora_lr: str) -> Path:
+    """Three seeds of a public script; test-time training gives a third of the gain of training back."""
+    folder.mkdir()
+    for seed, luck, share in ((0, 0.004, 0.66), (42, 0.0, 0.67), (1234, 0.002, 0.67)):
+        text = PUBLIC_LOG.format(
+            seed=seed, ttt_lora_lr=ttt_lora_lr, lqer="False", train=3.2, float_=1.07 + luck - gain,
+            quantized=1.08 + luck - gain, ttt=1.06 + luck - gain * share)  # fmt: skip
+        (folder / f"train_seed{seed}.log").write_text(text)
+    return folder
+
+
+def test_stages_of_public_logs_and_pairs_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = public_folder(tmp_path / "base", 0.0, "0.0001")
+    new = public_folder(tmp_path / "new", 0.003, "0.00008")
+    assert main(["diff", str(base), str(new)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^val_bpb, before quantization .* -0\.003000  –$", text, re.MULTILINE)
+    assert re.search(r"^val_bpb, quantized .* -0\.003000  \+0\.000000$", text, re.MULTILINE)
+    assert re.search(r"^val_bpb, test-time training .* -0\.002000  \+0\.001000$", text, re.MULTILINE)
+    first = text.split(". ", 1)[0]
+    assert "better than base by 0.002000" in first and "TTT_LORA_LR" in first
+    assert "better by 0.003000 bits per byte before it (quantized)" in first
+    # The seeds scatter by more than the gain: only as pairs are they significant.
+    assert re.search(r"That is significant \(p .*, paired by seed, 3 seeds\)", text.splitlines()[0])
+    assert re.search(r"one-sided Welch, no margin: p = 0\.[12]", text)
+
+
+def test_a_run_under_way_against_a_public_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows the steps that it made, and public names are ours before settings are compared."""
+    config = {name: str(value) for name, value in Config().as_env().items()}
+    run = make_run(tmp_path / "runs", 1, config={**config, "LEAKY_SLOPE": "0.3", "MODEL_DIM": "256"})
+    lines = (run / "log.txt").read_text().splitlines(keepends=True)
+    until = next(number for number, line in enumerate(lines) if line.startswith("step:20/"))
+    (run / "log.txt").write_text("".join(lines[: until + 1]))
+    (run / "summary.json").unlink()
+    log = public_folder(tmp_path / "public", 0.0, "0.0001") / "train_seed42.log"
+    assert main(["diff", str(run), str(log), "--no-code"]) == 0
+    text = capsys.readouterr().out
+    assert "cannot be compared" in text and "At step 20 its training loss is 3.2000" in text
+    assert re.search(r"^steps +20\.0 \(n=1\) +4,900", text, re.MULTILINE)
+    assert re.search(r"^MODEL_DIM +256 +512$", text, re.MULTILINE)
+    for same in ("LEAKY", "LOGFILE", "LQER", "MATRIX_LR"):
+        assert same not in text
