@@ -43,6 +43,7 @@ import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 import zlib
@@ -4738,11 +4739,30 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             # A longer script leaves fewer bytes for weights.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
-            write_whole(run.path(ARTIFACT), data)
+            keep_artifact(run.path(ARTIFACT), data)
             run.log(line)
         run.machine.gather(None)
     steps = training.step
     return Trained(steps, steps * config.train_batch_tokens, train_seconds, f"{stream_hash:016x}")
+
+
+def keep_artifact(path: Path, data: bytes) -> None:
+    """Write the artifact of a run; where its disk is full, to the temporary folder or the home.
+
+    Raises ConfigError that names that place, since the run cannot go on.
+    """
+    try:
+        write_whole(path, data)
+    except ConfigError as error:
+        for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
+            spare = Path(folder) / f"{path.parent.name}.{path.name}"
+            if spare.exists():
+                continue
+            with contextlib.suppress(ConfigError):
+                write_whole(spare, data)
+            if spare.exists():
+                raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
+        raise
 
 
 def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:

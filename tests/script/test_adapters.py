@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import train_gpt
 from tests.support.waiting import DEADLINE_SECONDS
+from tools.check.findings import Level, Mode
 from tools.prove import probes, tiny
 from train_gpt import (
     BOS_ID,
@@ -330,38 +331,9 @@ def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
 # --- what is learned from ---
 
 
-def test_a_step_learns_from_what_the_ledger_gives_out_and_from_no_last_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_learned_from_is_scored_and_the_weights_stay_as_they_are() -> None:
     lab = subject()
-    given: list[tuple[int, int]] = []
-    steps = [0]
-    original = Ledger.scored_tokens
-
-    def watched(ledger: Ledger, start: int, stop: int) -> np.ndarray:
-        given.append((start, stop))
-        return original(ledger, start, stop)
-
-    step = torch.optim.AdamW.step
-
-    def counted(optimizer: Any, *rest: Any) -> Any:
-        steps[0] += 1
-        return step(optimizer, *rest)
-
-    monkeypatch.setattr(Ledger, "scored_tokens", watched)
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-    tokens = lab.tokens()
-    lab.nats("score_ttt", tokens)
-    borders = [*np.flatnonzero(tokens == BOS_ID), len(tokens) - 1]
-    expected = []
-    for begin, end in itertools.pairwise(borders):
-        expected += [(start + 1, start + 9) for start in range(begin, end - 8, 8)]
-    assert sorted(given) == sorted(expected)
-    assert steps[0] < len(expected), "the documents of a batch take a step together"
-
-
-def test_weights_stay_as_they_are_and_have_no_gradients() -> None:
-    lab = subject()
+    assert {finding.level(Mode.AGREED) for finding in probes.ledger_order(lab, "score_ttt")} == {Level.INFO}
     model = lab.model()
     before = copy.deepcopy(model.state_dict())
     lab.nats("score_ttt", lab.tokens(), model)

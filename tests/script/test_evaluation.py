@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +19,11 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import load_tokenizer, write_shard
 from tests.support import tiny
-from tests.support.clock import counted_clock
-from tests.support.processes import Ended, Lab
 from tests.support.ranks import on_ranks
 from tools.check.findings import Level, Mode
 from tools.prove import probes, ranks, rehearsal
 from train_gpt import (
     Config,
-    ConfigError,
     DataError,
     Ledger,
     Validation,
@@ -139,49 +135,6 @@ def test_updates_get_scored_tokens_only() -> None:
             ledger.scored_tokens(start, stop)
 
 
-def learned_from(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each pass with gradients: the last place of the stream that it sees, and the targets scored by then.
-
-    The stream counts, so that a token tells its place: i + 1 stands at i, and BOS, which is 1, at the start.
-    """
-    lab = subject(VOCAB_SIZE="256")
-    scored = [0]
-    seen: list[tuple[int, int]] = []
-    record = Ledger.record
-
-    def watched_record(ledger: Ledger, start: int, nats: np.ndarray) -> None:
-        record(ledger, start, nats)
-        scored.append(start + len(nats))
-
-    def watched(function: Any, place: int) -> Any:
-        """A function of the model that notes which tokens it is given there."""
-
-        def noting(*given: Any) -> torch.Tensor:
-            if torch.is_grad_enabled():
-                seen.append((int(given[place].max()) - 1, scored[-1]))
-            return function(*given)
-
-        return noting
-
-    monkeypatch.setattr(Ledger, "record", watched_record)
-    monkeypatch.setattr(train_gpt.GPT, "forward", watched(train_gpt.GPT.forward, 1))
-    monkeypatch.setattr(train_gpt.GPT, "loss_per_token", watched(train_gpt.GPT.loss_per_token, 2))
-    assert len(lab.nats(name, np.arange(1, 151, dtype=np.uint16))) == 149
-    return seen
-
-
-def test_what_is_learned_from_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token at place i + 1 is target i: it may be seen once i + 1 targets are scored."""
-    seen = learned_from("score_ttt", monkeypatch)
-    assert seen and all(last <= scored for last, scored in seen)
-    assert max(last for last, _ in seen) == 128, "the fourth chunk of five was learned from to its end"
-
-
-@pytest.mark.parametrize("name", ["score_roundtrip", "score_sliding"])
-def test_the_other_scorers_learn_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert learned_from(name, monkeypatch) == []
-
-
 # --- windows ---
 
 
@@ -265,12 +218,16 @@ def test_streams_with_odd_documents_are_scored_whole(kind: str) -> None:
     assert np.isfinite(lab.nats("score_ttt", tokens, model)).all()
 
 
-def test_a_context_that_is_no_multiple_of_the_stride_is_scored_whole_and_in_order() -> None:
-    lab = subject(EVAL_STRIDE="6", TTT_CHUNK_TOKENS="36")
+@pytest.mark.parametrize("settings", [{}, {"EVAL_STRIDE": "6", "TTT_CHUNK_TOKENS": "36"}], ids=str)
+def test_all_is_scored_once_and_in_order_and_learned_from_behind_its_score(settings: dict[str, str]) -> None:
+    """Also where the context is no multiple of the stride. No weight of the model changes."""
+    lab = subject(**settings)
     found = lab.nats("score_sliding", lab.tokens())
-    np.testing.assert_allclose(found, plain_loop(lab.model(), lab.tokens(), lab.config, 6), atol=2e-5)
-    findings = probes.ledger_order(lab, "score_ttt")
-    assert {finding.level(Mode.AGREED) for finding in findings} == {Level.INFO}
+    expected = plain_loop(lab.model(), lab.tokens(), lab.config, lab.config.eval_stride)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    for name in probes.SCORERS:
+        findings = probes.ledger_order(lab, name)
+        assert {finding.level(Mode.AGREED) for finding in findings} == {Level.INFO}
 
 
 # --- test-time training ---
@@ -291,25 +248,6 @@ def test_the_last_chunk_is_never_learned_from(monkeypatch: pytest.MonkeyPatch) -
     lab.nats("score_ttt", lab.tokens())
     stream = lab.tokens().tolist()
     assert learned == [stream[start : start + 33] for start in (0, 32, 64, 96)]
-
-
-def test_weights_come_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = subject()
-    model = lab.model()
-    calls = iter(range(3))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    original = train_gpt.learn
-
-    def learn_twice(*arguments: Any) -> None:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        original(*arguments)
-
-    monkeypatch.setattr(train_gpt, "learn", learn_twice)
-    with pytest.raises(KeyboardInterrupt):
-        lab.nats("score_ttt", lab.tokens(), model)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def write_ledgers(machine: train_gpt.Machine, folder: Path) -> None:
@@ -377,15 +315,6 @@ def test_a_foreign_tokenizer_is_refused(dataset: Path, tmp_path: Path) -> None:
 
 
 # --- settings and lines ---
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"EVAL_STRIDE": "17"}, {"TTT_CHUNK_TOKENS": "36"}, {"TTT_CHUNK_TOKENS": "8"}, {"EVAL_STRIDE": "0"}],
-)
-def test_settings_that_contradict_are_config_errors(changes: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"EVAL_STRIDE|TTT_CHUNK_TOKENS"):
-        subject(**changes)
 
 
 def lines(run: probes.RecordingRun, label: str) -> list[str]:
@@ -499,44 +428,6 @@ def test_no_batch_of_a_score_waits_for_the_gpu() -> None:
         scorer._score_batch(scorer.chunks[0][1:2])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-KILLED = """
-import os, signal, builtins
-opening = open
-def kill(path, *given, **more):
-    log = opening(path).read() if str(path).endswith("log.txt") and os.path.exists(path) else ""
-    if log.count("val_progress:PHASE") == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return opening(path, *given, **more)
-builtins.open = kill
-"""  # in the second chunk of a scorer
-EVERY_CHUNK = {
-    "VAL_TOKENS_LIMIT": 1100, "VAL_BATCH_SIZE": 256, "VAL_PROGRESS_LOG_EVERY": 1, "VAL_LOSS_EVERY": 0,
-    "ITERATIONS": 2, "WARMUP_STEPS": 0, "GPTQ_CALIBRATION_BATCHES": 1,
-}  # fmt: skip
-
-
-def tokens_seen(ended: Ended) -> list[tuple[str, str]]:
-    log = (ended.directory / "log.txt").read_text("utf-8")
-    told = re.findall(r"^val_progress:(\w+) .* tokens_seen:(\d+) ", log, re.M)
-    return [(name, seen) for name, seen in told if name != "training"]
-
-
-def test_two_ranks_killed_in_evaluation_score_again(lab: Lab) -> None:
-    clock = counted_clock(forward_seconds=1)
-    first, _ = (rank.wait() for rank in lab.elsewhere("straight").ranks(2, fault=clock, **EVERY_CHUNK))
-    changes = {**EVERY_CHUNK, "CHECKPOINT_EVERY_SECONDS": 1000}
-    fatal = {0: {"fault": clock + KILLED.replace("PHASE", "legal_ttt")}}
-    killed, peer = lab.ranks(2, fatal, clock, **changes)
-    ended = killed.wait()
-    peer.send(signal.SIGKILL)
-    peer.wait()
-    assert ended.status == -signal.SIGKILL
-    last, _ = (rank.wait() for rank in lab.ranks(2, fault=clock, RESUME=ended.directory, **changes))
-    assert last.status == 0, last.err
-    assert tokens_seen(last) == tokens_seen(first)[:5] + tokens_seen(first)
-    assert last.summary["losses"] == first.summary["losses"]
 
 
 @pytest.mark.slow

@@ -490,19 +490,6 @@ def test_impossible_shapes_are_refused_by_name(settings: str) -> None:
         tiny(**dict(one.split("=") for one in settings.split()))
 
 
-def test_observer_sees_every_matrix_input() -> None:
-    config = tiny()
-    seen = {}
-    model = random_model(config)
-    hidden = model(random_ids(config), observe=lambda site, layer, x: seen.setdefault((site, layer), x))
-    assert torch.equal(seen["hidden", 0], hidden)
-    assert {layer for site, layer in seen if site == "mlp_hidden"} == set(range(6))
-    up = F.linear(seen["mlp_in", 2], model.mlp_up_bank[2])
-    expected = F.leaky_relu(up, config.leaky_slope).square()
-    torch.testing.assert_close(seen["mlp_hidden", 2], expected)
-    assert seen["attn_in", 3].shape == seen["attn_out", 3].shape == hidden.shape
-
-
 def test_calibration_follows_a_changed_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The activation stands in one place: the hidden values that are observed are those of the MLP."""
     config = tiny()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,20 +183,3 @@ def test_a_former_name_that_a_fork_makes_a_setting_is_one(
     for of_ours, lines in (({}, []), ({"of_ours": ""}, ["note: MATRIX_LR=0.5: no effect: never read"])):
         path.write_text(json.dumps({"names": [{**row, **of_ours}], "commands": {}}))
         assert public_answers({"MATRIX_LR": "0.5"}) == lines
-
-
-def test_a_lone_script_looks_for_misspelt_settings_alone(repo: Path, tmp_path: Path) -> None:
-    shutil.copy(repo / "train_gpt.py", tmp_path)
-    code = """
-import train_gpt
-print(train_gpt.public_answers({"LQER_RANK": "4", "SEEDS": "1"}))
-try:
-    train_gpt.public_answers({"MATRX_LR": "1"})
-except train_gpt.ConfigError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.splitlines() == [
-        "['warning: SEEDS=1: no setting; did you mean SEED?']",
-        "MATRX_LR=1: no setting; did you mean MATRIX_LR?",
-    ], done.stderr

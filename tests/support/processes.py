@@ -35,28 +35,12 @@ OF_THE_PROCESS = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # of the process
 KEPT: Path | None = None
 # Six steps of the tiny model, every feature of the default run, all evaluations.
 TINY_RUN: dict[str, object] = {
-    **tiny.MODEL,
-    "CONFIG": REPO / "configs/cpu_demo.env",
-    "DEVICE": "cpu",
-    "COMPUTE_DTYPE": "float32",
-    "ITERATIONS": 6,
-    "MAX_WALLCLOCK_SECONDS": 0,
-    "ENABLE_LOOPING_AT": 0.5,
-    "EMA_DECAY": 0.5,
-    "MUON_WD": 0.1,
-    "EMBED_WD": 0.1,
-    "ADAM_WD": 0.1,
-    "VAL_TOKENS_LIMIT": 1000,
-    "VAL_BATCH_SIZE": 16_384,
-    "EVAL_STRIDE": 16,
-    "TTT_ENABLED": 1,
-    "TTT_MODE": "lora",
-    "TTT_CHUNK_SIZE": 32,
-    "TTT_BATCH_SIZE": 4,
-    "GPTQ_CALIBRATION_BATCHES": 4,
-    "ARTIFACT_BYTES_MAX": 1_000_000,
-    "RUN_ID": "run",
-}
+    **tiny.MODEL, "CONFIG": REPO / "configs/cpu_demo.env", "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
+    "ITERATIONS": 6, "MAX_WALLCLOCK_SECONDS": 0, "ENABLE_LOOPING_AT": 0.5, "EMA_DECAY": 0.5, "MUON_WD": 0.1,
+    "EMBED_WD": 0.1, "ADAM_WD": 0.1, "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16,
+    "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 4,
+    "GPTQ_CALIBRATION_BATCHES": 4, "ARTIFACT_BYTES_MAX": 1_000_000, "RUN_ID": "run",
+}  # fmt: skip
 
 
 class Hung(AssertionError):
@@ -89,6 +73,11 @@ class Ended:
         return [
             json.loads(line) for line in (self.directory / "metrics.jsonl").read_text("utf-8").splitlines()
         ]
+
+
+def train_losses(ended: Ended) -> dict[int, float]:
+    """The loss of each step."""
+    return {event["step"]: event["train_loss"] for event in ended.events if event["event"] == "train"}
 
 
 def results(ended: Ended) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,31 +33,22 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("new", "base", "p"), [(1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)]
-)
-def test_published_p_values(new: int, base: int, p: float) -> None:
-    test = welch_lower(PUBLISHED[new], PUBLISHED[base])
-    assert test is not None and round(test.p, 3) == p
+def test_published_p_values() -> None:
+    for new, base, p in ((1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)):
+        test = welch_lower(PUBLISHED[new], PUBLISHED[base])
+        assert test is not None and round(test.p, 3) == p
+    assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None  # one seed is no test
 
 
-def test_margin_is_tested_in_nats_per_token() -> None:
+def test_margin_is_tested_in_nats_per_token_of_one_tokenizer() -> None:
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
     verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
     assert verdict.margin is not None and round(verdict.margin.p, 4) == 0.0095
     assert verdict.meets_margin and verdict.meets_frontier
     assert verdict.gain_nats_per_token == pytest.approx(0.00784, abs=1e-5)
-
-
-def test_other_tokenizer_leaves_nats_per_token_open() -> None:
     verdict = compare([1.08, 1.081], [1.09, 1.091], [2.78, 2.79], [1.89, 1.90])
     assert verdict.gain_nats_per_token is None and verdict.margin is None and verdict.frontier is not None
-
-
-def test_one_seed_a_side_is_no_test() -> None:
-    assert welch_lower([1.0], [1.1, 1.2]) is None
-    assert deviation([1.0]) is None
 
 
 def test_settings_that_are_equal_as_numbers_are_equal() -> None:
@@ -74,9 +66,19 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return base, make_run(tmp_path / "new", 4, source=changed, config={"MATRIX_LR": "0.03"}, gain=0.05)
 
 
-def test_text_names_what_differs(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *map(str, two)]) == 0
-    text = capsys.readouterr().out
+@pytest.fixture
+def told(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command prints of both."""
+    def text(*options: str) -> str:
+        capsys.readouterr()
+        assert main(["diff", *map(str, two), *options]) == 0
+        return capsys.readouterr().out
+
+    return text
+
+
+def test_text_names_what_differs(told: Callable[..., str]) -> None:
+    text = told()
     assert re.search(r"MATRIX_LR +0\.02 +0\.03", text)
     assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
     assert "gain +0.0" in text and "no test" in text
@@ -84,18 +86,15 @@ def test_text_names_what_differs(two: tuple[Path, Path], capsys: pytest.CaptureF
 
 
 def test_kinds_of_score_are_told_and_compared_kind_by_kind(
-    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    two: tuple[Path, Path], told: Callable[..., str]
 ) -> None:
     """A run that learns at test time against one that does not."""
-    base, new = two
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    alike = capsys.readouterr().out
+    alike = told("--no-code")
     assert "Score: legal_ttt." in alike and "two kinds" not in alike
-    log = new / "log.txt"
+    log = two[1] / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if not line.startswith("legal_ttt")))
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    unlike = capsys.readouterr().out
+    unlike = told("--no-code")
     assert re.search(r"final_int6_sliding_window against legal_ttt, two kinds of score", unlike)
     change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+) +[+-][\d.]+$", unlike, re.MULTILINE)
     assert change is not None and f"sliding window {change[1]}" in unlike.splitlines()[0]
@@ -103,33 +102,28 @@ def test_kinds_of_score_are_told_and_compared_kind_by_kind(
 
 
 def test_scores_of_different_texts_are_not_compared(
-    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    two: tuple[Path, Path], told: Callable[..., str]
 ) -> None:
-    base, new = two
-    log = new / "log.txt"
+    log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    text = capsys.readouterr().out
+    text = told("--no-code")
     assert "cannot be compared" in text and "different texts" in text and "p = " not in text
     assert re.search(r"^val_bpb, headline .* –$", text, re.MULTILINE)
 
 
-def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], told: Callable[..., str]) -> None:
     """The last line of training may come before the end."""
-    base, new = two
-    log = new / "log.txt"
+    log = two[1] / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     last_step = f"step:{STEPS}/"
     assert any(line.startswith(last_step) for line in lines)
     log.write_text("".join(line for line in lines if not line.startswith((last_step, "stopping_early"))))
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    assert re.search(r"^steps .* \+0\.0$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^steps .* \+0\.0$", told("--no-code"), re.MULTILINE)
 
 
-def test_json(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "--json", *map(str, two)]) == 0
-    value = json.loads(capsys.readouterr().out)
+def test_json(told: Callable[..., str]) -> None:
+    value = json.loads(told("--json"))
     assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
     assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
 
@@ -141,22 +135,21 @@ def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Pa
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
     assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
     assert html.count("<svg") == 7
-
-
-def test_a_page_without_a_name_goes_into_the_new_run(two: tuple[Path, Path]) -> None:
     base, new = two
-    assert main(["diff", str(base), str(new), "--html"]) == 0
+    assert main(["diff", str(base), str(new), "--html"]) == 0  # without a name, into the new run
     assert "<svg" in (new / f"diff_{base.name}.html").read_text()
 
 
 def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:
-    line = svg.Line("base", [(float(x), 3.0 + 4.0 / (x + 1)) for x in range(5000)])
-    drawn = svg.chart("Loss", "steps", "nats", [line])
-    points = re.search(r'points="([^"]+)"', drawn)
-    assert points is not None and len(points[1].split()) <= svg.POINTS_MAX + 1
-    assert all(
-        svg.LEFT <= float(pair.split(",")[0]) <= svg.WIDTH - svg.RIGHT + 0.1 for pair in points[1].split()
-    )
+    """Every point, the steep beginning too; of very many, as many as can be seen."""
+    for count in (300, 5000):
+        line = svg.Line("base", [(float(x), 2.0 + 9.0 / (x + 1)) for x in range(count)])
+        points = re.search(r'points="([^"]+)"', svg.chart("Loss", "steps", "nats", [line]))
+        assert points is not None
+        places = [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in points[1].split())]
+        assert len(places) == 300 if count == 300 else len(places) <= svg.POINTS_MAX + 1
+        assert all(svg.LEFT <= x <= svg.WIDTH - svg.RIGHT + 0.1 for x, _ in places)
+        assert all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for _, y in places)
     assert svg.ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert svg.chart("Nothing", "x", "y", []) == ""
 
@@ -235,15 +228,6 @@ def test_a_folder_that_is_no_run_and_no_record_is_refused_without_a_walk(
     monkeypatch.setattr(Folder, "files", lambda folder: pytest.fail(f"{folder.path} is walked"))
     assert main([verb, str(tmp_path), *([str(inner)] if verb == "diff" else [])]) == 2
     assert "is no run and no record" in capsys.readouterr().err
-
-
-def test_charts_show_every_point() -> None:
-    """The steep beginning too."""
-    line = svg.Line("base", [(float(x), 2.0 + 9.0 / (x + 1)) for x in range(300)])
-    points = re.search(r'points="([^"]+)"', svg.chart("Loss", "steps", "nats", [line]))
-    assert points is not None
-    heights = [float(pair.split(",")[1]) for pair in points[1].split()]
-    assert len(heights) == 300 and all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for y in heights)
 
 
 PUBLIC_LOG = """Hyperparameters:

@@ -143,7 +143,7 @@ class Final:
         if self.rank > 0:
             return STAGES[self.rank]
         label = self.label.lower()
-        if re.search(r"pre-?quant|post[-_ ]ema|^raw", label):
+        if re.search(r"pre-?quant|post[-_ ]ema|^raw|^diagnostic final$", label):
             return STAGES[0]
         return STAGES[1] if "quantized" in label else ""
 
