@@ -821,6 +821,7 @@ def is_parallel(layer: int, mode: str, c: ModelSettings) -> bool:
 Operation = Callable[..., Tensor]  # of a layer: a plain form, or its faster twin
 RMS_NORM_EPS = 2.0**-23  # the same for every version of torch
 XSA_MIN_SQUARE = 1e-24  # of a value's length: nothing is divided by zero
+MAX_BOUNDED_SOFTCAP = 60.0  # exp(60), summed over a vocabulary, stays below exp(88.7), fp32's largest number
 
 
 def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -1101,7 +1102,14 @@ class GPT(nn.Module):
         softcap = self.settings.logit_softcap
         if softcap:
             logits_NV = softcap * torch.tanh(logits_NV / softcap)
-        return F.cross_entropy(logits_NV, targets_N, reduction="none")
+        if not 0 < softcap <= MAX_BOUNDED_SOFTCAP:
+            return F.cross_entropy(logits_NV, targets_N, reduction="none")
+        # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
+        # powers of two faster than those of e, hence bits.
+        nats_of_bit = math.log(2)
+        bits_NV = logits_NV / nats_of_bit
+        bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
+        return nats_of_bit * bits_N
 
     def loss(
         self, inputs_BT: Tensor, targets_BT: Tensor, starts: Tensor | None = None, looping: bool = True

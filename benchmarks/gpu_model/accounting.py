@@ -74,6 +74,7 @@ class Launch:
     microseconds: float  # modelled
     shapes: str
     live_bytes: int  # of all tensors alive just after it
+    instructions: float = 0.0  # of all threads; 0: not counted
 
 
 class _Storage(NamedTuple):
@@ -126,11 +127,13 @@ class Recorder:
         flop: float = 0.0,
         flop_per_second: float = 0.0,
         shapes: str = "",
+        instructions: float = 0.0,
     ) -> None:
         """One launch."""
-        microseconds = 1e6 * launch_seconds(self.card, moved_bytes, flop, flop_per_second)
+        seconds = launch_seconds(self.card, moved_bytes, flop, flop_per_second, instructions)
         live = self.live_bytes(name)
-        self.launches.append(Launch(kind, name, moved_bytes, flop, microseconds, shapes, live))
+        launch = Launch(kind, name, moved_bytes, flop, 1e6 * seconds, shapes, live, instructions)
+        self.launches.append(launch)
 
 
 class Watch(TorchDispatchMode):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # they import torch, which must wait for the fake GPU
     from benchmarks.gpu_model.tracer import Tracer
 
 PHASES = ("train", "train_loop", "score", "ttt")
+COUNTED = ("function", "all", "none")
 DOCUMENTS_PER_ROW = 3  # of the traced batch; any number compiles to the same code
 
 
@@ -43,6 +44,10 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", type=float, default=0.0, help="mean keys a token attends to; 0: half a row (517: README.md)"
     )
+    parser.add_argument(
+        "--instructions", default="function", choices=COUNTED,
+        help="generated kernels to count them in; default: those with exp, tanh or the like",
+    )  # fmt: skip
     fake_gpu.add_arguments(parser)
 
 
@@ -69,7 +74,7 @@ def build(options: argparse.Namespace, replay: bool = True) -> tuple[Tracer, Any
         stand_ins.install_flash_attention()
     if options.attention == "sdpa":
         torch.nn.functional.scaled_dot_product_attention = stand_ins.sdpa_as_cuda_chooses
-    tracer = Tracer(card, folder, subject.CUSTOM_OPERATIONS, options.keys, replay)
+    tracer = Tracer(card, folder, subject.CUSTOM_OPERATIONS, options.keys, replay, options.instructions)
     config = subject.config(options.config, options.set)
     with tracer.fake_mode:
         model = subject.model(config, options.attention, options.mlp, options.heads)

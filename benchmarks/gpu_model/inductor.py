@@ -21,6 +21,7 @@ from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.gpu_model import instructions
 from benchmarks.gpu_model.accounting import (
     Recorder,
     UnknownOperation,
@@ -29,6 +30,8 @@ from benchmarks.gpu_model.accounting import (
     tensor_bytes,
     tensors_in,
 )
+
+LEAST_COUNTED_BYTES = 1e8  # of a launch: what moves less takes some microseconds, whatever it computes
 
 
 class CodeReady(BaseException):
@@ -107,7 +110,9 @@ def generate_code(graph_module: Any, example_inputs: Sequence[Any], **options: A
 class GeneratedKernel:
     """Stands for a Triton kernel of the generated code: a launch that moves what Inductor says it moves."""
 
-    def __init__(self, name: str, source: str, recorder: Recorder) -> None:
+    def __init__(
+        self, name: str, source: str, recorder: Recorder, counter: instructions.Counter | None = None
+    ) -> None:
         found = re.search(r"'kernel_num_gb': ([0-9.e+-]+)", source)
         if found is None or "tl.dot(" in source:
             raise UnknownOperation(
@@ -118,7 +123,9 @@ class GeneratedKernel:
         self.name = name
         self.moved_bytes = 1e9 * float(found[1])
         self.computes_in_fp64 = "tl.float64" in source
+        self._source = source
         self._recorder = recorder
+        self._counter = counter
 
     def run(self, *arguments: Any, **_: Any) -> None:
         """The launch; the grid and the stream are among the arguments and cost nothing."""
@@ -127,19 +134,24 @@ class GeneratedKernel:
             self._recorder.track(tensor)
         # Inductor rounds to nanoseconds' worth of bytes: a kernel on a few elements has 0.
         moved_bytes = self.moved_bytes or sum(tensor_bytes(tensor) for tensor in tensors)
-        self._recorder.add("generated", self.name, moved_bytes, shapes=shapes_of(tensors[:4]))
+        issued = 0.0
+        if self._counter is not None and moved_bytes >= LEAST_COUNTED_BYTES:
+            issued = self._counter.of_launch(self.name, self._source, arguments)
+        shapes = shapes_of(tensors[:4])
+        self._recorder.add("generated", self.name, moved_bytes, shapes=shapes, instructions=issued)
 
 
 class KernelCollector:
-    """In the place of Inductor's AsyncCompile: takes the source of each kernel and compiles none."""
+    """In the place of Inductor's AsyncCompile: takes the source of each kernel and compiles none itself."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, counter: instructions.Counter | None) -> None:
         self.kernels: dict[str, GeneratedKernel] = {}
         self._recorder = recorder
+        self._counter = counter
 
     def triton(self, name: str, source: str, *_: Any, **__: Any) -> GeneratedKernel:
         """The stand-in of a kernel."""
-        self.kernels[name] = GeneratedKernel(name, source, self._recorder)
+        self.kernels[name] = GeneratedKernel(name, source, self._recorder, self._counter)
         return self.kernels[name]
 
     def wait(self, _scope: dict[str, Any]) -> None:
@@ -165,7 +177,8 @@ def empty_twin(tensor: Tensor) -> Tensor:
 class Replay:
     """A run of generated code on fake tensors, with the exact sequence of launches and the memory alive.
 
-    input_bytes: what was alive before the first launch. kernels: the Triton kernels by name.
+    input_bytes: what was alive before the first launch. kernels: the Triton kernels by name. counter: of
+    their instructions; None: bytes alone count.
     """
 
     def __init__(
@@ -175,9 +188,10 @@ class Replay:
         example_inputs: Sequence[Any],
         recorder: Recorder,
         fake_mode: FakeTensorMode,
+        counter: instructions.Counter | None = None,
     ) -> None:
         self.recorder = recorder
-        collector = KernelCollector(recorder)
+        collector = KernelCollector(recorder, counter)
         scope = self._load(code, path, collector)
         with fake_mode:
             inputs = [self._input(value) for value in example_inputs]

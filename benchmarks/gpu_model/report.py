@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_model.accounting import Launch
+from benchmarks.gpu_model.roofline import launch_seconds
 from benchmarks.gpu_model.tracer import Graph
 
 GIB = 2**30
@@ -24,6 +25,7 @@ class Total:
     launches: int = 0
     moved_bytes: float = 0.0
     flop: float = 0.0
+    instructions: float = 0.0
     microseconds: float = 0.0
 
     def add(self, launch: Launch) -> None:
@@ -31,12 +33,13 @@ class Total:
         self.launches += 1
         self.moved_bytes += launch.moved_bytes
         self.flop += launch.flop
+        self.instructions += launch.instructions
         self.microseconds += launch.microseconds
 
     def __str__(self) -> str:
         return (
             f"{self.launches} launches, {self.moved_bytes / 1e9:.2f} GB, {self.flop / 1e12:.3f} TFLOP, "
-            f"{self.microseconds / 1e3:.2f} ms modelled"
+            f"{self.instructions / 1e9:.1f} G instructions counted, {self.microseconds / 1e3:.2f} ms modelled"
         )
 
 
@@ -66,6 +69,7 @@ def report(label: str, tokens: int, graphs: list[Graph], folder: Path, sizes: di
         for kind in sorted({launch.kind for launch in launches}):
             of_kind = total_of(launch for launch in launches if launch.kind == kind)
             print(f"   {kind:10} {of_kind}")
+        _print_bound_by_instructions(graph)
         _print_memory(graph)
     if any(graph.replay is not None for graph in graphs):
         print(f"\n== {label}: {tokens} tokens, {whole}", flush=True)
@@ -78,6 +82,17 @@ def report(label: str, tokens: int, graphs: list[Graph], folder: Path, sizes: di
     }
     (folder / f"{label}.json").write_text(json.dumps(content), encoding="utf-8")
     return whole
+
+
+def _print_bound_by_instructions(graph: Graph) -> None:
+    """The launches that compute longer than they move bytes."""
+    assert graph.replay is not None, "asked only of graphs that were replayed"
+    recorder = graph.replay.recorder
+    for launch in recorder.launches:
+        moving = 1e6 * launch_seconds(recorder.card, launch.moved_bytes)
+        if launch.instructions and launch.microseconds > moving:
+            print(f"   bound by its {launch.instructions / 1e9:.1f} G instructions: {launch.name}, "
+                  f"{launch.microseconds / 1e3:.2f} ms, by its bytes {moving / 1e3:.2f}")  # fmt: skip
 
 
 def _print_memory(graph: Graph) -> None:

@@ -93,7 +93,7 @@ def product_part(shapes: str, sizes: dict[str, int]) -> str:
 def kernel_part(name: str, moved_bytes: float) -> str:
     """The part that a generated kernel belongs to, by the operations in its name."""
     has_norm = "rsqrt" in name or "pow" in name
-    if "log_softmax" in name or "nll" in name:
+    if "log_softmax" in name or "nll" in name or "exp2" in name:
         return "loss"
     if "leaky" in name or "relu" in name:
         return "MLP activation"

@@ -24,7 +24,7 @@ from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu_model import inductor
+from benchmarks.gpu_model import inductor, instructions
 from benchmarks.gpu_model.accounting import ATTENTION, CustomOperations, Recorder
 from benchmarks.gpu_model.inductor import Replay, empty_twin, sizes_of
 from benchmarks.gpu_model.roofline import Card
@@ -70,6 +70,7 @@ class Tracer:
     """Measures the graphs that torch.compile hands to `backend`.
 
     replay: False traces alone, in a third of the time: graphs, saved bytes, recompiles, but no launches.
+    counted: the kernels whose instructions are counted: those with a "function", "all" or "none".
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Tracer:
         custom_operations: CustomOperations | None = None,
         attention_keys: float = 0.0,
         replay: bool = True,
+        counted: str = "function",
     ) -> None:
         inductor.patch()
         self.card = card
@@ -86,6 +88,9 @@ class Tracer:
         self.custom_operations = custom_operations
         self.attention_keys = attention_keys
         self.replay = replay
+        self.counter = None
+        if counted != "none":
+            self.counter = instructions.Counter(card, folder, every=counted == "all")
         self.fake_mode = FakeTensorMode()
         self.label = ""
         self.graphs: list[Graph] = []
@@ -124,7 +129,7 @@ class Tracer:
             path = self.folder / f"{tag}.py"
             path.write_text(code, encoding="utf-8")
             recorder = Recorder(self.card, self.custom_operations, self.attention_keys)
-            replay = Replay(code, path, example_inputs, recorder, self.fake_mode)
+            replay = Replay(code, path, example_inputs, recorder, self.fake_mode, self.counter)
         self.graphs.append(Graph(tag, backward, len(nodes), operations, new_outputs, replay))
         print(f"  graph {tag}: {len(nodes)} fx nodes, {seconds:.0f} s of code generation", flush=True)
         return self._boxed(outputs)

@@ -624,3 +624,26 @@ def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
     model.compute_dtype = machine.dtype
     model.ops = Ops(attend=train_gpt.fast_ops(config, machine).ops.attend)
     torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("softcap", [0, 15, 30, 60, 90])
+def test_the_loss_and_its_gradient_against_float64(softcap: float) -> None:
+    """From tiny logits to absurd ones. Without a softcap, the bits of torch's own cross-entropy."""
+    generator = torch.Generator().manual_seed(5)
+    scales_N1 = torch.tensor([0.01, 1.0, 10.0, 1e4, 1e4, 1e30]).repeat(8)[:, None]
+    logits_NV = scales_N1 * torch.randn(48, 4096, generator=generator)
+    logits_NV[4::6] = -1e4  # every score as low as it can be
+    targets_N = torch.randint(4096, (48,), generator=generator)
+    found_NV, exact_NV = logits_NV.clone().requires_grad_(), logits_NV.double().requires_grad_()
+    model = build_model(tiny(LOGIT_SOFTCAP=softcap, VOCAB_SIZE=4096))
+    # A head that reads zeros adds none: the logits are those of an adapter.
+    found_N = model.loss_per_token(torch.zeros(48, model.settings.model_dim), targets_N, found_NV)
+    if softcap == 0:
+        assert torch.equal(found_N, F.cross_entropy(found_NV, targets_N, reduction="none"))
+        return
+    exact_N = F.cross_entropy(softcap * torch.tanh(exact_NV / softcap), targets_N, reduction="none")
+    torch.testing.assert_close(found_N.double(), exact_N, rtol=0, atol=2e-5)
+    assert abs(found_N.double().mean() - exact_N.mean()) < 1e-6
+    found_N.sum().backward()
+    exact_N.sum().backward()
+    torch.testing.assert_close(found_NV.grad.double(), exact_NV.grad, rtol=0, atol=1e-6)

@@ -23,7 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
 from benchmarks import kernels
-from benchmarks.gpu_model import accounting, census, fake_gpu, memory, roofline, subject, summary
+from benchmarks.gpu_model import (
+    accounting,
+    calibration,
+    census,
+    fake_gpu,
+    instructions,
+    memory,
+    roofline,
+    subject,
+    summary,
+)
 from benchmarks.gpu_model.accounting import Recorder, UnknownOperation, Watch
 from benchmarks.gpu_model.inductor import GeneratedKernel
 from benchmarks.gpu_model.tracer import Graph
@@ -40,6 +50,41 @@ def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itsel
     assert roofline.launch_seconds(H100, a_second) == pytest.approx(1 + 3e-6)
     assert roofline.launch_seconds(H100, a_second, its_flop, rate) == pytest.approx(2 + 3e-6)
     assert roofline.launch_seconds(H100, 3 * a_second, its_flop, rate) == pytest.approx(3 + 3e-6)
+    slots = 0.85 * 4 * 32 * 132 * 1.755e9  # instructions of one second
+    assert roofline.launch_seconds(H100, a_second, its_flop, rate, 4 * slots) == pytest.approx(4 + 3e-6)
+
+
+def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs(repo: Path) -> None:
+    factor = calibration.logged_over_modelled()
+    stacks = {anchor.stack for anchor in calibration.ANCHORS}
+    assert calibration.NEAREST_STACK in stacks and factor.least < factor.likely < factor.most
+    without, with_loop = calibration.STEP_MS["kernel"]
+    page = " ".join((repo / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").split())
+    assert f"is modelled at {without:.1f} ms, with recurrence at {with_loop:.1f}." in page
+    assert f"have {factor.least:.2f} to {factor.most:.2f} times" in page
+    assert f"and {factor.likely:.2f} times for the nearest one" in page
+    assert f"likely needs {calibration.expected_ms(without)}" in page
+    assert f"with recurrence {calibration.expected_ms(with_loop)}." in page
+
+
+def test_loops_of_a_kernel_count_as_often_as_they_run() -> None:
+    sass = """
+        /*0000*/ LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/ @!P0 FMUL R2, R2, R2 ;
+        /*0020*/ MUFU.EX2 R2, R2 ;
+        /*0030*/ @P1 BRA `(.L_x_0) ;
+        /*0040*/ EXIT ;
+.L_x_1:
+        /*0050*/ BRA `(.L_x_1);
+        /*0060*/ NOP;
+"""
+    assert instructions.per_thread(sass, trips=1) == 6 and instructions.per_thread(sass, trips=4) == 6 + 3 * 3
+    row, rows = {"XBLOCK": 2, "R0_BLOCK": 2048}, {"xnumel": 98_305, "r0_numel": 8192}
+    assert instructions.programs_and_trips(row, rows) == (49_153, 4)
+    assert instructions.programs_and_trips({"XBLOCK": 1024}, {"xnumel": 4096}) == (4, 1)
+    split = {"XBLOCK": 4, "RSPLIT_SIZE": 64}
+    assert instructions.programs_and_trips(split, {"xnumel": 98_304, "r0_numel": 512}) == (1536, 16)
 
 
 def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> None:
@@ -388,15 +433,20 @@ def test_a_step_of_the_default_moves_no_more_than_it_did(repo: Path, gpu_model_f
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("graph breaks: none") == 2
     saved_bytes = {}
-    # Launches, gigabytes and milliseconds at most, and TFLOP at least: fewer would be another model.
-    bars = (("train", 495, 130.62, 62.5, 25.2), ("train_loop", 694, 193.28, 92.2, 37.6))
-    for phase, most_launches, most_gb, most_ms, least_tflop in bars:
+    # Launches and gigabytes at most, and TFLOP at least: fewer would be another model.
+    bars = (("train", 495, 130.62, 25.2), ("train_loop", 694, 193.28, 37.6))
+    for (phase, most_launches, most_gb, least_tflop), ms in zip(
+        bars, calibration.STEP_MS["kernel"], strict=True
+    ):
         step = json.loads((gpu_model_folder / f"bars_{phase}_kernel.json").read_text(encoding="utf-8"))
         launches = [one for graph in step["graphs"] for one in graph["launches"]]
         assert len(launches) <= most_launches
         assert sum(one["moved_bytes"] for one in launches) <= most_gb * 1e9
         assert sum(one["flop"] for one in launches) >= least_tflop * 1e12
-        assert step["milliseconds"] <= most_ms
+        assert step["milliseconds"] == pytest.approx(ms, abs=0.06)
+        # The loss passes over its logits once in each direction: twice as many instructions are a pass more.
+        issued = [one["instructions"] / (98_304 * 8192) for one in launches if "exp2" in one["name"]]
+        assert min(issued) > 15 and max(issued) < 50 and len(issued) == 2
         assert max(graph["peak_bytes"] for graph in step["graphs"]) <= 40 * 2**30
         # Logits are never kept in fp32.
         outputs = step["graphs"][0]["outputs"]
