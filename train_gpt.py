@@ -910,8 +910,16 @@ def attention_documents(
     return same_B1TT.tril()
 
 
-def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
-    """Exclusive self attention: each head loses its component along its own token's value, then is gated.
+def gated(y_BTHE: Tensor, x_BTW: Tensor | None = None, gate_HW: Tensor | None = None) -> Tensor:
+    """Each head times its gate, made of a few channels of the layer's input; without them y itself."""
+    if x_BTW is None or gate_HW is None:
+        return y_BTHE
+    # 0.5 makes the sigmoid less steep (PR #1855).
+    return y_BTHE * torch.sigmoid(0.5 * F.linear(x_BTW, gate_HW))[..., None]
+
+
+def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
+    """Exclusive self attention: each head loses its component along its own token's value, then is `gated`.
 
     The component is (y·v / v·v) v, with sums at least in fp32. (Zhai, arXiv 2603.09078; with grouped heads:
     PR #265.)
@@ -922,7 +930,7 @@ def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
     square_BTK11 = (v_BTK1E * v_BTK1E).sum(-1, keepdim=True, dtype=wide).clamp(min=XSA_MIN_SQUARE)
     along_BTKG1 = (y_BTKGE * v_BTK1E).sum(-1, keepdim=True, dtype=wide) / square_BTK11
     rest_BTHE = (y_BTKGE - along_BTKG1 * v_BTK1E).flatten(2, 3)
-    return (rest_BTHE * gate_BTH[..., None]).to(y_BTHE.dtype)
+    return gated(rest_BTHE, *gate).to(y_BTHE.dtype)
 
 
 def activation(x: Tensor, slope: float) -> Tensor:
@@ -930,9 +938,9 @@ def activation(x: Tensor, slope: float) -> Tensor:
     return F.leaky_relu(x, slope).square()
 
 
-def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """The MLP, (N, D) -> (N, D); the three tensors have one dtype."""
-    return F.linear(activation(F.linear(x_ND, up_FD), slope), down_DF)
+def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float) -> Tensor:
+    """The MLP of `rms_norm(x_ND, scale)`, (N, D) -> (N, D); the three tensors have one dtype."""
+    return F.linear(activation(F.linear(rms_norm(x_ND, scale), up_FD), slope), down_DF)
 
 
 def token_before(x_BTD: Tensor) -> Tensor:
@@ -1151,7 +1159,7 @@ class GPT(nn.Module):
             mlp_reads = x
         else:
             mlp_reads = x + attended
-        written = self._mlp(layer, rms_norm(mlp_reads, scale), context, adapters)
+        written = self._mlp(layer, mlp_reads, scale, context, adapters)
 
         if side_by_side:
             return [x + attended + written]
@@ -1180,15 +1188,13 @@ class GPT(nn.Module):
             heads = add_values(heads, layer, context, c)
         y_BTHE = self.ops.attend(heads.q_BTHE, heads.k_BTKE, heads.v_BTKE, context.documents)
 
-        # Gate each head by a few channels of the input; 0.5 makes the sigmoid less steep (PR #1855).
+        gate = []
         if c.sparse_attn_gate_enabled:
-            gate_BTH = torch.sigmoid(0.5 * F.linear(x_BTD[..., : c.gate_window], w["attn_gate_LHW"][layer]))
-        else:
-            gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
+            gate = [x_BTD[..., : c.gate_window], w["attn_gate_LHW"][layer]]
         if layer >= c.num_layers - c.xsa_last_n:
-            y_BTHE = self.ops.xsa(y_BTHE, heads.own_BTKE, gate_BTH)
+            y_BTHE = self.ops.xsa(y_BTHE, heads.own_BTKE, *gate)
         else:
-            y_BTHE = y_BTHE * gate_BTH[..., None]
+            y_BTHE = gated(y_BTHE, *gate)
 
         # Join the heads and project them back.
         y_BTD = y_BTHE.flatten(2)
@@ -1197,16 +1203,21 @@ class GPT(nn.Module):
             context.observe("attn_out", layer, y_BTD)
         return adapted(F.linear(y_BTD, w["attn_out"][layer]), x_BTD, adapters, "o")
 
-    def _mlp(self, layer: int, x_BTD: Tensor, context: Context, adapters: Adapters) -> Tensor:
-        """The output of the MLP, (B, T, D)."""
+    def _mlp(
+        self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
+    ) -> Tensor:
+        """The output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
         slope = self.settings.leaky_slope
         up_FD = context.weights["mlp_up_bank"][layer]
-        y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], slope)
+        y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], scale, slope)
+        y_BTD = y_ND.view_as(x_BTD)
+        if context.observe is not None or "mlp" in adapters:
+            x_BTD = rms_norm(x_BTD, scale)
         if context.observe is not None:
             # A fused kernel keeps its hidden values to itself: calibration computes them again.
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, activation(F.linear(x_BTD, up_FD), slope))
-        return adapted(y_ND.view_as(x_BTD), x_BTD, adapters, "mlp")
+        return adapted(y_BTD, x_BTD, adapters, "mlp")
 
 
 def split_or_join(layer: int, lanes: list[Tensor], c: ModelSettings) -> list[Tensor]:
@@ -1320,18 +1331,19 @@ def add_values(heads: Heads, layer: int, context: Context, c: ModelSettings) -> 
 # ============================================================================================================
 # KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
 # ============================================================================================================
-# Tiles of the MLP's kernel: by the shared memory of a block, 227 KB on an H100, 163 on an A100, 99 on an
-# RTX 4090 or 5090; small ones where sums are fp32.
-LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # for tensor cores
-MEDIUM_TILE = dict(LARGE_TILE, BLOCK_N=128, num_stages=2)
-SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
-LARGE_TILE_SHARED_BYTES = 160 << 10  # of a block, that a card must have for the large tile
+# Tiles of the MLP's kernel for tensor cores, by how many blocks share a multiprocessor. Of two, one multiplies
+# while the other writes. The trial passes over those that need more shared memory than a card has.
+TILES = {
+    1: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
+    2: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=2),
+}
+SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)  # where sums are fp32
 
 if triton is not None:
 
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
+        a, b, norm, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
@@ -1352,6 +1364,8 @@ if triton is not None:
                 a_tile = a_tiles.load([row, k])
                 b_tile = b_tiles.load([column, k])
                 acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
+            rows = row + tl.arange(0, BLOCK_M)
+            acc *= tl.load(norm + rows, rows < M, 0.0)[:, None]
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
 
             for half in tl.static_range(2):
@@ -1423,29 +1437,39 @@ if triton is not None:
 
     @triton.jit
     def xsa_kernel(  # type: ignore[no-untyped-def]
-        y, v, gate, out, d_out, d_y, d_v, d_gate, tokens, v_stride, min_square, BACKWARD: tl.constexpr,
-        K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+        y, v, x, gate, out, d_out, d_y, d_v, d_logits, tokens, v_row, v_head, v_channel, x_row, x_channel,
+        min_square, BACKWARD: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
+        W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr,
     ):  # fmt: skip
         # One key head of some tokens, with all query heads of its group.
         key_head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = token[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
         exists = token < tokens
         inside = exists[:, None] & (channel < E)
-        own = tl.load(v + token[:, None] * v_stride + key_head * E + channel, inside, 0.0).to(tl.float32)
+        own = tl.load(v + row * v_row + key_head * v_head + channel * v_channel, inside, 0.0).to(tl.float32)
         square = tl.maximum(tl.sum(own * own, 1), min_square)
         d_own = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+        opened = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if gate is not None:
+            feature = tl.arange(0, BLOCK_W)[None, :]
+            known = exists[:, None] & (feature < W)
+            features = tl.load(x + row * x_row + feature * x_channel, known, 0.0).to(tl.float32)
         for group in tl.static_range(GROUPS):
-            head = token * (K * GROUPS) + key_head * GROUPS + group
-            here = head[:, None] * E + channel
+            head = key_head * GROUPS + group
+            here = (row * (K * GROUPS) + head) * E + channel
             value = tl.load(y + here, inside, 0.0).to(tl.float32)
-            opened = tl.load(gate + head, exists, 0.0).to(tl.float32)
             share = tl.sum(value * own, 1) / square
             rest = value - share[:, None] * own
+            if gate is not None:
+                weights = tl.load(gate + head * W + feature, feature < W, 0.0).to(tl.float32)
+                opened = tl.sigmoid(0.5 * tl.sum(features * weights, 1))
             if BACKWARD:
                 d = tl.load(d_out + here, inside, 0.0).to(tl.float32)
-                tl.store(d_gate + head, tl.sum(d * rest, 1), exists)
+                if gate is not None:
+                    d_logit = tl.sum(d * rest, 1) * opened * (1.0 - opened) * 0.5
+                    tl.store(d_logits + token * (K * GROUPS) + head, d_logit, exists)
                 d = d * opened[:, None]
                 along = (tl.sum(d * own, 1) / square)[:, None]
                 tl.store(d_y + here, d - along * own, inside)
@@ -1453,20 +1477,23 @@ if triton is not None:
             else:
                 tl.store(out + here, opened[:, None] * rest, inside)
         if BACKWARD:
-            there = (token[:, None] * K + key_head) * E + channel
+            there = (row * K + key_head) * E + channel
             tl.store(d_v + there, d_own, inside)
 
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
-def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
-    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N).
+def linear_leaky_square(
+    a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, slope: float, blocks: int
+) -> Tensor:
+    """P = norm A Bᵀ, row by row, and phi(P), phi = `activation`: (2, M, N). Given P: norm A Bᵀ phi'(P), (1, M, N).
 
+    blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     a = a_MK.contiguous()
     b = b_NK.contiguous()
     device = a.device
-    planes = linear_leaky_square_shape(a, b, pre_MN, slope)
+    planes = linear_leaky_square_shape(a, b, norm_M, pre_MN)
     pre = planes[0] if pre_MN is None else pre_MN.contiguous()
     # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
     for operand in (a, b, pre):
@@ -1476,53 +1503,69 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     # It knows the device alone: a tensor in it would stay alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
-    programs = 2
-    tile = SMALL_TILE  # in fp32 large ones spill
+    programs = blocks
+    tile = SMALL_TILE
     if a.is_cuda:
-        card: Any = torch.cuda.get_device_properties(device)
-        programs = card.multi_processor_count
+        programs *= torch.cuda.get_device_properties(device).multi_processor_count
         if a.itemsize == 2:
-            tile = MEDIUM_TILE
-            if card.shared_memory_per_block_optin >= LARGE_TILE_SHARED_BYTES:
-                tile = LARGE_TILE
+            tile = TILES[blocks]
     linear_leaky_square_kernel[(programs,)](
-        a, b, pre, planes[-1], len(a), len(b), a.shape[1], slope, BACKWARD=pre_MN is not None, **tile)
+        a, b, norm_M, pre, planes[-1], len(a), len(b), a.shape[1], slope,
+        BACKWARD=pre_MN is not None, **tile)  # fmt: skip
     return planes
 
 
 @linear_leaky_square.register_fake
-def linear_leaky_square_shape(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
+def linear_leaky_square_shape(
+    a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, *options: float
+) -> Tensor:
     """What the kernel returns, without its values: torch.compile traces with this."""
     # No `len`, which would make a number of rows that is left open a constant of the graph.
     return a_MK.new_empty(2 if pre_MN is None else 1, a_MK.size(0), b_NK.size(0))
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
+    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197).
+
+    The norm is a number for each row, by which the epilogues multiply: normalised inputs are never written.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, None, slope)
-        ctx.save_for_backward(x_ND, up_FD, down_DF, pre_NF, act_NF)
-        ctx.slope = slope
+    def forward(
+        ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float, blocks: int
+    ) -> Tensor:
+        square_N = x_ND.float().square().mean(-1) + RMS_NORM_EPS
+        norm_N = scale * square_N.rsqrt()
+        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, None, slope, blocks)
+        ctx.save_for_backward(x_ND, up_FD, down_DF, square_N, norm_N, pre_NF, act_NF)
+        ctx.options = slope, blocks
         return F.linear(act_NF, down_DF)
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
-        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), pre_NF, ctx.slope)
+        x_ND, up_FD, down_DF, square_N, norm_N, pre_NF, act_NF = ctx.saved_tensors
+        # The gradient of the product before the norm multiplies it.
+        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, pre_NF, *ctx.options)
         # Plain products from here on: nothing is left that an epilogue could take over. Where adapters learn,
         # the matrices stay as they are.
         d_x_ND = d_pre_NF @ up_FD
         d_up_FD = d_pre_NF.t() @ x_ND if ctx.needs_input_grad[1] else None
         d_down_DF = d_out_ND.t() @ act_NF if ctx.needs_input_grad[2] else None
-        return d_x_ND, d_up_FD, d_down_DF, None
+        # The norm of a row changes with the row.
+        along_N = (d_x_ND.float() * x_ND).mean(-1) / square_N
+        d_x_ND = (d_x_ND - along_N[:, None] * x_ND).to(x_ND.dtype)
+        return d_x_ND, d_up_FD, d_down_DF, None, None, None
 
 
 # A function around each `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
-def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain` by the kernel."""
-    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
+def mlp_fused(*inputs: Any) -> Tensor:
+    """`mlp_plain` by the kernel, one block a multiprocessor."""
+    return FusedMlp.apply(*inputs, 1)
+
+
+def mlp_fused_in_pairs(*inputs: Any) -> Tensor:
+    """`mlp_plain` by the kernel, two blocks a multiprocessor."""
+    return FusedMlp.apply(*inputs, 2)
 
 
 # Tokens of one program of the two kernels around attention: with heads of 64, 32 values a thread.
@@ -1597,54 +1640,74 @@ def heads_fused(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
 
 @torch.library.custom_op("train_gpt::xsa", mutates_args=())
 def launch_xsa(
-    y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
-) -> list[Tensor]:
-    """The output of `xsa_plain`, in a list. Given its gradient: the gradients of y, v and gate."""
-    results = xsa_shapes(y_BTHE, v_BTKE, gate_BTH, d_out_BTHE)
+    y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None, gate_HW: Tensor | None,
+    d_out_BTHE: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The output of `xsa_plain`, in a list. Given its gradient: those of y, v and the products of the gates."""
+    results = xsa_shapes(y_BTHE, v_BTKE, x_BTW, gate_HW, d_out_BTHE)
     B, T, H, E = y_BTHE.shape
     K = v_BTKE.size(2)
-    # The values lie between the other heads of a token. The kernel reads them there, if tokens are evenly
-    # spaced (`flatten` copies others) and the heads of a token lie side by side.
+    # Values lie between the other heads of a token, and what the gates read between other channels. The
+    # kernel reads them there, if tokens are evenly spaced: `flatten` copies others.
     v_NKE = v_BTKE.flatten(0, 1)
-    if v_NKE.stride()[1:] != (E, 1):
-        v_NKE = v_NKE.contiguous()
-    # As in `launch_heads`: output, its gradient, and the gradients of the three inputs.
+    W = 1
+    gate = [None, None]
+    gate_strides = (0, 0)
+    if x_BTW is not None and gate_HW is not None:
+        x_NW = x_BTW.flatten(0, 1)
+        gate = [x_NW, gate_HW.contiguous()]
+        gate_strides = x_NW.stride()
+        W = x_NW.size(1)
+    # As in `launch_heads`: output, its gradient, and the gradients of the inputs.
     if d_out_BTHE is None:
         pointers = [*results, None, None, None, None]
     else:
         pointers = [None, d_out_BTHE.contiguous(), *results]
     xsa_kernel[(triton.cdiv(B * T, HEAD_ROWS), K)](
-        y_BTHE.contiguous(), v_NKE, gate_BTH.contiguous(), *pointers, B * T, v_NKE.stride(0), XSA_MIN_SQUARE,
-        BACKWARD=d_out_BTHE is not None, K=K, GROUPS=H // K, E=E,
-        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
+        y_BTHE.contiguous(), v_NKE, *gate, *pointers, B * T, *v_NKE.stride(), *gate_strides, XSA_MIN_SQUARE,
+        BACKWARD=d_out_BTHE is not None, K=K, GROUPS=H // K, E=E, W=W,
+        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), BLOCK_W=triton.next_power_of_2(W), num_warps=4,
+    )  # fmt: skip
     return results
 
 
 @launch_xsa.register_fake
 def xsa_shapes(
-    y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
-) -> list[Tensor]:
+    y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None, gate_HW: Tensor | None,
+    d_out_BTHE: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """What the kernel returns, without its values."""
-    like = [y_BTHE] if d_out_BTHE is None else [y_BTHE, v_BTKE, gate_BTH]
-    return [tensor.new_empty(tensor.shape) for tensor in like]
+    y = y_BTHE.new_empty(y_BTHE.shape)
+    if d_out_BTHE is None:
+        return [y]
+    return [y, v_BTKE.new_empty(v_BTKE.shape), y_BTHE.new_empty(y_BTHE.shape[:3])]
 
 
 class FusedXsa(torch.autograd.Function):
     """`xsa_plain` in one kernel each way, with all sums of a row."""
 
     @staticmethod
-    def forward(ctx: Any, y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
-        ctx.save_for_backward(y_BTHE, v_BTKE, gate_BTH)
-        return launch_xsa(y_BTHE, v_BTKE, gate_BTH)[0]
+    def forward(
+        ctx: Any, y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None = None, gate_HW: Tensor | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(y_BTHE, v_BTKE, x_BTW, gate_HW)
+        return launch_xsa(y_BTHE, v_BTKE, x_BTW, gate_HW)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out_BTHE: Tensor) -> tuple[Tensor, ...]:
-        return tuple(launch_xsa(*ctx.saved_tensors, d_out_BTHE))
+    def backward(ctx: Any, d_out_BTHE: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTW, gate_HW = ctx.saved_tensors[2:]
+        d_y_BTHE, d_v_BTKE, d_logits_BTH = launch_xsa(*ctx.saved_tensors, d_out_BTHE)
+        if gate_HW is None:
+            return d_y_BTHE, d_v_BTKE, None, None
+        # Sums of a few: as products of matrices they would keep most of a GPU idle.
+        d_x_BTW = (d_logits_BTH[..., None] * gate_HW).sum(2)
+        d_gate_HW = (d_logits_BTH[..., None] * x_BTW[:, :, None]).sum((0, 1))
+        return d_y_BTHE, d_v_BTKE, d_x_BTW, d_gate_HW
 
 
-def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+def xsa_fused(*inputs: Tensor) -> Tensor:
     """`xsa_plain` by the kernel."""
-    return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
+    return FusedXsa.apply(*inputs)
 
 
 def load_attention(name: str) -> Operation:
@@ -1680,19 +1743,20 @@ def load_attention(name: str) -> Operation:
 
 
 # The forms of each setting, the one known as the fastest first. The last one is the plain form.
+# kernel2: by two blocks a multiprocessor.
 FORMS = {
     "attention": ["fa3", "varlen", "fa2", "sdpa"],
-    "fused_mlp": ["kernel", "plain"],
+    "fused_mlp": ["kernel", "kernel2", "plain"],
     "fused_heads": ["kernel", "plain"],
 }
 
 
 def forms_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
-    """The forms of a setting that this machine may have, in order. One that was asked for stands alone."""
+    """The forms of a setting that this machine may have, in order. What was asked for stands alone."""
     forms = FORMS[setting]
     asked = getattr(c, setting)
     if asked != "auto":
-        return [{"0": "plain", "1": "kernel"}.get(asked, asked)]
+        return {"0": forms[-1:], "1": forms[:-1]}.get(asked, [asked])
     # In fp32 the MLP's kernel multiplies without TF32, which plain products have.
     if not machine.on_gpu or (setting == "fused_mlp" and machine.dtype != torch.bfloat16):
         return forms[-1:]
@@ -1709,7 +1773,7 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
     if form == "plain":
         return ops
     if setting == "fused_mlp":
-        return ops._replace(mlp=mlp_fused)
+        return ops._replace(mlp=mlp_fused_in_pairs if form == "kernel2" else mlp_fused)
     return ops._replace(heads=heads_fused, xsa=xsa_fused)
 
 
@@ -1739,20 +1803,22 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     if setting == "fused_mlp":
 
         def mlp(model: GPT, *tensors: Tensor) -> Tensor:
-            return model.ops.mlp(*tensors, c.leaky_slope)
+            return model.ops.mlp(*tensors, 0.5, c.leaky_slope)
 
         x_ND = normal(math.prod(shape_BT), c.model_dim)
         return mlp, [x_ND, normal(c.mlp_dim, c.model_dim), normal(c.model_dim, c.mlp_dim)]
 
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
 
-    def around_attention(model: GPT, qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor) -> Tensor:
+    def around_attention(model: GPT, qkv_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
         q_BTHE, k_BTKE, v_BTKE, own_BTKE = model.ops.heads(qkv_BTNE, gain_H, rotary)
         # Queries stand for the output of attention.
-        return torch.cat([model.ops.xsa(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
+        return torch.cat([model.ops.xsa(q_BTHE, own_BTKE, *gate), k_BTKE, v_BTKE], dim=2)
 
-    qkv_BTNE = normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-    return around_attention, [qkv_BTNE, normal(c.num_heads), normal(*shape_BT, c.num_heads)]
+    inputs = [normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim), normal(c.num_heads)]
+    if c.sparse_attn_gate_enabled:
+        inputs += [normal(*shape_BT, c.gate_window), normal(c.num_heads, c.gate_window)]
+    return around_attention, inputs
 
 
 def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor]:
