@@ -945,7 +945,7 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope:
 
 def token_before(x_BTD: Tensor) -> Tensor:
     """For each token the vector of the one before it in its row; zero for the first."""
-    return F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+    return torch.cat([torch.zeros_like(x_BTD[:, :1]), x_BTD[:, :-1]], dim=1)
 
 
 class Ops(NamedTuple):
@@ -1068,11 +1068,12 @@ class GPT(nn.Module):
         for visit, layer in enumerate(decoder):
             lanes = split_or_join(layer, lanes, c)
             if kept:
-                skip = weights["skip_weight_SD"][visit] * kept.pop()
+                skip_weight = weights["skip_weight_SD"][visit]
                 if c.skip_gates_enabled:  # mix them by a learned share (PR #1493)
-                    lanes[0] = torch.lerp(skip, lanes[0], weights["skip_gate_SD"][visit].sigmoid())
-                else:
-                    lanes[0] = lanes[0] + skip
+                    share = weights["skip_gate_SD"][visit].sigmoid()
+                    skip_weight = (1.0 - share) * skip_weight
+                    lanes[0] = share * lanes[0]
+                lanes[0] = torch.addcmul(lanes[0], skip_weight, kept.pop())
             lanes = self._block(layer, lanes, context, adapters[len(encoder) + visit])
 
         hidden = rms_norm(join(lanes))
@@ -1331,8 +1332,8 @@ def add_values(heads: Heads, layer: int, context: Context, c: ModelSettings) -> 
 # ============================================================================================================
 # KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
 # ============================================================================================================
-# Tiles of the MLP's kernel for tensor cores, by how many blocks share a multiprocessor. Of two, one multiplies
-# while the other writes. The trial passes over those that need more shared memory than a card has.
+# Tiles of the MLP's kernel for tensor cores, by how many blocks share a multiprocessor. Of two, one may
+# multiply while the other writes. The trial passes over a tile that needs more shared memory than a card has.
 TILES = {
     1: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
     2: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=2),
@@ -1382,17 +1383,18 @@ if triton is not None:
 
     @triton.jit
     def heads_kernel(  # type: ignore[no-untyped-def]
-        qkv, gain, rotary, q, k, v, own_v, d_qkv, d_gain, tokens, T, eps,
+        qk, gain, rotary, q, k, v, own_v, d_qkv, d_gain, tokens, T, qk_row, eps,
         BACKWARD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
+        # One head of some tokens. Forward reads qk and writes queries and keys into q and k. Backward finds
         # gradients in q, k, v and own_v, and writes those of qkv and, for each token, of the gain.
         head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
         row = token[:, None]
         inside = (row < tokens) & (channel < E)
+        own_x = qk + row * qk_row + head * E
         here = (row * (H + 2 * K) + head) * E + channel
 
         if head >= H + K:  # values pass; their two gradients add up
@@ -1409,7 +1411,7 @@ if triton is not None:
             else:
                 own = k + (row * K + head - H) * E
             # One over the root mean square of each row, and the gain of the head; keys have a gain of one.
-            x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
+            x = tl.load(own_x + channel, inside, 0.0).to(tl.float32)
             inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
             head_gain = tl.load(gain + tl.minimum(head, H - 1)).to(tl.float32)
             head_gain = tl.where(head < H, head_gain, 1.0)
@@ -1431,7 +1433,7 @@ if triton is not None:
                 if head < H:
                     tl.store(d_gain + token * H + head, along * inverse, token < tokens)
             else:
-                x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
+                x_partner = tl.load(own_x + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
                 tl.store(own + channel, out, inside)
 
@@ -1485,8 +1487,9 @@ if triton is not None:
 def linear_leaky_square(
     a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, slope: float, blocks: int
 ) -> Tensor:
-    """P = norm A Bᵀ, row by row, and phi(P), phi = `activation`: (2, M, N). Given P: norm A Bᵀ phi'(P), (1, M, N).
+    """P = norm A Bᵀ and phi(P), (2, M, N). Given P: norm A Bᵀ phi'(P), (1, M, N).
 
+    norm: a factor for each row. phi: `activation`.
     blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
@@ -1574,44 +1577,49 @@ HEAD_ROWS = 32
 
 @torch.library.custom_op("train_gpt::heads", mutates_args=())
 def launch_heads(
-    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor,
+    qk_BTME: Tensor, gain_H: Tensor, rotary: Tensor,
     d_q_BTHE: Tensor | None = None, d_k_BTKE: Tensor | None = None,
     d_v_BTKE: Tensor | None = None, d_own_BTKE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys of `heads_plain`. Given their gradients: the gradients of qkv and of the gain.
 
+    qk_BTME: queries and keys as they were projected; the values are not read.
     The gradient of the gain is one for each token, (B, T, H) in fp32. d_own_BTKE: of the values' second use.
     """
-    results = heads_shapes(qkv_BTNE, gain_H, rotary, d_q_BTHE)
-    B, T, N, E = qkv_BTNE.shape
+    results = heads_shapes(qk_BTME, gain_H, rotary, d_q_BTHE)
+    B, T, M, E = qk_BTME.shape
     H = len(gain_H)
-    K = (N - H) // 2
+    # The kernel reads them between the values, if tokens are evenly spaced (`flatten` copies others) and the
+    # heads of a token lie side by side.
+    qk_NME = qk_BTME.flatten(0, 1)
+    if qk_NME.stride()[1:] != (E, 1):
+        qk_NME = qk_NME.contiguous()
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if d_q_BTHE is None:
         pointers = [*results, None, None, None, None]
-        heads = H + K  # the values stay where they are
+        heads = M  # the values stay where they are
     else:
         gradients = [d_q_BTHE, d_k_BTKE, d_v_BTKE, d_own_BTKE]
         pointers = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         pointers += results
-        heads = N
+        heads = 2 * M - H
     heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), heads)](
-        qkv_BTNE.contiguous(), gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, RMS_NORM_EPS,
-        BACKWARD=d_q_BTHE is not None, H=H, K=K, E=E, HALF=rotary.size(-1),
+        qk_NME, gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, qk_NME.stride(0), RMS_NORM_EPS,
+        BACKWARD=d_q_BTHE is not None, H=H, K=M - H, E=E, HALF=rotary.size(-1),
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
     return results
 
 
 @launch_heads.register_fake
 def heads_shapes(
-    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, d_q_BTHE: Tensor | None = None, *others: Tensor | None
+    qk_BTME: Tensor, gain_H: Tensor, rotary: Tensor, d_q_BTHE: Tensor | None = None, *others: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the kernel returns, without its values."""
-    B, T, N, E = qkv_BTNE.shape
+    B, T, M, E = qk_BTME.shape
     H = len(gain_H)
     if d_q_BTHE is None:
-        return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
-    return qkv_BTNE.new_empty(B, T, N, E), qkv_BTNE.new_empty(B, T, H, dtype=torch.float32)
+        return qk_BTME.new_empty(B, T, H, E), qk_BTME.new_empty(B, T, M - H, E)
+    return qk_BTME.new_empty(B, T, 2 * M - H, E), qk_BTME.new_empty(B, T, H, dtype=torch.float32)
 
 
 class FusedHeads(torch.autograd.Function):
@@ -1619,17 +1627,18 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(qkv_BTNE, gain_H, rotary)
+        values = (len(gain_H) - qkv_BTNE.size(2)) // 2  # the last ones
+        qk_BTME = qkv_BTNE[:, :, :values]
+        ctx.save_for_backward(qk_BTME, gain_H, rotary)
         ctx.set_materialize_grads(False)
-        q_BTHE, k_BTKE = launch_heads(qkv_BTNE, gain_H, rotary)
+        q_BTHE, k_BTKE = launch_heads(qk_BTME, gain_H, rotary)
         # The values come twice, or autograd would add up their gradients before the kernel: two passes.
-        values = -k_BTKE.size(2)
         return q_BTHE, k_BTKE, qkv_BTNE[:, :, values:], qkv_BTNE[:, :, values:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        qkv_BTNE, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_BTH = launch_heads(qkv_BTNE, gain_H, rotary, *gradients)
+        qk_BTME, gain_H, rotary = ctx.saved_tensors
+        d_qkv_BTNE, d_gain_BTH = launch_heads(qk_BTME, gain_H, rotary, *gradients)
         return d_qkv_BTNE, d_gain_BTH.sum((0, 1)).to(gain_H.dtype), None
 
 
@@ -1643,31 +1652,25 @@ def launch_xsa(
     y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None, gate_HW: Tensor | None,
     d_out_BTHE: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The output of `xsa_plain`, in a list. Given its gradient: those of y, v and the products of the gates."""
+    """The output of `xsa_plain`, in a list. Given its gradient: those of y, v and each gate's product x·w."""
     results = xsa_shapes(y_BTHE, v_BTKE, x_BTW, gate_HW, d_out_BTHE)
     B, T, H, E = y_BTHE.shape
     K = v_BTKE.size(2)
     # Values lie between the other heads of a token, and what the gates read between other channels. The
     # kernel reads them there, if tokens are evenly spaced: `flatten` copies others.
     v_NKE = v_BTKE.flatten(0, 1)
-    W = 1
-    gate = [None, None]
-    gate_strides = (0, 0)
-    if x_BTW is not None and gate_HW is not None:
-        x_NW = x_BTW.flatten(0, 1)
-        gate = [x_NW, gate_HW.contiguous()]
-        gate_strides = x_NW.stride()
-        W = x_NW.size(1)
+    x_NW = v_NKE[:, 0] if x_BTW is None else x_BTW.flatten(0, 1)  # without gates nobody reads it
+    W = x_NW.size(1)
+    gate = None if gate_HW is None else gate_HW.contiguous()
     # As in `launch_heads`: output, its gradient, and the gradients of the inputs.
     if d_out_BTHE is None:
         pointers = [*results, None, None, None, None]
     else:
         pointers = [None, d_out_BTHE.contiguous(), *results]
     xsa_kernel[(triton.cdiv(B * T, HEAD_ROWS), K)](
-        y_BTHE.contiguous(), v_NKE, *gate, *pointers, B * T, *v_NKE.stride(), *gate_strides, XSA_MIN_SQUARE,
-        BACKWARD=d_out_BTHE is not None, K=K, GROUPS=H // K, E=E, W=W,
-        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), BLOCK_W=triton.next_power_of_2(W), num_warps=4,
-    )  # fmt: skip
+        y_BTHE.contiguous(), v_NKE, x_NW, gate, *pointers, B * T, *v_NKE.stride(), *x_NW.stride(),
+        XSA_MIN_SQUARE, BACKWARD=d_out_BTHE is not None, K=K, GROUPS=H // K, E=E, W=W, BLOCK_N=HEAD_ROWS,
+        BLOCK_E=triton.next_power_of_2(E), BLOCK_W=triton.next_power_of_2(W), num_warps=4)  # fmt: skip
     return results
 
 
@@ -1827,6 +1830,11 @@ def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor
     return [out, *gradients]
 
 
+def reason_of(failure: Exception) -> str:
+    """Its first line. Dynamo gives its reasons further down."""
+    return " ".join(re.findall(r"\A.*|(?:Explanation|context): .+", f"{type(failure).__name__}: {failure}"))
+
+
 def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
     """Of all results, relative to their largest value; infinite if not a number.
 
@@ -1843,6 +1851,18 @@ def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
 MAX_FORM_ERROR = 0.03  # relative to the largest value: bfloat16 has 8 bits, and errors add up along a row
 # Tokens of a row on which attention is compared: the memory of the exact form grows with their square.
 ATTENTION_CHECK_TOKENS = 2048
+TIMED_PASSES = 10
+
+
+def milliseconds(passes: Callable[[], Any]) -> float:
+    """Of one call on the GPU, the mean of a few; it has been called before."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(TIMED_PASSES):
+        passes()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / TIMED_PASSES
 
 
 class ChosenOps(NamedTuple):
@@ -1852,9 +1872,10 @@ class ChosenOps(NamedTuple):
     report: list[str]  # lines for the log: which forms were tried, and what came of each
 
 
-def first_that_agrees(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
+def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
     """`ops` with the first form of a setting that is installed, compiles, launches and agrees on all ranks.
 
+    Of such forms of the MLP a GPU has the fastest: which one that is depends on the card and on torch.
     All ranks call it together. ConfigError if no form agrees.
     """
     forms = forms_to_try(setting, c, machine)
@@ -1870,25 +1891,37 @@ def first_that_agrees(setting: str, ops: Ops, c: Config, machine: Machine) -> Ch
         compared = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
     exact = both_passes(run, model, compared)
     # A form is tried exactly as it will run: held by a model, compiled in one graph, with a backward pass.
-    run = machine.compile(run)
+    passes = functools.partial(both_passes, machine.compile(run), model, inputs)
 
     tried = []
+    agreed: dict[str, Ops] = {}
     warnings: list[str] = []
     for form in forms:
         error = math.inf
         try:
             model.ops = with_form(ops, setting, form)
-            error = largest_error(both_passes(run, model, inputs), exact)
+            error = largest_error(passes(), exact)
             message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
-            message = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            message = reason_of(failure)
         # All ranks look at the same form at the same time, and judge it by the worst of them.
         worst_error, worst_message = max(machine.gather((error, message)), key=lambda found: found[0])
         tried.append(f"{form} {worst_message}")
         if worst_error <= MAX_FORM_ERROR:
-            return ChosenOps(model.ops, [f"{setting}:{form} tried: {' | '.join(tried)}", *warnings])
-        if not worst_message.startswith("ModuleNotFoundError"):
+            agreed[form] = model.ops
+            if setting != "fused_mlp" or not machine.on_gpu:
+                break
+        elif not worst_message.startswith("ModuleNotFoundError"):
             warnings.append(f"warning: {setting}: {form} is installed, but refused: {worst_message}")
+
+    if agreed:
+        times_ms = dict.fromkeys(agreed, 0.0)
+        if len(agreed) > 1:
+            for form, model.ops in agreed.items():
+                times_ms[form] = max(machine.gather(milliseconds(passes)))  # all wait for the slowest rank
+                tried.append(f"{form} {times_ms[form]:.2f} ms")
+        fastest = min(agreed, key=lambda form: times_ms[form])
+        return ChosenOps(agreed[fastest], [f"{setting}:{fastest} tried: {' | '.join(tried)}", *warnings])
     raise ConfigError(f"{setting.upper()}={getattr(c, setting)}: {' | '.join(tried)}; "
                       "lower MICRO_BATCH_TOKENS, or set auto if it is not set")  # fmt: skip
 
@@ -1901,7 +1934,7 @@ def fast_ops(c: Config, machine: Machine) -> ChosenOps:
     ops = Ops()
     report = []
     for setting in FORMS:
-        ops, lines = first_that_agrees(setting, ops, c, machine)
+        ops, lines = choose_form(setting, ops, c, machine)
         report += lines
     if machine.on_gpu and c.doc_mask and c.attention == "auto" and ops.attend is attention_sdpa:
         report.append(
