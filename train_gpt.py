@@ -910,12 +910,12 @@ def attention_documents(
     return same_B1TT.tril()
 
 
-def gated(y_BTHE: Tensor, x_BTW: Tensor | None = None, gate_HW: Tensor | None = None) -> Tensor:
-    """Each head times its gate, made of a few channels of the layer's input; without them y itself."""
-    if x_BTW is None or gate_HW is None:
+def gated(y_BTHE: Tensor, *gate: Tensor) -> Tensor:
+    """Each head times its gate. gate: some channels of the layer's input, and weights; or nothing."""
+    if not gate:
         return y_BTHE
     # 0.5 makes the sigmoid less steep (PR #1855).
-    return y_BTHE * torch.sigmoid(0.5 * F.linear(x_BTW, gate_HW))[..., None]
+    return y_BTHE * torch.sigmoid(0.5 * F.linear(*gate))[..., None]
 
 
 def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
@@ -1383,18 +1383,17 @@ if triton is not None:
 
     @triton.jit
     def heads_kernel(  # type: ignore[no-untyped-def]
-        qk, gain, rotary, q, k, v, own_v, d_qkv, d_gain, tokens, T, qk_row, eps,
+        qkv, gain, rotary, q, k, v, own_v, d_qkv, d_gain, tokens, T, eps,
         BACKWARD: tl.constexpr, H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
-        # One head of some tokens. Forward reads qk and writes queries and keys into q and k. Backward finds
+        # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
         # gradients in q, k, v and own_v, and writes those of qkv and, for each token, of the gain.
         head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
         row = token[:, None]
         inside = (row < tokens) & (channel < E)
-        own_x = qk + row * qk_row + head * E
         here = (row * (H + 2 * K) + head) * E + channel
 
         if head >= H + K:  # values pass; their two gradients add up
@@ -1411,7 +1410,7 @@ if triton is not None:
             else:
                 own = k + (row * K + head - H) * E
             # One over the root mean square of each row, and the gain of the head; keys have a gain of one.
-            x = tl.load(own_x + channel, inside, 0.0).to(tl.float32)
+            x = tl.load(qkv + here, inside, 0.0).to(tl.float32)
             inverse = tl.rsqrt(tl.sum(x * x, 1) / E + eps)
             head_gain = tl.load(gain + tl.minimum(head, H - 1)).to(tl.float32)
             head_gain = tl.where(head < H, head_gain, 1.0)
@@ -1433,45 +1432,35 @@ if triton is not None:
                 if head < H:
                     tl.store(d_gain + token * H + head, along * inverse, token < tokens)
             else:
-                x_partner = tl.load(own_x + partner, turned, 0.0).to(tl.float32)
+                x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
                 tl.store(own + channel, out, inside)
 
     @triton.jit
     def xsa_kernel(  # type: ignore[no-untyped-def]
-        y, v, x, gate, out, d_out, d_y, d_v, d_logits, tokens, v_row, v_head, v_channel, x_row, x_channel,
-        min_square, BACKWARD: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
-        W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr,
+        y, v, gate, out, d_out, d_y, d_v, d_gate, tokens, v_stride, min_square, BACKWARD: tl.constexpr,
+        K: tl.constexpr, GROUPS: tl.constexpr, E: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
         # One key head of some tokens, with all query heads of its group.
         key_head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        row = token[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
         exists = token < tokens
         inside = exists[:, None] & (channel < E)
-        own = tl.load(v + row * v_row + key_head * v_head + channel * v_channel, inside, 0.0).to(tl.float32)
+        own = tl.load(v + token[:, None] * v_stride + key_head * E + channel, inside, 0.0).to(tl.float32)
         square = tl.maximum(tl.sum(own * own, 1), min_square)
         d_own = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-        opened = tl.full((BLOCK_N,), 1.0, tl.float32)
-        if gate is not None:
-            feature = tl.arange(0, BLOCK_W)[None, :]
-            known = exists[:, None] & (feature < W)
-            features = tl.load(x + row * x_row + feature * x_channel, known, 0.0).to(tl.float32)
         for group in tl.static_range(GROUPS):
-            head = key_head * GROUPS + group
-            here = (row * (K * GROUPS) + head) * E + channel
+            head = token * (K * GROUPS) + key_head * GROUPS + group
+            here = head[:, None] * E + channel
             value = tl.load(y + here, inside, 0.0).to(tl.float32)
+            opened = tl.load(gate + head, exists, 0.0).to(tl.float32)
             share = tl.sum(value * own, 1) / square
             rest = value - share[:, None] * own
-            if gate is not None:
-                weights = tl.load(gate + head * W + feature, feature < W, 0.0).to(tl.float32)
-                opened = tl.sigmoid(0.5 * tl.sum(features * weights, 1))
             if BACKWARD:
                 d = tl.load(d_out + here, inside, 0.0).to(tl.float32)
-                if gate is not None:
-                    d_logit = tl.sum(d * rest, 1) * opened * (1.0 - opened) * 0.5
-                    tl.store(d_logits + token * (K * GROUPS) + head, d_logit, exists)
+                tl.store(d_gate + head, tl.sum(d * rest, 1), exists)
                 d = d * opened[:, None]
                 along = (tl.sum(d * own, 1) / square)[:, None]
                 tl.store(d_y + here, d - along * own, inside)
@@ -1479,7 +1468,7 @@ if triton is not None:
             else:
                 tl.store(out + here, opened[:, None] * rest, inside)
         if BACKWARD:
-            there = (row * K + key_head) * E + channel
+            there = (token[:, None] * K + key_head) * E + channel
             tl.store(d_v + there, d_own, inside)
 
 
@@ -1528,47 +1517,46 @@ def linear_leaky_square_shape(
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197).
+    """An MLP of rows that are multiplied by `norm_N` first: by the epilogue of the first product.
 
-    The norm is a number for each row, by which the epilogues multiply: normalised inputs are never written.
+    Activation and derivative are in epilogues, too (PR #1530 after modded-nanogpt PR #197).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float, blocks: int
+        ctx: Any, x_ND: Tensor, norm_N: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float, blocks: int
     ) -> Tensor:
-        square_N = x_ND.float().square().mean(-1) + RMS_NORM_EPS
-        norm_N = scale * square_N.rsqrt()
         pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, None, slope, blocks)
-        ctx.save_for_backward(x_ND, up_FD, down_DF, square_N, norm_N, pre_NF, act_NF)
+        ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
         ctx.options = slope, blocks
         return F.linear(act_NF, down_DF)
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, up_FD, down_DF, square_N, norm_N, pre_NF, act_NF = ctx.saved_tensors
-        # The gradient of the product before the norm multiplies it.
-        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, pre_NF, *ctx.options)
+        x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
+        # The gradient of X Upᵀ, as norm_N multiplies it behind the product.
+        (d_product_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, pre_NF, *ctx.options)
         # Plain products from here on: nothing is left that an epilogue could take over. Where adapters learn,
         # the matrices stay as they are.
-        d_x_ND = d_pre_NF @ up_FD
-        d_up_FD = d_pre_NF.t() @ x_ND if ctx.needs_input_grad[1] else None
-        d_down_DF = d_out_ND.t() @ act_NF if ctx.needs_input_grad[2] else None
-        # The norm of a row changes with the row.
-        along_N = (d_x_ND.float() * x_ND).mean(-1) / square_N
-        d_x_ND = (d_x_ND - along_N[:, None] * x_ND).to(x_ND.dtype)
-        return d_x_ND, d_up_FD, d_down_DF, None, None, None
+        d_x_ND = d_product_NF @ up_FD
+        d_norm_N = (d_x_ND.float() * x_ND).sum(1) / norm_N
+        d_up_FD = d_product_NF.t() @ x_ND if ctx.needs_input_grad[2] else None
+        d_down_DF = d_out_ND.t() @ act_NF if ctx.needs_input_grad[3] else None
+        return d_x_ND, d_norm_N, d_up_FD, d_down_DF, None, None
 
 
 # A function around each `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
-def mlp_fused(*inputs: Any) -> Tensor:
-    """`mlp_plain` by the kernel, one block a multiprocessor."""
-    return FusedMlp.apply(*inputs, 1)
+def mlp_fused(
+    x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float, blocks: int = 1
+) -> Tensor:
+    """`mlp_plain` by the kernel. Normalised rows are never written, nor kept for the backward pass."""
+    norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
+    return FusedMlp.apply(x_ND, norm_N, up_FD, down_DF, slope, blocks)
 
 
 def mlp_fused_in_pairs(*inputs: Any) -> Tensor:
-    """`mlp_plain` by the kernel, two blocks a multiprocessor."""
-    return FusedMlp.apply(*inputs, 2)
+    """`mlp_fused` with two blocks a multiprocessor."""
+    return mlp_fused(*inputs, 2)  # type: ignore[call-arg]
 
 
 # Tokens of one program of the two kernels around attention: with heads of 64, 32 values a thread.
@@ -1577,49 +1565,44 @@ HEAD_ROWS = 32
 
 @torch.library.custom_op("train_gpt::heads", mutates_args=())
 def launch_heads(
-    qk_BTME: Tensor, gain_H: Tensor, rotary: Tensor,
+    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor,
     d_q_BTHE: Tensor | None = None, d_k_BTKE: Tensor | None = None,
     d_v_BTKE: Tensor | None = None, d_own_BTKE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys of `heads_plain`. Given their gradients: the gradients of qkv and of the gain.
 
-    qk_BTME: queries and keys as they were projected; the values are not read.
     The gradient of the gain is one for each token, (B, T, H) in fp32. d_own_BTKE: of the values' second use.
     """
-    results = heads_shapes(qk_BTME, gain_H, rotary, d_q_BTHE)
-    B, T, M, E = qk_BTME.shape
+    results = heads_shapes(qkv_BTNE, gain_H, rotary, d_q_BTHE)
+    B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
-    # The kernel reads them between the values, if tokens are evenly spaced (`flatten` copies others) and the
-    # heads of a token lie side by side.
-    qk_NME = qk_BTME.flatten(0, 1)
-    if qk_NME.stride()[1:] != (E, 1):
-        qk_NME = qk_NME.contiguous()
+    K = (N - H) // 2
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if d_q_BTHE is None:
         pointers = [*results, None, None, None, None]
-        heads = M  # the values stay where they are
+        heads = H + K  # the values stay where they are
     else:
         gradients = [d_q_BTHE, d_k_BTKE, d_v_BTKE, d_own_BTKE]
         pointers = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         pointers += results
-        heads = 2 * M - H
+        heads = N
     heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), heads)](
-        qk_NME, gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, qk_NME.stride(0), RMS_NORM_EPS,
-        BACKWARD=d_q_BTHE is not None, H=H, K=M - H, E=E, HALF=rotary.size(-1),
+        qkv_BTNE.contiguous(), gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, RMS_NORM_EPS,
+        BACKWARD=d_q_BTHE is not None, H=H, K=K, E=E, HALF=rotary.size(-1),
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
     return results
 
 
 @launch_heads.register_fake
 def heads_shapes(
-    qk_BTME: Tensor, gain_H: Tensor, rotary: Tensor, d_q_BTHE: Tensor | None = None, *others: Tensor | None
+    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, d_q_BTHE: Tensor | None = None, *others: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the kernel returns, without its values."""
-    B, T, M, E = qk_BTME.shape
+    B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
     if d_q_BTHE is None:
-        return qk_BTME.new_empty(B, T, H, E), qk_BTME.new_empty(B, T, M - H, E)
-    return qk_BTME.new_empty(B, T, 2 * M - H, E), qk_BTME.new_empty(B, T, H, dtype=torch.float32)
+        return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
+    return qkv_BTNE.new_empty(B, T, N, E), qkv_BTNE.new_empty(B, T, H, dtype=torch.float32)
 
 
 class FusedHeads(torch.autograd.Function):
@@ -1627,18 +1610,17 @@ class FusedHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
-        values = (len(gain_H) - qkv_BTNE.size(2)) // 2  # the last ones
-        qk_BTME = qkv_BTNE[:, :, :values]
-        ctx.save_for_backward(qk_BTME, gain_H, rotary)
+        ctx.save_for_backward(qkv_BTNE, gain_H, rotary)
         ctx.set_materialize_grads(False)
-        q_BTHE, k_BTKE = launch_heads(qk_BTME, gain_H, rotary)
+        q_BTHE, k_BTKE = launch_heads(qkv_BTNE, gain_H, rotary)
         # The values come twice, or autograd would add up their gradients before the kernel: two passes.
+        values = -k_BTKE.size(2)
         return q_BTHE, k_BTKE, qkv_BTNE[:, :, values:], qkv_BTNE[:, :, values:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        qk_BTME, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_BTH = launch_heads(qk_BTME, gain_H, rotary, *gradients)
+        qkv_BTNE, gain_H, rotary = ctx.saved_tensors
+        d_qkv_BTNE, d_gain_BTH = launch_heads(qkv_BTNE, gain_H, rotary, *gradients)
         return d_qkv_BTNE, d_gain_BTH.sum((0, 1)).to(gain_H.dtype), None
 
 
@@ -1649,68 +1631,59 @@ def heads_fused(qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> Heads:
 
 @torch.library.custom_op("train_gpt::xsa", mutates_args=())
 def launch_xsa(
-    y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None, gate_HW: Tensor | None,
-    d_out_BTHE: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """The output of `xsa_plain`, in a list. Given its gradient: those of y, v and each gate's product x·w."""
-    results = xsa_shapes(y_BTHE, v_BTKE, x_BTW, gate_HW, d_out_BTHE)
+    y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
+) -> list[Tensor]:
+    """The output of `xsa_plain`, in a list. Given its gradient: the gradients of y, v and gate."""
+    results = xsa_shapes(y_BTHE, v_BTKE, gate_BTH, d_out_BTHE)
     B, T, H, E = y_BTHE.shape
     K = v_BTKE.size(2)
-    # Values lie between the other heads of a token, and what the gates read between other channels. The
-    # kernel reads them there, if tokens are evenly spaced: `flatten` copies others.
+    # The values lie between the other heads of a token. The kernel reads them there, if tokens are evenly
+    # spaced (`flatten` copies others) and the heads of a token lie side by side.
     v_NKE = v_BTKE.flatten(0, 1)
-    x_NW = v_NKE[:, 0] if x_BTW is None else x_BTW.flatten(0, 1)  # without gates nobody reads it
-    W = x_NW.size(1)
-    gate = None if gate_HW is None else gate_HW.contiguous()
-    # As in `launch_heads`: output, its gradient, and the gradients of the inputs.
+    if v_NKE.stride()[1:] != (E, 1):
+        v_NKE = v_NKE.contiguous()
+    # As in `launch_heads`: output, its gradient, and the gradients of the three inputs.
     if d_out_BTHE is None:
         pointers = [*results, None, None, None, None]
     else:
         pointers = [None, d_out_BTHE.contiguous(), *results]
     xsa_kernel[(triton.cdiv(B * T, HEAD_ROWS), K)](
-        y_BTHE.contiguous(), v_NKE, x_NW, gate, *pointers, B * T, *v_NKE.stride(), *x_NW.stride(),
-        XSA_MIN_SQUARE, BACKWARD=d_out_BTHE is not None, K=K, GROUPS=H // K, E=E, W=W, BLOCK_N=HEAD_ROWS,
-        BLOCK_E=triton.next_power_of_2(E), BLOCK_W=triton.next_power_of_2(W), num_warps=4)  # fmt: skip
+        y_BTHE.contiguous(), v_NKE, gate_BTH.contiguous(), *pointers, B * T, v_NKE.stride(0), XSA_MIN_SQUARE,
+        BACKWARD=d_out_BTHE is not None, K=K, GROUPS=H // K, E=E,
+        BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E), num_warps=4)  # fmt: skip
     return results
 
 
 @launch_xsa.register_fake
 def xsa_shapes(
-    y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None, gate_HW: Tensor | None,
-    d_out_BTHE: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+    y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor, d_out_BTHE: Tensor | None = None
+) -> list[Tensor]:
     """What the kernel returns, without its values."""
-    y = y_BTHE.new_empty(y_BTHE.shape)
-    if d_out_BTHE is None:
-        return [y]
-    return [y, v_BTKE.new_empty(v_BTKE.shape), y_BTHE.new_empty(y_BTHE.shape[:3])]
+    like = [y_BTHE] if d_out_BTHE is None else [y_BTHE, v_BTKE, gate_BTH]
+    return [tensor.new_empty(tensor.shape) for tensor in like]
 
 
 class FusedXsa(torch.autograd.Function):
     """`xsa_plain` in one kernel each way, with all sums of a row."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y_BTHE: Tensor, v_BTKE: Tensor, x_BTW: Tensor | None = None, gate_HW: Tensor | None = None
-    ) -> Tensor:
-        ctx.save_for_backward(y_BTHE, v_BTKE, x_BTW, gate_HW)
-        return launch_xsa(y_BTHE, v_BTKE, x_BTW, gate_HW)[0]
+    def forward(ctx: Any, y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+        ctx.save_for_backward(y_BTHE, v_BTKE, gate_BTH)
+        return launch_xsa(y_BTHE, v_BTKE, gate_BTH)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out_BTHE: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTW, gate_HW = ctx.saved_tensors[2:]
-        d_y_BTHE, d_v_BTKE, d_logits_BTH = launch_xsa(*ctx.saved_tensors, d_out_BTHE)
-        if gate_HW is None:
-            return d_y_BTHE, d_v_BTKE, None, None
-        # Sums of a few: as products of matrices they would keep most of a GPU idle.
-        d_x_BTW = (d_logits_BTH[..., None] * gate_HW).sum(2)
-        d_gate_HW = (d_logits_BTH[..., None] * x_BTW[:, :, None]).sum((0, 1))
-        return d_y_BTHE, d_v_BTKE, d_x_BTW, d_gate_HW
+    def backward(ctx: Any, d_out_BTHE: Tensor) -> tuple[Tensor, ...]:
+        return tuple(launch_xsa(*ctx.saved_tensors, d_out_BTHE))
 
 
-def xsa_fused(*inputs: Tensor) -> Tensor:
+def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
     """`xsa_plain` by the kernel."""
-    return FusedXsa.apply(*inputs)
+    gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
+    if gate:
+        # As in `gated`, but as sums: matrix units are slow at so few. The compiler makes one kernel of these.
+        x_BTW, weights_HW = gate
+        gate_BTH = torch.sigmoid(0.5 * (x_BTW[:, :, None] * weights_HW).sum(-1))
+    return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
 
 
 def load_attention(name: str) -> Operation:
@@ -1830,11 +1803,6 @@ def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor
     return [out, *gradients]
 
 
-def reason_of(failure: Exception) -> str:
-    """Its first line. Dynamo gives its reasons further down."""
-    return " ".join(re.findall(r"\A.*|(?:Explanation|context): .+", f"{type(failure).__name__}: {failure}"))
-
-
 def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
     """Of all results, relative to their largest value; infinite if not a number.
 
@@ -1903,7 +1871,9 @@ def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOp
             error = largest_error(passes(), exact)
             message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
-            message = reason_of(failure)
+            said = f"{type(failure).__name__}: {failure}"
+            # Dynamo names its reasons further down.
+            message = " ".join(re.findall(r"\A.*|(?:Explanation|context): .+", said))
         # All ranks look at the same form at the same time, and judge it by the worst of them.
         worst_error, worst_message = max(machine.gather((error, message)), key=lambda found: found[0])
         tried.append(f"{form} {worst_message}")
@@ -1917,7 +1887,8 @@ def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOp
     if agreed:
         times_ms = dict.fromkeys(agreed, 0.0)
         if len(agreed) > 1:
-            for form, model.ops in agreed.items():
+            for form in agreed:
+                model.ops = agreed[form]
                 times_ms[form] = max(machine.gather(milliseconds(passes)))  # all wait for the slowest rank
                 tried.append(f"{form} {times_ms[form]:.2f} ms")
         fastest = min(agreed, key=lambda form: times_ms[form])

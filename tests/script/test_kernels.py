@@ -556,6 +556,7 @@ def test_a_gpu_takes_the_fastest_form_of_those_it_may_have(
 def test_a_fast_form_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     right = train_gpt.mlp_fused
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
+    monkeypatch.setattr(train_gpt, "mlp_fused_in_pairs", lambda *inputs: right(*inputs, 2))
     name, line = mlp_of(CallsItselfGpu(), (1, 2, 3))
     assert name == "kernel2" and line.startswith("fused_mlp:kernel2 tried: kernel error:5.0e-01 | kernel2 ")
     # On a CPU nothing is timed: the first that agrees.
@@ -753,7 +754,7 @@ def test_auto_keeps_only_heads_that_are_right(
 ) -> None:
     """The first or the last result of one kernel in one direction is too large by half."""
     exact = getattr(train_gpt, name)
-    plain_inputs = {"launch_heads": 3, "launch_xsa": 4}[name]
+    plain_inputs = 3  # of both kernels
 
     def faulty(*given: Any) -> Any:
         results = list(exact(*given))
@@ -833,14 +834,14 @@ for capability in map(int, sys.argv[1:]):
             assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
     e = 64
     # Of each kernel: its arguments, its sizes, and the pointers that each direction lacks, which are None.
-    numbers = {"tokens": "i32", "T": "i32", "qk_row": "i32", "eps": "fp32"}
-    pointers = dict.fromkeys(["qk", "gain", "rotary", "q", "k", "v", "own_v", "d_qkv"], "*bf16")
+    numbers = {"tokens": "i32", "T": "i32", "eps": "fp32"}
+    pointers = dict.fromkeys(["qkv", "gain", "rotary", "q", "k", "v", "own_v", "d_qkv"], "*bf16")
     heads = {**pointers, "d_gain": "*fp32", **numbers}, {"H": 8, "K": 4, "HALF": 8}
     heads_lack = [["v", "own_v", "d_qkv", "d_gain"], ["own_v"], []]
-    numbers = dict.fromkeys(["tokens", "v_row", "v_head", "x_row"], "i32") | {"min_square": "fp32"}
-    pointers = dict.fromkeys(["y", "v", "x", "gate", "out", "d_out", "d_y", "d_v", "d_logits"], "*bf16")
-    xsa = {**pointers, **numbers}, {"K": 4, "GROUPS": 2, "W": 12, "BLOCK_W": 16, "v_channel": 1, "x_channel": 1}
-    xsa_lack = [["d_out", "d_y", "d_v", "d_logits"], ["out"]]
+    numbers = {"tokens": "i32", "v_stride": "i32", "min_square": "fp32"}
+    pointers = dict.fromkeys(["y", "v", "gate", "out", "d_out", "d_y", "d_v", "d_gate"], "*bf16")
+    xsa = {**pointers, **numbers}, {"K": 4, "GROUPS": 2}
+    xsa_lack = [["d_out", "d_y", "d_v", "d_gate"], ["out"]]
     blocks = {"E": e, "BLOCK_N": train_gpt.HEAD_ROWS, "BLOCK_E": e}
     for kernel, (types, sizes), lacking in (
         (train_gpt.heads_kernel, heads, heads_lack), (train_gpt.xsa_kernel, xsa, xsa_lack)
@@ -933,13 +934,13 @@ def test_heads_and_xsa_are_as_exact_as_their_twins(
 
 @needs_runnable_kernels
 def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
-    (qkv_BTNE, *others), rotary = random_heads(*HEAD_SHAPES[0])
+    (qkv_BTNE, gain_H, *_), rotary = random_heads(*HEAD_SHAPES[0])
     fused = around_attention(train_gpt.heads_fused, train_gpt.xsa_fused, rotary.to(DEVICE))
-    qkv_BTNE, gain_H, x_BTD, gate_HW = (t.to(DEVICE) for t in (qkv_BTNE, *others))
-    plain = fused(qkv_BTNE, gain_H, x_BTD, gate_HW)
+    qkv_BTNE, gain_H = qkv_BTNE.to(DEVICE), gain_H.to(DEVICE)
+    plain = fused(qkv_BTNE, gain_H)
     for axes in ((0, 1), (2, 3)):
         turned = qkv_BTNE.transpose(*axes).contiguous().transpose(*axes)
-        assert torch.equal(fused(turned, gain_H, x_BTD.mT.contiguous().mT, gate_HW.mT.contiguous().mT), plain)
+        assert torch.equal(fused(turned, gain_H), plain)
     # Values of their own, that do not lie between other heads.
     heads = train_gpt.heads_plain(qkv_BTNE, gain_H, rotary.to(DEVICE))
     between = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE)

@@ -121,11 +121,12 @@ def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, back
     rows, inner, columns = 96, 512, 2048
     pre = gpu(rows, columns) if backward else None
     with Watch(recorder):
-        torch.ops.train_gpt.linear_leaky_square(gpu(rows, inner), gpu(columns, inner), pre, 0.5)
+        operands = gpu(rows, inner), gpu(columns, inner), gpu(rows)
+        torch.ops.train_gpt.linear_leaky_square(*operands, pre, 0.5, 1)
     (launch,) = recorder.launches
     assert launch.kind == "custom" and launch.flop == 2 * rows * inner * columns
     # Forward writes the product and its activation; backward reads the product and writes one.
-    assert launch.moved_bytes == 2 * (rows * inner + columns * inner + 2 * rows * columns)
+    assert launch.moved_bytes == 2 * (rows * inner + columns * inner + rows + 2 * rows * columns)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_a_custom_operation_that_nobody_entered_is_refused(
         Watch(recorder),
     ):
         unknown_operation(gpu(4, 4))
-    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: 7.0})
+    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: (7.0, 0.0)})
     with Watch(entered):
         unknown_operation(gpu(4, 4))
     assert [launch.flop for launch in entered.launches] == [7.0]
