@@ -28,15 +28,20 @@ help:
 	@echo "make TARGET [NAME=value ...]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# An environment that has a fitting torch is used as it is; elsewhere the default version is installed.
+# A fitting torch of the Python that runs this is used, of an active environment too: active.pth names its
+# packages, since --system-site-packages shows those of the base interpreter alone. Else the default is installed.
 $(READY): requirements.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is no Python 3.10 or later: name one, as in make demo PYTHON=python3.12"; exit 1; }
 	@set -e; fitting='import torch; v = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2]); assert (2, 9) <= v < (2, 14)'; \
 	if $(PYTHON) -c "$$fitting" 2>/dev/null; then \
 		echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+		$(PYTHON) -c 'import sysconfig as s; print(s.get_path("purelib")); print(s.get_path("platlib"))' > \
+			"$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/active.pth"; \
 	else \
 		echo "installing torch $(TORCH_DEFAULT) into $(VENV)"; $(PYTHON) -m venv $(VENV); \
+	fi; \
+	if ! $(RUN) -c "$$fitting" 2>/dev/null; then \
 		$(RUN) -m pip install --quiet --disable-pip-version-check "torch==$(TORCH_DEFAULT)"; \
 	fi; \
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt

@@ -43,6 +43,7 @@ import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 import zlib
@@ -540,8 +541,13 @@ def public_answers(environ: Mapping[str, str]) -> list[str]:
     """
     path = find_path("configs/public_names.json")
     public = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"names": [], "commands": {}}
-    rows = {name: row for row in public["names"] for name in row["names"].split()}
     known = Config().as_env()
+    rows = {}
+    for row in public["names"]:
+        for name in row["names"].split():
+            # A former name may be a setting of a fork.
+            if name not in known or "of_ours" in row:
+                rows[name] = row
     values = {**known, **read_settings(environ)}
 
     # A public command without its configuration would train a mixture of its model and the default.
@@ -4795,11 +4801,30 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             # A longer script leaves fewer bytes for weights.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
-            write_whole(run.path(ARTIFACT), data)
+            keep_artifact(run.path(ARTIFACT), data)
             run.log(line)
         run.machine.gather(None)
     steps = training.step
     return Trained(steps, steps * config.train_batch_tokens, train_seconds, f"{stream_hash:016x}")
+
+
+def keep_artifact(path: Path, data: bytes) -> None:
+    """Write the artifact of a run; where its disk is full, to the temporary folder or the home.
+
+    Raises ConfigError that names that place, since the run cannot go on.
+    """
+    try:
+        write_whole(path, data)
+    except ConfigError as error:
+        for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
+            spare = Path(folder) / f"{path.parent.name}.{path.name}"
+            if spare.exists():
+                continue
+            with contextlib.suppress(ConfigError):
+                write_whole(spare, data)
+            if spare.exists():
+                raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
+        raise
 
 
 def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
@@ -4823,12 +4848,13 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     source = Path(__file__).read_bytes()
     manifest = folder / "manifest.json"
     # Names and sizes stand for gigabytes of shards, which take minutes to hash.
-    listing = [[shard.path.name, shard.tokens] for shard in (*train_shards, *val_shards)]
+    all_shards = [*train_shards, *val_shards]
+    listing = [[shard.path.name, shard.tokens] for shard in all_shards]
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": json.dumps(listing).encode(),
             "manifest": manifest.read_bytes() if manifest.is_file() else b"{}"}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    made_by = json.loads(read["manifest"]).get("tokenizer", {}).get("sha256", "")
+    made_by = check_manifest(manifest, read["manifest"], all_shards, not config.eval_only)
     for maker, expected in ((manifest, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
             raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
@@ -4849,6 +4875,27 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     directory = choose_directory(config, machine)
     chosen = fast_ops(config, machine)
     return Inputs(directory, train_shards, validation, source, shipped, hashes, chosen, checkpoint)
+
+
+def check_manifest(path: Path, content: bytes, shards: list[Shard], training: bool) -> str:
+    """Hold the shards that are there against a manifest; returns the SHA-256 of its tokenizer, or empty text.
+
+    DataError if they differ. Contents are not compared: data/fineweb.py --verify does so, in minutes.
+    """
+    try:
+        manifest = json.loads(content)
+        listed = {name: entry["tokens"] for name, entry in manifest.get("files", {}).items()}
+        made_by = manifest.get("tokenizer", {}).get("sha256", "")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: no manifest ({error!r}); fetch or export the data again") from error
+    found = {shard.path.name: shard.tokens for shard in shards}
+    for name in sorted({*found, *listed}):
+        # Sidecars are checked with the bytes that they count, training shards if they are read.
+        is_asked = "_val_bytes_" not in name and (training or "_train_" not in name)
+        if listed and is_asked and listed.get(name) != found.get(name):
+            raise DataError(f"{path}: {name} has {listed.get(name, 'no')} tokens there, on the disk "
+                            f"{found.get(name, 'no')}; fetch the data again, or remove what is not of them")
+    return made_by
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:

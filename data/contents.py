@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import sentencepiece as spm
 
-from data import caseops, shards
+from data import caseops, fuse, shards
 from data.shards import BOS_ID, ByteTable
 
 SAMPLE_TOKENS = 20_000  # tens of documents, a few milliseconds
@@ -32,7 +32,10 @@ def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
     if problems or not val:
         return problems
 
-    tokens = np.concatenate([shards.read_shard(shard) for shard in val])
+    # What the tokenizer would write has no fused pairs.
+    pairs = fuse.pairs_of(manifest)
+    fused_tokens = np.concatenate([shards.read_shard(shard) for shard in val])
+    (tokens,) = fuse.separate(fused_tokens, pairs)
     share = share_that_comes_back(tokenizer, tokens[:SAMPLE_TOKENS])
     if share < LEAST_SHARE:
         problems.append(f"{path}: only {share:.0%} of validation tokens come back when they are decoded and "
@@ -46,6 +49,8 @@ def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
         if total != noted:
             problems.append(f"{directory}: fineweb_val_bytes_*.bin sum to {total} bytes of text, "
                             f"the manifest says {noted}")
+        if pairs and len(counts) == len(fused_tokens):
+            _, counts = fuse.separate(fused_tokens, pairs, counts)
         problems += sidecar_problems(directory, tokens, counts, tokenizer)
     elif caseops.form_of(tokenizer) is not None:
         problems.append(f"{directory}: the tokenizer has CaseOps marks, which are no text, and no "

@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -134,9 +135,11 @@ def train_tokenizer(recipe: TokenizerRecipe) -> tuple[bytes, collections.Counter
             pad_id=shards.PAD_ID, bos_id=shards.BOS_ID, eos_id=shards.EOS_ID, unk_id=shards.UNK_ID)
     except (RuntimeError, SystemError) as error:
         reason = failures[0] if failures else error
-        raise DataError(f"no tokenizer of {recipe.vocab_size} pieces from {counts['documents']} documents "
-                        f"({', '.join(recipe.source.paths)}): {reason}; give more text, or a smaller "
-                        "--train-tokenizer; are there documents behind the validation ones?") from error
+        raise DataError(
+            f"no tokenizer of {recipe.vocab_size} pieces from {counts['documents']} documents "
+            f"({', '.join(recipe.source.paths)}): {reason}; give more text, a smaller --train-tokenizer, or "
+            f"a smaller --val-docs: the first {recipe.first_document:,} documents are validation, and a "
+            "tokenizer learns from those behind them") from error
     if failures:
         raise failures[0]
     found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
@@ -652,6 +655,9 @@ def main(arguments: list[str] | None = None) -> int:
         plan = ExportPlan(encoding, directory, options.name, options.shard_tokens, options.max_train_shards,
                           options.source, options.revision)
         print(report(directory, export(plan, options.workers)))
+        pieces = shards.load_tokenizer(tokenizer_path).vocab_size()
+        paths = f"DATA_PATH={shlex.quote(str(directory))} TOKENIZER_PATH={shlex.quote(str(tokenizer_path))}"
+        print(f"train with it: {paths} VOCAB_SIZE={pieces} python train_gpt.py")
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

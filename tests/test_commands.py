@@ -18,15 +18,13 @@ COMMAND = re.compile(rf"(?:{SETTING} )*(?:make|python|torchrun|pip|pytest)(?: |$
 
 FIRST_HOUR = "test_first_hour.py::test_the_first_hour"
 MENDED = "test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes"
-TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it"
+TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it_and_shows_the_error_of_one_rank"
 
 # What a command contains, and the test that runs it: the first row that fits counts.
 RUN_BY = [
-    ("make demo", FIRST_HOUR),
-    ("make seeds", FIRST_HOUR),
+    ("make demo", FIRST_HOUR), ("make seeds", FIRST_HOUR),
     ("make test-torch", "test_commands.py::test_a_torch_that_fails_is_named_and_the_others_are_traced"),
-    ("make test", FIRST_HOUR),
-    ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
+    ("make test", FIRST_HOUR), ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
     ("make gpu-check", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
     ("make", FIRST_HOUR),
     ("tests/same_bits.py", "test_same_bits.py::test_equal_scripts_are_equal_and_other_weights_are_seen"),
@@ -34,27 +32,22 @@ RUN_BY = [
     ("benchmarks/ttt.py cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
     ("benchmarks/pod.py", "tools/test_pod.py::test_it_measures_what_there_is_and_says_what_there_is_not"),
     ("RESUME=runs/long", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
-    ("torchrun", TORCHRUN),
-    ("RESUME=", FIRST_HOUR),
-    ("EVAL_ONLY=", FIRST_HOUR),
+    ("torchrun", TORCHRUN), ("RESUME=", FIRST_HOUR), ("EVAL_ONLY=", FIRST_HOUR),
     ("TRACE_STEPS=", FIRST_HOUR),
     ("h100_1gpu.env", "tools/test_gpu_model.py::test_a_config_names_a_card_on_which_it_fits"),
     ("train_gpt.py --help", "script/test_bad_input.py::test_a_locale_that_is_not_utf_8"),
-    ("data/fineweb.py", FIRST_HOUR),
-    ("data/export.py", FIRST_HOUR),
+    ("data/fineweb.py", FIRST_HOUR), ("data/export.py", FIRST_HOUR),
+    ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
     ("data/sample.py", f"data/test_sample.py::{MENDED}"),
     ("--adapter", "tools/test_prove.py::test_an_adapter_s_script_is_judged_by_what_it_records"),
-    ("tools prove", FIRST_HOUR),
-    ("tools pack", FIRST_HOUR),
-    ("tools check", FIRST_HOUR),
-    ("tools board", FIRST_HOUR),
-    ("tools diff", FIRST_HOUR),
-    ("tools plot", FIRST_HOUR),
-    ("tools timeline", FIRST_HOUR),
-    ("tools generate", FIRST_HOUR),
+    ("tools prove", FIRST_HOUR), ("tools pack", FIRST_HOUR), ("tools check", FIRST_HOUR),
+    ("tools board", FIRST_HOUR), ("tools diff", FIRST_HOUR),
+    ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),
+    ("tools sweep", "tools/test_sweep.py::test_a_sweep_killed_twice_ends_as_one_that_was_not"),
+    ("tools plot", FIRST_HOUR), ("tools timeline", FIRST_HOUR), ("tools generate", FIRST_HOUR),
     ("tools summary", FIRST_HOUR),
     ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),
-]
+]  # fmt: skip
 # What no test of this repository runs, and why.
 NOT_RUN = {
     "pip install": "it asks the network for packages",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,23 @@ SHORT = {"ITERATIONS": 2, "VAL_LOSS_EVERY": 0, "GPTQ": 0, "EVAL_STRIDE": 0, "TTT
 
 
 def test_equal_scripts_are_equal_and_other_weights_are_seen(
-    lab: Lab, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lab: Lab, repo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = (repo / "train_gpt.py").read_text(encoding="utf-8")
+    script = same_bits.Script(repo / "train_gpt.py")
+    source = script.path.read_text(encoding="utf-8")
     drawn = "manual_seed(zlib.crc32(text.encode()))"
     assert drawn in source
-    other_path = tmp_path / "train_gpt.py"
-    other_path.write_text(source.replace(drawn, "manual_seed(1)"), encoding="utf-8")
-    script = same_bits.Script(repo / "train_gpt.py")
-    other = same_bits.Script(other_path)
+    other = copy.copy(script)
+    other.path = lab.folder / "train_gpt.py"
+    other.path.write_text(source.replace(drawn, "manual_seed(1)"), encoding="utf-8")
     of_the_lab = {name: value for name, value in lab.settings().items() if name in script.known}
-    case = same_bits.Case("", {**of_the_lab, **SHORT})
-    monkeypatch.setitem(same_bits.CASES, "short", case)
+    monkeypatch.setitem(same_bits.CASES, "short", same_bits.Case("", {**of_the_lab, **SHORT}))
 
-    assert same_bits.compare("short", script, script)
     assert not same_bits.compare("short", script, other)
-    equal, different, *_ = capsys.readouterr().out.splitlines()
+    run = lab.succeed(**SHORT).directory
+    monkeypatch.setattr(same_bits.Script, "run", lambda *_: run)
+    assert same_bits.compare("short", script, script)
+    different, *_, equal = capsys.readouterr().out.splitlines()
     assert equal.startswith("short: equal (2 steps, ")
     parts = "train losses, gradient norms, validation losses, coded weights, final scores"
     assert different.startswith(f"short: DIFFERENT {parts} (")

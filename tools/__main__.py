@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": ("tools.check.check", "audit a records folder, ours or any public one"),
     "prove": ("tools.prove.prove", "run the dynamic proofs of a legal score on a script"),
     "diff": ("tools.compare.diff", "compare two runs or folders: config, code, metrics, curves"),
+    "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
+    "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
     "summary": ("tools.summary", "say in ten lines what a run reached"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
@@ -38,9 +41,13 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for verb, (module_name, purpose) in VERBS.items():
-        subparser = verbs.add_parser(verb, help=purpose, description=purpose)
+        subparser = verbs.add_parser(
+            verb, help=purpose, description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if verb == wanted:
-            importlib.import_module(module_name).add_arguments(subparser)
+            module = importlib.import_module(module_name)
+            subparser.description = module.__doc__
+            module.add_arguments(subparser)
     return parser
 
 
@@ -48,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 fine, 1 the verb's own negative verdict, 2 input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser(arguments).parse_args(arguments)
+        parser = build_parser(arguments)
+        args, more = parser.parse_known_args(arguments)
+        if more:
+            left_over = f"{args.verb}: {shlex.join(more)} is left over"
+            parser.error(f"{left_over}; a pattern like *_Base may match two folders: name one of them")
         return _run(args)
     except ModuleNotFoundError as error:
         print(f"tools: {sys.executable} has no {error.name}; {python_with_packages()}", file=sys.stderr)

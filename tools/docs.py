@@ -94,11 +94,10 @@ def settings_table() -> str:
 
 def result_table(records: Path) -> str:
     """All records, track by track, the best of each first."""
-    rows = []
-    for track in sorted(records.glob("track_*")):
-        folders = [Folder(path) for path in track.iterdir() if (path / "submission.json").is_file()]
-        folders.sort(key=lambda folder: float(folder.submission["val_bpb"]))
-        rows += [result_row(folder) for folder in folders]
+    folders = [Folder(path) for path in board.record_folders(records)]
+    folders = [folder for folder in folders if folder.file("submission.json").is_file()]
+    folders.sort(key=lambda folder: (folder.track, float(folder.submission["val_bpb"])))
+    rows = [result_row(folder) for folder in folders]
     return table(RESULT_COLUMNS, rows)
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import sentencepiece
 import torch
 
-from data import caseops
+from data import caseops, fuse
 from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
@@ -38,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise RecordError(str(error)) from error
     fused = caseops.form_of(pieces)
     prompt = args.prompt if fused is None else caseops.encode(args.prompt, fused)
-    text = generate_text(model, pieces, prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    pairs = fuse.pairs_in(script.find_path(settings_of_run(args.artifact.parent).data_path))
+    text = generate_text(model, pieces, prompt, args.tokens, args.temperature, args.top_k, args.seed, pairs)
     print(text if fused is None else caseops.read(text, fused))
     return 0
 
@@ -59,9 +63,14 @@ def load_tokenizer(artifact: Path, expected: str, given: str | None) -> sentence
 
 def tokenizer_of_run(directory: Path) -> str:
     """The path in the config.env of a run directory; without one, the default."""
+    return settings_of_run(directory).tokenizer_path
+
+
+def settings_of_run(directory: Path) -> script.Config:
+    """The settings in the config.env of a run directory; without one, the defaults."""
     settings = directory / CONFIG
     environment = {"CONFIG": str(settings)} if settings.is_file() else {}
-    return script.Config.from_env(environment).tokenizer_path
+    return script.Config.from_env(environment)
 
 
 @torch.no_grad()
@@ -73,12 +82,16 @@ def generate_text(
     temperature: float,
     top_k: int,
     seed: int,
+    pairs: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> str:
-    """The prompt and so many tokens more, sampled among the `top_k` likeliest; temperature 0: the first."""
+    """The prompt and so many tokens more, sampled among the `top_k` likeliest; temperature 0: the first.
+
+    pairs: of tokens that data/fuse.py made one.
+    """
     softcap = model.settings.logit_softcap
     context_tokens = model.settings.train_seq_len
     choices = torch.Generator().manual_seed(seed)
-    ids = [script.BOS_ID, *pieces.encode(prompt)]
+    ids = fuse.fuse(np.array([script.BOS_ID, *pieces.encode(prompt)]), pairs)[0].tolist()
     for _ in range(tokens):
         hidden_BTD = model(torch.tensor([ids[-context_tokens:]]))
         logits_V = model.logits(hidden_BTD[0, -1])
@@ -88,4 +101,4 @@ def generate_text(
         odds = (likeliest.values / max(temperature, 1e-6)).softmax(-1)
         chosen = torch.multinomial(odds, 1, generator=choices)
         ids.append(int(likeliest.indices[chosen]))
-    return str(pieces.decode(ids))
+    return str(pieces.decode(fuse.separate(np.array(ids), pairs)[0].tolist()))

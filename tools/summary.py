@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import lzma
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,15 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from data import caseops
+from data import caseops, fuse
 from tools.runs import script
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG
+from tools.runs.rules import VALIDATION_BYTES, VALIDATION_BYTES_TOLERANCE
 from tools.runs.runs import RunDirectory
 from tools.runs.writing import json_text
 
+LEADERBOARD = Path(__file__).parent / "runs" / "leaderboard.json"  # a copy of the public list, with its date
 SCORES = {"roundtrip": "round trip", "sliding_window": "sliding window", "legal_ttt": "test-time training"}
 TOKENS_MAX = 50_000_000  # that the model of pairs counts
 PRIOR_TOKENS = 50.0  # weight of a token's frequency beside what follows the token before
@@ -57,6 +61,9 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     for label in ("xz -9", "pairs of tokens"):
         value = f"{plain[label]:.4f}" if label in plain else f"not known: no data at {config['DATA_PATH']}"
         found.append(f"  {label:<20}{value}")
+    best = min((score["bits_per_byte"] for score in summary["losses"].values()), default=math.inf)
+    if line := place(best, summary["data"]["val_bytes"]):
+        found.append(line)
     size = summary["limits"]["artifact_bytes"]
     found.append(f"size: {size['value']:,} of {size['limit']:,} bytes, code and weights together")
     seconds = summary["train_seconds"]
@@ -66,8 +73,20 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     kept = [name for name in ("log.txt", "metrics.jsonl", "model.bin") if (directory.path / name).is_file()]
     drawn = sorted(path.name for path in directory.path.glob("plot.*"))
     found.append(f"files: {directory.path}: {', '.join([*kept, *drawn])}")
-    found.append(f"again: EVAL_ONLY={directory.path}/model.bin {python_command()} train_gpt.py")
+    artifact = shlex.quote(str(directory.path / "model.bin"))
+    found.append(f"again: EVAL_ONLY={artifact} {python_command()} train_gpt.py")
     return found
+
+
+def place(val_bpb: float, val_bytes: int) -> str:
+    """The place that a score would have on the challenge's list; empty for a score of another text."""
+    if abs(val_bytes / VALIDATION_BYTES - 1) > VALIDATION_BYTES_TOLERANCE:
+        return ""
+    board = json.loads(LEADERBOARD.read_text(encoding="utf-8"))
+    ahead = sum(row[0] <= val_bpb for row in board["records"])
+    count = len(board["records"])
+    told = f"{ahead} of {count} records are as good or better"
+    return f"place: {told}, by the challenge's list of {board['date']}"
 
 
 def python_command() -> str:
@@ -102,6 +121,7 @@ def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:
 def text_of(tokens: np.ndarray, config: script.Config) -> bytes:
     """The documents of a stream, decoded, one after the other."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(script.find_path(config.tokenizer_path)))
+    (tokens,) = fuse.separate(tokens, fuse.pairs_in(script.find_path(config.data_path)))
     starts = np.flatnonzero(tokens == script.BOS_ID)
     documents = [part[part != script.BOS_ID].tolist() for part in np.split(tokens, starts)]
     text = "".join(pieces.decode(documents))

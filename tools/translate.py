@@ -88,8 +88,14 @@ def lines(translation: Translation, start: str) -> list[str]:
 
 def public_names() -> dict[str, dict[str, str]]:
     """The answer to each NAME, or NAME=VALUE, of configs/public_names.json."""
-    rows = json.loads(NAMES_FILE.read_text(encoding="utf-8"))["names"]
-    return {name: row for row in rows for name in row["names"].split()}
+    known = Config().as_env()
+    found = {}
+    for row in json.loads(NAMES_FILE.read_text(encoding="utf-8"))["names"]:
+        for name in row["names"].split():
+            # A former name may be a setting of a fork.
+            if name not in known or "of_ours" in row:
+                found[name] = row
+    return found
 
 
 def published_commands() -> dict[str, dict[str, str]]:

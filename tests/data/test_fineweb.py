@@ -12,16 +12,15 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
 import sentencepiece as spm
 
-from data import fineweb, shards
+from data import cached_challenge_fineweb, fineweb, shards
 from tests.support import hub_server, tiny
 from tests.support.waiting import DEADLINE_SECONDS
 
@@ -53,6 +52,14 @@ def files(dataset: Path) -> dict[str, bytes]:
     model = dataset / "tokenizer.model"
     content["datasets/tokenizers/fineweb_1024_bpe.model"] = model.read_bytes()
     return content
+
+
+def test_the_challenge_s_own_command_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fineweb, "main", " ".join)
+    pasted = ["--variant", "sp8192", "--train-shards", "128", "--skip-manifest"]
+    assert cached_challenge_fineweb.main(pasted, {}) == "--variant sp8192 --train-shards 128"
+    of_another = cached_challenge_fineweb.main(pasted, {"MATCHED_FINEWEB_REPO_ID": "a/b"})
+    assert of_another == "--variant sp8192 --train-shards 128 --repo a/b"
 
 
 @pytest.fixture
@@ -88,10 +95,28 @@ def assert_complete(out: Path, files: dict[str, bytes], train_shards: int) -> No
     assert not list(out.rglob("*.incomplete")) and not list(out.rglob(".staging*"))
 
 
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def error_of(hub: Hub, capsys: pytest.CaptureFixture[str]) -> Fails:
+    """What the command says where it must fail."""
+    def error(out: Path, *more: str, train_shards: int = 3) -> str:
+        capsys.readouterr()
+        assert fineweb.main(command(out, *more, train_shards=train_shards)) == 1
+        return capsys.readouterr().err
+
+    return error
+
+
 # --- what is fetched ------------------------------------------------------------------------------------
 
 
-def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                capsys: pytest.CaptureFixture[str]) -> None:
+    assert fineweb.main(command(tmp_path / "dry", "--dry-run")) == 0
+    assert remote("fineweb_train_000002.bin") in capsys.readouterr().out
+    assert not hub.sent and not (tmp_path / "dry").exists()
     assert fineweb.main(command(tmp_path, train_shards=2)) == 0
     assert_complete(tmp_path, files, 2)
     first = hub.completed.copy()
@@ -101,15 +126,17 @@ def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Pat
     assert sorted((hub.completed - first).elements()) == added
     hub.faults.status = 500
     assert fineweb.main(command(tmp_path, "--verify")) == 0
+    check_manifest(tmp_path, 4)
 
 
-def test_manifest_pins_the_revision_and_counts_documents(hub: Hub, tmp_path: Path) -> None:
-    assert fineweb.main(command(tmp_path)) == 0
-    manifest = shards.read_manifest(directory(tmp_path))
+def check_manifest(out: Path, train_shards: int) -> None:
+    """It pins the revision and counts documents."""
+    manifest = shards.read_manifest(directory(out))
     assert (manifest["source"], manifest["revision"]) == (REPO, hub_server.COMMIT)
     document = 0
-    for name in ["fineweb_val_000000.bin", *(f"fineweb_train_{index:06d}.bin" for index in range(3))]:
-        tokens = shards.read_shard(directory(tmp_path) / name)
+    names = [f"fineweb_train_{index:06d}.bin" for index in range(train_shards)]
+    for name in ["fineweb_val_000000.bin", *names]:
+        tokens = shards.read_shard(directory(out) / name)
         start = document - int(tokens[0] != shards.BOS_ID)
         document += int((tokens == shards.BOS_ID).sum())
         assert manifest["files"][name]["documents"] == [start, document]
@@ -119,8 +146,7 @@ def test_manifest_pins_the_revision_and_counts_documents(hub: Hub, tmp_path: Pat
     assert manifest["splits"]["train"]["documents"] == [first_train, document]
 
 
-def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     tokens = np.frombuffer(hub.files[remote("fineweb_val_000000.bin")][shards.HEADER_BYTES:], np.uint16)
     table = shards.ByteTable.from_sentencepiece(spm.SentencePieceProcessor(
         model_proto=hub.files["datasets/tokenizers/fineweb_1024_bpe.model"]))
@@ -134,18 +160,10 @@ def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path,
     audit = {"sidecar_bytes": int(counts.sum()), "piece_bytes": int(counts.sum()) - 5}
     assert manifest["splits"]["val"]["audit"] == audit
     hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(counts + (counts > 1))
-    assert fineweb.main(command(tmp_path / "more")) == 1
-    assert re.search(r"count \d+ bytes of text, the pieces of their tokens hold", capsys.readouterr().err)
+    assert re.search(r"count \d+ bytes of text, the pieces of their tokens", error_of(tmp_path / "more"))
     assert not (directory(tmp_path / "more") / shards.MANIFEST_NAME).exists()
     hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(np.ones(SHARD_TOKENS - 1))
-    assert fineweb.main(command(tmp_path / "bad")) == 1
-    assert "not one for each token" in capsys.readouterr().err
-
-
-def test_dry_run_fetches_nothing(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fineweb.main(command(tmp_path / "out", "--dry-run")) == 0
-    assert remote("fineweb_train_000002.bin") in capsys.readouterr().out
-    assert not hub.sent and not (tmp_path / "out").exists()
+    assert "not one for each token" in error_of(tmp_path / "bad")
 
 
 # --- a hub that fails -----------------------------------------------------------------------------------
@@ -162,46 +180,34 @@ def test_cut_connections_are_resumed_within_the_file(hub: Hub, files: dict[str, 
     assert hub.sent[name] < len(files[name]) + 2 * block_bytes
 
 
-@pytest.mark.parametrize("fault", ["wrong_content", "truncated"])
-def test_bad_copies_are_fetched_again(hub: Hub, files: dict[str, bytes], tmp_path: Path, fault: str) -> None:
-    name = remote("fineweb_train_000001.bin")
-    getattr(hub.faults, fault)[name] = 1
-    getattr(hub.faults, fault)["datasets/tokenizers/fineweb_1024_bpe.model"] = 1
-    assert fineweb.main(command(tmp_path)) == 0
-    assert_complete(tmp_path, files, 3)
-
-
 @pytest.mark.parametrize(("fault", "expected"), [("wrong_content", "hash"), ("truncated", "size")])
-def test_lasting_damage_is_an_error_and_the_rest_is_kept(hub: Hub, files: dict[str, bytes], tmp_path: Path,
-                                                         fault: str, expected: str,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_copies_are_fetched_again_and_lasting_damage_is_an_error(
+        hub: Hub, files: dict[str, bytes], tmp_path: Path, fault: str, expected: str,
+        error_of: Fails) -> None:
     name = remote("fineweb_train_000001.bin")
-    getattr(hub.faults, fault)[name] = 10**6
-    assert fineweb.main(command(tmp_path, "--workers", "1")) == 1
-    error = capsys.readouterr().err
+    damaged = getattr(hub.faults, fault)
+    damaged[name] = 10**6
+    error = error_of(tmp_path, "--workers", "1")
     assert name in error and expected in error
     assert not (directory(tmp_path) / Path(name).name).exists()
     assert not (directory(tmp_path) / shards.MANIFEST_NAME).exists()
-    getattr(hub.faults, fault).clear()
+    damaged[name] = 1
     assert fineweb.main(command(tmp_path)) == 0
     assert_complete(tmp_path, files, 3)
     assert hub.completed[remote("fineweb_val_000000.bin")] == 1
+    damaged["datasets/tokenizers/fineweb_1024_bpe.model"] = 1
+    assert fineweb.main(command(tmp_path / "again", train_shards=1)) == 0
 
 
-def test_gated_missing_and_unreachable_hubs_are_told_apart(hub: Hub, tmp_path: Path,
-                                                           capsys: pytest.CaptureFixture[str],
+def test_gated_missing_and_unreachable_hubs_are_told_apart(hub: Hub, tmp_path: Path, error_of: Fails,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    def error_of(*more: str) -> str:
-        assert fineweb.main(command(tmp_path, *more)) == 1
-        return capsys.readouterr().err
-
-    assert "no such dataset repository" in error_of("--repo", "some/body")
+    assert "no such dataset repository" in error_of(tmp_path, "--repo", "some/body")
     hub.faults.error_code = None
-    assert "no such revision" in error_of("--revision", "elsewhere")
+    assert "no such revision" in error_of(tmp_path, "--revision", "elsewhere")
     hub.faults.status, hub.faults.error_code = 403, "GatedRepo"
-    assert "ask for access" in error_of()
+    assert "ask for access" in error_of(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "run the same command again" in error_of()
+    assert "run the same command again" in error_of(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -212,20 +218,15 @@ def test_offline_mode_is_said(hub: Hub, repo: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "HF_HUB_OFFLINE is set" in done.stderr
 
 
-def test_other_layouts_are_explained(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def error_of(*more: str, train_shards: int = 1) -> str:
-        assert fineweb.main(command(tmp_path, *more, train_shards=train_shards)) == 1
-        return capsys.readouterr().err
-
-    assert "5 training shards, expected at least 1 and the 9" in error_of(train_shards=9)
-    assert "models there: fineweb_1024_bpe.model" in error_of("--tokenizer", "other.model")
-    assert f"shards are in datasets/datasets/{DATASET}" in error_of("--dataset", "other")
+def test_other_layouts_are_explained(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+    assert "5 training shards, expected at least 1 and the 9" in error_of(tmp_path, train_shards=9)
+    assert "models there: fineweb_1024_bpe.model" in error_of(tmp_path, "--tokenizer", "other.model")
+    assert f"shards are in datasets/datasets/{DATASET}" in error_of(tmp_path, "--dataset", "other")
     hub.files = {f"flat/{Path(name).name}": content for name, content in hub.files.items()}
-    assert "shards are in flat" in error_of()
+    assert "shards are in flat" in error_of(tmp_path)
     hub.files = {"README.md": b""}
-    assert "no shards anywhere" in error_of()
-    assert fineweb.main(["--variant", "sp999", "--out", str(tmp_path)]) == 1
-    assert "give its --repo" in capsys.readouterr().err
+    assert "no shards anywhere" in error_of(tmp_path)
+    assert "give its --repo" in error_of(tmp_path, "--variant", "sp999")
 
 
 def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], t
 
 
 def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path,
-                                    capsys: pytest.CaptureFixture[str]) -> None:
+                                    error_of: Fails) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     victim = directory(tmp_path) / "fineweb_train_000001.bin"
     status = victim.stat()
@@ -246,8 +247,7 @@ def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path:
     content[5000] ^= 1
     victim.write_bytes(content)
     os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))  # a bad disk does not touch the time
-    assert fineweb.main(command(tmp_path, "--verify")) == 1
-    assert f"{victim}: sha256" in capsys.readouterr().err
+    assert f"{victim}: sha256" in error_of(tmp_path, "--verify")
     before = hub.completed.copy()
     assert fineweb.main(command(tmp_path)) == 0
     assert_complete(tmp_path, files, 3)
@@ -268,68 +268,56 @@ def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub
 
 
 def test_verify_tells_of_training_documents_that_are_validation_documents(
-        hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     manifest = shards.read_manifest(directory(tmp_path))
     manifest["files"]["fineweb_val_000000.bin"]["documents"] = [0, 1000]
     shards.write_manifest(directory(tmp_path), manifest)
-    capsys.readouterr()
-    assert fineweb.main(command(tmp_path, "--verify")) == 1
-    told = capsys.readouterr().err
+    told = error_of(tmp_path, "--verify")
     start, stop = manifest["files"]["fineweb_train_000002.bin"]["documents"]
     assert all(f"fineweb_train_{number:06d}.bin: training documents [" in told for number in range(3))
     assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
 
 
-def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Path,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"
     tokenizer.parent.mkdir()
     tokenizer.write_text("mine")
-    assert fineweb.main(command(tmp_path)) == 1
-    assert str(tokenizer) in capsys.readouterr().err and tokenizer.read_text() == "mine"
+    assert str(tokenizer) in error_of(tmp_path) and tokenizer.read_text() == "mine"
     mine = directory(tmp_path / "mine")
     shards.write_manifest(mine, {"version": shards.MANIFEST_VERSION, "name": "mine"})
-    assert fineweb.main(command(tmp_path / "mine")) == 1
-    assert "was not downloaded" in capsys.readouterr().err
+    assert "was not downloaded" in error_of(tmp_path / "mine")
 
 
-def test_revisions_and_repositories_do_not_mix(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_revisions_and_repositories_do_not_mix(hub: Hub, tmp_path: Path, error_of: Fails,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     monkeypatch.setattr(hub_server, "COMMIT", "badcab" + "1" * 34)
-    assert fineweb.main(command(tmp_path, "--revision", "main")) == 1
-    assert "must not be mixed" in capsys.readouterr().err
+    assert "must not be mixed" in error_of(tmp_path, "--revision", "main")
 
 
 def test_a_disk_too_small_names_the_shards_that_fit(hub: Hub, files: dict[str, bytes], tmp_path: Path,
-                                                    capsys: pytest.CaptureFixture[str],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+                                                    error_of: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = len(files[remote("fineweb_train_000000.bin")])
     tokenizer = len(files["datasets/tokenizers/fineweb_1024_bpe.model"])
     free = [fineweb.DISK_RESERVE_BYTES + tokenizer + 3 * shard + 10]  # validation is as large as a shard
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free[0]))
-    assert fineweb.main(command(tmp_path, train_shards=5)) == 1
-    assert "--train-shards 2 would fit" in capsys.readouterr().err
+    assert "--train-shards 2 would fit" in error_of(tmp_path, train_shards=5)
     assert fineweb.main(command(tmp_path, train_shards=2)) == 0
     free[0] = fineweb.DISK_RESERVE_BYTES + 2 * shard
-    assert fineweb.main(command(tmp_path, train_shards=5)) == 1
-    assert "--train-shards 4 would fit" in capsys.readouterr().err
+    assert "--train-shards 4 would fit" in error_of(tmp_path, train_shards=5)
     free[0] = 0
-    assert fineweb.main(command(tmp_path / "none", train_shards=1)) == 1
-    assert "not even one" in capsys.readouterr().err
+    assert "not even one" in error_of(tmp_path / "none", train_shards=1)
 
 
-def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases: list[tuple[str, Any, str]] = [
-        ("fineweb_train_000000.bin", shard_bytes(np.array([1, 5000])), "token 5000"),
-        ("fineweb_train_000000.bin", shard_bytes(np.array([7, 1, 8])), "does not begin with BOS"),
-        ("fineweb_train_000000.bin", b"\0" * 4000, "magic"),
-    ]
-    for index, (name, content, expected) in enumerate(cases):
-        hub.files[remote(name)] = content
-        assert fineweb.main(command(tmp_path / str(index), train_shards=1)) == 1
-        assert expected in capsys.readouterr().err
+def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+    for index, (content, expected) in enumerate([
+        (shard_bytes(np.array([1, 5000])), "token 5000"),
+        (shard_bytes(np.array([7, 1, 8])), "does not begin with BOS"),
+        (b"\0" * 4000, "magic"),
+    ]):
+        hub.files[remote("fineweb_train_000000.bin")] = content
+        assert expected in error_of(tmp_path / str(index), train_shards=1)
 
 
 # --- killed and resumed -----------------------------------------------------------------------------------
@@ -363,20 +351,13 @@ def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Pa
             shutil.rmtree(out)
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_download_resumes_without_refetching(hub: Hub, files: dict[str, bytes], repo: Path,
-                                                      tmp_path: Path) -> None:
-    interrupted_downloads(hub, files, repo, tmp_path / "out", 2)
+                                                      tmp_path: Path, kills: int) -> None:
+    interrupted_downloads(hub, files, repo, tmp_path / "out", kills)
 
 
-@pytest.mark.slow
-def test_downloads_killed_at_20_random_points(hub: Hub, files: dict[str, bytes], repo: Path,
-                                              tmp_path: Path) -> None:
-    interrupted_downloads(hub, files, repo, tmp_path / "out", 20)
-
-
-def test_receipts_that_are_damaged_are_said(hub: Hub, tmp_path: Path,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_receipts_that_are_damaged_are_said(tmp_path: Path, error_of: Fails) -> None:
     directory(tmp_path).mkdir(parents=True)
     (directory(tmp_path) / fineweb.RECEIPTS_NAME).write_text(json.dumps({"repo": 1}))
-    assert fineweb.main(command(tmp_path)) == 1
-    assert "damaged" in capsys.readouterr().err
+    assert "damaged" in error_of(tmp_path)

@@ -17,12 +17,28 @@ import pytest
 from data import sample, shards
 from data.files import DataError
 
+# Of every fifth module of the library; `make demo` in test_first_hour.py makes the whole sample.
+COMMAND = """
+from data import sample
+sources = sample.stdlib_sources
+sample.stdlib_sources = lambda: sources()[::5]
+sample.VAL_DOCUMENTS = 10
+raise SystemExit(sample.main())
+"""
+
+
+def make(root: Path, repo: Path, **environment: str) -> None:
+    """The command in a fresh process."""
+    command = [sys.executable, "-c", COMMAND, "--out", str(root)]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=repo)
+    assert (done.returncode, done.stderr) == (0, "")
+
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sample made by the command."""
+def built(tmp_path_factory: pytest.TempPathFactory, repo: Path) -> Path:
     root = tmp_path_factory.mktemp("sample")
-    assert sample.main(["--out", str(root)]) == 0
+    make(root, repo)
     return root
 
 
@@ -89,14 +105,16 @@ def test_drop_repeats_keeps_the_first_of_each_paragraph() -> None:
     assert sample.drop_repeats(documents) == [f"{long}\n\nmore", f"{long}!", "more"]
 
 
-def test_a_finished_sample_is_left_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "build", lambda root: pytest.fail("rebuilt a sound sample"))
+def test_a_finished_sample_is_left_alone(built: Path, tmp_path: Path, repo: Path) -> None:
+    written = {path: path.stat().st_mtime_ns for path in built.rglob("*")}
     assert sample.main(["--out", str(built)]) == 0
-    assert sample.main(["--out", str(built), "--check"]) == 0
+    assert written == {path: path.stat().st_mtime_ns for path in built.rglob("*")}
+    command = [sys.executable, str(repo / "data" / "sample.py"), "--check", "--out", str(built)]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0
 
 
 def test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes(
-        built: Path, tmp_path: Path, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        built: Path, repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(built)
     shard = next(dataset(built).glob("fineweb_train_*.bin"))
     content = bytearray(shard.read_bytes())
@@ -105,61 +123,43 @@ def test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same
     assert sample.main(["--out", str(built), "--check"]) == 1
     error = capsys.readouterr().err
     assert str(shard) in error and "sha256" in error and "sample.py" in error
-    command = [sys.executable, str(repo / "data" / "sample.py"), "--out", str(built)]
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "LC_ALL": "C"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    make(built, repo, PYTHONHASHSEED="7", LC_ALL="C")
     assert contents(built) == before
 
 
-def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less text and fewer pieces, for tests in which the text does not matter."""
-    documents = [f"{'words and more ' * 40}{index}" for index in range(60)]
-    monkeypatch.setattr(sample, "stdlib_documents", lambda: documents)
-    monkeypatch.setattr(sample, "VOCAB_SIZE", 290)
-
-
-def test_too_little_text_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
-    small_sample(monkeypatch)
-    monkeypatch.setattr(sample, "VOCAB_SIZE", 1024)
-    assert sample.main(["--out", str(tmp_path)]) == 1
-    assert "too few for 1024 pieces" in capsys.readouterr().err
-
-
-def test_an_interrupted_build_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_that_cannot_end_says_why_and_leaves_no_manifest(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full_disk(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    small_sample(monkeypatch)
-    monkeypatch.setattr(os, "fsync", full_disk)
+    documents = [f"{'words and more ' * 40}{index}" for index in range(60)]
+    monkeypatch.setattr(sample, "stdlib_documents", lambda: documents)
     assert sample.main(["--out", str(tmp_path)]) == 1
+    assert "too few for 1024 pieces" in capsys.readouterr().err
+    monkeypatch.setattr(sample, "VOCAB_SIZE", 290)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full_disk)
+        assert sample.main(["--out", str(tmp_path)]) == 1
     assert "disk is full" in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    mine = tmp_path / "mine" / "tokenizers"  # a file in the way
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert sample.main(["--out", str(mine.parent)]) == 1
+    assert str(mine) in capsys.readouterr().err and mine.read_text() == "mine"
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    small_sample(monkeypatch)
-    (tmp_path / "tokenizers").write_text("mine")
-    assert sample.main(["--out", str(tmp_path)]) == 1
-    assert str(tmp_path / "tokenizers") in capsys.readouterr().err
-    assert (tmp_path / "tokenizers").read_text() == "mine"
-
-
-@pytest.mark.parametrize(("damage", "expected"), [
-    (lambda content: content[:-2], "truncated"), (lambda content: content[:100], "too short"),
-    (lambda content: b"\0" * 4 + content[4:], "magic"), (lambda content: b"", "too short"),
-])
-def test_bad_shards_are_refused_by_name(tmp_path: Path, damage: object, expected: str) -> None:
+def test_bad_shards_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "fineweb_val_000000.bin"
     shards.write_shard(path, np.arange(1, 10, dtype=np.uint16))
     assert shards.read_shard(path).tolist() == list(range(1, 10))
-    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(DataError, match=expected) as caught:
-        shards.read_shard(path)
-    assert str(path) in str(caught.value)
+    sound = path.read_bytes()
+    for damaged, expected in ((sound[:-2], "truncated"), (sound[:100], "too short"), (b"", "too short"),
+                              (b"\0" * 4 + sound[4:], "magic")):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=expected) as caught:
+            shards.read_shard(path)
+        assert str(path) in str(caught.value)
 
 
 SOUND_MANIFEST = {"version": 1, "tokenizer": {"file": "x", "sha256": "", "vocab_size": 1},
@@ -209,10 +209,10 @@ def test_training_on_a_copy_of_validation_is_an_error(built: Path, tmp_path: Pat
     assert TRAIN in problem and VAL in problem and "overlap" in problem
 
 
-@pytest.mark.parametrize("documents", [5, [1], ["a", "b"], None], ids=str)
-def test_document_ranges_that_are_none(documents: Any, built: Path, tmp_path: Path) -> None:
-    (problem,) = shards.verify_dataset(changed_manifest(built, tmp_path, documents=documents))
-    assert "manifest.json" in problem
+def test_document_ranges_that_are_none(built: Path, tmp_path: Path) -> None:
+    for documents in (5, [1], ["a", "b"], None):
+        (problem,) = shards.verify_dataset(changed_manifest(built, tmp_path, documents=documents))
+        assert "manifest.json" in problem, documents
 
 
 def test_document_ranges_touch_every_shard() -> None:

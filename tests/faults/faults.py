@@ -28,8 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data import shards
 from tests.support import tiny
-from tests.support.processes import PRELOAD, SCRIPT, SERVER, Ended, Hung, Lab, Started, keep_what_scripts_give
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.processes import PRELOAD, SERVER, Ended, Hung, Lab, Started, keep_what_scripts_give
 
 Kind = Callable[[Lab, Ended, random.Random], None]
 SHARD_TOKENS = 400  # so that a step needs one or two
@@ -76,8 +75,6 @@ def late(path, *given, **more):
 builtins.open = late
 """
 JUMPS = "import time, itertools\njumps = itertools.cycle([0.0, 2e9, 5.0])\ntime.time = lambda: next(jumps)\n"
-CLOSED_STDOUT = "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 1)\n"
-CLOSED_STDOUT += "sys.stdout = open(1, 'w', encoding='utf-8', closefd=False)\n"
 
 
 class Corrupted(AssertionError):
@@ -226,19 +223,6 @@ def data_read_only(lab: Lab, reference: Ended, source: random.Random) -> None:
     assert_whole(lab.succeed(fault=READ_ONLY), reference)
 
 
-def locale_not_utf_8(lab: Lab, reference: Ended, source: random.Random) -> None:
-    settings = lab.settings(LC_ALL=source.choice(["C", "POSIX"]), PYTHONCOERCECLOCALE=0, PYTHONUTF8=0)
-    process = subprocess.run([sys.executable, str(SCRIPT)], env=settings, cwd=lab.folder, capture_output=True,
-                             timeout=DEADLINE_SECONDS)  # fmt: skip
-    assert process.returncode == 0 and process.stderr == b"", process.stderr
-    assert_whole(Ended(0, "", "", lab.folder / "runs"), reference)
-
-
-def odd_path(lab: Lab, reference: Ended, source: random.Random) -> None:
-    lab = lab.elsewhere("two words, ümlaut " + source.choice(["中", "é", "' \"", "#$&%"]))
-    assert_whole(lab.copy_dataset("中 data").succeed(**SAVING), reference)
-
-
 def rank_killed(lab: Lab, reference: Ended, source: random.Random) -> None:
     # One that only waited until it lost patience, after a quarter of an hour, would hang.
     ranks = lab.ranks(2, fault=SLOW, **SAVING)
@@ -254,18 +238,9 @@ def rank_killed(lab: Lab, reference: Ended, source: random.Random) -> None:
             raise Corrupted("stream_hash differs")
 
 
-def stdin_closed(lab: Lab, reference: Ended, source: random.Random) -> None:
-    assert_whole(lab.succeed(fault="os.close(0)\n", **SAVING), reference)
-
-
-def stdout_closed(lab: Lab, reference: Ended, source: random.Random) -> None:
-    assert_whole(lab.succeed(fault=CLOSED_STDOUT, **SAVING), reference)
-
-
 KINDS: list[Kind] = [
     killed, terminated, killed_after_training, paused, disk_full, shard_corrupted, shard_truncated,
-    shard_deleted, shards_slow, clock_jumps, same_run_id, data_read_only, locale_not_utf_8, odd_path,
-    rank_killed, stdin_closed, stdout_closed,
+    shard_deleted, shards_slow, clock_jumps, same_run_id, data_read_only, rank_killed,
 ]  # fmt: skip
 
 

@@ -65,11 +65,8 @@ class Desk:
 
     def settings(self, **changes: object) -> dict[str, object]:
         """The environment of a run."""
-        data = {
-            "DATA_PATH": self.data,
-            "TOKENIZER_PATH": self.data / "tokenizer.model",
-            "RUNS_DIR": self.runs,
-        }
+        tokenizer = self.data / "tokenizer.model"
+        data = {"DATA_PATH": self.data, "TOKENIZER_PATH": tokenizer, "RUNS_DIR": self.runs}
         wanted = {**TINY_RUN, **ONE_THREAD, **data, **changes}
         return {name: value for name, value in wanted.items() if value is not None}
 
@@ -128,15 +125,6 @@ def truncated(desk: Desk) -> None:
     os.truncate(desk.data / "fineweb_train_000001.bin", 3000)
 
 
-def shard_is_a_folder(desk: Desk) -> None:
-    (desk.data / TRAIN).unlink()
-    (desk.data / TRAIN).mkdir()
-
-
-def no_tokens(desk: Desk, name: str = TRAIN) -> None:
-    write_shard(desk.data / name, np.array([], np.uint16))
-
-
 def id_beyond_the_vocabulary(desk: Desk, name: str = TRAIN) -> None:
     tokens = tokens_of(desk.data / name)
     tokens[500] = VOCAB_SIZE
@@ -152,6 +140,7 @@ def validation_without_text(desk: Desk) -> None:
 
 
 def shorter_than_a_sequence(desk: Desk) -> None:
+    (desk.data / "manifest.json").unlink()
     for path in desk.data.glob("fineweb_train_*"):
         write_shard(path, tokens_of(path)[:20])
 
@@ -164,6 +153,22 @@ def manifest_of_another_tokenizer(desk: Desk) -> None:
     (desk.data / "manifest.json").write_text(json.dumps({"tokenizer": {"sha256": "0" * 64}}))
 
 
+def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
+    """A manifest of all shards but for the tokens of some: other ones, or none at all."""
+
+    def make(desk: Desk) -> None:
+        tokens = {path.name: len(tokens_of(path)) for path in desk.data.glob("fineweb_*_0*.bin")}
+        tokens.update({f"fineweb_train_{name[1:]}.bin": count for name, count in changed.items()})
+        files = {name: {"tokens": count} for name, count in tokens.items() if count is not None}
+        (desk.data / "manifest.json").write_text(json.dumps({"files": files}))
+
+    return make
+
+
+def manifest_without_json(desk: Desk) -> None:
+    (desk.data / "manifest.json").write_text("{")
+
+
 # -- what is done to run directories and the machine ---------------------------------------------------------
 
 
@@ -173,19 +178,9 @@ def directory_with(desk: Desk, *files: str) -> None:
         (desk.runs / "run" / name).write_bytes(b"")
 
 
-def in_its_place_a_file(desk: Desk) -> None:
-    desk.file("runs/run", "not a folder")
-
-
 def in_its_place_a_dead_link(desk: Desk) -> None:
     desk.runs.mkdir()
     (desk.runs / "run").symlink_to("nowhere")
-
-
-def resume_without_checkpoint(desk: Desk) -> dict[str, object]:
-    directory = desk.unfinished()
-    (directory / "checkpoint.pt").unlink()
-    return {"RESUME": directory}
 
 
 def resume_and_eval_only(desk: Desk) -> dict[str, object]:
@@ -199,16 +194,11 @@ def disk_with_no_room(desk: Desk) -> None:
     desk.patches.append(mock.patch("shutil.disk_usage", lambda path: Usage(9, 9, 0)))
 
 
-def mkdir_fails(number: int, words: str) -> Callable[[Desk], None]:
-    """Making a directory ends with this error."""
+def mkdir_fails(desk: Desk) -> None:
+    def fail(path: Path, *given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    def make(desk: Desk) -> None:
-        def fail(path: Path, *given: object, **more: object) -> None:
-            raise OSError(number, words, str(path))
-
-        desk.patches.append(mock.patch.object(Path, "mkdir", fail))
-
-    return make
+    desk.patches.append(mock.patch.object(Path, "mkdir", fail))
 
 
 def argument(*words: str) -> Callable[[Desk], None]:
@@ -227,11 +217,6 @@ def artifact_of_another_tokenizer(desk: Desk) -> dict[str, object]:
     return desk.artifact(lambda content: content)
 
 
-def flipped(content: bytes) -> bytes:
-    """One bit of the weights is another one."""
-    return content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]
-
-
 def older(content: bytes) -> bytes:
     """The artifact of another version."""
     return content[:7] + b"\1" + content[8:]
@@ -243,36 +228,32 @@ NAME = "set another RUN_ID"
 CASES = [
     # settings
     setting("ITERATIONS='abc'", "expected int", ITERATIONS="abc"),
-    setting("MATRIX_LR='nan'", "expected float", MATRIX_LR="nan"),
-    setting("MATRX_LR", "did you mean MATRIX_LR", MATRX_LR=1),
-    setting("MODEL_DIM=33", "expected MODEL_DIM as a multiple of NUM_HEADS", MODEL_DIM=33),
     setting("TRAIN_BATCH_TOKENS=224", "expected a multiple of", TRAIN_BATCH_TOKENS=224),
     setting("above ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
     setting("ATTENTION=fa3", "set auto", ATTENTION="fa3"),
-    setting("RUN_ID='a/b'", "plain name", RUN_ID="a/b"),
     case("RESUME and EVAL_ONLY", resume_and_eval_only, "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
     case("--seed 3", argument("--seed", "3"), "'--seed', '3'", "SEED=42 python"),
+    *([] if torch.cuda.is_available() else [setting("DEVICE=cuda", "DEVICE=cpu", DEVICE="cuda")]),
     # config files
     setting("CONFIG=no/file.env|No such file", "name a file of KEY=VALUE lines", CONFIG="no/file.env"),
     case("not KEY=VALUE", lambda desk: config_file(desk, "SEED 5"), "my.env line 1|'SEED 5'", "KEY=VALUE"),
-    case("of 0.5.4", lambda desk: config_file(desk, "CODE_BYTES=raw"), "CODE_BYTES", "0.5.4"),
-    case("wrong in it", lambda desk: config_file(desk, "SEED=five"), "SEED='five'", "expected int"),
     # shards
     setting("no/such folder/", "set DATA_PATH|make demo|data/fineweb.py", DATA_PATH="no/such folder"),
     setting("no token shard", "set DATA_PATH", DATA_PATH="x" * 5000),
     case("no training shards", without_training_shards, "fineweb_train_|no token shard", "set DATA_PATH"),
     data_file(VAL, None, "fineweb_val_|no token shard", "set DATA_PATH"),
-    data_file(TRAIN, b"", TRAIN, FETCH),
     data_file(VAL, b"<!DOCTYPE html><html><body>404</body></html>", VAL, FETCH),
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
-    case("a folder", shard_is_a_folder, f"{TRAIN}|Is a directory", ""),
-    case("no tokens", no_tokens, TRAIN, FETCH),
     case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320"),
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
     case("no BOS", no_document_begins, f"{TRAIN}|begins with id", "expected BOS=1|export it again"),
     case("no text", validation_without_text, "validation tokens stand for no text", ""),
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", too_few_byte_counts, "fineweb_val_bytes_*.bin", "get the data again"),
+    case("missing shard", manifest_with(_000007=5), "_train_000007.bin has 5|disk no", "fetch the data"),
+    case("foreign shard", manifest_with(_000001=None), "_train_000001.bin has no", "remove what is not"),
+    case("other shard", manifest_with(_000000=5), "fineweb_train_000000.bin has 5", "fetch the data"),
+    case("no JSON", manifest_without_json, "manifest.json: no manifest", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
     setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024", VOCAB_SIZE=1024),
@@ -281,23 +262,17 @@ CASES = [
     # artifacts
     setting("no/model.bin|No such file", "", EVAL_ONLY="no/model.bin"),
     setting(str(SCRIPT), "of its run", EVAL_ONLY=SCRIPT),
-    case("cut", lambda desk: desk.artifact(lambda content: content[:-1]), "damaged", "copy the file again"),
-    case("one bit", lambda desk: desk.artifact(flipped), "damaged", "copy the file again"),
     case("older", lambda desk: desk.artifact(older), "version 0.5.4", "of its run"),
     case("other tokenizer", artifact_of_another_tokenizer, "TOKENIZER_PATH=|EVAL_ONLY's", "name that"),
     # run directories
     case("finished", lambda desk: directory_with(desk, "summary.json"), "RUN_ID=run|runs/run exists", NAME),
     case("unfinished", lambda desk: directory_with(desk, "checkpoint.pt"), "exists", f"RESUME=|{NAME}"),
-    case("a file", in_its_place_a_file, "runs/run exists", NAME),
     case("a dead link", in_its_place_a_dead_link, "runs/run exists", NAME),
     case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file|Not a directory", ""),
-    setting("RESUME: no/run/checkpoint.pt cannot be read", "", RESUME="no/run"),
-    case("no checkpoint", resume_without_checkpoint, "checkpoint.pt cannot be read", "a finished run has"),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
     case("too small", disk_with_no_room, "RUNS_DIR=|a run needs", "make room"),
-    case("full", mkdir_fails(errno.ENOSPC, "No space left on device"), "No space left", ""),
-    case("read-only", mkdir_fails(errno.EROFS, "Read-only file system"), "Read-only", ""),
+    case("full", mkdir_fails, "No space left", ""),
 ]
 
 
@@ -312,14 +287,9 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.name)
 def test_one_message_with_cause_and_remedy(
-    bad: Case,
-    tmp_path: Path,
-    dataset: Path,
-    finished: Ended,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    handlers: None,
-) -> None:
+    bad: Case, tmp_path: Path, dataset: Path, finished: Ended, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, handlers: None,
+) -> None:  # fmt: skip
     desk = Desk(tmp_path, dataset, finished)
     environ = {name: str(value) for name, value in desk.settings(**bad.make(desk)).items()}
     before = desk.contents()
@@ -340,20 +310,6 @@ def test_one_message_with_cause_and_remedy(
     assert not missing, printed.err
     left = {path: content for path, content in desk.contents().items() if before.get(path, 0) != content}
     assert not left, left.keys()
-
-
-def refused(ended: Ended, *named: str) -> None:
-    """The process ended as it must when the user got something wrong."""
-    assert ended.status == 1
-    assert "Traceback" not in ended.err + ended.out
-    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
-    assert all(name in ended.err for name in named), ended.err
-    assert not ended.runs_dir.exists() or not any(ended.runs_dir.iterdir())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there(lab: Lab) -> None:
-    refused(lab.run(DEVICE="cuda"), "DEVICE=cuda", "DEVICE=cpu")
 
 
 def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None:
@@ -390,13 +346,8 @@ def test_odd_paths(lab: Lab) -> None:
     ended = lab.succeed(EVAL_STRIDE=0, TTT_ENABLED=0)
     log = (ended.directory / "log.txt").read_text("utf-8")
     assert str(folder) in log and "done: " in log
-    again = {
-        "CONFIG": ended.directory / "config.env",
-        "DATA_PATH": None,
-        "TOKENIZER_PATH": None,
-        "RUN_ID": "b",
-    }
-    lab.succeed(EVAL_ONLY=ended.directory / "model.bin", **again)
+    found = {"DATA_PATH": None, "TOKENIZER_PATH": None, "CONFIG": None}  # in its config.env
+    lab.succeed(EVAL_ONLY=ended.directory / "model.bin", RUN_ID="b", **found)
 
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": 0, "PYTHONUTF8": 0}
@@ -417,7 +368,7 @@ for number, (arguments, changes) in enumerate(turns):
 
 
 def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
-    settings = lab.settings(EVAL_STRIDE=0, TTT_ENABLED=0, **ASCII)
+    settings = lab.settings(ITERATIONS=1, EVAL_STRIDE=0, TTT_ENABLED=0, **ASCII)
     done = subprocess.run(
         [sys.executable, "-c", IN_TURN, str(SCRIPT)], env=settings, cwd=lab.folder, stdin=subprocess.DEVNULL,
         capture_output=True, timeout=DEADLINE_SECONDS,

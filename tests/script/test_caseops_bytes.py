@@ -82,12 +82,6 @@ def test_each_document_has_the_bytes_of_its_text(made: dict[str, str]) -> None:
         assert found.bytes_total == counts[1 : limit + 1].sum()
 
 
-def test_preflight_takes_sound_data(made: dict[str, str], tmp_path: Path) -> None:
-    config = Config.from_env({**made, "RUNS_DIR": str(tmp_path)})
-    inputs = train_gpt.preflight(config, train_gpt.Run(Machine()))
-    assert inputs.validation.bytes_total == sum(len(t.encode()) for t in case.texts()[: case.VAL_DOCUMENTS])
-
-
 # --- a sidecar that does not fit (data/fineweb.py --verify checks the counts themselves) ---
 
 

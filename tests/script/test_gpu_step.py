@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,13 +85,6 @@ def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPat
     with NoWaits() as operations:
         values = train_gpt.train_step(training, progress)
     assert values.shape == (2,) and operations.count > 500
-
-
-def test_a_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = training_of(tiny_config())
-    monkeypatch.setattr(train_gpt, "squared_norm", lambda tensors: torch.tensor(tensors[0].sum().item()))
-    with pytest.raises(AssertionError, match="makes the host wait"), NoWaits():
-        train_gpt.train_step(training, 0.0)
 
 
 # --- what is compiled, and when ---
@@ -320,86 +311,6 @@ def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
         assert new_graphs() == 0, f"{documents} documents, chunks of {chunk}, {rows} rows"
 
 
-# --- what once could not be traced still cannot: no test above would pass with it ---
-
-
-def failing_on(*versions: str) -> pytest.MarkDecorator:
-    """For a defect that only these versions of torch have trouble with."""
-    installed = ".".join(map(str, TORCH))
-    return pytest.mark.skipif(installed not in versions, reason=f"torch {installed} traces it")
-
-
-def cannot_be_traced(reason: str) -> Any:
-    """What torch says of code of which it makes no graph."""
-    return pytest.raises(torch._dynamo.exc.TorchDynamoException, match=reason)
-
-
-class Holder(torch.nn.Module):
-    """A module that holds a function as an attribute, as a model held its kernels once."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs)
-
-
-@failing_on("2.9", "2.10", "2.11")
-def test_a_bound_apply_as_an_attribute_cannot_be_traced(new_graphs: Callable[[], int]) -> None:
-    """So the model holds functions around each `apply`, in one tuple of operations."""
-    machine = Compiler(dtype=torch.bfloat16, compiled=True)
-    inputs = [torch.zeros(1, 4, 2, 8, requires_grad=True), torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 2)]
-    machine.compile(Holder(train_gpt.xsa_fused))(*inputs)
-    with cannot_be_traced("AutogradFunctionVariable"):
-        machine.compile(Holder(train_gpt.FusedXsa.apply))(*inputs)
-
-
-class CalledAdapter(NamedTuple):
-    """An adapter that is a function."""
-
-    a_BRI: Tensor
-    b_BOR: Tensor
-
-    def __call__(self, x_BTI: Tensor) -> Tensor:
-        return (x_BTI @ self.a_BRI.mT) @ self.b_BOR.mT
-
-
-@failing_on("2.9", "2.10")
-def test_a_called_adapter_cannot_be_traced(
-    monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
-) -> None:
-    attention_packages.install(monkeypatch)
-    monkeypatch.setattr(train_gpt, "Adapter", CalledAdapter)
-    monkeypatch.setattr(train_gpt, "low_rank", lambda x_BTI, adapter: adapter(x_BTI))
-    config = adapters_config()
-    model = ready(train_gpt.build_model(config), "fa3")
-    with cannot_be_traced("not a constant"):
-        train_gpt.compile_evaluation(model, config)
-
-
-@failing_on("2.13")
-@pytest.mark.parametrize(("attention", "module"), [("fa3", "flash_attn_interface"), ("fa2", "flash_attn")])
-def test_starts_that_are_given_twice_cannot_be_traced(
-    attention: str, module: str, monkeypatch: pytest.MonkeyPatch, new_graphs: Callable[[], int]
-) -> None:
-    """Those of queries are those of keys."""
-    attention_packages.install(monkeypatch)
-    package = importlib.import_module(module)
-    kernel = package.flash_attn_varlen_func
-
-    @functools.wraps(kernel)
-    def with_one_tensor(*given: Any, **how: Any) -> Any:
-        q, k, v, starts, _, *rest = given
-        return kernel(q, k, v, starts, starts, *rest, **how)
-
-    monkeypatch.setattr(package, "flash_attn_varlen_func", with_one_tensor)
-    config = one_layer()
-    model = ready(train_gpt.build_model(config), attention)
-    with cannot_be_traced("duplicate tensor input"):
-        train_on_other_documents(model, config, looping=(False,))
-
-
 @pytest.mark.slow
 def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_meets_them(
     new_graphs: Callable[[], int], tmp_path: Path
@@ -443,10 +354,6 @@ class Device:
         self.free = max(self.free, self.now) + self.seconds[looping]
         return torch.zeros(2)
 
-    def tell(self, result: StepResult) -> dict[str, Any]:
-        self.told.append(result)
-        return {}
-
     def record_event(self) -> Any:
         ends = self.free
 
@@ -456,52 +363,46 @@ class Device:
         return SimpleNamespace(synchronize=synchronize)
 
 
-class OnGpu(Machine):
-    """A CPU that calls itself a GPU."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return True
-
-
 def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
     """`train` by this device; the steps it took."""
-    unread: list[StepResult] = []
-    run = SimpleNamespace(machine=OnGpu(), stop_signal=0)
+
+    class Clocked(SimpleNamespace):
+        """A training that asks for the seconds again and again."""
+
+        seconds = property(lambda _: device.now)
+
+    machine = Machine()
+    monkeypatch.setattr(Machine, "on_gpu", True)
     # The wait of a step is its number.
     loader = SimpleNamespace(take_wait_ms=lambda: float(device.asked))
-    training: Any = SimpleNamespace(
-        config=config, run=run, step=0, unread=unread, loader=loader, save=lambda: None)
-    # `seconds` is asked for again and again.
-    training = type("Clocked", (SimpleNamespace,), {"seconds": property(lambda _: device.now)})(
-        **vars(training)
-    )
+    run = SimpleNamespace(machine=machine, stop_signal=0)
+    training: Any = Clocked(config=config, run=run, step=0, unread=[], loader=loader, save=lambda: None)
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
-    monkeypatch.setattr(train_gpt, "tell_step", lambda _, result, *__: device.tell(result))
+    monkeypatch.setattr(train_gpt, "tell_step", lambda _, result, *__: device.told.append(result))
     monkeypatch.setattr(train_gpt.torch.cuda, "current_stream", lambda: device)
     train_gpt.train(training)
     return training.step
 
 
-@pytest.mark.parametrize("slower", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("switch", [0.35, 0.5, 0.8])
+def twelve_seconds(looping_at: float) -> Config:
+    """The settings of a run of so many seconds, two of which are kept for calibration."""
+    return tiny_config(MAX_WALLCLOCK_SECONDS=12, GPTQ_RESERVE_SECONDS=2, ITERATIONS=10_000,
+                       ENABLE_LOOPING_AT=looping_at, TRAIN_LOG_EVERY=0)  # fmt: skip
+
+
+@pytest.mark.parametrize(("slower", "switch"), [(1.0, 0.5), (1.5, 0.8), (2.0, 0.35), (2.0, 0.8)])
 def test_training_ends_in_time_although_recurrence_makes_steps_longer(
     slower: float, switch: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device is two steps behind, and the host learns late that its steps have become longer."""
     plain_seconds = 0.1
-    config = tiny_config(
-        MAX_WALLCLOCK_SECONDS=12, GPTQ_RESERVE_SECONDS=2, ITERATIONS=10_000, ENABLE_LOOPING_AT=switch,
-        TRAIN_LOG_EVERY=0,
-    )  # fmt: skip
     device = Device(plain_seconds, slower * plain_seconds)
-    steps = train_on(device, config, monkeypatch)
-    limit = config.max_wallclock_seconds - config.gptq_reserve_seconds
+    steps = train_on(device, twelve_seconds(switch), monkeypatch)
     assert steps > device.looped >= 4
-    assert device.free <= limit, "training runs into the time kept for calibration"
+    assert device.free <= 12 - 2, "training runs into the time kept for calibration"
     # And no more than a few steps are given away.
-    assert device.free >= limit - 4 * slower * plain_seconds
+    assert device.free >= 12 - 2 - 4 * slower * plain_seconds
 
 
 def test_a_wait_for_batches_is_told_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,13 +415,9 @@ def test_a_wait_for_batches_is_told_of_its_own_step(monkeypatch: pytest.MonkeyPa
 
 def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one moment at which a longer step cannot be known before it is over."""
-    for switch in np.linspace(0.94, 1.0, 25):
-        config = tiny_config(
-            MAX_WALLCLOCK_SECONDS=12, GPTQ_RESERVE_SECONDS=2, ITERATIONS=10_000,
-            ENABLE_LOOPING_AT=round(float(switch), 4), TRAIN_LOG_EVERY=0,
-        )  # fmt: skip
+    for switch in np.linspace(0.94, 1.0, 13):
         device = Device(0.1, 0.2)
-        train_on(device, config, monkeypatch)
+        train_on(device, twelve_seconds(round(float(switch), 4)), monkeypatch)
         assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
 
 
@@ -538,8 +435,10 @@ torch.autograd.functional.vjp = counted
 
 def test_kernels_are_chosen_once_in_a_run(lab: Any) -> None:
     """Chosen anew at reload, a form that trained could be another one than the one that scores."""
-    short = {"ITERATIONS": 1, "GPTQ": 0, "TTT_ENABLED": 0, "EVAL_STRIDE": 0, "VAL_TOKENS_LIMIT": 100}
-    ended = lab.succeed(fault=COUNTED_CHOICES, TRITON_INTERPRET=1, FUSED_HEADS=1, **short)
+    size = {"NUM_LAYERS": 1, "NUM_LOOPS": 0, "PARALLEL_START_LAYER": -1, "XSA_LAST_N": 1}
+    short = {"ITERATIONS": 1, "WARMUP_STEPS": 0, "TRAIN_BATCH_TOKENS": 64, "GPTQ": 0, "VAL_TOKENS_LIMIT": 64}
+    off = {"TTT_ENABLED": 0, "EVAL_STRIDE": 0, "TRITON_INTERPRET": 1}
+    ended = lab.succeed(fault=COUNTED_CHOICES, FUSED_HEADS=1, **size, **short, **off)
     # The plain form, which shows what is right, and the kernel.
     assert re.findall(r"^fused_heads:kernel tried: kernel error:", ended.out, re.MULTILINE)
     assert ended.out.count("a form is looked at") == 2

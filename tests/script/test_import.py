@@ -14,13 +14,21 @@ import train_gpt
 
 # What public reviews of submissions do: load the file, and do not put the module into sys.modules.
 UNREGISTERED = """
-import importlib.util, sys
+import importlib.util, os, sys, threading
+before = dict(os.environ)
+# A script alone looks for misspelt settings alone: the names of other scripts are in a file that it lacks.
+MISSPELT = "warning: SEEDS=1: no setting; did you mean SEED?"
 settings = dict(pair.split("=") for pair in sys.argv[3:])
 for path in sys.argv[1:3]:
     spec = importlib.util.spec_from_file_location("submission", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert "submission" not in sys.modules and "train_gpt" not in sys.modules
+    # It starts nothing, and touches nothing.
+    assert dict(os.environ) == before and threading.active_count() == 1
+    assert not module.dist.is_initialized() and not module.torch.cuda.is_initialized()
+    assert "sentencepiece" not in sys.modules
+    assert module.public_answers({"LQER_RANK": "4", "SEEDS": "1"}) == [MISSPELT]
     model = module.build_model(module.Config.from_env(settings))
     ids = module.torch.ones(2, 16, dtype=module.torch.int64)
     loss = model.loss(ids, ids)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import os
 import re
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from tests.support.models import tiny_config
-from tests.support.ranks import on_ranks
 from tests.support.waiting import DEADLINE_SECONDS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: only the plain twin exists here")
@@ -41,8 +38,12 @@ needs_runnable_kernels = pytest.mark.skipif(
     reason="no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported",
 )
 
-# (tokens, model dim, hidden): the least there is, primes, tile edges, more tiles than programs.
-MLP_SHAPES = [(1, 8, 8), (2, 8, 24), (37, 16, 56), (64, 32, 64), (97, 40, 136), (33, 72, 8)]
+# (tokens, model dim, hidden) and slope: the least there is, primes, tile edges, more tiles than programs.
+MLP_CASES = [
+    ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((64, 32, 64), -0.25), ((97, 40, 136), 0.5),
+    ((33, 72, 8), 0.3),
+]  # fmt: skip
+SCALE = 0.8  # of the norm before the MLP
 
 
 def random_mlp(tokens: int, dim: int, hidden: int, seed: int = 0) -> list[Tensor]:
@@ -97,29 +98,17 @@ def poisoned() -> Iterator[None]:
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", MLP_SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("form", "slope"), [("mlp_fused", 0.5), ("mlp_fused", 0.0), ("mlp_fused_in_pairs", -0.25)]
-)
+@pytest.mark.parametrize(("shape", "slope"), MLP_CASES, ids=str)
+@pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
 def test_mlp_is_as_exact_as_its_twin(
     shape: tuple[int, int, int], form: str, slope: float, dtype: torch.dtype, poisoned: None
 ) -> None:
     assert_as_exact_as_plain(
-        lambda *tensors: getattr(train_gpt, form)(*tensors, 0.8, slope),
-        lambda *tensors: train_gpt.mlp_plain(*tensors, 0.8, slope),
+        lambda *tensors: getattr(train_gpt, form)(*tensors, SCALE, slope),
+        lambda *tensors: train_gpt.mlp_plain(*tensors, SCALE, slope),
         random_mlp(*shape),
         dtype,
     )
-
-
-@needs_runnable_kernels
-def test_strided_and_offset_operands_give_the_same_result() -> None:
-    x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    plain = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.8, 0.5)
-    offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
-    assert torch.equal(train_gpt.mlp_fused(offset, up_FD, down_DF, 0.8, 0.5), plain)
-    turned = train_gpt.mlp_fused(x_ND.t().contiguous().t(), up_FD, down_DF, 0.8, 0.5)
-    torch.testing.assert_close(turned, plain, rtol=1e-5, atol=1e-5)  # its norms add up in another order
 
 
 @needs_runnable_kernels
@@ -129,23 +118,26 @@ def test_what_tma_cannot_read_is_refused(dim: int, hidden: int, skipped: int) ->
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, dim, hidden))
     x_ND = torch.cat((x_ND.new_zeros(skipped), x_ND.flatten()))[skipped:].view_as(x_ND)
     with pytest.raises(ValueError, match=f"16 bytes; got {dim} and {hidden} columns"):
-        train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.8, 0.5)
+        train_gpt.mlp_fused(x_ND, up_FD, down_DF, SCALE, 0.5)
 
 
 @needs_runnable_kernels
-def test_the_product_of_the_forward_pass_may_lie_anywhere() -> None:
-    """The derivative reads it row by row; other layouts are brought into order, or refused."""
-    d_out_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    pre_NF = d_out_ND @ up_FD.t()
-    norm_N = d_out_ND.norm(dim=1)
-    (expected,) = train_gpt.linear_leaky_square(d_out_ND, down_DF.t(), norm_N, pre_NF, 0.5, 1)
-    strided = pre_NF.t().contiguous().t()
-    assert not strided.is_contiguous()
-    (found,) = train_gpt.linear_leaky_square(d_out_ND, down_DF.t(), norm_N, strided, 0.5, 1)
+def test_operands_may_lie_anywhere() -> None:
+    """Layouts that TMA cannot read are brought into order; the product of the forward pass may be refused."""
+    x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
+    norm_N = x_ND.norm(dim=1)
+    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, None, 0.5, 1)
+    offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
+    for x in (offset, x_ND.t().contiguous().t()):
+        assert torch.equal(train_gpt.linear_leaky_square(x, up_FD, norm_N, None, 0.5, 1), expected)
+    pre_NF = x_ND @ up_FD.t()
+    (expected,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, pre_NF, 0.5, 1)
+    turned = pre_NF.t().contiguous().t()
+    (found,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, turned, 0.5, 1)
     assert torch.equal(found, expected)
     beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
     with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
-        train_gpt.linear_leaky_square(d_out_ND, down_DF.t(), norm_N, beside, 0.5, 1)
+        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, beside, 0.5, 1)
 
 
 @needs_runnable_kernels
@@ -157,24 +149,6 @@ def test_the_allocator_of_the_kernel_keeps_no_tensor_alive() -> None:
     del x_ND
     gc.collect()
     assert operand() is None
-
-
-@needs_runnable_kernels
-def test_gradients_are_finite_differences() -> None:
-    """Along each gradient, a central difference in fp32 gives the gradient's norm."""
-    points = [t.to(DEVICE) for t in random_mlp(29, 16, 24)]
-
-    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return train_gpt.mlp_fused(x, up, down, 0.8, 0.5).double().square().mean()
-
-    leaves = [point.clone().requires_grad_() for point in points]
-    for index, gradient in enumerate(torch.autograd.grad(mlp(*leaves), leaves)):
-        direction = gradient / gradient.norm()
-        before, point, after = points[:index], points[index], points[index + 1 :]
-        ahead = mlp(*before, point + 1e-2 * direction, *after)
-        behind = mlp(*before, point - 1e-2 * direction, *after)
-        slope = float(ahead - behind) / 2e-2
-        assert slope == pytest.approx(float(gradient.norm()), rel=3e-3)
 
 
 @needs_runnable_kernels
@@ -195,19 +169,11 @@ def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Tensor, "new_empty", guarded)
     monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded(tensor, *tensor.shape))
-    outputs_and_gradients(lambda *t: train_gpt.mlp_fused(*t, 0.8, 0.5), random_mlp(37, 16, 56), torch.float32)
+    tensors = random_mlp(37, 16, 56)
+    outputs_and_gradients(lambda *t: train_gpt.mlp_fused(*t, SCALE, 0.5), tensors, torch.float32)
     assert len(buffers) >= 2
     for buffer, size in buffers:
         assert (buffer[:guard] == -7).all() and (buffer[guard + size :] == -7).all()
-
-
-def test_the_twin_matches_its_formula() -> None:
-    """The twin is the definition, so it is held to the formula written out."""
-    x_ND, up_FD, down_DF = (t.double() for t in random_mlp(5, 4, 6))
-    pre_NF = 0.8 * (x_ND / x_ND.square().mean(1, keepdim=True).sqrt()) @ up_FD.t()
-    act_NF = torch.where(pre_NF > 0, pre_NF**2, 0.3**2 * pre_NF**2)
-    found_ND = train_gpt.mlp_plain(x_ND, up_FD, down_DF, 0.8, 0.3)
-    torch.testing.assert_close(found_ND, act_NF @ down_DF.t(), rtol=1e-5, atol=1e-6)
 
 
 @needs_runnable_kernels
@@ -220,80 +186,64 @@ def test_the_operator_passes_opcheck() -> None:
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.gpu), "aot_eager"])
-def test_full_graph_compilation_sees_the_other_products(backend: str) -> None:
-    """One graph, equal results; the MLP's other products are ordinary nodes that the compiler may fuse."""
-    products = []
-
+def test_full_graph_compilation_gives_equal_results(backend: str) -> None:
     def run(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-        return train_gpt.mlp_fused(x_ND.sin(), up_FD, down_DF, 0.8, 0.5).cos()
+        return train_gpt.mlp_fused(x_ND.sin(), up_FD, down_DF, SCALE, 0.5).cos()
 
-    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        products.extend(target for target in targets if target in ("aten.mm.default", "aten.addmm.default"))
-        return graph
-
-    tensors = random_mlp(21, 12, 20)
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-    for got, want in zip(
-        outputs_and_gradients(compiled, tensors, torch.float32),
-        outputs_and_gradients(run, tensors, torch.float32),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    from torch._dynamo.backends.common import aot_autograd
-
-    seen = torch.compile(run, backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False)
-    outputs_and_gradients(seen, tensors, torch.float32)
-    assert len(products) == 4
+    tensors = random_mlp(21, 12, 20)
+    found = outputs_and_gradients(compiled, tensors, torch.float32)
+    expected = outputs_and_gradients(run, tensors, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
-    """Rows of test-time training differ from chunk to chunk: a graph for each would break the run."""
-    graphs = []
+    """Rows of test-time training differ from chunk to chunk: a graph for each would break the run.
+
+    The MLP's other products are ordinary nodes, which the compiler may fuse.
+    """
+    products = []
 
     def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(graph)
+        calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        products.append(calls.count("aten.mm.default") + calls.count("aten.addmm.default"))
         return graph
 
     from torch._dynamo.backends.common import aot_autograd
 
     run = torch.compile(
-        lambda *tensors: train_gpt.mlp_fused(*tensors, 0.8, 0.5),
+        lambda *tensors: train_gpt.mlp_fused(*tensors, SCALE, 0.5),
         backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False,
     )  # fmt: skip
     for rows in (5, 7, 12):
-        x_ND, up_FD, down_DF = (tensor.to(DEVICE) for tensor in random_mlp(rows, 16, 32))
-        torch._dynamo.mark_dynamic(x_ND, 0)
-        x_ND.requires_grad_(backward)
-        out_ND = run(x_ND, up_FD, down_DF)
-        expected_ND = train_gpt.mlp_plain(x_ND, up_FD, down_DF, 0.8, 0.5)
-        torch.testing.assert_close(out_ND, expected_ND, rtol=1e-4, atol=1e-4)
+        tensors = [tensor.to(DEVICE).requires_grad_(backward) for tensor in random_mlp(rows, 16, 32)]
+        torch._dynamo.mark_dynamic(tensors[0], 0)
+        out_ND = run(*tensors)
+        torch.testing.assert_close(out_ND, train_gpt.mlp_plain(*tensors, SCALE, 0.5), rtol=1e-4, atol=1e-4)
         if backward:
             out_ND.sum().backward()
-    assert len(graphs) == 1 + backward
+    assert products == ([1, 3] if backward else [1])
 
 
 @needs_runnable_kernels
 def test_frozen_matrices_of_the_mlp_get_no_gradients() -> None:
     """Where adapters learn, the input's gradient is as ever, and no product is spent on the matrices."""
-
-    def gradient_and_flops(frozen: bool) -> tuple[Tensor, int]:
-        x_ND, up_FD, down_DF = (t.to(DEVICE).requires_grad_() for t in random_mlp(21, 12, 20))
+    gradients, flops = [], []
+    for frozen in (False, True):
+        x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(21, 12, 20))
+        x_ND.requires_grad_()
         up_FD.requires_grad_(not frozen)
         down_DF.requires_grad_(not frozen)
-        out_ND = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.8, 0.5)
+        out_ND = train_gpt.mlp_fused(x_ND, up_FD, down_DF, SCALE, 0.5)
         with FlopCounterMode(display=False) as counter:
             out_ND.sum().backward()
-        assert x_ND.grad is not None
         assert (up_FD.grad is None) == (down_DF.grad is None) == frozen
-        return x_ND.grad, counter.get_total_flops()
-
-    of_all, flops_of_all = gradient_and_flops(frozen=False)
-    of_input, flops_of_input = gradient_and_flops(frozen=True)
-    assert torch.equal(of_input, of_all)
-    assert flops_of_all - flops_of_input == 2 * (2 * 21 * 12 * 20)
+        gradients.append(x_ND.grad)
+        flops.append(counter.get_total_flops())
+    assert torch.equal(*gradients)
+    assert flops[0] - flops[1] == 2 * (2 * 21 * 12 * 20)
 
 
 # -- which form runs: the first of a fixed order that agrees on all ranks ------------------------------------
@@ -328,12 +278,8 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Ten
     return train_gpt.attention_sdpa(q_BTHE, k_BTKE, v_BTKE, same_B1TT.tril())
 
 
-def larger_by_half(*given: Tensor) -> Tensor:
-    return 1.5 * packed_attention(*given)
-
-
-def not_a_number(*given: Tensor) -> Tensor:
-    return packed_attention(*given) * math.nan
+def broken(*given: Tensor) -> Tensor:
+    raise RuntimeError("PTXAS error\nno kernel image")
 
 
 def with_another_gradient(*given: Tensor) -> Tensor:
@@ -341,8 +287,14 @@ def with_another_gradient(*given: Tensor) -> Tensor:
     return y + (y - y.detach())
 
 
-def broken(*given: Tensor) -> Tensor:
-    raise RuntimeError("PTXAS error\nno kernel image")
+def not_a_number(*given: Tensor) -> Tensor:
+    return packed_attention(*given) * math.nan
+
+
+WRONG_FORMS: list[tuple[Callable[..., Tensor], str]] = [
+    (broken, "RuntimeError: PTXAS error"), (with_another_gradient, r"error:[0-9.]+e[-+]00"),
+    (not_a_number, "error:inf"), (lambda *given: 1.5 * packed_attention(*given), "error:5.0e-01"),
+]  # fmt: skip
 
 
 def attention_of(
@@ -367,24 +319,18 @@ def attention_of(
 
 @pytest.mark.parametrize(
     ("doc_mask", "tried"),
-    [
-        (True, ["fa3"]),
-        (True, ["fa3", "varlen"]),
-        (True, ["fa3", "varlen", "fa2"]),
-        (True, ["fa3", "varlen", "fa2", "sdpa"]),
-        (False, ["fa3"]),
-        (False, ["fa3", "sdpa"]),
-    ],
-)
+    [(True, "fa3"), (True, "fa3 varlen"), (True, "fa3 varlen fa2"), (True, "fa3 varlen fa2 sdpa"),
+     (False, "fa3"), (False, "fa3 sdpa")],
+)  # fmt: skip
 def test_attention_is_tried_in_a_fixed_order(
-    monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: list[str]
+    monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: str
 ) -> None:
     """The last one of these is installed and taken, those before it are not, those after it are not tried."""
-    *absent, installed = tried
+    *absent, installed = tried.split()
     attention = train_gpt.attention_sdpa if installed == "sdpa" else packed_attention
     found = {name: attention for name in ("fa3", "varlen", "fa2", "sdpa") if name not in absent}
     attend, report, looked_at = attention_of(monkeypatch, CallsItselfGpu(), found, doc_mask=doc_mask)
-    assert attend is attention and looked_at == tried
+    assert attend is attention and looked_at == tried.split()
     reasons = "".join(f"{name} ModuleNotFoundError: no {name} | " for name in absent)
     assert report[0].startswith(f"attention:{installed} tried: {reasons}{installed} error:")
     # The only loss that is worth a warning where nothing is installed.
@@ -393,15 +339,11 @@ def test_attention_is_tried_in_a_fixed_order(
     assert bool(slow) == (installed == "sdpa" and doc_mask)
 
 
-@pytest.mark.parametrize("wrong", [larger_by_half, not_a_number, with_another_gradient, broken])
+@pytest.mark.parametrize(("wrong", "reason"), WRONG_FORMS)
 def test_what_is_installed_and_refused_is_passed_over_loudly(
-    monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Tensor]
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Tensor], reason: str
 ) -> None:
     """FlashAttention-3 that nobody can use costs a paid run a tenth of its steps: the log must warn."""
-    reason = {
-        "larger_by_half": "error:5.0e-01", "not_a_number": "error:inf", "broken": "RuntimeError: PTXAS error",
-        "with_another_gradient": r"error:[0-9.]+e[-+]00",
-    }[wrong.__name__]  # fmt: skip
     found = {"fa3": wrong, "varlen": packed_attention}
     attend, (line, *more), looked_at = attention_of(monkeypatch, CallsItselfGpu(), found)
     assert attend is packed_attention and looked_at == ["fa3", "varlen"]
@@ -415,16 +357,6 @@ def test_what_is_installed_and_refused_is_passed_over_loudly(
         attention_of(monkeypatch, CallsItselfGpu(), found, attention="fa3")
     attend, (line, *_), _ = attention_of(monkeypatch, train_gpt.Machine(), found, attention="varlen")
     assert attend is packed_attention and line.startswith("attention:varlen tried: varlen error:")
-
-
-def test_where_nothing_agrees_the_setting_is_refused_with_all_reasons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = {"varlen": broken, "sdpa": not_a_number}
-    reasons = (r"^ATTENTION=auto: fa3 ModuleNotFoundError: no fa3 \| varlen RuntimeError: PTXAS error \| "
-               r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf; lower MICRO_BATCH_TOKENS")  # fmt: skip
-    with pytest.raises(train_gpt.ConfigError, match=reasons):
-        attention_of(monkeypatch, CallsItselfGpu(), found)
 
 
 def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,17 +406,21 @@ def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = iter([[(math.inf, "OSError: no kernel here")]])
     with pytest.raises(train_gpt.ConfigError, match="ATTENTION=fa3: fa3 OSError: no kernel here"):
         attention_of(monkeypatch, OneOfMany(peers=peers), found, attention="fa3")
+    # Where nothing agrees, all reasons are told.
+    reasons = (r"^ATTENTION=auto: fa3 ModuleNotFoundError: no fa3 \| varlen RuntimeError: PTXAS error \| "
+               r"fa2 ModuleNotFoundError: no fa2 \| sdpa error:inf; lower MICRO_BATCH_TOKENS")  # fmt: skip
+    with pytest.raises(train_gpt.ConfigError, match=reasons):
+        attention_of(monkeypatch, CallsItselfGpu(), {"varlen": broken, "sdpa": not_a_number})
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_computes_by_the_plain_forms_and_tries_nothing(
-    monkeypatch: pytest.MonkeyPatch, asked: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """They are the definition, and a start must be quick."""
     monkeypatch.setattr(train_gpt, "both_passes", lambda *_: pytest.fail("a form was tried"))
     config = dataclasses.replace(SMALL, attention="auto", fused_mlp=asked, fused_heads=asked)
-    chosen = train_gpt.fast_ops(config, train_gpt.Machine(dtype=dtype))
+    chosen = train_gpt.fast_ops(config, train_gpt.Machine(dtype=torch.bfloat16))
     assert chosen.ops == train_gpt.Ops()
     assert [line.split(" tried: ")[0] for line in chosen.report] == [
         "attention:sdpa", "fused_mlp:plain", "fused_heads:plain"
@@ -546,35 +482,38 @@ def test_a_gpu_takes_the_fastest_form_of_those_it_may_have(
     """The line tells of each how far it is from the plain one, and how long it lasts."""
     name, line = mlp_of(CallsItselfGpu(), times_ms, fused_mlp=asked)
     assert name == form and line.startswith(f"fused_mlp:{form} tried: ")
-    tried = re.findall(r"(\w+) (\d)\.00 ms", line)
-    expected = {"auto": [0, 1, 2], "1": [0, 1], "0": []}[asked]
-    forms = train_gpt.FORMS["fused_mlp"]
-    assert tried == [(forms[place], str(times_ms[place])) for place in expected]
+    asked_for = {"auto": [0, 1, 2], "1": [0, 1], "0": []}[asked]
+    names = train_gpt.FORMS["fused_mlp"]
+    assert re.findall(r"(\w+) (\d)\.00 ms", line) == [(names[i], str(times_ms[i])) for i in asked_for]
 
 
 @needs_runnable_kernels
-def test_a_fast_form_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_rank_decides_and_a_fast_form_that_is_wrong_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for ours, theirs in (((1, 2, 3), (9, 2, 1)), ((9, 2, 1), (1, 2, 3))):
+        peers = iter([*[[(0.0, "")]] * 3, *([ms] for ms in theirs)])
+        name, line = mlp_of(OneOfMany(peers=peers), ours)
+        assert name == "kernel2" and line.endswith(" | kernel 9.00 ms | kernel2 2.00 ms | plain 3.00 ms")
     right = train_gpt.mlp_fused
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
     monkeypatch.setattr(train_gpt, "mlp_fused_in_pairs", lambda *inputs: right(*inputs, 2))
     name, line = mlp_of(CallsItselfGpu(), (1, 2, 3))
     assert name == "kernel2" and line.startswith("fused_mlp:kernel2 tried: kernel error:5.0e-01 | kernel2 ")
     # On a CPU nothing is timed: the first that agrees.
-    with mock.patch.object(train_gpt, "both_passes", wraps=train_gpt.both_passes) as passes:
-        assert mlp_of(train_gpt.Machine(), fused_mlp="1")[0] == "kernel2"
-        monkeypatch.setattr(train_gpt, "mlp_fused", right)
-        assert mlp_of(train_gpt.Machine(), fused_mlp="1")[0] == "kernel"
-    assert passes.call_count == 3 + 2
+    assert mlp_of(train_gpt.Machine(), fused_mlp="1")[0] == "kernel2"
+    monkeypatch.setattr(train_gpt, "mlp_fused", right)
+    name, line = mlp_of(train_gpt.Machine(), fused_mlp="1")
+    assert name == "kernel" and "kernel2" not in line
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("0", "plain"), ("1", "kernel"), ("auto", "kernel")])
-def test_fused_heads_is_what_was_asked_for(asked: str, expected: str) -> None:
-    if expected == "kernel" and not CUDA and not triton.knobs.runtime.interpret:
-        pytest.skip("no GPU and no interpreter")
+@needs_runnable_kernels
+@pytest.mark.parametrize(("asked", "form"), [("auto", "kernel"), ("0", "plain"), ("1", "kernel")])
+def test_fused_heads_is_what_was_asked_for(asked: str, form: str) -> None:
     config = dataclasses.replace(SMALL, fused_heads=asked)
     ops, (line,) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), config, CallsItselfGpu())
-    assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (expected == "kernel")
-    assert line.startswith(f"fused_heads:{expected} tried: {expected} error:")
+    assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (form == "kernel")
+    assert line.startswith(f"fused_heads:{form} tried: {form} error:") and "|" not in line
 
 
 @pytest.mark.parametrize("setting", ["FUSED_MLP", "FUSED_HEADS"])
@@ -589,6 +528,7 @@ def test_without_triton_a_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     chosen = train_gpt.fast_ops(config, CallsItselfGpu(dtype=torch.bfloat16))
     assert chosen.ops == train_gpt.Ops()
     assert f"warning: {name}: kernel is installed, but refused: AttributeError: " in "\n".join(chosen.report)
+    assert "ATTENTION=sdpa" not in "\n".join(chosen.report), "what was asked for needs no warning"
 
 
 def test_forms_are_tried_with_what_one_pass_of_training_holds() -> None:
@@ -624,6 +564,8 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
             return watched
 
     def breaks_the_graph(*given: Any) -> Any:
+        if setting == "attention":  # the reason is told, which Dynamo hides behind other lines
+            raise ValueError("heads of 64 alone")
         torch._dynamo.graph_break()
         return plain(*given)
 
@@ -639,6 +581,7 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
         )
     assert ops == train_gpt.Ops()
     assert re.match(rf"{setting}:plain tried: kernel Unsupported: .* \| plain error:", line)
+    assert ("heads of 64 alone" in line) == (setting == "attention")
     assert seen == [(train_gpt.GPT, candidates["kernel"]), (train_gpt.GPT, candidates["plain"])]
 
 
@@ -651,98 +594,20 @@ def plain_documents(ids_BT: Tensor, starts: Any, attend: Any, *rest: Any) -> Any
 
 
 @needs_runnable_kernels
-def test_a_kernel_that_fails_is_passed_over_by_auto_and_refused_where_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("PTXAS error\nno kernel image")
-
-    monkeypatch.setattr(train_gpt, "linear_leaky_square", fails)
-    name, line = mlp_of(CallsItselfGpu())
-    assert name == "plain"
-    refused = "RuntimeError: PTXAS error"
-    expected = f"kernel {refused} | kernel2 {refused} | plain error:0.0e+00"
-    assert line == f"fused_mlp:plain tried: {expected}"
-    assert mlp_of(CallsItselfGpu(), fused_mlp="0")[0] == "plain"
-    with pytest.raises(train_gpt.ConfigError, match=rf"FUSED_MLP=1: kernel {refused} \| kernel2 {refused};"):
-        mlp_of(CallsItselfGpu(), fused_mlp="1")
-
-
-@needs_runnable_kernels
-def test_a_width_that_tma_cannot_read_is_passed_over_or_refused() -> None:
-    name, line = mlp_of(CallsItselfGpu(), model_dim=18)
-    assert name == "plain" and "16 bytes; got 18 and 36 columns" in line
-    with pytest.raises(train_gpt.ConfigError, match=r"FUSED_MLP=1: kernel ValueError: .*18 and 36 columns"):
-        mlp_of(CallsItselfGpu(), model_dim=18, fused_mlp="1")
-
-
-def _choose_on_rank(machine: train_gpt.Machine, fault: str, folder: str) -> None:
-    """One of two ranks; the kernel, here its twin, fails, is wrong or is slow on the second one alone."""
-    twin = train_gpt.mlp_plain
-
-    def kernel(*tensors: Any) -> Tensor:
-        if machine.rank == 1 and fault == "fails":
-            raise ZeroDivisionError
-        exact = twin(*tensors)
-        return 1.5 * exact if machine.rank == 1 and fault == "wrong" else exact
-
-    times_ms = (9.0, 2.0) if machine.rank == 1 and fault == "slow" else (1.0, 3.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "mlp_fused", kernel)
-        patch.setattr(train_gpt, "FORMS", {"fused_mlp": ["kernel", "plain"]})
-        told = [mlp_of(CallsItselfGpu(machine.rank, machine.world_size), times_ms)]
-        if machine.rank == 0:
-            assert mlp_of(CallsItselfGpu())[0] == "kernel", "alone, rank 0 takes it"
-        try:
-            told.append(mlp_of(CallsItselfGpu(machine.rank, machine.world_size), times_ms, fused_mlp="1"))
-        except train_gpt.ConfigError as error:
-            told.append(("refused", str(error)))
-    Path(folder, f"{machine.rank}.json").write_text(json.dumps(told))
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("fails", "kernel ZeroDivisionError: "),
-        ("wrong", "kernel error:5.0e-01"),
-        ("slow", "kernel error:0.0e+00"),
-    ],
-)
-def test_two_ranks_decide_the_same_when_the_kernel_fails_or_is_slow_on_one(
-    fault: str, reason: str, tmp_path: Path
-) -> None:
-    on_ranks(2, tmp_path, _choose_on_rank, fault, str(tmp_path))
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    (name, line), (asked_for, error) = first
-    told = f"fused_mlp:plain tried: {reason} | plain error:0.0e+00"
-    if fault == "slow":
-        told += " | kernel 9.00 ms | plain 3.00 ms"
-    assert (name, line) == ("plain", told)
-    if fault == "slow":
-        assert (asked_for, error) == ("kernel", f"fused_mlp:kernel tried: {reason}")
-    else:
-        assert asked_for == "refused" and error.startswith(f"FUSED_MLP=1: {reason};")
-
-
-@needs_runnable_kernels
-@pytest.mark.parametrize(("scale", "wanted"), [(1.0, "kernel"), (1.04, "plain"), (math.nan, "plain")])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_auto_keeps_only_what_is_right(
-    monkeypatch: pytest.MonkeyPatch, scale: float, wanted: str, where: str
-) -> None:
-    """A fault injected into one result of the kernel turns both its forms off."""
+def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A fault of a twenty-fifth in one result of the kernel turns both its forms off."""
     exact = train_gpt.linear_leaky_square
 
     def faulty(a: Tensor, b: Tensor, norm: Tensor, pre: Tensor | None, *options: Any) -> Tensor:
         here = (pre is None) == (where == "forward")
-        return exact(a, b, norm, pre, *options) * (scale if here else 1.0)
+        return exact(a, b, norm, pre, *options) * (1.04 if here else 1.0)
 
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
     name, line = mlp_of(CallsItselfGpu())
-    assert name == wanted
-    assert line.startswith(f"fused_mlp:{wanted} tried: kernel error:")
-    assert line.endswith(" | plain error:0.0e+00") == (wanted == "plain")
+    assert name == "plain"
+    told = r"fused_mlp:plain tried: kernel error:\S+ \| kernel2 error:\S+ \| plain error:0.0e\+00"
+    assert re.fullmatch(told, line)
 
 
 @needs_runnable_kernels
@@ -772,11 +637,15 @@ def test_auto_keeps_only_heads_that_are_right(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("is_cuda", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "blocks", "tile"),
+    [(True, torch.bfloat16, 1, train_gpt.TILES[1]),
+     (True, torch.float16, 2, train_gpt.TILES[2]),
+     (True, torch.float32, 2, train_gpt.SMALL_TILE),
+     (False, torch.bfloat16, 1, train_gpt.SMALL_TILE)],
+)  # fmt: skip
 def test_large_tiles_are_for_tensor_cores(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, blocks: int
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, blocks: int, tile: dict[str, int]
 ) -> None:
     class Card(torch.Tensor):
         """A CPU tensor that may call itself a GPU's."""
@@ -789,8 +658,6 @@ def test_large_tiles_are_for_tensor_cores(
     a, b = (torch.zeros(8, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
     train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), None, 0.5, blocks)
     kernel.__getitem__.assert_called_once_with((7 * blocks if is_cuda else blocks,))
-    large = is_cuda and dtype != torch.float32
-    tile = train_gpt.TILES[blocks] if large else train_gpt.SMALL_TILE
     assert kernel.__getitem__().call_args.kwargs == {"BACKWARD": False, **tile}
 
 
@@ -864,11 +731,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
     tensor cores."""
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
     environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": path,
-    }
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path,
+    }  # fmt: skip
     command = [sys.executable, "-c", COMPILE, capability]
     done = subprocess.run(command, env=environment, capture_output=True, text=True,
                           timeout=DEADLINE_SECONDS)  # fmt: skip
@@ -951,7 +815,7 @@ def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
 @needs_runnable_kernels
 def test_the_model_is_one_graph_with_all_its_kernels() -> None:
     """Loss and gradients with the kernels of heads, traced in one graph, equal those without."""
-    config = tiny_config(COMPILE=0)
+    config = tiny_config(NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, COMPILE=0)
     model = train_gpt.build_model(config).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -959,21 +823,23 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
     ids_BT = torch.randint(2, config.vocab_size, (2, config.train_seq_len)).to(DEVICE)
     plain = model.loss(ids_BT, ids_BT)
-    expected = [plain.detach(), *torch.autograd.grad(plain, list(model.parameters()))]
+    expected = torch.autograd.grad(plain, list(model.parameters()))
     model.ops = train_gpt.Ops(heads=train_gpt.heads_fused, xsa=train_gpt.xsa_fused)
     loss_of = torch.compile(train_gpt.GPT.loss, dynamic=False, fullgraph=True, backend="aot_eager")
     fused = loss_of(model, ids_BT, ids_BT)
-    found = [fused.detach(), *torch.autograd.grad(fused, list(model.parameters()))]
+    torch.testing.assert_close(fused, plain)
+    found = torch.autograd.grad(fused, list(model.parameters()))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-9)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(98_304, 512, 2048), (65_536, 512, 1024), (4_099, 504, 1016)], ids=str)
-def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None:
+@pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
+def test_mlp_at_real_shapes(shape: tuple[int, int, int], form: str, poisoned: None) -> None:
     assert_as_exact_as_plain(
-        lambda *tensors: train_gpt.mlp_fused(*tensors, 0.8, 0.5),
-        lambda *tensors: train_gpt.mlp_plain(*tensors, 0.8, 0.5),
+        lambda *tensors: getattr(train_gpt, form)(*tensors, SCALE, 0.5),
+        lambda *tensors: train_gpt.mlp_plain(*tensors, SCALE, 0.5),
         random_mlp(*shape),
         torch.bfloat16,
     )
@@ -986,5 +852,5 @@ def test_auto_decides_and_logs_on_a_gpu() -> None:
     attention_line, mlp_line, heads_line = [line for line in report if " tried: " in line]
     assert re.match(r"attention:(fa3|varlen|fa2|sdpa) tried: fa3 ", attention_line)
     assert re.match(r"fused_heads:(kernel|plain) tried: kernel ", heads_line)
-    assert re.match(r"fused_mlp:(kernel|plain) tried: kernel ", mlp_line)
-    assert " error:" in attention_line.split("|")[-1] and " error:" in mlp_line.split("|")[-1]
+    assert re.match(r"fused_mlp:(kernel|kernel2|plain) tried: kernel ", mlp_line)
+    assert " error:" in attention_line.split("|")[-1] and mlp_line.endswith(" ms")

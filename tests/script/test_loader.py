@@ -37,7 +37,7 @@ from tests.support.loaders import (
     stream,
     take,
     write_shards,
-)
+)  # fmt: skip
 from tests.support.processes import Lab
 from tests.support.tiny import tokens_of
 from tests.support.waiting import DEADLINE_SECONDS, wait_until, within
@@ -79,27 +79,10 @@ def rss_bytes() -> int:
 # -- order: a pure function ----------------------------------------------------------------------------------
 
 
-def philox(counter: int, key: int) -> list[int]:
-    """The four words of Philox4x64-10 at a counter, in Python integers (Salmon et al., 2011)."""
-    a, b, c, d = (counter >> shift & 2**64 - 1 for shift in (0, 64, 128, 192))
-    low, high = key % 2**64, key >> 64
-    for _ in range(10):
-        left, right = a * 0xD2E7470EE14C6C93, c * 0xCA5A826395121157
-        a, b, c, d = right >> 64 ^ b ^ low, right % 2**64, left >> 64 ^ d ^ high, left % 2**64
-        low, high = (low + 0x9E3779B97F4A7C15) % 2**64, (high + 0xBB67AE8584CAA73B) % 2**64
-    return [a, b, c, d]
-
-
-def test_philox_is_the_published_generator() -> None:
-    """Known answers of Random123 1.14 for a counter and key of zeros."""
-    words = ["16554d9eca36314c", "db20fe9d672d0fdc", "d7e772cee186176b", "7e68b68aec7ba23b"]
-    assert [f"{word:016x}" for word in philox(0, 0)] == words
-
-
 def plain_words(count: int, key: int, *counter: int) -> list[int]:
-    """Words of Philox as numpy counts: from the block after `counter`, lowest word first."""
-    start = sum(word << 64 * place for place, word in enumerate(counter))
-    return [word for block in range(-(-count // 4)) for word in philox(start + 1 + block, key)][:count]
+    """Words of Philox4x64-10 (Salmon et al., 2011), as numpy has it."""
+    four = [*counter, 0, 0, 0, 0][:4]
+    return np.random.Philox(counter=four, key=key).random_raw(count).tolist()
 
 
 def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> None:
@@ -112,7 +95,7 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
             words = plain_words((SIZES[usable[turn]] - 1) // 16, 1337, 0, 2, epoch, int(turn))
             starts = sum(SIZES[: usable[turn]]) + 16 * np.argsort(np.array(words, np.uint64))
             expected += starts.tolist()
-    assert rows[:, 0].tolist() == expected[: len(rows)]
+    assert np.array_equal(rows, np.array(expected[: len(rows)])[:, None] + np.arange(17))
     assert rows[:8, 0].tolist() == [780, 748, 700, 764, 732, 812, 716, 796]
     assert f"{stream_hash:016x}" == "823f6cffeaf9e2a0"
 
@@ -143,97 +126,28 @@ def test_an_epoch_is_every_sequence_once(
     assert reached == seen  # without replaying
 
 
-def test_shuffle_depends_on_seed_epoch_and_shard() -> None:
-    configs = [make_config(seed=seed) for seed in (1, 2)]
-    permutations = [
-        train_gpt.permutation(configs[0], 40, epoch, shard) for epoch in (0, 1) for shard in (0, 1)
-    ]
-    permutations.append(train_gpt.permutation(configs[1], 40, 0, 0))
-    assert len({tuple(p) for p in permutations}) == len(permutations)
-    assert all(sorted(p) == list(range(40)) for p in permutations)
-
-
-def test_sequences_are_file_contents(shards: list[Any]) -> None:
-    """Counting shards: a sequence counts up from a multiple of T in its shard; an epoch holds each once."""
-    starts = np.cumsum([0, *SIZES])[:-1]
-    legal = {int(s) + 16 * i for s, n in zip(starts, SIZES, strict=True) for i in range((n - 1) // 16)}
-    rows, _ = stream(shards, steps=-(-len(legal) // 16))
-    assert np.array_equal(rows, rows[:, :1] + np.arange(17))
-    epoch = rows[: len(legal), 0].tolist()
-    assert set(epoch) == legal and len(epoch) == len(legal)
-
-
-def test_without_shuffle_it_is_file_order(shards: list[Any]) -> None:
-    rows, _ = stream(shards, 3, shuffle=False)
-    starts = [16 * i for i in range((SIZES[0] - 1) // 16)] + [
-        SIZES[0] + 16 * i for i in range((SIZES[1] - 1) // 16)
-    ]
-    assert rows[:48, 0].tolist() == starts[:48]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("prefetch,copy_stream,depth", [(False, False, 2), (True, True, 1), (True, False, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "prefetch", "copy_stream", "depth"),
+    [(1, True, True, 1), (2, False, False, 2), (4, True, True, 1), (8, True, False, 3)],
+)
 def test_every_geometry_sees_the_same_steps(
     shards: list[Any], world_size: int, prefetch: bool, copy_stream: bool, depth: int
 ) -> None:
     """Same bytes and hash for any ranks, micro-batches and threads, over shard edges and several epochs."""
     expected, expected_hash = stream(shards, 20, train_prefetch=False)
+    threads = {"train_prefetch": prefetch, "train_copy_stream": copy_stream, "train_prefetch_queue": depth}
     for micro_batch_tokens in (16, 32, 512):
         rows, stream_hash = stream(
-            shards,
-            20,
-            world_size,
-            micro_batch_tokens=micro_batch_tokens,
-            train_prefetch=prefetch,
-            train_copy_stream=copy_stream,
-            train_prefetch_queue=depth,
+            shards, 20, world_size, micro_batch_tokens=micro_batch_tokens, **threads
         )
         assert np.array_equal(rows, expected)
         assert stream_hash == expected_hash
 
 
-def test_real_text_is_the_same_with_and_without_threads(shared_data: Path) -> None:
-    files = train_gpt.open_shards(str(shared_data / "datasets/fineweb_sample_sp1024/fineweb_train_*.bin"))
-    geometry = {
-        "train_seq_len": 1024,
-        "train_batch_tokens": 65536,
-        "micro_batch_tokens": 16384,
-        "vocab_size": 1024,
-    }
-    expected = stream(files, 3, train_prefetch=False, **geometry)
-    rows, stream_hash = stream(files, 3, world_size=2, **geometry)
-    assert np.array_equal(rows, expected[0]) and stream_hash == expected[1]
-
-
-def test_a_step_larger_than_the_data_repeats_it(tmp_path: Path) -> None:
-    """One tiny shard of 2 sequences, 16 in a step: eight epochs in every step."""
-    files = write_shards(tmp_path / "tiny", (40,))
-    rows, _ = stream(files, 2, world_size=4)
-    assert all(sorted(rows[at : at + 2, 0]) == [0, 16] for at in range(0, len(rows), 2))
-
-
-@pytest.mark.parametrize(
-    "changes,message",
-    [
-        ({"train_batch_tokens": 240}, "2 ranks"),
-        ({"micro_batch_tokens": 48}, "MICRO_BATCH_TOKENS"),
-    ],
-)
-def test_batches_that_do_not_divide_are_refused(
-    shards: list[Any], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(train_gpt.ConfigError, match=message):
-        open_loader(shards, world_size=2, **changes)
-
-
 # -- sequence lengths that change on the way -----------------------------------------------------------------
 
-CHANGING = {
-    "train_seq_len": 12,
-    "train_seq_lens": "4:0.2 6:0.6 12",
-    "train_batch_tokens": 384,
-    "micro_batch_tokens": 48,
-}
+CHANGING = {"train_seq_len": 12, "train_seq_lens": "4:0.2 6:0.6 12", "train_batch_tokens": 384,
+            "micro_batch_tokens": 48}  # fmt: skip
 
 
 def length_at(step: int) -> int:
@@ -268,26 +182,7 @@ def test_a_length_cuts_the_tokens_that_any_other_would_have_had(shards: list[Any
     assert stream_hash == segments_hash, "the hash is of segments, however they are cut"
 
 
-def test_no_token_comes_twice_and_none_is_lost_at_a_change(shards: list[Any]) -> None:
-    """The inputs of an epoch, in which both changes lie: all but less than a segment at each shard's end."""
-    segment = 24  # the last length, 12, is no multiple of the one before, 8
-    changes: dict[str, Any] = {"train_seq_lens": "8:0.5 12", "train_batch_tokens": 96}
-    assert make_config(**{**CHANGING, **changes}).segment_tokens == segment
-    starts = np.cumsum([0, *SIZES])[:-1]
-    expected: list[int] = []
-    for start, size in zip(starts.tolist(), SIZES, strict=True):
-        expected += range(start, start + (size - 1) // segment * segment)
-    with open_loader(shards, **{**CHANGING, **changes}) as loader:
-        rows = []
-        for step in range(-(-len(expected) // 96)):
-            rows.append(take(loader, loader.micro_steps, 8 if step < 11 else 12)[:, :-1].ravel())
-    inputs = np.concatenate(rows)
-    assert len(inputs) > 11 * 96
-    assert sorted(inputs[: len(expected)].tolist()) == expected
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("prefetch", "depth"), [(False, 2), (True, 1), (True, 7)])
+@pytest.mark.parametrize(("world_size", "prefetch", "depth"), [(1, True, 1), (2, False, 2), (4, True, 7)])
 def test_changing_lengths_are_the_same_for_every_geometry(
     shards: list[Any], world_size: int, prefetch: bool, depth: int
 ) -> None:
@@ -322,7 +217,7 @@ def plain_hash(position: int, sequence: list[int]) -> int:
     return total * (plain_words(1, 2, position)[0] | 1) % 2**64
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 4), seq_len=st.integers(1, 9), first=st.integers(0, 2**40))
 def test_hash_is_the_documented_one(data: st.DataObject, rows: int, seq_len: int, first: int) -> None:
     ids = st.lists(st.integers(0, 65535), min_size=seq_len + 1, max_size=seq_len + 1)
@@ -332,11 +227,6 @@ def test_hash_is_the_documented_one(data: st.DataObject, rows: int, seq_len: int
     at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
     block[at] ^= 1 << data.draw(st.integers(0, 15))
     assert got != train_gpt.hash_sequences(first, block)
-
-
-def test_hash_sees_a_swap_of_two_sequences() -> None:
-    rows = np.arange(34, dtype=np.uint16).reshape(2, 17)
-    assert train_gpt.hash_sequences(5, rows) != train_gpt.hash_sequences(5, rows[::-1])
 
 
 # -- seek and resume -----------------------------------------------------------------------------------------
@@ -363,24 +253,6 @@ def test_resume_at_every_step_on_any_number_of_ranks(shards: list[Any], prefetch
     assert total_hash == expected_hash
 
 
-def test_index_and_hash_are_of_batches_delivered_not_of_those_prefetched(shards: list[Any]) -> None:
-    expected, expected_hash = stream(shards, 1, train_prefetch=False)
-    with open_loader(shards, train_prefetch_queue=8) as loader:
-        assert np.array_equal(take(loader, loader.micro_steps), expected)
-        wait_until(lambda: loader.ready() == 8)
-        assert (loader.index, loader.stream_hash) == (loader.micro_steps, expected_hash)
-
-
-def test_warm_up_leaves_no_trace(shards: list[Any]) -> None:
-    expected, expected_hash = stream(shards, 4, train_prefetch=False)
-    with open_loader(shards) as loader:
-        take(loader, 11)
-        loader.seek(0)
-        assert loader.stream_hash == 0
-        assert np.array_equal(take(loader, 4 * loader.micro_steps), expected)
-        assert loader.stream_hash == expected_hash
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_seek_reads_nothing_but_the_shard_it_needs(
     shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch
@@ -393,6 +265,7 @@ def test_seek_reads_nothing_but_the_shard_it_needs(
         loader.next_batch()
         reads.clear()
         loader.seek(10_000)
+        assert loader.stream_hash == 0, "what came before leaves no trace"
         rows = take(loader, 1)
         assert len(reads) <= 3 and np.array_equal(rows, expected[: len(rows)])
 
@@ -414,18 +287,6 @@ def test_a_batch_staged_before_the_clock_is_the_next_one(
 # -- documents -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), rows=st.integers(1, 20), seq_len=st.integers(1, 20))
-def test_starts_are_those_of_documents_and_rows(data: st.DataObject, rows: int, seq_len: int) -> None:
-    flat = data.draw(st.lists(st.integers(0, 3), min_size=rows * seq_len, max_size=rows * seq_len))
-    ids_BT = np.array(flat, np.uint16).reshape(rows, seq_len)
-    of_rows = [*range(0, rows * seq_len, seq_len)]
-    of_all = [i for i, token in enumerate(flat) if token == train_gpt.BOS_ID or i in of_rows]
-    for doc_mask, expected in ((True, of_all), (False, of_rows)):
-        got = train_gpt.document_starts(ids_BT, make_config(doc_mask=doc_mask))
-        assert got.tolist() == [*expected, rows * seq_len] and got.dtype == np.int32
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> None:
     ids = np.random.default_rng(0).integers(1, 5, 2000)
@@ -444,8 +305,7 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
 # -- timing of the stages ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("slow", ["disk", "stage", "step", "random"])
+@pytest.mark.parametrize(("slow", "depth"), [("disk", 1), ("stage", 3), ("step", 1), ("random", 3)])
 def test_no_stage_can_change_the_stream_by_its_speed(
     shards: list[Any], slow: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,8 +390,9 @@ def test_data_wait_is_what_was_waited_for_all_batches(
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("fault", [OSError("disk on fire"), SystemExit(3), KeyError("k"), MemoryError()])
+@pytest.mark.parametrize(
+    ("fault", "prefetch"), [(OSError("disk on fire"), False), (KeyError("k"), True), (SystemExit(3), True)]
+)
 def test_an_error_in_the_disk_stage_arrives_in_order(
     shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,8 +413,9 @@ def test_an_error_in_the_disk_stage_arrives_in_order(
         assert part in str(error), part
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("fault", [ValueError("bug"), SystemExit(1), GeneratorExit()])
+@pytest.mark.parametrize(
+    ("fault", "prefetch"), [(ValueError("bug"), False), (SystemExit(1), True), (GeneratorExit(), True)]
+)
 def test_an_error_in_the_stage_arrives(
     shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,9 +432,7 @@ def test_an_error_in_the_stage_arrives(
 
 
 @pytest.mark.parametrize("name", ["loader disk", "loader stage"])
-def test_a_worker_that_is_killed(
-    shards: list[Any], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_killed(shards: list[Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception from outside ends a worker between two items: its reader does not wait for ever."""
     with open_loader(shards) as loader:
         loader.next_batch()
@@ -645,40 +505,22 @@ def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, mes
     assert "fineweb_train_000000.bin" in str(error.value)
 
 
-def test_no_shards_is_an_error_that_names_the_pattern(tmp_path: Path) -> None:
-    with pytest.raises(train_gpt.DataError, match="absent"):
-        train_gpt.open_shards(str(tmp_path / "absent*.bin"))
-
-
 # -- close ---------------------------------------------------------------------------------------------------
 
 
-def close_in_state(shards: list[Any], state: str) -> float:
-    """Open a loader, bring it into a state, close it (twice); returns the seconds of close()."""
-    loader = open_loader(
-        shards, train_prefetch_queue=1 + len(state) % 3, train_prefetch=state != "synchronous"
-    )
-    if state in ("used", "full", "synchronous"):
-        loader.next_batch()
-    if state == "full":
-        wait_until(lambda: loader.ready() == 1 + len(state) % 3)
-    if state == "moved":
-        loader.seek(5)
-    begin = time.monotonic()
-    loader.close()
-    loader.close()
-    seconds = time.monotonic() - begin
-    with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
-        loader.next_batch()
-    return seconds
-
-
-STATES = ("fresh", "used", "full", "moved", "synchronous")
-
-
-def test_200_cycles_leave_nothing(shards: list[Any]) -> None:
-    slowest = max(close_in_state(shards, STATES[cycle % len(STATES)]) for cycle in range(200))
-    assert slowest < DEADLINE_SECONDS / 2
+def test_closing_in_any_state_leaves_nothing(shards: list[Any]) -> None:
+    for state in ("fresh", "used", "full", "moved", "synchronous") * 5:
+        loader = open_loader(shards, train_prefetch_queue=2, train_prefetch=state != "synchronous")
+        if state in ("used", "full", "synchronous"):
+            loader.next_batch()
+        if state == "full":
+            wait_until(lambda loader=loader: loader.ready() == 2)
+        if state == "moved":
+            loader.seek(5)
+        within(DEADLINE_SECONDS / 2, loader.close)
+        loader.close()
+        with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
+            loader.next_batch()
     wait_until(lambda: not loader_threads())
 
 
@@ -695,19 +537,9 @@ def test_close_with_a_reader_that_hangs_is_bounded(
     gate.set()
 
 
-def test_an_error_in_the_step_closes_the_loader(shards: list[Any]) -> None:
-    with pytest.raises(ZeroDivisionError), open_loader(shards) as loader:
-        loader.next_batch()
-        raise ZeroDivisionError
-    with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
-        loader.next_batch()
-
-
 ENDS: list[tuple[str, Any, int]] = [
     ("", None, 0),
     ("raise RuntimeError('step')", None, 1),
-    ("sys.exit(3)", None, 3),
-    ("while True: time.sleep(1)", signal.SIGINT, -signal.SIGINT),
     ("while True: loader.next_batch()", signal.SIGINT, -signal.SIGINT),
     ("while True: loader.next_batch()", signal.SIGTERM, -signal.SIGTERM),
 ]
@@ -757,51 +589,39 @@ def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
 # -- long runs -----------------------------------------------------------------------------------------------
 
 
-def run_long(shards: list[Any], batches: int) -> None:
+@pytest.mark.parametrize("batches", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_batches_are_the_oracles_with_flat_memory(shards: list[Any], batches: int) -> None:
     """Threads and resident memory after the first tenth are those at the end; the bytes are the oracle's."""
     with open_loader(shards) as loader, open_loader(shards, train_prefetch=False) as oracle:
         for index in range(batches):
             if index == batches // 10:
                 threads = threading.active_count()
                 memory = rss_bytes()
-            got, expected = loader.next_batch(), oracle.next_batch()
-            assert torch.equal(got.inputs_BT, expected.inputs_BT) and torch.equal(
-                got.targets_BT, expected.targets_BT
-            )
+            assert np.array_equal(sequences_of(loader.next_batch()), sequences_of(oracle.next_batch()))
         assert loader.stream_hash == oracle.stream_hash
         assert threading.active_count() == threads
         assert rss_bytes() - memory < 4 << 20
 
 
-def test_300_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> None:
-    run_long(shards, 300)
-
-
-@pytest.mark.slow
-def test_10_000_batches_are_the_oracles_with_flat_memory(shards: list[Any]) -> None:
-    run_long(shards, 10_000)
-
-
 # -- single parts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch,copy_stream", [(False, False), (True, False), (True, True)])
-def test_ids_of_all_16_bits_survive(tmp_path: Path, prefetch: bool, copy_stream: bool) -> None:
+def test_ids_of_all_16_bits_survive(tmp_path: Path) -> None:
     write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(65536))
     files = train_gpt.open_shards(str(tmp_path / "*.bin"))
     geometry = {"train_seq_len": 65535, "train_batch_tokens": 65535, "micro_batch_tokens": 65535}
-    switches = {"train_prefetch": prefetch, "train_copy_stream": copy_stream, "vocab_size": 65536}
-    with open_loader(files, **geometry, **switches) as loader:
+    with open_loader(files, vocab_size=65536, **geometry) as loader:
         assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
 
 
-@pytest.mark.parametrize("targets", [0, 9, 499, 500, 501, 5000])
+@pytest.mark.parametrize("targets", [0, 499, 500])
 def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None:
     lab = lab.copy_dataset()
     path = lab.dataset / "fineweb_val_000000.bin"
     ids = tokens_of(path)
     write_shard(path, ids[:500])
     write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
+    (lab.dataset / "manifest.json").unlink()
     config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
     got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine())).validation
     assert got.tokens.dtype == np.uint16
@@ -908,62 +728,6 @@ def test_not_one_poisoned_value_reaches_the_step(
     shards: list[Any], poisoned: None, copy_stream: bool
 ) -> None:
     assert poisoned_values(shards, copy_stream=copy_stream) == 0
-
-
-@pytest.mark.gpu
-def test_the_poison_test_fails_when_device_memory_is_reused_too_soon(
-    shards: list[Any], poisoned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without `record_stream` the next copies go where the step still reads: the test above has teeth."""
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    assert poisoned_values(shards) > 0
-
-
-@pytest.mark.gpu
-def test_the_poison_test_fails_when_pinned_memory_is_reused_too_soon(
-    shards: list[Any], poisoned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A naive ring of pinned buffers is refilled while copies from it wait behind the step's kernels."""
-    real = torch.empty
-    ring: list[torch.Tensor] = []
-
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        if not pin_memory:
-            return real(*args, **kwargs)
-        ring.append(ring.pop(0) if len(ring) == 3 else real(*args, pin_memory=True, **kwargs))
-        return ring[-1]
-
-    monkeypatch.setattr(torch, "empty", empty)
-    assert poisoned_values(shards, copy_stream=False) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("copy_stream", [True, False])
-def test_the_gpu_gets_the_oracles_bytes(shards: list[Any], copy_stream: bool) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    loader = open_loader(shards, device=device, train_copy_stream=copy_stream)
-    with loader, open_loader(shards, train_prefetch=False) as oracle:
-        for _ in range(200):
-            torch.cuda._sleep(1_000_000)
-            got, expected = loader.next_batch(), oracle.next_batch()
-            assert np.array_equal(sequences_of(got), sequences_of(expected))
-            assert torch.equal(got.starts.cpu(), expected.starts)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_gpu_memory_is_flat_over_10_000_steps(shards: list[Any]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    used: list[tuple[int, int, int]] = []
-    with open_loader(shards, device=device) as loader:
-        for steps in (100, 9_900):
-            for _ in range(steps):
-                loader.next_batch()
-            wait_until(lambda: loader.ready() == 2)  # no batch is under way
-            torch.cuda.synchronize()
-            used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), rss_bytes()))
-    (allocated, reserved, rss), after = used
-    assert after[0] <= allocated and after[1] <= reserved + (2 << 20) and after[2] < rss + (16 << 20)
 
 
 @pytest.mark.gpu

@@ -19,14 +19,8 @@ from tests.support.models import tiny_config
 from tests.support.ranks import on_ranks
 from train_gpt import Config, Machine, Optimizer, build_model, orthogonalize
 
-PR549 = {
-    "BIGRAM_VOCAB_SIZE": 24,
-    "BIGRAM_DIM": 6,
-    "VE_ENABLED": 1,
-    "VE_DIM": 6,
-    "VE_LAYERS": "0,2",
-    "CHANNEL_SMEAR_ENABLED": 1,
-}
+PR549 = {"BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0,2",
+         "CHANNEL_SMEAR_ENABLED": 1}  # fmt: skip
 
 
 def three_layers(**changes: object) -> Config:
@@ -60,7 +54,7 @@ def train(model: train_gpt.GPT, optimizer: Optimizer, steps: range) -> list[Tens
         mine = batch(step).chunk(machine.world_size)[machine.rank].split(2)
         total = torch.zeros(())
         for ids in mine:
-            loss = model.loss(ids[:, :-1], ids[:, 1:], looping=step >= 10) / len(mine)
+            loss = model.loss(ids[:, :-1], ids[:, 1:], looping=step >= 4) / len(mine)
             loss.backward()
             total += loss.detach()
         machine.add_up(total)
@@ -70,28 +64,26 @@ def train(model: train_gpt.GPT, optimizer: Optimizer, steps: range) -> list[Tens
 
 
 def one_rank(machine: Machine, folder: str, changes: dict[str, Any]) -> None:
-    """A rank of a group: 12 steps, the state saved and loaded into a new optimizer, 8 more."""
+    """A rank of a group: 6 steps, the state saved and loaded into a new optimizer, 4 more."""
     config = three_layers(**changes)
     model = build_model(config)
     optimizer = Optimizer(model, config, machine)
-    losses = train(model, optimizer, range(12))
+    losses = train(model, optimizer, range(6))
     state = optimizer.state()
     optimizer = Optimizer(model, config, machine)
     optimizer.load_state(state)
-    losses += train(model, optimizer, range(12, 20))
+    losses += train(model, optimizer, range(6, 10))
     weights = {name: p.detach() for name, p in model.named_parameters()}
     torch.save({"losses": losses, "weights": weights, "state": state}, f"{folder}/{machine.rank}.pt")
 
 
-@pytest.mark.parametrize(("size", "features"), [(2, {**PR549, "TIE_EMBEDDINGS": 0}), (4, {})])
-def test_any_number_of_ranks_takes_the_same_steps(
-    size: int, features: dict[str, Any], tmp_path: Path
-) -> None:
+def test_four_ranks_take_the_same_steps_as_one(tmp_path: Path) -> None:
     """Every bank is filled up to a number of matrices that the ranks divide."""
-    changes = {"GRAD_CLIP_NORM": 0.05, **features}
+    size = 4
+    changes = {"GRAD_CLIP_NORM": 0.05, **PR549, "TIE_EMBEDDINGS": 0}
     config = three_layers(**changes)
     model = build_model(config)
-    expected = train(model, alone(model, config), range(20))
+    expected = train(model, alone(model, config), range(10))
     on_ranks(size, tmp_path, one_rank, str(tmp_path), changes)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(size)]
     for rank in ranks:

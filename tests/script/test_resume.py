@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import train_gpt
 from tests.support import tiny
 from tests.support.clock import FORWARD_SECONDS, counted_clock, in_phase, signal_at_step
-from tests.support.processes import SCRIPT, Ended, Lab
+from tests.support.processes import SCRIPT, Ended, Lab, results, train_losses
 
 # Its steps would count as well, and the signal come in one of them.
 NO_WARMUP = {"WARMUP_STEPS": 0}
@@ -40,10 +39,6 @@ def assert_same_result(ended: Ended, finished: Ended) -> None:
     assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert ended.summary["losses"] == finished.summary["losses"]
     assert (ended.summary["steps"], ended.summary["tokens"]) == (6, 6 * 256)
-
-
-def train_losses(ended: Ended) -> dict[int, float]:
-    return {event["step"]: event["train_loss"] for event in ended.events if event["event"] == "train"}
 
 
 @pytest.fixture(scope="module")
@@ -87,30 +82,23 @@ def test_a_run_stopped_twice_on_other_numbers_of_ranks(lab: Lab, finished: Ended
 
 def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     """A step is four micro-batches of a hundredth of a second each, by a clock that counts them."""
-    changes: dict[str, Any] = {
-        "MAX_WALLCLOCK_SECONDS": 2,
-        "GPTQ_RESERVE_SECONDS": 0.5,
-        "ITERATIONS": 100000,
-        "EVAL_STRIDE": 0,
-        "TTT_ENABLED": 0,
-        "TRAIN_LOG_EVERY": 5,
-    }
-    started = lab.start(fault=counted_clock(signal_at=10), **changes)
-    ended = started.wait()
+    changes: dict[str, Any] = {"MAX_WALLCLOCK_SECONDS": 1.2, "GPTQ_RESERVE_SECONDS": 0.3, "EVAL_STRIDE": 0,
+                               "ITERATIONS": 100000, "TTT_ENABLED": 0, "TRAIN_LOG_EVERY": 5}  # fmt: skip
+    ended = lab.run(fault=counted_clock(signal_at=10), **changes)
     assert ended.status == 128 + signal.SIGTERM, ended.err
     last = lab.succeed(fault=counted_clock(), RESUME=ended.directory, **changes)
     whole = lab.elsewhere("straight").succeed(fault=counted_clock(), **changes)
     (resumed_ms,) = re.findall(r"^resumed:\S+ step:10 train_time:(\d+)ms", last.out, re.M)
     assert int(resumed_ms) == 400
-    # 37 steps fit into 1.5 s, and one is kept free.
-    assert last.summary["steps"] == whole.summary["steps"] == 36
+    # 22 steps fit into 0.9 s, and one is kept free.
+    assert last.summary["steps"] == whole.summary["steps"] == 21
     for ended in (last, whole):
         limit = ended.summary["limits"]["train_seconds"]
-        assert limit["ok"] and limit["value"] == pytest.approx(1.44 + 4 * FORWARD_SECONDS)
+        assert limit["ok"] and limit["value"] == pytest.approx(0.84 + 4 * FORWARD_SECONDS)
     times_ms = [event["train_time_ms"] for event in last.events if event["event"] == "train"]
-    assert times_ms == pytest.approx([40.0 * step for step in range(1, 37)])
+    assert times_ms == pytest.approx([40.0 * step for step in range(1, 22)])
     shown = [int(step) for step in re.findall(r"^step:(\d+)/\d+ train_loss:", last.out, re.M)]
-    assert shown == [15, 20, 25, 30, 35]  # the console keeps its interval
+    assert shown == [15, 20]  # the console keeps its interval
     again = lab.run(RESUME=last.directory, **changes)  # it is finished: nothing may touch it
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
 
@@ -120,21 +108,15 @@ def test_lengths_that_grow_go_on_where_they_stopped(lab: Lab) -> None:
     lengths = {"TRAIN_SEQ_LENS": "8:0.3 16:0.7 32", "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
     ended = stop_at(lab, 3, **lengths)
     last = lab.succeed(RESUME=ended.directory, **lengths)
-    whole = lab.elsewhere("straight").succeed(**lengths)
-    assert train_losses(last) == train_losses(whole)
-    for key in ("stream_hash", "losses", "artifact"):
-        assert last.summary[key] == whole.summary[key], key
+    assert results(last) == results(lab.elsewhere("straight").succeed(**lengths))
 
 
-def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab, finished: Ended) -> None:
+def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab) -> None:
     fault = in_phase("eval_sliding_window", "os.kill(os.getpid(), signal.SIGTERM)")
     ended = lab.run(fault=fault, TTT_ENABLED=0)
     assert ended.status == 128 + signal.SIGTERM and "Traceback" not in ended.err
-    assert (
-        f"RESUME={ended.directory}" in ended.err and f"EVAL_ONLY={ended.directory / 'model.bin'}" in ended.err
-    )
-    assert "phase eval_sliding_window" in ended.err
-    assert_same_result(lab.succeed(RESUME=ended.directory), finished)
+    ways = f"RESUME={ended.directory}", f"EVAL_ONLY={ended.directory / 'model.bin'}"
+    assert all(words in ended.err for words in (*ways, "phase eval_sliding_window"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -151,50 +133,41 @@ def refused(lab: Lab, directory: Path, *named: str, **changes: Any) -> None:
     assert contents(directory) == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "pickle"])
-def test_a_damaged_checkpoint_is_refused(damage: str, copy: Path, lab: Lab) -> None:
-    path = copy / "checkpoint.pt"
-    canary = lab.folder / "canary"
-    content = path.read_bytes()
-    damaged = {"cut": content[: len(content) // 2], "empty": b"", "garbage": b"\x80\x02garbage" * 99}
-    path.write_bytes(damaged.get(damage, pickle.dumps(Touch(str(canary)))))
-    refused(lab, copy, f"RESUME: {path} cannot be read")
-    assert not canary.exists()
-
-
 class Touch:
     """Creates a file when it is unpickled."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, (self.path, "w")
 
 
-def test_nothing_in_a_checkpoint_is_executed(copy: Path, lab: Lab) -> None:
-    canary = lab.folder / "canary"
-    torch.save(Touch(str(canary)), copy / "checkpoint.pt")
-    refused(lab, copy, "cannot be read")
+OLDER = {"config": {}, "loader": {}, "step": 3}  # as 0.5.4 wrote it
+DAMAGES: dict[str, Any] = {
+    "cut": lambda content, canary: content[: len(content) // 2],
+    "empty": lambda content, canary: b"",
+    "pickle": lambda content, canary: pickle.dumps(Touch(canary)),
+    "a pickle in torch's form": lambda content, canary: train_gpt.torch_file(Touch(canary)),
+    "older": lambda content, canary: train_gpt.torch_file(OLDER),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "absent"])
+def test_a_damaged_checkpoint_is_refused_and_nothing_in_it_is_executed(
+    damage: str, copy: Path, lab: Lab
+) -> None:
+    path, canary = copy / "checkpoint.pt", lab.folder / "canary"
+    content = path.read_bytes()
+    path.unlink()
+    if damage in DAMAGES:
+        path.write_bytes(DAMAGES[damage](content, canary))
+    words = "those of 0.5.4 and older need that version", "a finished run has none"
+    refused(lab, copy, f"RESUME: {path} cannot be read", *words)
     assert not canary.exists()
 
 
-def test_a_checkpoint_of_an_older_version_is_refused(copy: Path, lab: Lab) -> None:
-    torch.save({"config": {}, "loader": {}, "step": 3}, copy / "checkpoint.pt")  # as 0.5.4 wrote it
-    refused(lab, copy, "cannot be read", "those of 0.5.4 and older need that version")
-
-
-def test_a_run_without_a_checkpoint_is_refused(copy: Path, lab: Lab) -> None:
-    (copy / "checkpoint.pt").unlink()
-    refused(lab, copy, "checkpoint.pt cannot be read", "a finished run has none")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"SEED": 1}, {"MODEL_DIM": 64}, {"TRAIN_BATCH_TOKENS": 512}, {"ITERATIONS": 7}, {"EMA_DECAY": 0},
-     {"MATRIX_LR": 0.5}, {"SHUFFLE": 0}, {"NUM_LOOPS": 0}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [{"SEED": 1}, {"MODEL_DIM": 64}, {"MATRIX_LR": 0.5}], ids=str)
 def test_other_settings_are_refused_by_name(changes: dict[str, object], copy: Path, lab: Lab) -> None:
     (name,) = changes
     refused(lab, copy, f"{name} is ", "with nothing else set", **changes)
@@ -222,13 +195,6 @@ builtins.open = full
 """
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(lab: Lab, finished: Ended) -> None:
-    ended = lab.succeed(fault=FULL_DISK.replace("NAME", "checkpoint.pt"), CHECKPOINT_EVERY_SECONDS=0.001)
-    assert ended.out.count("warning: no checkpoint of step") >= 2 and "No space left" in ended.out
-    assert_same_result(ended, finished)
-    assert not [*ended.directory.glob("*checkpoint*")]
-
-
 NO_MEMORY = """
 import torch
 def no_memory(*given, **more):
@@ -237,23 +203,40 @@ torch.save = no_memory
 """
 
 
-@pytest.mark.parametrize("error", ["MemoryError()", "torch.cuda.OutOfMemoryError('none is left')"])
-def test_no_memory_for_a_checkpoint_costs_no_run_and_is_told(error: str, lab: Lab, finished: Ended) -> None:
-    fault = NO_MEMORY.replace("ERROR", error)
-    ended = lab.succeed(fault=fault, EVAL_STRIDE=0, TTT_ENABLED=0)
-    (told,) = re.findall(r"^warning: no checkpoint of step 6, none is replaced: (.+)$", ended.out, re.M)
-    assert "MemoryError()" in told or "none is left" in told
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [(FULL_DISK.replace("NAME", "checkpoint.pt"), "No space left"),
+     (NO_MEMORY.replace("ERROR", "MemoryError()"), "MemoryError()"),
+     (NO_MEMORY.replace("ERROR", "torch.cuda.OutOfMemoryError('none is left')"), "none is left")],
+)  # fmt: skip
+def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(fault: str, told: str, lab: Lab) -> None:
+    ended = lab.succeed(
+        fault=fault, CHECKPOINT_EVERY_SECONDS=0.001, ITERATIONS=2, EVAL_STRIDE=0, TTT_ENABLED=0
+    )
+    warnings = re.findall(r"^warning: no checkpoint of step \d, none is replaced: (.+)$", ended.out, re.M)
+    assert len(warnings) >= 2 and told in warnings[0]
+    assert ended.summary["steps"] == 2 and not [*ended.directory.glob("*checkpoint*")]
 
 
-@pytest.mark.parametrize("name", ["model.bin", "summary.json"])
 def test_a_full_disk_at_the_end_is_told_by_name_and_the_end_can_be_repeated(
-    name: str, lab: Lab, finished: Ended
+    lab: Lab, finished: Ended
 ) -> None:
-    ended = lab.run(fault=FULL_DISK.replace("NAME", name))
+    ended = lab.run(fault=FULL_DISK.replace("NAME", "summary.json"))
     assert ended.status == 1 and "Traceback" not in ended.err
-    assert name in ended.err and "No space left" in ended.err and not (ended.directory / name).exists()
+    assert "summary.json" in ended.err and "No space left" in ended.err
+    assert not (ended.directory / "summary.json").exists()
     assert not [*ended.directory.glob(".*")]
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
+
+
+def test_an_artifact_that_its_disk_has_no_room_for_is_kept_elsewhere(lab: Lab, finished: Ended) -> None:
+    elsewhere = lab.folder / "elsewhere"
+    elsewhere.mkdir()
+    fault = FULL_DISK.replace("NAME", "/.model.bin")
+    ended = lab.run(fault=f"{fault}import tempfile\ntempfile.tempdir = {str(elsewhere)!r}\n")
+    (kept,) = elsewhere.glob("*model.bin")
+    assert ended.status == 1 and f"EVAL_ONLY={kept} scores it" in ended.err and "No space left" in ended.err
+    assert kept.read_bytes() == (finished.directory / "model.bin").read_bytes()
 
 
 DIVERGES = """
@@ -281,76 +264,55 @@ def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: L
 
 # -- what a run finds in its own files -----------------------------------------------------------------------
 
-ONLY = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")
-
-
-def nothing_but(lab: Lab, **settings: object) -> dict[str, object]:
-    """Settings that leave out all that a run was started with."""
-    return {**{name: None for name in lab.settings() if name not in ONLY}, **settings}
-
-
 def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, finished: Ended) -> None:
-    ended = lab.succeed(**nothing_but(lab, RESUME=copy))
+    ended = lab.succeed(**lab.nothing_but(RESUME=copy))
     assert_same_result(ended, finished)
     assert ended.summary["code"]["sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
     assert ended.directory == copy and ended.summary["config"]["WARMUP_STEPS"] == "0"
 
 
 def test_a_given_setting_is_stronger_than_one_that_is_found(copy: Path, lab: Lab) -> None:
-    ended = lab.run(**nothing_but(lab, RESUME=copy, EVAL_STRIDE=8, TTT_ENABLED=0, TRAIN_LOG_EVERY=1))
-    assert ended.status == 0, ended.err
-    assert ended.summary["config"]["EVAL_STRIDE"] == "8" and set(ended.summary["losses"]) == {
-        "roundtrip",
-        "sliding_window",
-    }
+    ended = lab.succeed(**lab.nothing_but(RESUME=copy, EVAL_STRIDE=8, TTT_ENABLED=0))
+    assert ended.summary["config"]["EVAL_STRIDE"] == "8"
+    assert set(ended.summary["losses"]) == {"roundtrip", "sliding_window"}
     config = train_gpt.Config.from_env({"CONFIG": str(copy / "config.env")})
     assert config.eval_stride == 8, "config.env says how the run was made that ended here"
 
 
 def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path, lab: Lab) -> None:
-    other = lab.folder / "other.py"
-    other.write_bytes(SCRIPT.read_bytes() + b"# a mended line\n")
-    former = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
-    now = hashlib.sha256(other.read_bytes()).hexdigest()
-    refused(lab, copy, f"code is {now}, it was {former}", "RESUME_OTHER_CODE=1", script=other)
-    # Other code, and nothing else: settings must be those of the run.
-    refused(lab, copy, "MATRIX_LR is 0.5", script=other, RESUME_OTHER_CODE=1, MATRIX_LR=0.5)
-    ended = lab.succeed(RESUME=copy, script=other, RESUME_OTHER_CODE=1)
-    assert ended.summary["code"]["sha256"] == f"{now} after {former}"
-    assert (copy / "train_gpt.py").read_bytes() == other.read_bytes()
-    assert re.search(rf"^resumed:\S+ step:3 train_time:\d+ms code:{now} after {former}$", ended.out, re.M)
-
-
-def test_a_run_of_which_code_was_changed_twice_names_both(copy: Path, lab: Lab) -> None:
+    """A run whose code was changed twice names both."""
     scripts = [SCRIPT]
     for number in (1, 2):
         scripts.append(lab.folder / f"other{number}.py")
         scripts[-1].write_bytes(SCRIPT.read_bytes() + f"# {number}\n".encode())
-    stop_at(lab, 5, script=scripts[1], RESUME=copy, RESUME_OTHER_CODE=1)
-    ended = lab.succeed(RESUME=copy, script=scripts[2], RESUME_OTHER_CODE=1)
-    hashes = [hashlib.sha256(script.read_bytes()).hexdigest() for script in reversed(scripts)]
-    assert ended.summary["code"]["sha256"] == " after ".join(hashes)
+    first, second, third = (hashlib.sha256(script.read_bytes()).hexdigest() for script in scripts)
+    _, other, another = scripts
+    refused(lab, copy, f"code is {second}, it was {first}", "RESUME_OTHER_CODE=1", script=other)
+    # Other code, and nothing else: settings must be those of the run.
+    refused(lab, copy, "MATRIX_LR is 0.5", script=other, RESUME_OTHER_CODE=1, MATRIX_LR=0.5)
+    stopped_again = stop_at(lab, 5, script=other, RESUME=copy, RESUME_OTHER_CODE=1)
+    told = rf"^resumed:\S+ step:3 train_time:\d+ms code:{second} after {first}$"
+    assert re.search(told, stopped_again.out, re.M)
+    ended = lab.succeed(RESUME=copy, script=another, RESUME_OTHER_CODE=1, EVAL_STRIDE=0, TTT_ENABLED=0)
+    assert ended.summary["code"]["sha256"] == f"{third} after {second} after {first}"
+    assert (copy / "train_gpt.py").read_bytes() == another.read_bytes()
 
 
 # -- whatever fails after training ---------------------------------------------------------------------------
 
 
-def fails_in(phase: str) -> str:
-    """Python that makes a run fail when this phase begins."""
-    return in_phase(phase, 'raise RuntimeError("injected")')
-
-
-@pytest.mark.parametrize("phase", ["hessians", "quantize", "reload", "eval_roundtrip", "eval_legal_ttt"])
+@pytest.mark.parametrize("phase", ["hessians", "quantize", "eval_roundtrip"])
 def test_what_fails_after_training_ends_with_the_line_that_goes_on(
     phase: str, lab: Lab, finished: Ended
 ) -> None:
-    ended = lab.run(fault=fails_in(phase))
+    ended = lab.run(fault=in_phase(phase, 'raise RuntimeError("injected")'))
     assert ended.status == 1 and "injected" in ended.err
     ways = f"continue with RESUME={ended.directory}"
-    if phase not in ("hessians", "quantize"):
+    if phase == "eval_roundtrip":
         ways += f" or EVAL_ONLY={ended.directory / 'model.bin'}"
     assert ended.err.splitlines()[-1] == ways
-    assert_same_result(lab.succeed(**nothing_but(lab, RESUME=ended.directory)), finished)
+    if phase == "quantize":
+        assert_same_result(lab.succeed(**lab.nothing_but(RESUME=ended.directory)), finished)
 
 
 # -- signals -------------------------------------------------------------------------------------------------
@@ -370,7 +332,7 @@ def test_the_second_signal_ends_at_once(count: int, lab: Lab) -> None:
         assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")
 
 
-def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab, finished: Ended) -> None:
+def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
     """The last weights are saved by then; nothing else may begin."""
     fault = """
 import os, signal, torch
@@ -392,7 +354,6 @@ torch.nn.functional.embedding = late
     assert ended.status == 128 + signal.SIGTERM
     assert ended.out.splitlines()[-1] == f"stopped by signal 15; continue with RESUME={ended.directory}"
     assert re.search("^step:6/6 val_loss", ended.out, re.M) and "gptq:" not in ended.out
-    assert_same_result(lab.succeed(**nothing_but(lab, RESUME=ended.directory)), finished)
 
 
 def test_a_run_directory_that_is_removed_under_way_is_made_again(lab: Lab, finished: Ended) -> None:
@@ -405,8 +366,7 @@ def remove(self, *given):
 torch.optim.AdamW.step = remove
 """
     ended = lab.succeed(fault=fault)
-    assert (
-        f"warning: {ended.directory} was removed while the run was under way: it is made again" in ended.err
-    )
+    told = f"warning: {ended.directory} was removed while the run was under way: it is made again"
+    assert told in ended.err
     assert ended.summary["artifact"] == finished.summary["artifact"]
     assert ended.summary["losses"] == finished.summary["losses"]

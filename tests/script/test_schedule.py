@@ -6,14 +6,7 @@ import dataclasses
 
 import pytest
 
-from train_gpt import (
-    Config,
-    learning_rate_scale,
-    loop_is_on,
-    muon_momentum,
-    run_progress,
-    train_length,
-)
+from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress, train_length
 
 PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
 

@@ -17,7 +17,7 @@ import train_gpt
 from tests.support.models import plain_settings, random_batches, trained_like
 from train_gpt import Config
 
-MUTATIONS = int(os.environ.get("MUTATIONS", "40"))  # of a file; more on request
+MUTATIONS = int(os.environ.get("MUTATIONS", "12"))  # of a file; more on request
 
 
 def shifts_written_out(codes: list[int]) -> list[int]:
@@ -54,7 +54,7 @@ def test_the_nearest_path_is_the_best_of_all(rows: int, levels: int) -> None:
     np.testing.assert_allclose(np.square(values - path / 2).sum(0), least, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 100, 128, 200, 256])
+@pytest.mark.parametrize("rows", [1, 128, 200])
 def test_rows_of_any_number_are_on_the_trellis(rows: int) -> None:
     values = torch.randn(3, rows, generator=torch.Generator().manual_seed(0)) * 20
     steps = train_gpt.nearest_on_trellis(values, 12.4)

@@ -31,31 +31,16 @@ SCRIPT = REPO / "train_gpt.py"
 PRELOAD = "torch._dynamo torch._refs torch.distributed numpy sentencepiece"
 SERVER = multiprocessing.get_context("forkserver")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+OF_THE_PROCESS = ("PATH", "OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # of the process, not of a run
 KEPT: Path | None = None
 # Six steps of the tiny model, every feature of the default run, all evaluations.
 TINY_RUN: dict[str, object] = {
-    **tiny.MODEL,
-    "CONFIG": REPO / "configs/cpu_demo.env",
-    "DEVICE": "cpu",
-    "COMPUTE_DTYPE": "float32",
-    "ITERATIONS": 6,
-    "MAX_WALLCLOCK_SECONDS": 0,
-    "ENABLE_LOOPING_AT": 0.5,
-    "EMA_DECAY": 0.5,
-    "MUON_WD": 0.1,
-    "EMBED_WD": 0.1,
-    "ADAM_WD": 0.1,
-    "VAL_TOKENS_LIMIT": 1000,
-    "VAL_BATCH_SIZE": 16_384,
-    "EVAL_STRIDE": 16,
-    "TTT_ENABLED": 1,
-    "TTT_MODE": "lora",
-    "TTT_CHUNK_SIZE": 16,
-    "TTT_BATCH_SIZE": 4,
-    "GPTQ_CALIBRATION_BATCHES": 4,
-    "ARTIFACT_BYTES_MAX": 1_000_000,
-    "RUN_ID": "run",
-}
+    **tiny.MODEL, "CONFIG": REPO / "configs/cpu_demo.env", "DEVICE": "cpu", "COMPUTE_DTYPE": "float32",
+    "ITERATIONS": 6, "MAX_WALLCLOCK_SECONDS": 0, "ENABLE_LOOPING_AT": 0.5, "EMA_DECAY": 0.5, "MUON_WD": 0.1,
+    "EMBED_WD": 0.1, "ADAM_WD": 0.1, "VAL_TOKENS_LIMIT": 1000, "VAL_BATCH_SIZE": 16_384, "EVAL_STRIDE": 16,
+    "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 32, "TTT_BATCH_SIZE": 4,
+    "GPTQ_CALIBRATION_BATCHES": 4, "ARTIFACT_BYTES_MAX": 1_000_000, "RUN_ID": "run",
+}  # fmt: skip
 
 
 class Hung(AssertionError):
@@ -88,6 +73,11 @@ class Ended:
         return [
             json.loads(line) for line in (self.directory / "metrics.jsonl").read_text("utf-8").splitlines()
         ]
+
+
+def train_losses(ended: Ended) -> dict[int, float]:
+    """The loss of each step."""
+    return {event["step"]: event["train_loss"] for event in ended.events if event["event"] == "train"}
 
 
 def results(ended: Ended) -> tuple[object, ...]:
@@ -238,6 +228,10 @@ class Lab:
                 "RUNS_DIR": str(self.folder / "runs"), "PATH": os.environ.get("PATH", "")}  # fmt: skip
         wanted = {**TINY_RUN, **ONE_THREAD, **data, **changes}
         return {name: str(value) for name, value in wanted.items() if value is not None}
+
+    def nothing_but(self, **settings: object) -> dict[str, object]:
+        """Changes of `settings` that leave out all that describes a run, but for these."""
+        return {**{name: None for name in self.settings() if name not in OF_THE_PROCESS}, **settings}
 
     def start(self, *arguments: str, fault: str = "", script: Path = SCRIPT, **changes: object) -> Started:
         """Start a process with changed settings."""

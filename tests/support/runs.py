@@ -19,12 +19,9 @@ TOKENS, TEXT_BYTES = 40_000, 97_512
 MODEL_BYTES = 300_000
 BASE_NATS = {"roundtrip": 2.95, "sliding_window": 2.93, "legal_ttt": 2.92}
 CONFIG = {
-    "DATA_PATH": "data/datasets/sample",
-    "ITERATIONS": "400",
-    "MATRIX_LR": "0.02",
-    "ARTIFACT_BYTES_MAX": "1150000",
-    "TRAIN_BATCH_TOKENS": "2048",
-}
+    "DATA_PATH": "data/datasets/sample", "ITERATIONS": "400", "MATRIX_LR": "0.02",
+    "ARTIFACT_BYTES_MAX": "1150000", "TRAIN_BATCH_TOKENS": "2048",
+}  # fmt: skip
 STEPS = 400
 STEP_MS = 50.0
 LOG_EVERY = 20
@@ -100,12 +97,9 @@ def _train_events(seed: int, gain: float, slow_step: int | None) -> list[dict[st
         if step > LOG_EVERY:  # the first line is the same for every seed
             loss += noise.uniform(-0.005, 0.005)
         event = {
-            "event": "train",
-            "step": step,
-            "train_loss": loss,
-            "train_time_ms": clock,
+            "event": "train", "step": step, "train_loss": loss, "train_time_ms": clock,
             "tokens": step * 2048,
-        }
+        }  # fmt: skip
         events.append({**event, "data_wait_max_ms": stall or 0.02})
     for step, nats in ((200, 3.0), (400, 2.96)):
         score = {"val_loss": nats, "val_bpb": bits_per_byte(nats, TOKENS, TEXT_BYTES)}

@@ -15,24 +15,11 @@ VOCAB_SIZE = 320
 # Every feature of the default model on two layers: the first is looped, the second has two lanes.
 # Nothing is scored beyond the round trip.
 MODEL: dict[str, object] = {
-    "VOCAB_SIZE": VOCAB_SIZE,
-    "NUM_LAYERS": 2,
-    "MODEL_DIM": 32,
-    "NUM_HEADS": 2,
-    "NUM_KV_HEADS": 1,
-    "MLP_MULT": 3,
-    "XSA_LAST_N": 2,
-    "NUM_LOOPS": 1,
-    "LOOP_START": 0,
-    "LOOP_END": 0,
-    "PARALLEL_START_LAYER": 1,
-    "TRAIN_SEQ_LEN": 32,
-    "TRAIN_BATCH_TOKENS": 256,
-    "MICRO_BATCH_TOKENS": 64,
-    "EVAL_STRIDE": 0,
-    "TTT_ENABLED": 0,
-    "TTT_MODE": "sgd",
-}
+    "VOCAB_SIZE": VOCAB_SIZE, "NUM_LAYERS": 2, "MODEL_DIM": 32, "NUM_HEADS": 2, "NUM_KV_HEADS": 1,
+    "MLP_MULT": 3, "XSA_LAST_N": 2, "NUM_LOOPS": 1, "LOOP_START": 0, "LOOP_END": 0,
+    "PARALLEL_START_LAYER": 1, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 256, "MICRO_BATCH_TOKENS": 64,
+    "EVAL_STRIDE": 0, "TTT_ENABLED": 0, "TTT_MODE": "sgd",
+}  # fmt: skip
 
 
 def environment(**changes: object) -> dict[str, str]:

@@ -53,12 +53,8 @@ def sound_folders(place: Path) -> list[Path]:
     packed = pack(place / "ours", make_runs(place / "runs", 42, 1337, 7), name="Plain")
     runs = make_runs(place / "more_runs", 1, 2, gain=0.02)
     wrapped = pack(place / "ours", runs, "--wrap", "--baseline", str(packed), name="Wrapped")
-    return [
-        packed,
-        wrapped,
-        _public(place, "2026-04-01_A", DIALECT_A),
-        _public(place, "2026-04-02_B", DIALECT_B),
-    ]
+    others = [_public(place, "2026-04-01_A", DIALECT_A), _public(place, "2026-04-02_B", DIALECT_B)]
+    return [packed, wrapped, *others]
 
 
 def _public(place: Path, name: str, log: str) -> Path:
@@ -69,19 +65,12 @@ def _public(place: Path, name: str, log: str) -> Path:
     (folder / "helpers" / "kernels.py").write_text("import urllib.request\nNAME = 'fast.cu'\n")
     (folder / "helpers" / "fast.cu").write_text("int x;\n")
     values = {
-        "author": "a",
-        "github_id": "a",
-        "name": name,
-        "date": "2026-04-01",
-        "val_bpb": 1.2,
-        "val_loss": 2.0,
-        "val_bpb_std": 0.001,
-        "bytes_total": 15_900_000,
-        "bytes_code": 47_642,
-        "hardware": "8xH100 80GB SXM",
+        "author": "a", "github_id": "a", "name": name, "date": "2026-04-01",
+        "val_bpb": 1.2, "val_loss": 2.0, "val_bpb_std": 0.001,
+        "bytes_total": 15_900_000, "bytes_code": 47_642, "hardware": "8xH100 80GB SXM",
         "seeds": [1, 2, 3],
         "seed_results": {"1": {"val_bpb": 1.2, "steps": 100}, "2": {"artifact_bytes": 1}},
-    }
+    }  # fmt: skip
     (folder / "submission.json").write_text(json.dumps(values))
     for seed in (1, 2, 3):
         (folder / f"train_seed{seed}.log").write_text(log.replace("1337", str(seed)))
@@ -160,20 +149,7 @@ def swap_files(folder: Path, rng: random.Random) -> None:
     other.write_bytes(first)
 
 
-NUMBERS = [
-    "9" * 5_000,
-    "1e999",
-    "-1e999",
-    "nan",
-    "inf",
-    "1e-9999",
-    "0",
-    "-1",
-    "1e5000000000",
-    "٣",
-    "1.2.3",
-    "0x1f",
-]
+NUMBERS = ["9" * 5_000, *"1e999 -1e999 nan inf 1e-9999 0 -1 1e5000000000 ٣ 1.2.3 0x1f".split()]
 
 
 def change_numbers(folder: Path, rng: random.Random) -> None:
@@ -222,12 +198,9 @@ def long_line(folder: Path, rng: random.Random) -> None:
 def many_lines(folder: Path, rng: random.Random) -> None:
     """A log of up to 17 MB of short lines."""
     path = _file_of(folder, rng, ".log", ".txt")
-    line = rng.choice(
-        ["", "a", "step:1/2 train_loss:1 train_time:1ms", "a val_loss:1 val_bpb:1", "Code size: 1 bytes"]
-    )
-    path.write_bytes(
-        _data(path) + f"{line}\n".encode() * (rng.choice([10_000, 17_000_000]) // (len(line) + 1))
-    )
+    scores = ["step:1/2 train_loss:1 train_time:1ms", "a val_loss:1 val_bpb:1", "Code size: 1 bytes"]
+    line = rng.choice(["", "a", *scores]) + "\n"
+    path.write_bytes(_data(path) + line.encode() * (rng.choice([10_000, 17_000_000]) // len(line)))
 
 
 def large_file(folder: Path, rng: random.Random) -> None:
@@ -249,14 +222,19 @@ KEYS = [
 ]  # fmt: skip
 
 
+def _object(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where an earlier damage made it no JSON."""
+    try:
+        value = json.loads(_data(path))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def change_json(folder: Path, rng: random.Random) -> None:
     """Values of submission.json or a summary become of another type, at the top or one level deeper."""
     path = _file_of(folder, rng, ".json")
-    try:
-        value = json.loads(_data(path))
-    except (ValueError, RecursionError):  # what an earlier damage did
-        value = {}
-    target = value if isinstance(value, dict) else {}
+    target = _object(path)
     for _ in range(rng.randint(1, 4)):
         inner = [item for item in target.values() if isinstance(item, dict) and item]
         place = rng.choice(inner) if inner and rng.random() < 0.5 else target
@@ -276,24 +254,16 @@ def leaving_file_names(folder: Path, rng: random.Random) -> None:
     if path.exists() and not path.is_file():  # a pipe would block whoever writes into it
         return
     names = ["/dev/zero", "../../../../etc/passwd", "a" * 5_000, "a\0b", "", ".", "/proc/self/mem", "helpers"]
-    try:
-        value = json.loads(_data(path))
-    except (ValueError, RecursionError):  # what an earlier damage did
-        value = {}
-    if isinstance(value, dict):
-        value["files"] = {name: rng.choice(["0" * 64, None, 3]) for name in names}
-        value["format"] = rng.choice([FORMAT, "records/1"])
-        path.write_text(json.dumps(value), encoding="utf-8")
+    value = _object(path)
+    value["files"] = {name: rng.choice(["0" * 64, None, 3]) for name in names}
+    value["format"] = rng.choice([FORMAT, "records/1"])
+    path.write_text(json.dumps(value), encoding="utf-8")
 
 
 def _shell(program: bytes, rng: random.Random) -> bytes:
     """A script that decompresses and executes `program`."""
-    packed = base64.b85encode(lzma.compress(program, preset=rng.choice([0, 6])))
-    return (
-        b"import lzma,base64\nexec(lzma.decompress(base64.b85decode("
-        + repr(packed.decode()).encode()
-        + b")))"
-    )
+    packed = base64.b85encode(lzma.compress(program, preset=rng.choice([0, 6]))).decode()
+    return f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({packed!r})))".encode()
 
 
 @cache
@@ -343,33 +313,16 @@ def expanding_payload(folder: Path, rng: random.Random) -> None:
     packed = _expanding(rng.choice([2**20, 2**26, 2**28]))
     for _ in range(rng.randint(0, 2)):
         packed = lzma.compress(packed)
-    encoded = rng.choice([base64.b85encode, base64.b64encode, base64.a85encode])(packed)
-    _file_of(folder, rng, ".py").write_bytes(
-        b"exec(decompress(decode(" + repr(encoded.decode()).encode() + b")))"
-    )
+    encoded = rng.choice([base64.b85encode, base64.b64encode, base64.a85encode])(packed).decode()
+    _file_of(folder, rng, ".py").write_text(f"exec(decompress(decode({encoded!r})))")
+
+
+READ_FIRST = ["train.log", "train_gpt.py", "submission.json", "README.md"]
 
 
 def add_links(folder: Path, rng: random.Random) -> None:
-    targets = [
-        "/etc",
-        "/dev/zero",
-        "/dev/stdin",
-        "..",
-        ".",
-        "nowhere",
-        "train_gpt.py",
-        "/proc/self",
-        str(folder),
-    ]
-    names = [
-        "train.log",
-        "train_gpt.py",
-        "submission.json",
-        "README.md",
-        "more",
-        "summary_seed1.json",
-        "link.py",
-    ]
+    targets = ["/etc", "/dev/zero", "/dev/stdin", "..", ".", "nowhere", "/proc/self", str(folder)]
+    names = [*READ_FIRST, "more", "summary_seed1.json", "link.py"]
     for name in rng.sample(names, rng.randint(1, 4)):
         path = folder / name
         if path.is_dir() and not path.is_symlink():
@@ -380,9 +333,7 @@ def add_links(folder: Path, rng: random.Random) -> None:
 
 def add_pipes(folder: Path, rng: random.Random) -> None:
     """Pipes, which block whoever opens them, and folders in the place of files."""
-    for name in rng.sample(
-        ["train.log", "train_gpt.py", "submission.json", "README.md", "requirements.txt"], 2
-    ):
+    for name in rng.sample([*READ_FIRST, "requirements.txt"], 2):
         path = folder / name
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
@@ -390,13 +341,8 @@ def add_pipes(folder: Path, rng: random.Random) -> None:
 
 
 def strange_names(folder: Path, rng: random.Random) -> None:
-    names = [
-        b"train\xff\xfe.log",
-        b"train\nseed1.log",
-        b"\x1b[31mred.py",
-        b"seed" + b"9" * 200 + b".log",
-        b"-rf.txt",
-    ]
+    long = b"seed" + b"9" * 200 + b".log"
+    names = [b"train\xff\xfe.log", b"train\nseed1.log", b"\x1b[31mred.py", long, b"-rf.txt"]
     for name in rng.sample(names, rng.randint(1, 4)):
         place = os.path.join(os.fsencode(folder), name)
         with open(place, "wb") as file:
@@ -414,8 +360,7 @@ def many_files(folder: Path, rng: random.Random) -> None:
     place.mkdir(parents=True, exist_ok=True)
 
 
-Damage = Callable[[Path, random.Random], None]
-DAMAGES: list[Damage] = [
+DAMAGES: list[Callable[[Path, random.Random], None]] = [
     flip_bytes, flip_bytes, cut_short, remove_file, repeat_part, insert_noise, other_encoding, swap_files,
     change_numbers, change_numbers, long_line, long_line, many_lines, large_file, change_json, change_json,
     change_json, deep_json, leaving_file_names, hard_program, hard_program, wrapped_often,

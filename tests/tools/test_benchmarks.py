@@ -40,6 +40,8 @@ def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
     assert stored and sorted(sections) == sorted(results.described(one["conditions"]) for one in stored)
     for one in stored:
         assert one["measured"] and re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", one["conditions"]["commit"])
+    titles = re.findall(r"^##? .+$", results.page(), re.MULTILINE)
+    assert len(titles) == len(set(titles)) and len(titles) > 3
 
 
 def test_what_is_frozen_is_of_the_release_and_on_no_other_page() -> None:
@@ -54,31 +56,22 @@ def test_what_is_frozen_is_of_the_release_and_on_no_other_page() -> None:
         assert f"| {way} | {sum(found) / len(found):.4f} |" in frozen
 
 
-def test_no_two_sections_have_one_title() -> None:
-    titles = re.findall(r"^##? .+$", results.page(), re.MULTILINE)
-    assert len(titles) == len(set(titles)) and len(titles) > 3
-
-
-def own_records(repo: Path) -> list[Path]:
-    """The records of the project; what others submit has scripts of its own."""
-    found = []
-    for path in (repo / "records").glob("track_*/*/submission.json"):
-        if json.loads(path.read_text(encoding="utf-8"))["author"] == "the project":
-            found.append(path.parent)
-    assert found
-    return found
-
-
 def test_every_figure_is_of_the_release(repo: Path) -> None:
     """Of the script that the release names, whatever the working file is by now."""
     script = results.release()["script"]
     assert re.fullmatch("[0-9a-f]{64}", script)
     of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}
     assert of and set(of.values()) == {script[:12]}, of
-    for record in own_records(repo):
-        for summary in record.glob("summary_seed*.json"):
-            ran = json.loads(summary.read_text(encoding="utf-8"))["code"]["sha256"]
-            assert ran == script, f"{summary} is of another script"
+    of_records = []
+    for path in repo.glob("records/track_*/*/submission.json"):
+        if json.loads(path.read_text(encoding="utf-8"))["author"] == "the project":
+            of_records += [*path.parent.glob("summary_seed*.json")]
+    assert of_records
+    for summary in of_records:
+        ran = json.loads(summary.read_text(encoding="utf-8"))["code"]["sha256"]
+        assert ran == script, f"{summary} is of another script"
+
+
 def test_the_commit_of_the_release_holds_its_script(repo: Path) -> None:
     """Where the history is there; an unpacked archive has none."""
     release = results.release()
@@ -114,12 +107,21 @@ def test_every_scorer_of_a_config_is_timed() -> None:
     assert all(one["targets"] == 100 and one["seconds"] > 0 for one in found)
 
 
-def measured_coder() -> dict[str, Any]:
-    return {"codes": [coder.measure("small", coder.gaussian_codes(51_200))]}
+def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {"codes": [coder.measure("small", coder.gaussian_codes(51_200))]}
+    results.finish("coder", results.conditions(), measured, keep=False)
+    assert "## Entropy coder" in capsys.readouterr().out
+    with monkeypatch.context() as tree, pytest.raises(SystemExit, match="commit the programs, then measure"):
+        tree.setattr(results, "commit", lambda: "0000000-dirty")
+        results.finish("coder-small", results.conditions(), measured, keep=True)
+    with monkeypatch.context() as tree, pytest.raises(SystemExit, match="commit them first"):
+        tree.setattr(results, "commit", lambda: "0000000-dirty")
+        results.refuse_dirty()
+    assert [path.name for path in (empty / "results").iterdir()] == [results.RELEASE]
+    assert "Entropy coder" not in (empty / "RESULTS.md").read_text()
 
-
-def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(empty: Path) -> None:
-    measured = measured_coder()
     results.finish("coder-small", results.conditions(), measured, keep=True)
     page = (empty / "RESULTS.md").read_text(encoding="utf-8")
     size = measured["codes"][0]["coders"][0]["bytes"]
@@ -127,20 +129,6 @@ def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(empty
     stored = empty / "results" / "coder-small.json"
     stored.write_text(stored.read_text().replace(f'"bytes": {size},', f'"bytes": {size + 1},'))
     assert results.page() not in page and f"{size + 1:,}" in results.page()
-
-
-def test_what_a_dirty_tree_measured_is_not_kept(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "commit", lambda: "0000000-dirty")
-    with pytest.raises(SystemExit, match="commit the programs, then measure"):
-        results.finish("coder-small", results.conditions(), measured_coder(), keep=True)
-    assert not (empty / "results/coder-small.json").exists()
-
-
-def test_what_is_not_kept_is_only_printed(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results.finish("coder", results.conditions(), measured_coder(), keep=False)
-    assert "## Entropy coder" in capsys.readouterr().out
-    assert [path.name for path in (empty / "results").iterdir()] == [results.RELEASE]
-    assert "Entropy coder" not in (empty / "RESULTS.md").read_text()
 
 
 SCRIPT_OF_SEVEN_STEPS = """
@@ -265,22 +253,10 @@ def beside_measured(rows: dict[str, Any], **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_tables_of_two_scripts_have_the_ratio_of_steps_and_the_difference_of_each_seed() -> None:
+def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> None:
     steps = {"theirs": [30.0] * 10, "ours as theirs": [20.0] * 10, "ours": [15.0] * 10}
     rows = {
         "speed": [{"seed": 1, **steps}],
-        "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "ours": [tuned(1, 2.2), tuned(2, 2.25)],
-    }  # fmt: skip
-    lines = beside.tables(beside_measured(rows))
-    assert "| ours as theirs | 20.0 | 20.0 | 20.0 | 15,000 | 1.50 | 10 |" in lines
-    assert "| ours | 15.0 | 15.0 | 15.0 | 20,000 | 2.00 | 10 |" in lines
-    (ours,) = [line for line in lines if line.startswith("| ours | 1,000")]
-    assert "| 900 | 60 | 2.2250 |" in ours and "| -0.2250 | 0.0250 |" in ours
-    assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."
-
-
-def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> None:
-    rows = {
         "theirs": [tuned(1, 2.4), tuned(2, 2.5)], "theirs shuffled": [tuned(1, 2.375), tuned(2, 2.5)],
         "ours as theirs": [tuned(1, 2.3), tuned(2, 2.35)], "ours": [tuned(1, 2.2), tuned(2, 2.25)],
     }  # fmt: skip
@@ -288,6 +264,8 @@ def test_the_gain_is_told_in_two_parts_where_ours_was_trained_as_theirs() -> Non
     lines = beside.tables(beside_measured(rows, **given))
     assert "with `MATRIX_LR=0.04 VE_LAYERS=1` and its own defaults" in lines[0]
     assert "; ours as theirs: `their_stack.env` at this geometry with the same settings;" in lines[0]
+    assert "| ours as theirs | 20.0 | 20.0 | 20.0 | 15,000 | 1.50 | 10 |" in lines
+    assert "| ours | 15.0 | 15.0 | 15.0 | 20,000 | 2.00 | 10 |" in lines
     of_side = {line.split(" | ")[0]: line for line in lines}
     assert "| 900 | 50 | 2.4375 |" in of_side["| theirs shuffled"]
     assert "| 900 | 60 | 2.3250 |" in of_side["| ours as theirs"]
@@ -318,16 +296,14 @@ def test_a_script_that_is_not_shipped_is_compared_before_quantization() -> None:
     assert lines[-1] == "Ours minus theirs, seed by seed: 1: -0.2000, 2: -0.2500."
 
 
-@pytest.mark.parametrize(("file", "name"), [
-    ("train_gpt.py", "beside-text-180s"),
-    ("pr549_train_gpt.py", "beside-pr549-text-180s"),
-    ("other.py", "beside-other-text-180s"),
-])  # fmt: skip
-def test_a_result_has_the_name_of_its_script_and_is_never_lost_to_another(
-    empty: Path, file: str, name: str
-) -> None:
-    arguments = argparse.Namespace(path=Path("folder", file), data=Path("datasets/text"), seconds=180.0)
-    assert beside.result_name(arguments) == name
+def test_a_result_has_the_name_of_its_script_and_is_never_lost_to_another(empty: Path) -> None:
+    for file, name in (
+        ("train_gpt.py", "beside-text-180s"),
+        ("other.py", "beside-other-text-180s"),
+        ("pr549_train_gpt.py", "beside-pr549-text-180s"),
+    ):
+        arguments = argparse.Namespace(path=Path("folder", file), data=Path("datasets/text"), seconds=180.0)
+        assert beside.result_name(arguments) == name
     beside.check_nothing_is_lost(name, "1")
     results.finish(name, results.conditions(), beside_measured({"ours": [tuned(1, 2.0)]}), keep=True)
     beside.check_nothing_is_lost(name, "0")  # the same script again
@@ -402,18 +378,20 @@ def test_each_side_is_trained_and_scored(race: Any, capsys: pytest.CaptureFixtur
     assert "| ours as theirs |" in printed and "Nothing of theirs is shipped" in printed
 
 
-def test_what_is_equal_on_all_sides_is_no_setting_of_theirs(race: Any) -> None:
-    with pytest.raises(SystemExit, match="--theirs NUM_LAYERS: is equal on all sides"):
-        race(RACED, "--theirs", "NUM_LAYERS=3")
-    with pytest.raises(SystemExit, match="never reads WARMDOWN"):
-        race(RACED, "--theirs", "WARMDOWN=3", "--only", "theirs")
+@pytest.mark.parametrize(("setting", "only", "told"), [
+    ("NUM_LAYERS=3", [*beside.SIDES], "--theirs NUM_LAYERS: is equal on all sides"),
+    ("WARMDOWN=3", ["theirs"], "never reads WARMDOWN"),
+    ("WIDTH=4", [*beside.SIDES], "WIDTH=4: no setting here"),
+    ("MATRIX_LR=much", ["ours as theirs"], "MATRIX_LR='much'"),
+])  # fmt: skip
+def test_a_setting_that_does_not_fit_is_told_before_anything_is_measured(
+    race: Any, setting: str, only: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit, match=told):
+        race(RACED, "--theirs", setting, "--only", *only)
 
 
-def test_how_ours_is_as_theirs_is_told_before_anything_is_measured(race: Any) -> None:
-    with pytest.raises(SystemExit, match="WIDTH=4: no setting here"):
-        race(RACED, "--theirs", "WIDTH=4")
-    with pytest.raises(SystemExit, match="MATRIX_LR='much'"):
-        race(RACED, "--theirs", "MATRIX_LR=much", "--only", "ours as theirs")
+def test_an_ancestor_s_script_needs_its_config(race: Any) -> None:
     with pytest.raises(SystemExit, match="which config is this script in ours"):
         race(RACED, file="pr549_train_gpt.py")
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
 from tests.support.waiting import DEADLINE_SECONDS
 from tools.__main__ import main
 from tools.compare import svg
-from tools.compare.diff import changed_settings
+from tools.compare.settings import changed_settings
 from tools.runs.folder import Folder
+from tools.runs.script import Config
 from tools.runs.stats import compare, deviation, welch_lower
 
 # Seed results of public records, by pull request (bits per byte).
@@ -31,31 +33,22 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("new", "base", "p"), [(1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)]
-)
-def test_published_p_values(new: int, base: int, p: float) -> None:
-    test = welch_lower(PUBLISHED[new], PUBLISHED[base])
-    assert test is not None and round(test.p, 3) == p
+def test_published_p_values() -> None:
+    for new, base, p in ((1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)):
+        test = welch_lower(PUBLISHED[new], PUBLISHED[base])
+        assert test is not None and round(test.p, 3) == p
+    assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None  # one seed is no test
 
 
-def test_margin_is_tested_in_nats_per_token() -> None:
+def test_margin_is_tested_in_nats_per_token_of_one_tokenizer() -> None:
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
     verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
     assert verdict.margin is not None and round(verdict.margin.p, 4) == 0.0095
     assert verdict.meets_margin and verdict.meets_frontier
     assert verdict.gain_nats_per_token == pytest.approx(0.00784, abs=1e-5)
-
-
-def test_other_tokenizer_leaves_nats_per_token_open() -> None:
     verdict = compare([1.08, 1.081], [1.09, 1.091], [2.78, 2.79], [1.89, 1.90])
     assert verdict.gain_nats_per_token is None and verdict.margin is None and verdict.frontier is not None
-
-
-def test_one_seed_a_side_is_no_test() -> None:
-    assert welch_lower([1.0], [1.1, 1.2]) is None
-    assert deviation([1.0]) is None
 
 
 def test_settings_that_are_equal_as_numbers_are_equal() -> None:
@@ -73,9 +66,19 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     return base, make_run(tmp_path / "new", 4, source=changed, config={"MATRIX_LR": "0.03"}, gain=0.05)
 
 
-def test_text_names_what_differs(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *map(str, two)]) == 0
-    text = capsys.readouterr().out
+@pytest.fixture
+def told(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command prints of both."""
+    def text(*options: str) -> str:
+        capsys.readouterr()
+        assert main(["diff", *map(str, two), *options]) == 0
+        return capsys.readouterr().out
+
+    return text
+
+
+def test_text_names_what_differs(told: Callable[..., str]) -> None:
+    text = told()
     assert re.search(r"MATRIX_LR +0\.02 +0\.03", text)
     assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
     assert "gain +0.0" in text and "no test" in text
@@ -83,52 +86,44 @@ def test_text_names_what_differs(two: tuple[Path, Path], capsys: pytest.CaptureF
 
 
 def test_kinds_of_score_are_told_and_compared_kind_by_kind(
-    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    two: tuple[Path, Path], told: Callable[..., str]
 ) -> None:
     """A run that learns at test time against one that does not."""
-    base, new = two
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    alike = capsys.readouterr().out
-    assert "score: legal_ttt;" in alike and "two kinds" not in alike
-    log = new / "log.txt"
+    alike = told("--no-code")
+    assert "Score: legal_ttt." in alike and "two kinds" not in alike
+    log = two[1] / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if not line.startswith("legal_ttt")))
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    unlike = capsys.readouterr().out
+    unlike = told("--no-code")
     assert re.search(r"final_int6_sliding_window against legal_ttt, two kinds of score", unlike)
-    change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+)$", unlike, re.MULTILINE)
+    change = re.search(r"^val_bpb, sliding window .* ([+-][\d.]+) +[+-][\d.]+$", unlike, re.MULTILINE)
     assert change is not None and f"sliding window {change[1]}" in unlike.splitlines()[0]
-    assert re.search(r"^val_bpb, test-time training .* –$", unlike, re.MULTILINE)
+    assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
 def test_scores_of_different_texts_are_not_compared(
-    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    two: tuple[Path, Path], told: Callable[..., str]
 ) -> None:
-    base, new = two
-    log = new / "log.txt"
+    log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    text = capsys.readouterr().out
+    text = told("--no-code")
     assert "cannot be compared" in text and "different texts" in text and "p = " not in text
     assert re.search(r"^val_bpb, headline .* –$", text, re.MULTILINE)
 
 
-def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], told: Callable[..., str]) -> None:
     """The last line of training may come before the end."""
-    base, new = two
-    log = new / "log.txt"
+    log = two[1] / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     last_step = f"step:{STEPS}/"
     assert any(line.startswith(last_step) for line in lines)
     log.write_text("".join(line for line in lines if not line.startswith((last_step, "stopping_early"))))
-    assert main(["diff", str(base), str(new), "--no-code"]) == 0
-    assert re.search(r"^steps .* \+0\.0$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^steps .* \+0\.0$", told("--no-code"), re.MULTILINE)
 
 
-def test_json(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "--json", *map(str, two)]) == 0
-    value = json.loads(capsys.readouterr().out)
+def test_json(told: Callable[..., str]) -> None:
+    value = json.loads(told("--json"))
     assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
     assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
 
@@ -140,22 +135,21 @@ def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Pa
     assert not re.search(r"(?:src|href)=\"(?!data:)|@import|url\((?!#)|<script", html)
     assert "&lt;b&gt;&amp;" in html and "<b>&" not in html
     assert html.count("<svg") == 7
-
-
-def test_a_page_without_a_name_goes_into_the_new_run(two: tuple[Path, Path]) -> None:
     base, new = two
-    assert main(["diff", str(base), str(new), "--html"]) == 0
+    assert main(["diff", str(base), str(new), "--html"]) == 0  # without a name, into the new run
     assert "<svg" in (new / f"diff_{base.name}.html").read_text()
 
 
 def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:
-    line = svg.Line("base", [(float(x), 3.0 + 4.0 / (x + 1)) for x in range(5000)])
-    drawn = svg.chart("Loss", "steps", "nats", [line])
-    points = re.search(r'points="([^"]+)"', drawn)
-    assert points is not None and len(points[1].split()) <= svg.POINTS_MAX + 1
-    assert all(
-        svg.LEFT <= float(pair.split(",")[0]) <= svg.WIDTH - svg.RIGHT + 0.1 for pair in points[1].split()
-    )
+    """Every point, the steep beginning too; of very many, as many as can be seen."""
+    for count in (300, 5000):
+        line = svg.Line("base", [(float(x), 2.0 + 9.0 / (x + 1)) for x in range(count)])
+        points = re.search(r'points="([^"]+)"', svg.chart("Loss", "steps", "nats", [line]))
+        assert points is not None
+        places = [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in points[1].split())]
+        assert len(places) == 300 if count == 300 else len(places) <= svg.POINTS_MAX + 1
+        assert all(svg.LEFT <= x <= svg.WIDTH - svg.RIGHT + 0.1 for x, _ in places)
+        assert all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for _, y in places)
     assert svg.ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert svg.chart("Nothing", "x", "y", []) == ""
 
@@ -215,14 +209,14 @@ def test_the_comparison_opens_with_one_sentence(tmp_path: Path, capsys: pytest.C
     alike = pack(records, make_runs(tmp_path / "alike", 8, 9, 10), name="Alike")
     capsys.readouterr()
     better = first_line(capsys, base, new)
-    assert re.match(r"\S+_New is better than \S+_Base by 0\.0\d+ bits per byte, which is significant", better)
-    assert better.endswith("they differ in 1 setting and the code (+1 -1 lines).")
+    assert re.match(r"\S+_New is better than \S+_Base by 0\.0\d+ bits per byte\. That is significant", better)
+    assert better.endswith("They differ in 1 setting and the code (+1 -1 lines).")
     worse = first_line(capsys, new, base)
-    assert "_Base is worse than" in worse and "which is significant" in worse
-    assert "settings and code are equal." in first_line(capsys, base, alike)
-    assert "no more than chance" in first_line(capsys, base, alike)
+    assert "_Base is worse than" in worse and "That is significant" in worse
+    assert "Settings and code are equal." in first_line(capsys, base, alike)
+    assert "not significant" in first_line(capsys, base, alike)
     single = make_run(tmp_path / "single", 11)
-    assert "which cannot be tested (seeds: 1 against 3)" in first_line(capsys, base, single)
+    assert "That cannot be tested (seeds: 1 against 3)" in first_line(capsys, base, single)
 
 
 @pytest.mark.parametrize("verb", ["diff", "plot"])
@@ -236,10 +230,62 @@ def test_a_folder_that_is_no_run_and_no_record_is_refused_without_a_walk(
     assert "is no run and no record" in capsys.readouterr().err
 
 
-def test_charts_show_every_point() -> None:
-    """The steep beginning too."""
-    line = svg.Line("base", [(float(x), 2.0 + 9.0 / (x + 1)) for x in range(300)])
-    points = re.search(r'points="([^"]+)"', svg.chart("Loss", "steps", "nats", [line]))
-    assert points is not None
-    heights = [float(pair.split(",")[1]) for pair in points[1].split()]
-    assert len(heights) == 300 and all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for y in heights)
+PUBLIC_LOG = """Hyperparameters:
+  iterations: 20000
+  leaky_relu_sq_slope: 0.3
+  logfile: logs/a.txt
+  lqer_enabled: {lqer}
+  model_dim: 512
+  seed: {seed}
+  ttt_lora_lr: {ttt_lora_lr}
+20/20000 train_loss: {train:.4f} train_time: 0.1m tok/s: 6400000
+stopping_early: wallclock_cap train_time: 599000ms step: 4900/20000
+diagnostic pre-quantization post-ema val_loss:2.30000000 val_bpb:{float_:.8f} eval_time:9000ms
+diagnostic quantized val_loss:2.32000000 val_bpb:{quantized:.8f} eval_time:9000ms
+quantized_ttt_phased val_loss:2.29000000 val_bpb:{ttt:.8f} eval_time:500000ms
+"""
+
+
+def public_folder(folder: Path, gain: float, ttt_lora_lr: str) -> Path:
+    """Three seeds of a public script; test-time training gives a third of the gain of training back."""
+    folder.mkdir()
+    for seed, luck, share in ((0, 0.004, 0.66), (42, 0.0, 0.67), (1234, 0.002, 0.67)):
+        text = PUBLIC_LOG.format(
+            seed=seed, ttt_lora_lr=ttt_lora_lr, lqer="False", train=3.2, float_=1.07 + luck - gain,
+            quantized=1.08 + luck - gain, ttt=1.06 + luck - gain * share)  # fmt: skip
+        (folder / f"train_seed{seed}.log").write_text(text)
+    return folder
+
+
+def test_stages_of_public_logs_and_pairs_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = public_folder(tmp_path / "base", 0.0, "0.0001")
+    new = public_folder(tmp_path / "new", 0.003, "0.00008")
+    assert main(["diff", str(base), str(new)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^val_bpb, before quantization .* -0\.003000  –$", text, re.MULTILINE)
+    assert re.search(r"^val_bpb, quantized .* -0\.003000  \+0\.000000$", text, re.MULTILINE)
+    assert re.search(r"^val_bpb, test-time training .* -0\.002000  \+0\.001000$", text, re.MULTILINE)
+    first = text.split(". ", 1)[0]
+    assert "better than base by 0.002000" in first and "TTT_LORA_LR" in first
+    assert "better by 0.003000 bits per byte before it (quantized)" in first
+    # The seeds scatter by more than the gain: only as pairs are they significant.
+    assert re.search(r"That is significant \(p .*, paired by seed, 3 seeds\)", text.splitlines()[0])
+    assert re.search(r"one-sided Welch, no margin: p = 0\.[12]", text)
+
+
+def test_a_run_under_way_against_a_public_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows the steps that it made, and public names are ours before settings are compared."""
+    config = {name: str(value) for name, value in Config().as_env().items()}
+    run = make_run(tmp_path / "runs", 1, config={**config, "LEAKY_SLOPE": "0.3", "MODEL_DIM": "256"})
+    lines = (run / "log.txt").read_text().splitlines(keepends=True)
+    until = next(number for number, line in enumerate(lines) if line.startswith("step:20/"))
+    (run / "log.txt").write_text("".join(lines[: until + 1]))
+    (run / "summary.json").unlink()
+    log = public_folder(tmp_path / "public", 0.0, "0.0001") / "train_seed42.log"
+    assert main(["diff", str(run), str(log), "--no-code"]) == 0
+    text = capsys.readouterr().out
+    assert "cannot be compared" in text and "At step 20 its training loss is 3.2000" in text
+    assert re.search(r"^steps +20\.0 \(n=1\) +4,900", text, re.MULTILINE)
+    assert re.search(r"^MODEL_DIM +256 +512$", text, re.MULTILINE)
+    for same in ("LEAKY", "LOGFILE", "LQER", "MATRIX_LR"):
+        assert same not in text

@@ -37,15 +37,11 @@ H100 = roofline.CARDS["h100"]
 
 
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itself() -> None:
-    second_of_bytes = 0.85 * 3.35e12
-    second_of_flop = 0.65 * 989e12
+    a_second, its_flop = 0.85 * 3.35e12, 2 * 0.65 * 989e12  # bytes of one second, operations of two
     rate = roofline.matrix_product_rate(H100, "bfloat16")
-    assert roofline.launch_seconds(H100, 0.0) == pytest.approx(3e-6)
-    assert roofline.launch_seconds(H100, second_of_bytes) == pytest.approx(1 + 3e-6)
-    assert roofline.launch_seconds(H100, second_of_bytes, 2 * second_of_flop, rate) == pytest.approx(2 + 3e-6)
-    assert roofline.launch_seconds(H100, 3 * second_of_bytes, 2 * second_of_flop, rate) == pytest.approx(
-        3 + 3e-6
-    )
+    assert roofline.launch_seconds(H100, a_second) == pytest.approx(1 + 3e-6)
+    assert roofline.launch_seconds(H100, a_second, its_flop, rate) == pytest.approx(2 + 3e-6)
+    assert roofline.launch_seconds(H100, 3 * a_second, its_flop, rate) == pytest.approx(3 + 3e-6)
 
 
 def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> None:
@@ -110,9 +106,10 @@ def test_a_tensor_counts_as_long_as_it_lives_and_a_view_not_at_all(on_gpu: FakeT
     assert w.shape == z.shape
 
 
-def test_every_custom_operation_of_the_script_has_a_cost() -> None:
+def test_every_custom_operation_of_the_script_has_a_cost_and_a_part() -> None:
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("train_gpt::")}
     assert {name.replace("::", ".") for name in registered} == set(subject.CUSTOM_OPERATIONS)
+    assert {f"train_gpt.{name}" for name in summary.CUSTOM_PARTS} == set(subject.CUSTOM_OPERATIONS)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -129,36 +126,24 @@ def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, back
     assert launch.moved_bytes == 2 * (rows * inner + columns * inner + rows + 2 * rows * columns)
 
 
-@pytest.fixture(scope="module")
-def unknown_operation() -> Iterator[Any]:
-    """A custom operation that nobody entered."""
-
+def test_an_operation_of_unknown_cost_is_refused(on_gpu: FakeTensorMode) -> None:
     @torch.library.custom_op("test_gpu_model::mystery", mutates_args=())
     def mystery(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     mystery.register_fake(torch.empty_like)
-    yield mystery
-
-
-def test_a_custom_operation_that_nobody_entered_is_refused(
-    on_gpu: FakeTensorMode, unknown_operation: Any
-) -> None:
     recorder = Recorder(H100, subject.CUSTOM_OPERATIONS)
-    with (
-        pytest.raises(UnknownOperation, match=r"test_gpu_model\.mystery.*CUSTOM_OPERATIONS"),
-        Watch(recorder),
-    ):
-        unknown_operation(gpu(4, 4))
-    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: (7.0, 0.0)})
-    with Watch(entered):
-        unknown_operation(gpu(4, 4))
-    assert [launch.flop for launch in entered.launches] == [7.0]
-
-
-def test_an_operation_of_torch_with_flop_is_not_counted_as_bytes_alone(on_gpu: FakeTensorMode) -> None:
-    with pytest.raises(UnknownOperation, match="convolution"), Watch(Recorder(H100)):
+    with pytest.raises(UnknownOperation, match=r"test_gpu_model\.mystery.*CUSTOM_OPER"), Watch(recorder):
+        mystery(gpu(4, 4))
+    with pytest.raises(UnknownOperation, match="convolution"), Watch(recorder):
         torch.nn.functional.conv1d(gpu(1, 4, 16), gpu(4, 4, 3))
+    for source in ("'kernel_num_gb': 0.1, ... acc = tl.dot(a, b)", "def kernel_of_a_user(a, b): ..."):
+        with pytest.raises(UnknownOperation, match="CUSTOM_OPERATIONS"):
+            GeneratedKernel("triton_mystery", source, recorder)
+    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: 7.0})
+    with Watch(entered):
+        mystery(gpu(4, 4))
+    assert [launch.flop for launch in entered.launches] == [7.0]
 
 
 @pytest.mark.parametrize(("keys", "seen"), [(0.0, 1024.0), (517.0, 517.0)])
@@ -176,14 +161,6 @@ def test_attention_costs_by_the_keys_seen_and_backward_more(keys: float, seen: f
     assert accounting.attention_flop(sdpa, [apart, apart, apart], keys) == flop
 
 
-@pytest.mark.parametrize(
-    "source", ["'kernel_num_gb': 0.1, ... acc = tl.dot(a, b)", "def kernel_of_a_user(a, b): ..."]
-)
-def test_a_triton_kernel_of_unknown_cost_is_refused(source: str) -> None:
-    with pytest.raises(UnknownOperation, match="CUSTOM_OPERATIONS"):
-        GeneratedKernel("triton_mystery", source, Recorder(H100))
-
-
 def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> None:
     recorder = Recorder(H100)
     GeneratedKernel("triton_poi", "{'kernel_num_gb': 0.25}", recorder).run(gpu(4), 4, stream=0)
@@ -196,7 +173,7 @@ def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> 
 # ======================================================================================================
 
 
-def test_a_pass_has_the_rows_that_the_script_gives_one_rank() -> None:
+def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_that_were_given() -> None:
     config = subject.config()
     assert subject.rows(config, "train") == subject.rows(config, "train_loop") == (48, 2048)
     assert subject.rows(config, "train", world_size=16) == (24, 2048)
@@ -204,9 +181,6 @@ def test_a_pass_has_the_rows_that_the_script_gives_one_rank() -> None:
     assert subject.rows(config, "ttt") == (2, 2048)
     with pytest.raises(ValueError, match="MICRO_BATCH_TOKENS=1024"):
         subject.rows(subject.config(settings=["MICRO_BATCH_TOKENS=1024"]), "train")
-
-
-def test_a_setting_of_the_command_line_reaches_the_configuration() -> None:
     assert subject.config(settings=["NUM_LAYERS=9", "MATRIX_LR=0.5"]).num_layers == 9
     with pytest.raises(ValueError, match="--set NUM_LAYERS: expected KEY=VALUE"):
         subject.config(settings=["NUM_LAYERS"])
@@ -231,21 +205,18 @@ def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
         census.check_visits(tracer, 17, "train_loop")
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-GPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*.env") if path.stem != "cpu_demo")
-
-
-@pytest.mark.parametrize("name", GPU_CONFIGS)
-def test_a_config_names_a_card_on_which_it_fits(name: str, repo: Path) -> None:
+def test_a_config_names_a_card_on_which_it_fits(repo: Path) -> None:
     """By the formula, in bf16 (the demo: in fp32 too), with a tenth of the smallest card to spare."""
-    path = repo / "configs" / f"{name}.env"
-    first_line = path.read_text(encoding="utf-8").splitlines()[0]
-    cards = [int(number) for number in re.findall(r"(\d+) GB", first_line)]
-    assert cards, f"the first line of {path} names its smallest card"
-    one_gpu = name.endswith("1gpu") or name in ("gpu_demo", "pr591")
-    for bytes_a_value in (2, 4) if name == "gpu_demo" else (2,):
-        needed = memory.predicted_bytes(subject.config(str(path)), 1 if one_gpu else 8, bytes_a_value)
-        assert needed <= 0.9 * min(cards) * 1e9
+    for path in sorted(repo.glob("configs/*.env")):
+        if path.stem == "cpu_demo":
+            continue
+        first_line = path.read_text(encoding="utf-8").splitlines()[0]
+        cards = [int(number) for number in re.findall(r"(\d+) GB", first_line)]
+        assert cards, f"the first line of {path} names its smallest card"
+        one_gpu = path.stem.endswith("1gpu") or path.stem in ("gpu_demo", "pr591")
+        for bytes_a_value in (2, 4) if path.stem == "gpu_demo" else (2,):
+            needed = memory.predicted_bytes(subject.config(str(path)), 1 if one_gpu else 8, bytes_a_value)
+            assert needed <= 0.9 * min(cards) * 1e9, path
 
 
 def test_the_formula_of_memory_lies_just_above_the_traced_peak() -> None:
@@ -255,25 +226,11 @@ def test_the_formula_of_memory_lies_just_above_the_traced_peak() -> None:
 
 
 def launch(kind: str, name: str, shapes: str = "", moved_bytes: float = 1e9) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "name": name,
-        "moved_bytes": moved_bytes,
-        "flop": 2e12,
-        "microseconds": 1000.0,
-        "shapes": shapes,
-        "live_bytes": 0,
-    }
+    costs = {"moved_bytes": moved_bytes, "flop": 2e12, "microseconds": 1000.0, "live_bytes": 0}
+    return {"kind": kind, "name": name, "shapes": shapes, **costs}
 
 
-def test_every_custom_operation_has_a_part() -> None:
-    assert {f"train_gpt.{name}" for name in summary.CUSTOM_PARTS} == set(subject.CUSTOM_OPERATIONS)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(
-    on_gpu: FakeTensorMode, backward: bool
-) -> None:
+def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(on_gpu: FakeTensorMode) -> None:
     rows, positions, heads, key_heads, channels = 4, 512, 8, 4, 64
     recorder = Recorder(H100, subject.CUSTOM_OPERATIONS)
     qkv = gpu(rows, positions, heads + 2 * key_heads, channels)
@@ -282,25 +239,21 @@ def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(
     gate = gpu(rows, positions, heads)
     around = [qkv, gpu(heads), gpu(2, positions, 1, 8)]
     with Watch(recorder):
-        if backward:
-            torch.ops.train_gpt.heads(*around, queries, keys, values, own)
-            torch.ops.train_gpt.xsa(queries, values, gate, d_queries)
-        else:
-            torch.ops.train_gpt.heads(*around)
-            torch.ops.train_gpt.xsa(queries, values, gate)
+        torch.ops.train_gpt.heads(*around)
+        torch.ops.train_gpt.xsa(queries, values, gate)
+        torch.ops.train_gpt.heads(*around, queries, keys, values, own)
+        torch.ops.train_gpt.xsa(queries, values, gate, d_queries)
     costs = kernels.heads_costs(rows * positions, heads, key_heads, channels)
-    counted = [cost.bytes for cost in costs["backward" if backward else "forward"]]
     # Gains and angles are left out: they are few.
-    for launched, least in zip(recorder.launches, counted, strict=True):
-        assert launched.moved_bytes == pytest.approx(least, rel=0.01)
+    for launched, cost in zip(recorder.launches, costs["forward"] + costs["backward"], strict=True):
+        assert launched.moved_bytes == pytest.approx(cost.bytes, rel=0.01)
 
 
 SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
 
 
-@pytest.mark.parametrize(
-    ("found", "part"),
-    [
+def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell() -> None:
+    for found, part in (
         (launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16"), "products of the head"),
         (launch("product", "mm.out", "(98304, 2048)@(2048, 512) bfloat16"), "products of the MLP"),
         (launch("product", "mm.out", "(98304, 12)@(12, 8) bfloat16"), "products of the gates"),
@@ -312,12 +265,8 @@ SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
         (launch("generated", "triton_red_fused__log_softmax_nll_loss_forward_3"), "loss"),
         (launch("generated", "triton_poi_fused__to_copy_1", moved_bytes=1e6), "small"),
         (launch("generated", "triton_poi_fused_add_mul_1"), "residual, norms, scales"),
-    ],
-)
-def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell(
-    found: dict[str, Any], part: str
-) -> None:
-    assert summary.part_of(found, SIZES).startswith(part)
+    ):
+        assert summary.part_of(found, SIZES).startswith(part)
 
 
 def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
@@ -357,7 +306,6 @@ def run_census(repo: Path, *arguments: str, path: str | None = None) -> subproce
 
 
 def test_each_environment_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was built for another one looks for torch where that had it, and may be gone."""
     built: list[list[str]] = []
 
     def compile_it(command: list[str], **_: Any) -> Any:
@@ -392,10 +340,8 @@ TINY_TOKENS = 1024
 
 def tiny_product_flop(layers: int) -> int:
     """FLOP of all products of one forward pass over the tokens of `TINY`."""
-    projections = 128 * 128 + 2 * 128 * 64 + 128 * 128  # q, k and v, o
-    mlp = 2 * 128 * 256
-    gate = 12 * 4
-    return 2 * TINY_TOKENS * (layers * (projections + mlp + gate) + 128 * 1024)
+    projections_mlp_and_gate = 2 * 128 * (128 + 64) + 2 * 128 * 256 + 12 * 4
+    return 2 * TINY_TOKENS * (layers * projections_mlp_and_gate + 128 * 1024)
 
 
 @pytest.fixture(scope="session")

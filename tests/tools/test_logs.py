@@ -11,22 +11,17 @@ from hypothesis import strategies as st
 
 from tests.support.dialects import DIALECT_A, DIALECT_B, OURS
 from tests.tools.damage import LINES
-from tools.runs.logs import (
-    DECIMALS_MAX,
-    LINE_CHARACTERS_MAX,
-    LINES_MAX,
-    LOG_BYTES_MAX,
-    decimals,
-    parse_log,
-    read_log,
-)
+from tools.runs import logs
+from tools.runs.logs import DECIMALS_MAX, LINE_CHARACTERS_MAX, decimals, parse_log, read_log
 
 
 def test_dialect_a() -> None:
     log = parse_log(DIALECT_A, Path("train.log"))
     assert (log.dialect, log.seed, log.steps, log.train_seconds) == ("A", 1337, 13780, 600.038)
     assert [point.step for point in log.validation] == [0, 13780] and len(log.train) == 1
+    assert log.source is not None and log.source.startswith("import torch")
     assert log.headline is not None
+    assert DIALECT_A.splitlines()[log.headline.line - 1].startswith("final_int8_zlib_roundtrip_exact")
     assert (log.headline.bpb_text, log.headline.eval_seconds) == ("1.21972502", 1.401)
     assert log.code_bytes and log.model_bytes and log.total_bytes
     assert (log.code_bytes.bytes, log.model_bytes.bytes, log.total_bytes.bytes) == (47642, 15815847, 15863489)
@@ -63,13 +58,6 @@ def test_ours(before: bool) -> None:
     assert not told_twice & set(log.settings), "lines that hold no settings"
 
 
-def test_source_at_the_head_is_kept_apart_and_lines_stay_numbered() -> None:
-    log = parse_log(DIALECT_A, Path("train.log"))
-    assert log.source is not None and log.source.startswith("import torch")
-    assert log.headline is not None
-    assert DIALECT_A.splitlines()[log.headline.line - 1].startswith("final_int8_zlib_roundtrip_exact")
-
-
 def test_dialect_b() -> None:
     log = parse_log(DIALECT_B, Path("train_seed42.log"))
     assert (log.dialect, log.seed, log.steps) == ("B", 42, 4945)
@@ -80,15 +68,11 @@ def test_dialect_b() -> None:
     assert log.hessian_seconds is not None and log.hessian_seconds.value == "4.7"
 
 
-def test_diagnostics_are_never_a_score() -> None:
-    text = "\n".join(line for line in DIALECT_B.splitlines() if "ttt" not in line)
-    assert parse_log(text, Path("x.log")).headline is None
-
-
-def test_clock_prefix_of_a_wrapper_is_dropped() -> None:
-    stamped = "\n".join(f"1776142360.539 {line}" for line in DIALECT_B.splitlines())
+    stamped = "\n".join(f"1776142360.539 {line}" for line in DIALECT_B.splitlines())  # by a wrapper
     log = parse_log(stamped, Path("x.log"))
     assert log.seed == 42 and log.headline is not None
+    text = "\n".join(line for line in DIALECT_B.splitlines() if "ttt" not in line)
+    assert parse_log(text, Path("x.log")).headline is None  # diagnostics are never a score
 
 
 @given(st.text(max_size=300))
@@ -97,7 +81,8 @@ def test_any_text_parses(text: str) -> None:
 
 
 def test_decimals() -> None:
-    assert [decimals(text) for text in ("1.0810", "2", "1e-08", "0.5")] == [4, 0, 8, 1]
+    texts = ("1.0810", "2", "1e-08", "0.5", "1e-9999", "nan")
+    assert [decimals(text) for text in texts] == [4, 0, 8, 1, DECIMALS_MAX, 0]
 
 
 def test_source_with_log_lines_in_it_is_no_source() -> None:
@@ -121,29 +106,26 @@ def test_numbers_without_end_are_no_numbers() -> None:
     text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
     log = parse_log(text, Path("x.log"))
     assert log.seed is None and not log.train and not log.finals
-    assert decimals("1e-9999") == DECIMALS_MAX and decimals("nan") == 0
 
 
-def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path) -> None:
+def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "LINES_MAX", 50)
+    monkeypatch.setattr(logs, "LOG_BYTES_MAX", 10_000)
     path = tmp_path / "train.log"
-    path.write_text("step:1/2 train_loss:1.5\n" * (LINES_MAX + 7))
+    path.write_text("step:1/2 train_loss:1.5\n" * 57)
     log = read_log(path)
-    assert log.lines == len(log.train) == LINES_MAX and log.unread is not None
-    path.write_text("step:1/2 train_loss:1.5\n" * LINES_MAX)
+    assert log.lines == len(log.train) == 50 and log.unread is not None
+    path.write_text("step:1/2 train_loss:1.5\n" * 50)
     assert read_log(path).unread is None
     with path.open("ab") as file:
-        file.truncate(LOG_BYTES_MAX + 1)
+        file.truncate(10_001)
     assert "bytes" in (read_log(path).unread or "")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "final_int8_zlib_roundtrip_exact val_loss:2.05945460 val_bpb:1.21972502",
-        "final eval (int6): step:3 chunk:4 val_loss: 2.05945460 val_bpb: 1.21972502 eval_time:7ms",
-    ],
-)
-def test_scoring_lines_are_read(line: str) -> None:
-    (final,) = parse_log(line, Path("x.log")).finals
-    assert (final.loss_text, final.bpb_text) == ("2.05945460", "1.21972502")
-    assert final.label in ("final_int8_zlib_roundtrip_exact", "final eval (int6)")
+def test_scoring_lines_are_read() -> None:
+    for line, label in (
+        ("final_int8_zlib_roundtrip_exact val_loss:2.0594 val_bpb:1.2197", "final_int8_zlib_roundtrip_exact"),
+        ("final eval (int6): step:3 chunk:4 val_loss: 2.0594 val_bpb: 1.2197", "final eval (int6)"),
+    ):
+        (final,) = parse_log(line, Path("x.log")).finals
+        assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")

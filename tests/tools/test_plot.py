@@ -14,14 +14,7 @@ import pytest
 from tests.support.runs import make_run, make_runs, pack
 from tools.__main__ import main
 from tools.compare import plot
-from tools.compare.curves import (
-    Sample,
-    shard_crossings,
-    smoothed,
-    step_times,
-    train_loss,
-    validation_bpb,
-)
+from tools.compare.curves import Sample, shard_crossings, smoothed, step_times, train_loss, validation_bpb
 from tools.pack import board
 from tools.runs.runs import load_group
 
@@ -35,13 +28,9 @@ def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None
     assert [sample.step for sample in validation_bpb(run)] == [200, 400]
 
 
-def test_stall_of_the_loader_is_called_shard(tmp_path: Path) -> None:
+def test_a_slow_step_is_called_shard_where_the_loader_stalled(tmp_path: Path) -> None:
     run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "shard")]
-
-
-def test_slow_steps_without_a_wait_are_not_called_shard(tmp_path: Path) -> None:
-    run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
     for event in run.events:
         event.values["data_wait_max_ms"] = 0.02
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "other")]
@@ -51,19 +40,22 @@ def test_shard_grid_of_public_logs() -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_figure_is_written(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / f"plot{suffix}"
-    runs = make_runs(tmp_path / "runs", 1, 2, slow_step=300)
-    assert main(["plot", *map(str, runs), "--out", str(out), "--json"]) == 0
-    assert out.read_bytes().startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+def test_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "a", 1, slow_step=300)
+    assert main(["plot", str(run), "--out", str(tmp_path / "plot.svg"), "--json"]) == 0
+    assert (tmp_path / "plot.svg").read_bytes().startswith(b"<?xml")
     assert json.loads(capsys.readouterr().out)["runs"][0]["slow"] == {"shard": 1}
+    assert main(["plot", str(run)]) == 0
+    assert (run / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", str(run), "--out", str(tmp_path / "a.gif")]) == 2
+    assert ".png or .svg" in capsys.readouterr().err
 
 
 def test_a_figure_goes_into_its_run_and_never_into_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plot, "write_figure", lambda path, figure, dpi: path.touch())
     one, two = make_runs(tmp_path / "runs", 1, 2)
     record = pack(tmp_path / "records", [one])
     files = sorted(record.iterdir())
@@ -73,13 +65,8 @@ def test_a_figure_goes_into_its_run_and_never_into_a_record(
         ([record], tmp_path / f"{record.name}_plot.png"),
     ):
         assert main(["plot", *map(str, arguments)]) == 0
-        assert written.read_bytes().startswith(b"\x89PNG")
+        assert written.exists()
     assert sorted(record.iterdir()) == files
-
-
-def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(make_run(tmp_path / "a", 1)), "--out", str(tmp_path / "a.gif")]) == 2
-    assert ".png or .svg" in capsys.readouterr().err
 
 
 def test_board_of_this_repository_is_fresh(repo: Path) -> None:
@@ -87,7 +74,7 @@ def test_board_of_this_repository_is_fresh(repo: Path) -> None:
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
 
 
-def test_board_sorts_and_goes_stale(tmp_path: Path) -> None:
+def test_board_sorts_and_goes_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     worse = pack(records, make_runs(tmp_path / "a", 1), name="Worse")
     better = pack(records, make_runs(tmp_path / "b", 1, gain=0.1), name="Better")
@@ -98,24 +85,18 @@ def test_board_sorts_and_goes_stale(tmp_path: Path) -> None:
     text = (records / "README.md").read_text()
     assert text.index(better.name) < text.index(worse.name)
     assert text.startswith("before\n") and text.endswith("after\n")
-    (better / "submission.json").write_text(
-        (better / "submission.json").read_text().replace('"author": "A"', '"author": "B"')
-    )
+    submission = (better / "submission.json").read_text()
+    (better / "submission.json").write_text(submission.replace('"author": "A"', '"author": "B"'))
     assert main([*arguments, "--check"]) == 1
+    (records / "README.md").write_text("nothing\n")
+    assert main(arguments) == 2 and "lacks the marks" in capsys.readouterr().err
 
 
-def test_board_without_marks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "README.md").write_text("nothing\n")
-    assert main(["board", "--records", str(tmp_path)]) == 2
-    assert "lacks the marks" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", ["pack", "check", "diff", "plot", "board"])
-def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([verb, "--help"])
-    assert left.value.code == 0
-    assert "--json" in capsys.readouterr().out
+def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("pack", "check", "diff", "plot", "board"):
+        with pytest.raises(SystemExit) as left:
+            main([verb, "--help"])
+        assert left.value.code == 0 and "--json" in capsys.readouterr().out, verb
 
 
 @pytest.mark.parametrize("what", ["whole", "no validations", "no slow step", "a log without clocks"])
@@ -173,7 +154,5 @@ def test_the_figure_shows_every_point(tmp_path: Path, monkeypatch: pytest.Monkey
                 seen.extend(low <= float(y) <= high for y in line.get_ydata())
 
     monkeypatch.setattr(plot, "write_figure", look)
-    assert (
-        main(["plot", str(make_run(tmp_path / "a", 1, slow_step=300)), "--out", str(tmp_path / "a.png")]) == 0
-    )
+    assert main(["plot", str(make_run(tmp_path / "a", 1, slow_step=300))]) == 0
     assert len(seen) > 100 and all(seen)

@@ -19,8 +19,40 @@ def in_readme(shell: str) -> str:
     return f"# A run\n\nWIDTH=1 torchrun train_gpt.py as prose.\n\n```bash\n{shell}\n```\n\nMore prose.\n"
 
 
-def settings_of(shell: str) -> list[dict[str, str]]:
-    return [command.settings for command in readme_commands(in_readme(shell))]
+STARTS = [
+    "python train_gpt.py", "./.venv/bin/python -u train_gpt_small.py", "python3.11 train_gpt.py --help",
+    "uv run torchrun train_gpt.py", "python -m torch.distributed.run --nproc_per_node=2 train_gpt.py",
+    "nohup /usr/bin/torchrun train_gpt.py", "torchrun --standalone my_own_script.py",
+    "python train_gpt.py DEPTH=2 --size=3",
+]  # fmt: skip
+# What stands in a block of a README, and the settings of each of its commands.
+BLOCKS: list[tuple[str, list[dict[str, str]]]] = [
+    *[(f"WIDTH=64 {start}", [{"WIDTH": "64"}]) for start in STARTS],
+    ("REPO=me/data python3 data/download.py --variant a", []),
+    ("cp train_gpt.py old.py\nwc -c train_gpt.py\npython -m py_compile train_gpt.py", []),
+    ("env WIDTH=64 NAME='two words' LAYERS=\"9,10\" EMPTY= torchrun train_gpt.py",
+     [{"WIDTH": "64", "NAME": "two words", "LAYERS": "9,10", "EMPTY": ""}]),
+    # Exports reach every later command, plain variables of the shell do not.
+    ("LOCAL=1\nexport WIDTH=64\nexport DEPTH=2 RATE=3 && WIDTH=128 python train_gpt.py\npython train_gpt.py",
+     [{"WIDTH": "128", "DEPTH": "2", "RATE": "3"}, {"WIDTH": "64", "DEPTH": "2", "RATE": "3"}]),
+    # Variables of the text are put in, and open values left out.
+    ('WIDTH=64\nFOLDER="runs/w${WIDTH}" WIDTH=$WIDTH SEED=<SEED> OTHER=$UNKNOWN python train_gpt.py',
+     [{"FOLDER": "runs/w64", "WIDTH": "64"}]),
+    # A loop gives its first value.
+    ("for SEED in 42 0 1234; do\n  SEED=$SEED torchrun train_gpt.py > log_${SEED}.txt 2>&1\ndone",
+     [{"SEED": "42"}]),
+    ("for SEED in 42 0\ndo export SEED=$SEED\n  torchrun train_gpt.py\ndone", [{"SEED": "42"}]),
+    # Comments, and documents in the text.
+    ("# don't set WIDTH=1 torchrun train_gpt.py\n  # nor DEPTH=1 torchrun train_gpt.py\n"
+     "cat > a.json << 'EOF'\n{\"name\": \"it's\"}\nEOF\n"
+     "WIDTH=64 python train_gpt.py  # it's DEPTH=2 by default",
+     [{"WIDTH": "64"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shell", "settings"), BLOCKS)
+def test_settings_of_the_commands_of_a_block(shell: str, settings: list[dict[str, str]]) -> None:
+    assert [command.settings for command in readme_commands(in_readme(shell))] == settings
 
 
 def test_pairs_before_the_program_over_joined_lines() -> None:
@@ -29,72 +61,18 @@ def test_pairs_before_the_program_over_joined_lines() -> None:
     assert readme_commands(in_readme(shell)) == [expected]
 
 
-def test_prose_outside_a_block_and_other_programs_are_no_commands() -> None:
-    assert readme_commands("Set `WIDTH=1 torchrun train_gpt.py` as you like.\n") == []
-    assert settings_of("REPO=me/data python3 data/download.py --variant a") == []
-    assert settings_of("cp train_gpt.py old.py\nwc -c train_gpt.py\npython -m py_compile train_gpt.py") == []
-
-
-@pytest.mark.parametrize("program", [
-    "python train_gpt.py", "./.venv/bin/python -u train_gpt_small.py", "python3.11 train_gpt.py --help",
-    "uv run torchrun train_gpt.py", "python -m torch.distributed.run --nproc_per_node=2 train_gpt.py",
-    "nohup /usr/bin/torchrun train_gpt.py", "torchrun --standalone my_own_script.py",
-])  # fmt: skip
-def test_every_way_to_start_a_training_script(program: str) -> None:
-    assert settings_of(f"WIDTH=64 {program}") == [{"WIDTH": "64"}]
-
-
-def test_arguments_of_the_script_are_no_settings() -> None:
-    assert settings_of("WIDTH=64 python train_gpt.py DEPTH=2 --size=3") == [{"WIDTH": "64"}]
-
-
-def test_env_prefix_and_quotes() -> None:
-    shell = "env WIDTH=64 NAME='two words' LAYERS=\"9,10\" EMPTY= torchrun train_gpt.py"
-    assert settings_of(shell) == [{"WIDTH": "64", "NAME": "two words", "LAYERS": "9,10", "EMPTY": ""}]
-
-
-def test_exports_reach_every_later_command_and_plain_shell_variables_do_not() -> None:
-    first = "export DEPTH=2 RATE=3 && WIDTH=128 python train_gpt.py"
-    shell = f"LOCAL=1\nexport WIDTH=64\n{first}\npython train_gpt.py"
-    common = {"DEPTH": "2", "RATE": "3"}
-    assert settings_of(shell) == [{"WIDTH": "128", **common}, {"WIDTH": "64", **common}]
-
-
-def test_exports_end_with_their_block() -> None:
+def test_a_block_begins_and_ends_where_it_does() -> None:
+    """Exports end with it, and code within a line or prose is none."""
     readme = in_readme("export WIDTH=64") + in_readme("python train_gpt.py")
     assert readme_commands(readme) == [Command("train_gpt.py", {})]
-
-
-def test_variables_of_the_text_are_put_in_and_open_values_left_out() -> None:
-    shell = 'WIDTH=64\nFOLDER="runs/w${WIDTH}" WIDTH=$WIDTH SEED=<SEED> OTHER=$UNKNOWN python train_gpt.py'
-    assert settings_of(shell) == [{"FOLDER": "runs/w64", "WIDTH": "64"}]
-
-
-def test_a_loop_gives_its_first_value() -> None:
-    shell = "for SEED in 42 0 1234; do\n  SEED=$SEED torchrun train_gpt.py > log_${SEED}.txt 2>&1\ndone"
-    assert settings_of(shell) == [{"SEED": "42"}]
-    shell = "for SEED in 42 0\ndo export SEED=$SEED\n  torchrun train_gpt.py\ndone"
-    assert settings_of(shell) == [{"SEED": "42"}]
-
-
-def test_comments_and_documents_in_the_text() -> None:
-    shell = (
-        "# don't set WIDTH=1 torchrun train_gpt.py\n"
-        "  # nor DEPTH=1 torchrun train_gpt.py\n"
-        "cat > a.json << 'EOF'\n{\"name\": \"it's\"}\nEOF\n"
-        "WIDTH=64 python train_gpt.py  # it's DEPTH=2 by default"
-    )
-    assert settings_of(shell) == [{"WIDTH": "64"}]
+    readme = "```bash pip install x```\n\n```bash\nWIDTH=64 python train_gpt.py\n```\n"
+    assert readme_commands(readme) == [Command("train_gpt.py", {"WIDTH": "64"})]
+    assert readme_commands("Set `WIDTH=1 torchrun train_gpt.py` as you like.\n") == []
 
 
 def test_backslashes_that_markdown_needs_and_windows_line_ends() -> None:
     readme = in_readme("MODEL\\_WIDTH=64 \\\\\nDEPTH=2 \\\\\ntorchrun train\\_gpt.py").replace("\n", "\r\n")
     assert readme_commands(readme) == [Command("train_gpt.py", {"MODEL_WIDTH": "64", "DEPTH": "2"})]
-
-
-def test_code_within_a_line_opens_no_block() -> None:
-    readme = "```bash pip install x```\n\n```bash\nWIDTH=64 python train_gpt.py\n```\n"
-    assert readme_commands(readme) == [Command("train_gpt.py", {"WIDTH": "64"})]
 
 
 def test_a_command_is_not_lost_to_an_open_quotation() -> None:

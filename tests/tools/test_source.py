@@ -17,38 +17,23 @@ import train_gpt
 from tests.support.runs import SOURCE, wrap
 from tests.support.waiting import DEADLINE_SECONDS
 from tools.runs import source
-from tools.runs.source import (
-    UNWRAPPED_BYTES_MAX,
-    UnwrapError,
-    decoded,
-    read_script,
-    same_program,
-    unwrap,
-)
-
-SHELLS = {
-    "lzma, base 85": (
-        "import lzma,base64\nexec(lzma.decompress(base64.b85decode({!r})))",
-        base64.b85encode,
-        lzma.compress,
-    ),
-    "zlib, base 64": (
-        "import zlib,base64\nexec(zlib.decompress(base64.b64decode({!r})))",
-        base64.b64encode,
-        zlib.compress,
-    ),
-    "bare lzma2, base 85": (
-        'import lzma as L,base64 as B\nexec(L.decompress(B.b85decode({!r}),L.FORMAT_RAW,None,[{{"id":33}}]))',
-        base64.b85encode,
-        lambda data: lzma.compress(data, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9}]),
-    ),
-}
+from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
 
 
-@pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS.keys())
-def test_public_shells_unwrap(shell: tuple) -> None:
-    template, encode, compress = shell
-    assert unwrap(template.format(encode(compress(SOURCE.encode())).decode())) == SOURCE
+def bare_lzma2(data: bytes) -> bytes:
+    return lzma.compress(data, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9}])
+
+
+def test_public_shells_unwrap() -> None:
+    bare = "L.decompress(B.b85decode({!r}),L.FORMAT_RAW,None,[{{'id':33}}])"
+    for expression, encode, compress in (
+        ("lzma.decompress(base64.b85decode({!r}))", base64.b85encode, lzma.compress),
+        ("zlib.decompress(base64.b64decode({!r}))", base64.b64encode, zlib.compress),
+        (bare, base64.b85encode, bare_lzma2),
+    ):
+        payload = encode(compress(SOURCE.encode())).decode()
+        text = f"import lzma,zlib,base64,lzma as L,base64 as B\nexec({expression.format(payload)})"
+        assert unwrap(text) == SOURCE, expression
 
 
 def test_wrapped_script_is_small_and_runs_the_same_program(tmp_path: Path) -> None:
@@ -62,7 +47,7 @@ def test_wrapped_script_is_small_and_runs_the_same_program(tmp_path: Path) -> No
     assert done.stdout.split() == ["10", "__main__"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.binary(min_size=400, max_size=2000))
 def test_unwrap_returns_what_was_wrapped(noise: bytes) -> None:
     program = f"NOISE = '{noise.hex()}'"
@@ -74,24 +59,20 @@ def test_the_form_that_our_runs_ship_is_read(repo: Path, tmp_path: Path) -> None
     (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text))
     script = read_script(tmp_path / "train_gpt.py")
     assert script.wrapped and same_program(script.text, text.decode("utf-8"))
+    optional = [call for call in source.imports(script) if "flash" in call.name]
+    assert len(optional) == 2 and all(call.detail == "guarded" for call in optional)
 
 
-@pytest.mark.parametrize("cookie", ["latin-1", "utf-8", "no such codec", "base64", "undefined", "utf-16"])
-def test_a_declared_encoding_is_no_way_around_reading(cookie: str, tmp_path: Path) -> None:
-    raw = f"# -*- coding: {cookie} -*-\nx = 'é'\n".encode("latin-1" if cookie == "latin-1" else "utf-8")
-    (tmp_path / "a.py").write_bytes(raw)
-    assert "x = 'é'" in read_script(tmp_path / "a.py").text
+def test_a_declared_encoding_is_no_way_around_reading(tmp_path: Path) -> None:
+    for cookie in ("latin-1", "utf-8", "no such codec", "base64", "undefined", "utf-16"):
+        raw = f"# -*- coding: {cookie} -*-\nx = 'é'\n".encode("latin-1" if cookie == "latin-1" else "utf-8")
+        (tmp_path / "a.py").write_bytes(raw)
+        assert "x = 'é'" in read_script(tmp_path / "a.py").text, cookie
 
 
 def test_plain_script_is_not_taken_for_a_shell() -> None:
     assert unwrap(SOURCE) is None
     assert unwrap("DATA = " + repr("ab" * 4000) + "\n") is None
-
-
-def test_payload_that_expands_without_end_is_refused() -> None:
-    bomb = base64.b85encode(lzma.compress(b" " * (UNWRAPPED_BYTES_MAX + 1))).decode()
-    with pytest.raises(UnwrapError, match="expands beyond"):
-        unwrap(f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({bomb!r})))")
 
 
 def test_reading_never_executes(tmp_path: Path) -> None:
@@ -146,11 +127,6 @@ def test_one_of_several_ways_is_no_unguarded_import(tmp_path: Path) -> None:
     assert found == {"flash_attn_interface": "guarded", "flash_attn": ""}
 
 
-def test_our_script_needs_no_optional_package(repo: Path) -> None:
-    optional = [call for call in source.imports(read_script(repo / "train_gpt.py")) if "flash" in call.name]
-    assert len(optional) == 2 and all(call.detail == "guarded" for call in optional)
-
-
 def _closure_of(folder: Path) -> set[str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     scripts = {path: read_script(path) for path in files if path.suffix == ".py"}
@@ -193,46 +169,32 @@ def _shell(program: str) -> str:
     return f"import lzma,zlib,base64\nexec(lzma.decompress(zlib.decompress(base64.b85decode({payload!r}))))"
 
 
-@pytest.mark.parametrize("times", [1, 3, source.WRAPS_MAX])
-def test_a_program_wrapped_several_times_is_read(times: int) -> None:
+def test_a_program_wrapped_several_times_is_read_and_one_without_end_refused() -> None:
     text = SOURCE
-    for _ in range(times):
+    for _ in range(source.WRAPS_MAX):
         text = _shell(text)
-    assert unwrap(text) == SOURCE
-
-
-def test_a_program_wrapped_without_end_is_refused() -> None:
-    text = SOURCE
-    for _ in range(source.WRAPS_MAX + 1):
-        text = _shell(text)
+        assert unwrap(text) == SOURCE
     with pytest.raises(UnwrapError, match="wrapped more than"):
-        unwrap(text)
+        unwrap(_shell(text))
 
 
-@pytest.mark.parametrize(
-    "template", ["exec(base64.b64decode({!r}))", "exec(b''.join([{!r}]))", "eval(compile({!r}, 'x', 'exec'))"]
-)
-def test_a_program_that_is_merely_encoded_is_read(template: str) -> None:
+def test_a_program_that_is_merely_encoded_is_read() -> None:
     program = "import requests\nrequests.get('http://example.org')\n"
-    payload: object = program.encode()
-    if "b64decode" in template:
-        payload = base64.b64encode(program.encode()).decode()
-    elif "compile" in template:
-        payload = program
-    assert unwrap(template.format(payload)) == program
+    raw = program.encode()
+    assert unwrap(f"exec(base64.b64decode({base64.b64encode(raw).decode()!r}))") == program
+    assert unwrap(f"exec(b''.join([{raw!r}]))") == program
+    assert unwrap(f"eval(compile({program!r}, 'x', 'exec'))") == program
 
 
 def test_a_small_payload_cannot_become_a_large_program() -> None:
-    program = "a;" * UNWRAPPED_BYTES_MAX
-    text = _shell(program)
-    assert len(text) < 11_000
-    with pytest.raises(UnwrapError, match="expands beyond"):
-        unwrap(text)
+    for program in (" " * (UNWRAPPED_BYTES_MAX + 1), "a;" * UNWRAPPED_BYTES_MAX):
+        text = _shell(program)
+        assert len(text) < 11_000
+        with pytest.raises(UnwrapError, match="expands beyond"):
+            unwrap(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["-" * 200_000 + "1", "(" * 200_000, "1+" * 100_000 + "1", "a" + ".a" * 100_000]
-)
-def test_a_program_nested_without_end_does_not_parse(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(text)
-    assert isinstance(read_script(tmp_path / "a.py").tree, SyntaxError)
+def test_a_program_nested_without_end_does_not_parse(tmp_path: Path) -> None:
+    for text in ("-" * 200_000 + "1", "(" * 200_000, "1+" * 100_000 + "1", "a" + ".a" * 100_000):
+        (tmp_path / "a.py").write_text(text)
+        assert isinstance(read_script(tmp_path / "a.py").tree, SyntaxError)

@@ -84,6 +84,12 @@ def test_without_its_data_it_still_tells_the_rest(
     assert told.count("not known: no data at") == 2 and "round trip" in told
 
 
+@pytest.mark.parametrize(("val_bpb", "ahead"), [(1.0, 0), (1.0611, 1), (1.0612, 1), (2.0, 42)])
+def test_a_score_of_the_challenge_s_text_has_its_place(val_bpb: float, ahead: int) -> None:
+    assert f" {ahead} of 42 records" in summary.place(val_bpb, 151_080_891)
+    assert summary.place(val_bpb, 76_606) == ""
+
+
 def test_what_is_no_finished_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["summary", str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err

@@ -140,15 +140,11 @@ def test_steps_are_the_script_s_own(script: Path) -> None:
     assert losses == pytest.approx(plain_losses(weights(0), 5, 2.5, 6), rel=1e-6)
 
 
-def test_all_is_single_precision_in_plain_optimizers(script: Path) -> None:
+def test_the_loss_is_of_single_precision_and_updates_nothing(script: Path) -> None:
     text = upstream.patched(MINIATURE, "miniature")
     assert "bfloat16" not in text and "fused=True" not in text
     with Upstream(script) as miniature:
         assert {parameter.dtype for parameter in miniature.model.parameters()} == {torch.float32}
-
-
-def test_the_loss_updates_nothing(script: Path) -> None:
-    with Upstream(script) as miniature:
         before = miniature.loss(*batch(0))
         assert miniature.loss(*batch(0)) == before
         assert miniature.step(*batch(0)) == before
@@ -180,8 +176,10 @@ KEEPS_AN_AVERAGE = (
 
 
 def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) -> None:
-    with Upstream(script) as miniature:
-        assert miniature.average() is None
+    for text in (MINIATURE, MINIATURE.replace("    for step in", "    ema_state = None\n    for step in")):
+        script.write_text(text, encoding="utf-8")
+        with Upstream(script) as miniature:
+            assert miniature.average() is None
     script.write_text(KEEPS_AN_AVERAGE, encoding="utf-8")
     with Upstream(script) as miniature:
         expected = {name: tensor.clone() for name, tensor in miniature.model.state_dict().items()}
@@ -196,39 +194,29 @@ def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) 
             assert not torch.equal(tensor, miniature.model.state_dict()[name])
 
 
-@pytest.mark.parametrize(("found", "instead", "told"), [
-    ("ema_state", "ema_weights", "has ema_weights, but .* ema_state; add"),
-    ("ema_state = {name: tensor.clone()", "ema_state = {'x' + name: tensor.clone()", "expected the names"),
-])  # fmt: skip
-def test_an_average_that_is_not_found_is_told(script: Path, found: str, instead: str, told: str) -> None:
-    script.write_text(KEEPS_AN_AVERAGE.replace(found, instead), encoding="utf-8")
-    with Upstream(script) as miniature, pytest.raises(UpstreamError, match=told):
-        miniature.average()
+def test_an_average_that_is_not_found_is_told(script: Path) -> None:
+    for found, instead, told in (
+        ("ema_state", "ema_weights", "has ema_weights, but .* ema_state; add"),
+        ("ema_state = {name:", "ema_state = {'x' + name:", "expected the names"),
+    ):
+        script.write_text(KEEPS_AN_AVERAGE.replace(found, instead), encoding="utf-8")
+        with Upstream(script) as miniature, pytest.raises(UpstreamError, match=told):
+            miniature.average()
 
 
-def test_an_average_that_is_off_is_none(script: Path) -> None:
-    script.write_text(MINIATURE.replace("    for step in", "    ema_state = None\n    for step in"))
-    with Upstream(script) as miniature:
-        assert miniature.average() is None
-
-
-def test_a_script_shuffles_if_its_loader_does(script: Path) -> None:
-    with Upstream(script) as miniature:
-        assert not miniature.shuffles
+def test_a_compressed_script_is_the_same_and_one_shuffles_if_its_loader_does(script: Path) -> None:
+    packed = base64.b85encode(lzma.compress(MINIATURE.encode())).decode()
+    wrapped = f"import lzma as L,base64 as B\nexec(L.decompress(B.b85decode({packed!r})))\n"
+    losses = []
+    for text in (MINIATURE, wrapped):
+        script.write_text(text)
+        with Upstream(script, {"WIDTH": "4"}) as miniature:
+            losses.append([miniature.step(*batch(step)) for step in range(3)])
+            assert not miniature.shuffles
+    assert losses[0] == losses[1]
     script.write_text(MINIATURE.replace("DistributedTokenLoader", "ShuffledSequenceLoader"))
     with Upstream(script) as miniature:
         assert miniature.shuffles
-
-
-def test_a_compressed_script_is_the_same(script: Path, tmp_path: Path) -> None:
-    packed = base64.b85encode(lzma.compress(MINIATURE.encode())).decode()
-    wrapped = tmp_path / "wrapped.py"
-    wrapped.write_text(f"import lzma as L,base64 as B\nexec(L.decompress(B.b85decode({packed!r})))\n")
-    losses = []
-    for path in (script, wrapped):
-        with Upstream(path, {"WIDTH": "4"}) as miniature:
-            losses.append([miniature.step(*batch(step)) for step in range(3)])
-    assert losses[0] == losses[1]
 
 
 def test_nothing_outside_changes(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,18 +235,18 @@ def test_nothing_outside_changes(script: Path, tmp_path: Path, monkeypatch: pyte
     assert torch.backends.cuda.math_sdp_enabled()
 
 
-@pytest.mark.parametrize(("name", "line"), [
-    ("accumulation", "    grad_accum_steps = 8 // world_size\n"),
-    ("device", '    device = torch.device("cuda", 0)\n'),
-    ("tokenizer", "    sp = spm.SentencePieceProcessor(model_file=args.tokenizer_path)\n"),
-    ("compiler", "    model = torch.compile(base_model, dynamic=False, fullgraph=True)\n"),
-    ("orthogonalisation", "    X = G.bfloat16()\n"),
-])  # fmt: skip
-def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path, name: str, line: str) -> None:
-    assert line in MINIATURE
-    script.write_text(MINIATURE.replace(line, ""), encoding="utf-8")
-    with pytest.raises(UpstreamError, match=f"'{name}'"):
-        Upstream(script)
+def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path) -> None:
+    for name, line in (
+        ("accumulation", "    grad_accum_steps = 8 // world_size\n"),
+        ("device", '    device = torch.device("cuda", 0)\n'),
+        ("tokenizer", "    sp = spm.SentencePieceProcessor(model_file=args.tokenizer_path)\n"),
+        ("compiler", "    model = torch.compile(base_model, dynamic=False, fullgraph=True)\n"),
+        ("orthogonalisation", "    X = G.bfloat16()\n"),
+    ):
+        assert line in MINIATURE
+        script.write_text(MINIATURE.replace(line, ""), encoding="utf-8")
+        with pytest.raises(UpstreamError, match=f"'{name}'"):
+            Upstream(script)
 
 
 @pytest.mark.parametrize(("found", "instead", "told"), [
@@ -279,21 +267,11 @@ def test_what_no_replacement_fits_is_told_with_its_line(
         Upstream(script)
 
 
-def test_a_call_of_the_gpu_without_counterpart_is_told(script: Path) -> None:
-    text = MINIATURE.replace("torch.cuda.set_device(device)", "torch.cuda.Stream()")
-    script.write_text(text, encoding="utf-8")
-    with pytest.raises(UpstreamError, match=r"torch\.cuda\.Stream"):
-        Upstream(script)
-
-
-def test_settings_that_are_not_read_or_are_fixed_are_refused(script: Path) -> None:
+def test_settings_and_weights_that_do_not_fit_are_refused(script: Path) -> None:
     with pytest.raises(UpstreamError, match="never reads WIDHT"):
         Upstream(script, {"WIDHT": "4", "WIDTH": "4"})
     with pytest.raises(UpstreamError, match="WARMUP_STEPS: fixed"):
         Upstream(script, {"WARMUP_STEPS": "20"})
-
-
-def test_weights_of_other_names_or_shapes_are_refused(script: Path) -> None:
     with Upstream(script) as miniature:
         with pytest.raises(UpstreamError, match=r"lack \['head.weight'\] and have no use for \['tail'\]"):
             miniature.set_weights({"table.weight": weights(0)["table.weight"], "tail": torch.zeros(1)})
@@ -301,18 +279,18 @@ def test_weights_of_other_names_or_shapes_are_refused(script: Path) -> None:
             miniature.set_weights(weights(0, width=4))
 
 
-def test_the_script_s_own_failure_reaches_the_caller(script: Path) -> None:
+def test_the_script_s_own_failure_and_the_end_of_its_schedule_are_told(script: Path) -> None:
     with Upstream(script) as miniature:
         ids_BT = torch.full((1, 4), 50)
         with pytest.raises(UpstreamError, match="after 0 steps its main raised IndexError"):
             miniature.step(ids_BT, ids_BT)
-
-
-def test_the_end_of_the_schedule_is_told(script: Path) -> None:
     with Upstream(script, {"ITERATIONS": "2"}) as miniature:
         miniature.step(*batch(0))
         with pytest.raises(UpstreamError, match="raise ITERATIONS"):
             miniature.step(*batch(1))
+    script.write_text(MINIATURE.replace("torch.cuda.set_device(device)", "torch.cuda.Stream()"))
+    with pytest.raises(UpstreamError, match=r"torch\.cuda\.Stream, which has no counterpart"):
+        Upstream(script)
 
 
 def test_the_schedule_follows_a_clock_whose_end_is_the_caller_s(script: Path) -> None:

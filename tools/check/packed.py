@@ -21,6 +21,7 @@ from tools.runs.folder import (
     CASEOPS,
     CONFIG,
     FORMAT,
+    FORMATS,
     LOG_NAME,
     MANIFEST,
     PICTURE_SUFFIXES,
@@ -228,8 +229,8 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     if not folder.ours or folder.script is None:
         return
     form = folder.submission.get("format", FORMAT)
-    if form != FORMAT:
-        what = f"`format` is {form!r}, these tools derive {FORMAT!r}"
+    if form not in FORMATS:
+        what = f"`format` is {form!r}, these tools derive {' and '.join(FORMATS)}"
         remedy = "pack the runs again, or audit the folder with the tools of the commit that packed it"
         yield fail("A4", what, SUBMISSION, remedy)
         return
@@ -242,7 +243,7 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     manifest = read_object(folder.file(MANIFEST)) if folder.has(MANIFEST) else None
     data = data_facts(evidences[0].summary, manifest, folder.has(CASEOPS))
     try:
-        expected = submission(folder.submission, evidences, folder.script.bytes, files, None, data)
+        expected = submission(folder.submission, evidences, folder.script.bytes, files, None, data, form)
     except RecordError as error:
         yield fail("C10", str(error), folder.name, REMEDY)
         return

@@ -10,15 +10,16 @@ from typing import Any
 
 from tools.compare import curves, page, svg
 from tools.compare.codediff import changed_lines, unified
+from tools.compare.settings import UNSET, changed_settings
 from tools.runs.derive import nested
 from tools.runs.errors import RecordError
-from tools.runs.logs import EXACT
+from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
 from tools.runs.runs import Group, Run, load_group, output_path, scores
-from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation
+from tools.runs.script import Config
+from tools.runs.stats import Comparison, Welch, compare, mean, mean_and_deviation, p_text
 from tools.runs.writing import json_text, write_text
 
-UNSET = "–"
 BESIDE_NEW = Path()  # `--html` without a name
 CURVE_ROWS = 12  # steps at which the text compares losses
 
@@ -40,10 +41,10 @@ class Difference:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "base", type=Path, metavar="BASE", help="run directory or records folder to compare with"
+        "base", type=Path, metavar="BASE", help="run directory, records folder or log to compare with"
     )
     parser.add_argument(
-        "new", type=Path, metavar="NEW", help="run directory or records folder that should be better"
+        "new", type=Path, metavar="NEW", help="run directory, records folder or log that should be better"
     )
     parser.add_argument(
         "--html",
@@ -85,7 +86,7 @@ def difference(base: Group, new: Group) -> Difference:
         new=new,
         comparison=_compare(new.runs, base.runs),
         reruns={name: comparison for name, comparison in reruns.items() if comparison},
-        settings=changed_settings(base.config, new.config),
+        settings=changed_settings(base.config, new.config, Config().as_env()),
         code=code,
     )
 
@@ -122,34 +123,23 @@ def _compare(new: Sequence[Run], base: Sequence[Run]) -> Comparison | None:
     new_bpb, base_bpb = scores(new, "bpb"), scores(base, "bpb")
     if not new_bpb or not base_bpb or different_texts(base, new):
         return None
-    return compare(new_bpb, base_bpb, scores(new, "loss"), scores(base, "loss"))
+    return compare(new_bpb, base_bpb, scores(new, "loss"), scores(base, "loss"), pairs_by_seed(new, base))
 
 
-def changed_settings(base: dict[str, str], new: dict[str, str]) -> list[tuple[str, str, str]]:
-    """(name, base value, new value) of settings that differ; values that are equal as numbers are equal."""
-    changed = []
-    for key in sorted({*base, *new}):
-        if _canonical(base.get(key)) != _canonical(new.get(key)):
-            changed.append((key, base.get(key, UNSET), new.get(key, UNSET)))
-    return changed
+def pairs_by_seed(new: Sequence[Run], base: Sequence[Run]) -> list[tuple[float, float]]:
+    """New and base bits per byte of each seed; none unless the scored runs have the same seeds."""
+    of_new = {run.log.seed: run.score.bpb for run in new if run.score}
+    of_base = {run.log.seed: run.score.bpb for run in base if run.score}
+    same = of_new.keys() == of_base.keys() and None not in of_new
+    one_run_a_seed = len(of_new) == len(scores(new, "bpb")) and len(of_base) == len(scores(base, "bpb"))
+    return [(of_new[seed], of_base[seed]) for seed in of_new] if same and one_run_a_seed else []
 
 
-def _canonical(value: str | None) -> object:
-    try:
-        return float(value) if value is not None else None
-    except ValueError:
-        return value
-
-
-# What a score may claim, as `Final.rank` counts it.
-KINDS = {1: "artifact, no overlap", 2: "sliding window", 3: "test-time training"}
-
-
-def _of_kind(rank: int) -> Callable[[Run], float | None]:
-    """The bits per byte of a run's score of one kind."""
+def _after(stage: str) -> Callable[[Run], float | None]:
+    """The bits per byte of a run's score of one stage."""
 
     def value(run: Run) -> float | None:
-        score = run.log.score_of(rank)
+        score = run.log.score_after(stage)
         return score.bpb if score else None
 
     return value
@@ -158,7 +148,6 @@ def _of_kind(rank: int) -> Callable[[Run], float | None]:
 Metric = tuple[str, Callable[[Run], float | None], str]
 METRICS: tuple[Metric, ...] = (
     ("val_bpb, headline", lambda run: run.score.bpb if run.score else None, ".6f"),
-    *((f"val_bpb, {kind}", _of_kind(rank), ".6f") for rank, kind in KINDS.items()),
     ("val_loss (nats/token)", lambda run: run.score.loss if run.score else None, ".6f"),
     ("steps", lambda run: run.log.steps_done, ",.1f"),
     ("ms per step", lambda run: run.log.step_ms, ".3f"),
@@ -184,6 +173,39 @@ def metric_rows(found: Difference) -> list[list[str]]:
     return rows
 
 
+def stage_changes(found: Difference) -> dict[str, float]:
+    """New less base, in bits per byte, of each stage that both sides have."""
+    changes = {}
+    for stage in STAGES:
+        base = _values(found.base, _after(stage))
+        new = _values(found.new, _after(stage))
+        if base and new and not different_texts(found.base.runs, found.new.runs):
+            changes[stage] = mean(new) - mean(base)
+    return changes
+
+
+def stage_rows(found: Difference) -> list[list[str]]:
+    """Stage, base, new, change, and the part of the change that is this stage's own."""
+    changes = stage_changes(found)
+    rows = []
+    before: float | None = None
+    for stage in STAGES:
+        base = _values(found.base, _after(stage))
+        new = _values(found.new, _after(stage))
+        if not base and not new:
+            continue
+        change = own = UNSET
+        if stage in changes:
+            change = f"{changes[stage]:+.6f}"
+            own = UNSET if before is None else f"{changes[stage] - before:+.6f}"
+            before = changes[stage]
+        rows.append([f"val_bpb, {stage}", _spread(base, ".6f"), _spread(new, ".6f"), change, own])
+    return rows
+
+
+STAGE_HEADER = ("stage", "base", "new", "change", "of this stage")
+
+
 def _values(group: Group, value_of: Callable[[Run], float | None]) -> list[float]:
     """A metric of every run that has it."""
     values = [value_of(run) for run in group.runs]
@@ -197,7 +219,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def sentence(found: Difference) -> str:
-    """The whole comparison in one sentence: the gain, whether it is significant, and what differs."""
+    """The whole comparison in a few sentences: the gain, whether it is significant, and what differs."""
     comparison = found.comparison
     plus, minus = changed_lines(found.code)
     settings = len(found.settings)
@@ -206,51 +228,75 @@ def sentence(found: Difference) -> str:
         changes.append(f"{settings} setting{'s' if settings > 1 else ''}")
     if plus or minus:
         changes.append(f"the code (+{plus} -{minus} lines)")
-    differ = f"they differ in {' and '.join(changes)}" if changes else "settings and code are equal"
+    differ = f"They differ in {' and '.join(changes)}." if changes else "Settings and code are equal."
+    new, base = found.new.name, found.base.name
     if comparison is None:
         why = "one has no score"
         if texts := different_texts(found.base.runs, found.new.runs):
             why = f"they have scored different texts ({texts})"
-        return f"{found.new.name} cannot be compared with {found.base.name}, {why}; {differ}."
-    gain = comparison.gain_bpb
-    direction = "better" if gain > 0 else "worse"
-    if gain == 0:
-        return f"{found.new.name} and {found.base.name} have the same score; {differ}."
-    return (
-        f"{found.new.name} is {direction} than {found.base.name} by {abs(gain):.6f} bits per byte,"
-        f" {_significance(comparison)}; {_scores_compared(found)}; {differ}."
-    )
+        return f"{new} cannot be compared with {base}: {why}. {_last_common_loss(found)}{differ}"
+    if comparison.gain_bpb == 0:
+        return f"{new} and {base} have the same score. {differ}"
+    gain = f"{new} is {_better_by(comparison.gain_bpb, base)}{_without_test_time(found)}."
+    return f"{gain} {_significance(comparison)} {_scores_compared(found)} {differ}"
+
+
+def _better_by(gain_bpb: float, base: str = "") -> str:
+    """`better than BASE by 0.001 bits per byte`, or worse."""
+    direction = "better" if gain_bpb > 0 else "worse"
+    than = f" than {base}" if base else ""
+    return f"{direction}{than} by {abs(gain_bpb):.6f} bits per byte"
+
+
+def _last_common_loss(found: Difference) -> str:
+    """The training losses at the last step that all runs have logged, for a run under way; empty without."""
+    rows = loss_rows(found)
+    if not rows:
+        return ""
+    step, base, new, change = rows[-1]
+    return f"At step {step} its training loss is {new}, the base's {base} ({change}). "
+
+
+def _without_test_time(found: Difference) -> str:
+    """The gain before test-time training, where both sides have it in different settings; else empty."""
+    changes = stage_changes(found)
+    ttt = [name for name, _, _ in found.settings if "TTT" in name]
+    if STAGES[-1] not in changes or not ttt:
+        return ""
+    before = [stage for stage in STAGES[:-1] if stage in changes]
+    if not before:
+        return f" with another test-time training ({', '.join(ttt)}); no log has a score before it"
+    without = _better_by(-changes[before[-1]])
+    return f" with another test-time training ({', '.join(ttt)}), and {without} before it ({before[-1]})"
 
 
 def _scores_compared(found: Difference) -> str:
-    """What is compared; where a side has the stronger kind of score, what the kinds that both have say."""
+    """Which scores are compared; where their stages differ, the changes of those that both sides have."""
     of_base = {run.score.rank for run in found.base.runs if run.score}
     of_new = {run.score.rank for run in found.new.runs if run.score}
     if of_base == of_new:
-        return f"score: {labels(found.new)}"
-    told = f"but that is {labels(found.new)} against {labels(found.base)}, two kinds of score"
-    alike = []
-    for rank, kind in KINDS.items():
-        base = _values(found.base, _of_kind(rank))
-        new = _values(found.new, _of_kind(rank))
-        if base and new:
-            alike.append(f"{kind} {mean(new) - mean(base):+.6f}")
-    return f"{told} (of the same kind: {', '.join(alike)})" if alike else told
+        return f"Score: {labels(found.new)}."
+    told = f"But that is {labels(found.new)} against {labels(found.base)}, two kinds of score"
+    alike = [f"{stage} {change:+.6f}" for stage, change in stage_changes(found).items()]
+    return f"{told} (of the same kind: {', '.join(alike)})." if alike else f"{told}."
 
 
 def _significance(comparison: Comparison) -> str:
-    """What the one-sided test, without a margin, says of a gain, or of a loss."""
+    """The one-sided test of gain or loss, without a margin: paired where both sides have the same seeds."""
     seeds = f"seeds: {comparison.seeds_new} against {comparison.seeds_base}"
-    if comparison.frontier is None:
-        return f"which cannot be tested ({seeds})"
-    p = comparison.frontier.p if comparison.gain_bpb > 0 else 1 - comparison.frontier.p
+    test = comparison.paired or comparison.frontier
+    if test is None:
+        return f"That cannot be tested ({seeds})."
+    if comparison.paired:
+        seeds = f"paired by seed, {comparison.seeds_new} seeds"
+    p = test.p if comparison.gain_bpb > 0 else 1 - test.p
     if p < MARGIN_P:
-        verdict = "which is significant"
+        verdict = "That is significant"
     elif p < FRONTIER_P:
-        verdict = f"which is weakly supported (p < {FRONTIER_P}, not < {MARGIN_P})"
+        verdict = f"That is weakly supported, below {FRONTIER_P} and not below {MARGIN_P}"
     else:
-        verdict = "which is no more than chance may bring"
-    return f"{verdict} (p = {p:.4f}, {seeds})"
+        verdict = "That is not significant"
+    return f"{verdict} ({p_text(p)}, {seeds})."
 
 
 def verdict_lines(found: Difference) -> list[str]:
@@ -264,9 +310,14 @@ def verdict_lines(found: Difference) -> list[str]:
         if per_token is not None
         else "nats/token not comparable (tokenizers differ)"
     )
+    paired = []
+    if comparison.paired:
+        met = comparison.paired.p < MARGIN_P
+        paired = [_standard("paired by seed, no margin", comparison.paired, MARGIN_P, met)]
     return [
         f"gain {comparison.gain_bpb:+.6f} bits/byte = {comparison.gain_nats_per_byte:+.6f} nats/byte;"
         f" {token}",
+        *paired,
         _standard("one-sided Welch, no margin", comparison.frontier, FRONTIER_P, comparison.meets_frontier),
         _standard(f"beyond {MARGIN_NATS} nats/token", comparison.margin, MARGIN_P, comparison.meets_margin),
         *(
@@ -280,7 +331,7 @@ def _standard(name: str, test: Welch | None, level: float, met: bool) -> str:
     if test is None:
         return f"{name}: no test (two seeds a side are needed, of one tokenizer for the margin)"
     outcome = "meets" if met else "misses"
-    return f"{name}: p = {test.p:.4f} (t = {test.t:.3f}, df = {test.df:.2f}); {outcome} p < {level}"
+    return f"{name}: {p_text(test.p)} (t = {test.t:.3f}, df = {test.df:.2f}); {outcome} p < {level}"
 
 
 def loss_rows(found: Difference) -> list[list[str]]:
@@ -309,6 +360,7 @@ def text(found: Difference, show_code: bool) -> str:
     blocks = [
         sentence(found),
         "\n".join(verdict_lines(found)),
+        columns(STAGE_HEADER, stage_rows(found)),
         columns(["metric", "base", "new", "change"], metric_rows(found)),
         columns(["setting", "base", "new"], [list(row) for row in found.settings]) or "settings: equal",
         columns(["step", "loss base", "loss new", "change"], loss_rows(found)),
@@ -355,6 +407,7 @@ def html(found: Difference) -> str:
         f"{found.new.name} against {found.base.name}",
         [
             ("Verdict", page.paragraphs([sentence(found), *verdict_lines(found)])),
+            ("Stages", page.table(list(STAGE_HEADER), stage_rows(found))),
             ("Metrics", page.table(["metric", "base", "new", "change"], metric_rows(found))),
             ("Curves", charts(found)),
             ("Phases", phases),

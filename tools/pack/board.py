@@ -1,8 +1,12 @@
-"""`board`: the leaderboard in records/README.md, generated from the folders between two marks."""
+"""`board`: the leaderboard in records/README.md, generated from the folders between two marks.
+
+Only folders that git tracks are on it, so that a user's own stay private; `--all` lists these, too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,11 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 when the board is stale"
     )
+    parser.add_argument("--all", action="store_true", help="folders that git does not track as well")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = read_rows(args.records)
+    rows = read_rows(args.records, args.all)
     board = block(args.records, rows)
     stale = refresh(board, args.check)
     if args.json:
@@ -66,15 +71,28 @@ def block(records: Path, rows: Sequence[Row] | None = None) -> Block:
     return Block(records / README, BEGIN, END, lambda: render(read_rows(records) if rows is None else rows))
 
 
-def read_rows(records: Path) -> list[Row]:
+def read_rows(records: Path, untracked: bool = False) -> list[Row]:
     """Every folder with a score, by track, the best first; RecordError on a folder that cannot be read."""
-    paths = sorted(
-        path for path in records.glob("track_*/*") if path.is_dir() and not path.name.startswith(".")
-    )
+    paths = record_folders(records, untracked)
     rows = [
         _row(Folder(path)) for path in tqdm(paths, desc="reading folders", disable=not sys.stderr.isatty())
     ]
     return sorted(rows, key=lambda row: (row.track, row.val_bpb, row.date))
+
+
+def record_folders(records: Path, untracked: bool = False) -> list[Path]:
+    """The folders track_*/*: those with a file that git tracks, or all. Where there is no git, all."""
+    folders = [path for path in sorted(records.glob("track_*/*")) if path.is_dir() and path.name[0] != "."]
+    if untracked:
+        return folders
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--", "."], cwd=records, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return folders
+    tracked = {tuple(name.split("/")[:2]) for name in listed.stdout.split("\0")}
+    return [path for path in folders if path.relative_to(records).parts in tracked]
 
 
 def _row(folder: Folder) -> Row:

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import platform
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -166,8 +167,8 @@ def missing_options(identity: dict[str, Any]) -> list[str]:
 
 def not_proved(folder: Path) -> str:
     """That packing proves nothing, and the command that would."""
-    script = Folder(folder).readable or folder / SCRIPT
-    settings = folder / CONFIG
+    script = shlex.quote(str(Folder(folder).readable or folder / SCRIPT))
+    settings = shlex.quote(str(folder / CONFIG))
     return f"not proved legal by experiment yet: python -m tools prove {script} --config {settings}"
 
 

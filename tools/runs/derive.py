@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.runs.errors import RecordError
 from tools.runs.folder import FORMAT, number
-from tools.runs.logs import RunLog
+from tools.runs.logs import STAGES, RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
 
@@ -40,8 +40,32 @@ def mapping(value: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
-    """One seed's numbers, each from its log; hashes and phases from its summary."""
+def stage_scores(log: RunLog) -> dict[str, float]:
+    """Bits per byte after each stage of a run that the log has a score of, in order."""
+    scores = {}
+    for stage in STAGES:
+        score = log.score_after(stage)
+        if score is not None:
+            scores[stage] = score.bpb
+    return scores
+
+
+def stage_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The means over seeds that reviewers of the challenge ask for; None where a seed lacks a stage."""
+
+    def mean_of(stage: str) -> float | None:
+        values = [result["stages"].get(stage) for result in results]
+        return _rounded(mean(values), 8) if None not in values else None
+
+    before, after, windows, ttt = map(mean_of, STAGES)
+    pre_ttt = after if windows is None else windows
+    gain = pre_ttt - ttt if pre_ttt is not None and ttt is not None else None
+    return {"pre_quant_val_bpb": before, "post_quant_val_bpb": after, "pre_ttt_val_bpb": pre_ttt,
+            "ttt_gain_bpb": _rounded(gain, 8)}  # fmt: skip
+
+
+def seed_result(evidence: Evidence, code_bytes: int, form: str = FORMAT) -> dict[str, Any]:
+    """One seed's numbers, each from its log; hashes and phases from its summary. form: of submission.json."""
     log = evidence.log
     summary = evidence.summary
     score = log.headline
@@ -49,6 +73,7 @@ def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
     if score is None or model is None or log.steps_done is None:
         raise RecordError(f"{log.path} has no final metric, model bytes or steps: the run did not finish")
     phases = mapping(summary, "phases")
+    stages = {"stages": stage_scores(log)} if form == FORMAT else {}
     return {
         "metric": score.label,
         "val_loss": score.loss,
@@ -64,6 +89,7 @@ def seed_result(evidence: Evidence, code_bytes: int) -> dict[str, Any]:
         "run_id": nested(summary, "run_id"),
         "stream_hash": nested(summary, "stream_hash"),
         "artifact_sha256": nested(summary, "artifact", "sha256"),
+        **stages,
     }
 
 
@@ -84,25 +110,28 @@ def submission(
     files: Mapping[str, str],
     comparison: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
+    form: str = FORMAT,
 ) -> dict[str, Any]:
-    """The whole of submission.json; `files` maps names to SHA-256.
+    """The whole of submission.json; `files` maps names to SHA-256. form: this one, or the older records/2.
 
     `comparison` comes from `compare_with`, `data` from `data_facts`.
     """
     ordered = sorted(evidences, key=lambda evidence: evidence.seed)
-    results = {str(evidence.seed): seed_result(evidence, code_bytes) for evidence in ordered}
+    results = {str(evidence.seed): seed_result(evidence, code_bytes, form) for evidence in ordered}
+    stages = stage_means(list(results.values())) if form == FORMAT else {}
     losses = [result["val_loss"] for result in results.values()]
     bpbs = [result["val_bpb"] for result in results.values()]
     first = ordered[0].summary
     largest = max(result["artifact_bytes"] for result in results.values())
     return {
-        "format": FORMAT,
+        "format": form,
         **{key: identity.get(key, "") for key in IDENTITY},
         "metric": next(iter(results.values()))["metric"],
         "val_loss": _rounded(mean(losses), 8),
         "val_loss_std": _rounded(deviation(losses), 8),
         "val_bpb": _rounded(mean(bpbs), 8),
         "val_bpb_std": _rounded(deviation(bpbs), 8),
+        **stages,
         "seeds": [evidence.seed for evidence in ordered],
         "seed_results": results,
         "bytes_total": largest,

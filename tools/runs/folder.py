@@ -43,7 +43,8 @@ ASIDE_BYTES_MAX = 2**20  # up to this size: no tokenizer of 8,192 pieces has hal
 PROSE_SUFFIXES = (".md", ".txt", ".html")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
-FORMAT = "records/2"  # value of submission.json's `format` in folders that `pack` writes
+FORMATS = ("records/2", "records/3")  # that `check` can derive
+FORMAT = "records/3"  # value of submission.json's `format` in folders that `pack` writes
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Folder:
     @property
     def ours(self) -> bool:
         """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
-        return self.submission.get("format") == FORMAT or bool(self.summaries)
+        return self.submission.get("format") in FORMATS or bool(self.summaries)
 
     @cached_property
     def script_path(self) -> Path | None:

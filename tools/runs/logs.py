@@ -53,6 +53,8 @@ CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our scrip
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
+# The scores of a run in order; those after the first are named by the rank of their label.
+STAGES = ("before quantization", "quantized", "sliding window", "test-time training")
 EXACT = "_exact"  # ends the label of the line that repeats a score with all its digits
 
 MILLISECONDS = {"ms": 1.0, "s": 1e3, "m": 6e4}
@@ -135,6 +137,16 @@ class Final:
             return 2
         return 1
 
+    @property
+    def stage(self) -> str:
+        """The part of a run that this score follows, one of STAGES; empty where the label names none."""
+        if self.rank > 0:
+            return STAGES[self.rank]
+        label = self.label.lower()
+        if re.search(r"pre-?quant|post[-_ ]ema|^raw|^diagnostic final$", label):
+            return STAGES[0]
+        return STAGES[1] if "quantized" in label else ""
+
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
@@ -192,8 +204,11 @@ class RunLog:
 
     def score_of(self, rank: int) -> Final | None:
         """The score with a label of that rank: exact digits before rounded, late before early."""
-        found = [final for final in self.finals if final.rank == rank]
-        return max(found, key=lambda final: (decimals(final.bpb_text), final.line), default=None)
+        return exact([final for final in self.finals if final.rank == rank])
+
+    def score_after(self, stage: str) -> Final | None:
+        """The score of a stage: its exact digits before rounded ones, late before early."""
+        return exact([final for final in self.finals if final.stage == stage])
 
     @property
     def model_bytes(self) -> ByteCount | None:
@@ -226,10 +241,13 @@ class RunLog:
 
     @property
     def steps_done(self) -> int | None:
-        """Steps of a whole run. Without a line that says where it stopped it went to its step limit, and the
-        last line of training may come before."""
+        """Steps of the run. A run that was scored without a line of an early stop went to its step limit.
+
+        Its last line of training may come before the limit. A run without a score has not ended.
+        """
         limit = self.settings.get("iterations")
-        if self.stop is None and self.steps is not None and limit is not None and limit.integer is not None:
+        whole = self.stop is None and bool(self.finals)
+        if whole and self.steps is not None and limit is not None and limit.integer is not None:
             return limit.integer
         return self.steps
 
@@ -274,6 +292,11 @@ class RunLog:
 
     def where(self, line: int) -> str:
         return f"{self.path.name}:{line}"
+
+
+def exact(finals: Iterable[Final]) -> Final | None:
+    """The score with the most digits, and of equal ones the last."""
+    return max(finals, key=lambda final: (decimals(final.bpb_text), final.line), default=None)
 
 
 def decimals(text: str) -> int:

@@ -184,7 +184,12 @@ def output_path(path: Path, name: str) -> Path:
 
 
 def load_group(path: Path) -> Group:
-    """A run directory or a records folder, ours or public."""
+    """A run directory, a records folder or a log, ours or public."""
+    if path.is_file():
+        log = read_log(path)
+        run = Run(path.stem, log, log.headline, [], {})
+        script = Script(path, log.source.encode(), log.source, wrapped=False) if log.source else None
+        return Group(f"{path.parent.name}/{path.name}", [run], _settings(Path(), log), script, {})
     if (path / LOG).is_file():
         return _group_of_run(RunDirectory(path))
     folder = Folder(path)

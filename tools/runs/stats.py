@@ -29,7 +29,7 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
 
 @dataclass(frozen=True)
 class Welch:
-    """Welch's t-test that the first group is lower: statistic, degrees of freedom, one-sided p."""
+    """A t-test that the first group is lower: statistic, degrees of freedom, one-sided p."""
 
     t: float
     df: float
@@ -51,12 +51,30 @@ def welch_lower(new: Sequence[float], base: Sequence[float], margin: float = 0.0
     return Welch(float(result.statistic), float(result.df), float(result.pvalue))
 
 
+def paired_lower(pairs: Sequence[tuple[float, float]]) -> Welch | None:
+    """The paired t-test that the first of each pair is lower; None with fewer than two pairs or no spread."""
+    differences = [new - base for new, base in pairs]
+    spread = deviation(differences)
+    if not spread:
+        return None
+    from scipy import stats
+
+    result = stats.ttest_1samp(differences, 0.0, alternative="less")
+    return Welch(float(result.statistic), float(len(pairs) - 1), float(result.pvalue))
+
+
+def p_text(p: float) -> str:
+    """A p-value with four digits; a smaller one as a bound."""
+    return "p < 0.0001" if p < 1e-4 else f"p = {p:.4f}"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """New against base at both standards; gains are positive when the new runs are better.
 
     `gain_nats_per_byte` is `gain_bpb` times ln 2. `gain_nats_per_token` and the margin test need losses over
-    the same tokenizer; where bytes per token differ between the groups both are None.
+    the same tokenizer; where bytes per token differ between the groups both are None. `paired` is the test by
+    seeds, None where the groups do not have the same ones.
     """
 
     seeds_new: int
@@ -68,11 +86,16 @@ class Comparison:
     gain_nats_per_token: float | None
     frontier: Welch | None
     margin: Welch | None
+    paired: Welch | None
     meets_frontier: bool
     meets_margin: bool
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self)
+        """Its fields; without `paired` where there is no such test."""
+        fields = asdict(self)
+        if self.paired is None:
+            del fields["paired"]
+        return fields
 
 
 SAME_TOKENIZER = 1e-3  # relative difference of bytes per token below which losses per token compare
@@ -83,8 +106,12 @@ def compare(
     base_bpb: Sequence[float],
     new_nats: Sequence[float],
     base_nats: Sequence[float],
+    pairs: Sequence[tuple[float, float]] = (),
 ) -> Comparison:
-    """Compare two groups of seeds; `*_nats` are nats per token, seed by seed, or empty where unknown."""
+    """Compare two groups of seeds; `*_nats` are nats per token, seed by seed, or empty where unknown.
+
+    pairs: new and base bits per byte of each seed, where all seeds of the groups are the same.
+    """
     gain = mean(base_bpb) - mean(new_bpb)
     frontier = welch_lower(new_bpb, base_bpb)
     comparable = bool(new_nats and base_nats)
@@ -102,6 +129,7 @@ def compare(
         gain_nats_per_token=mean(base_nats) - mean(new_nats) if comparable else None,
         frontier=frontier,
         margin=margin,
+        paired=paired_lower(pairs),
         meets_frontier=bool(frontier and frontier.p < FRONTIER_P),
         meets_margin=bool(margin and margin.p < MARGIN_P),
     )

@@ -1,0 +1,174 @@
+"""`runs [FOLDER …]`: one table of many runs, finished or not, from their summaries and logs.
+
+A row has the settings that differ between the rows, steps, milliseconds per step, bits per byte after each
+stage, bytes, and how the run stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.compare.diff import columns
+from tools.compare.settings import UNSET, plain_values
+from tools.runs.derive import nested
+from tools.runs.errors import RecordError
+from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, read_object
+from tools.runs.logs import STAGES, read_log
+from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_lines
+from tools.runs.writing import json_text
+
+STAGE_HEADS = dict(zip(STAGES, ("float", "quantized", "windows", "ttt"), strict=True))
+SORT_KEYS = ("name", "steps", "ms", "val_bpb", "bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run directory; what it has not reached is None or missing."""
+
+    path: Path
+    settings: dict[str, str]
+    seed: str
+    steps: int | None
+    ms: float | None
+    scores: dict[str, float] = field(default_factory=dict)  # bits per byte by stage
+    bytes: int | None = None
+    status: str = ""
+
+    @property
+    def val_bpb(self) -> float | None:
+        """The score of the last stage that the run has."""
+        reached = [stage for stage in STAGES if stage in self.scores]
+        return self.scores[reached[-1]] if reached else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", type=Path, nargs="*", default=[Path("runs")], metavar="FOLDER",
+                        help="run directories, or folders that hold them (default: runs)")  # fmt: skip
+    parser.add_argument("--sort", choices=SORT_KEYS, default="name", help="the column to sort by")
+    parser.add_argument("--where", action="append", default=[], metavar="NAME=VALUE",
+                        help="only runs with this setting; may be given several times")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = {}
+    for pair in args.where:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise RecordError(f"--where {pair!r}: expected NAME=VALUE, as in --where MODEL_DIM=256")
+        wanted[name] = value
+    rows = [read_row(path) for path in run_directories(args.folders)]
+    rows = [row for row in rows if wanted.items() <= {**row.settings, "SEED": row.seed}.items()]
+    if not rows:
+        places = ", ".join(map(str, args.folders))
+        raise RecordError(f"{places}: no run that fits; expected directories with a {LOG}")
+    rows.sort(key=lambda row: sort_key(row, args.sort))
+    if args.json:
+        print(json_text([as_json(row) for row in rows]), end="")
+    else:
+        print(table(rows))
+    return 0
+
+
+def run_directories(folders: Sequence[Path]) -> list[Path]:
+    """The folders that are runs, and the runs directly inside the others. RecordError for a missing one."""
+    found = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise RecordError(f"{folder}: no such folder; give run directories, or a folder that holds some")
+        if (folder / LOG).is_file():
+            found.append(folder)
+        else:
+            found += sorted(path for path in folder.iterdir() if (path / LOG).is_file())
+    return found
+
+
+def read_row(path: Path) -> Row:
+    """The row of a run directory, from its summary if it has one, else from its log."""
+    log = read_log(path / LOG)
+    summary: dict[str, Any] = read_object(path / SUMMARY) or {}
+    config = path / CONFIG
+    pairs = [line.split("=", 1) for line in settings_lines(config)] if config.is_file() else []
+    settings = plain_values({name: value for name, value in pairs})
+    seed = settings.get("SEED", UNSET)
+    for name in PER_RUN_SETTINGS | SETTINGS_OF_A_START:
+        settings.pop(name, None)
+    scores = {}
+    for stage in STAGES:
+        score = log.score_after(stage)
+        if score is not None:
+            scores[stage] = score.bpb
+    size = nested(summary, "limits", "artifact_bytes", "value")
+    return Row(path, settings, seed, log.steps_done, log.step_ms, scores,
+               size if isinstance(size, int) else None, status(path, summary, log.steps))  # fmt: skip
+
+
+def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
+    """How a run stands: finished, with the limits that failed; or how far it came, and how to go on."""
+    if summary.get("exit") == FINISHED:
+        failed = failed_limits(summary)
+        return "finished" + (f", over {', '.join(failed)}" if failed else "")
+    if (path / "model.bin").is_file():
+        return "not scored"
+    saved = ", checkpoint" if (path / "checkpoint.pt").is_file() else ""
+    return f"step {steps or 0}{saved}"
+
+
+def failed_limits(summary: dict[str, Any]) -> list[str]:
+    """The names of the limits that a finished run did not keep."""
+    limits = nested(summary, "limits")
+    if not isinstance(limits, dict):
+        return []
+    return [name for name, limit in limits.items() if isinstance(limit, dict) and limit.get("ok") is False]
+
+
+def sort_key(row: Row, column: str) -> tuple[bool, Any, str]:
+    """Rows without a value come last."""
+    value = row.path.name if column == "name" else getattr(row, column)
+    return (value is None, value if value is not None else 0, row.path.name)
+
+
+def differing_settings(rows: Sequence[Row]) -> list[str]:
+    """Names of the settings that not all rows share."""
+    names = sorted({name for row in rows for name in row.settings})
+    return [name for name in names if len({row.settings.get(name) for row in rows}) > 1]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table for a terminal."""
+    names = differing_settings(rows)
+    stages = [stage for stage in STAGES if any(stage in row.scores for row in rows)]
+    heads = [
+        "run",
+        *names,
+        "seed",
+        "steps",
+        "ms",
+        *(STAGE_HEADS[stage] for stage in stages),
+        "bytes",
+        "status",
+    ]
+    cells = []
+    for row in rows:
+        cells.append([
+            row.path.name,
+            *(row.settings.get(name, UNSET) for name in names),
+            row.seed,
+            UNSET if row.steps is None else f"{row.steps:,}",
+            UNSET if row.ms is None else f"{row.ms:.1f}",
+            *(f"{row.scores[stage]:.5f}" if stage in row.scores else UNSET for stage in stages),
+            UNSET if row.bytes is None else f"{row.bytes:,}",
+            row.status,
+        ])  # fmt: skip
+    return columns(heads, cells)
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """A row with all its settings."""
+    scores = {STAGE_HEADS[stage]: score for stage, score in row.scores.items()}
+    return {"run": str(row.path), "seed": row.seed, "steps": row.steps, "ms": row.ms, "val_bpb": row.val_bpb,
+            "scores": scores, "bytes": row.bytes, "status": row.status, "settings": row.settings}  # fmt: skip
