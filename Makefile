@@ -93,7 +93,7 @@ test-torch: ## the graphs of a GPU on every promised torch (TORCH_VERSIONS="2.11
 	done; \
 	test -z "$$failed" || { echo "failed on torch$$failed"; exit 1; }
 
-gpu-check: $(READY) ## the first hour on a GPU: tests, steps, memory and a score, in one report to attach to an issue
+gpu-check: $(READY) ## whether this GPU runs the script as it should: ten minutes, one page, PASS or FAIL
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/gpu_check.py
 

@@ -1,221 +1,530 @@
-"""The first hour on a GPU: what was predicted without one, beside what is measured, in one report.
+"""Whether this machine runs train_gpt.py as it should: about ten minutes on one GPU, one page, PASS or FAIL.
 
-    make gpu-check      or      python benchmarks/gpu_check.py --out runs/gpu-check
+    make gpu-check      or      python benchmarks/gpu_check.py [--out FOLDER] [--only forms run ranks]
 
-In order, on one card and in at most 25 minutes: the tests that need a GPU; 30 steps of the default run,
-half of them with recurrence, with the Triton kernels and without; the memory they took against the formula of
-gpu_model/memory.py; one artifact, scored in a fresh process. A part that fails is reported, and the others
-still run. Exit status: 0 if all went well, 1 if a part failed, 2 without a GPU.
+Settings come from the environment, as for the script. Each stage is a process with a time limit of its own,
+which leaves room for cold compilation:
+
+    forms  which forms the script chooses at the sizes of a micro-batch, and the time of each form
+    run    40 steps as one of eight ranks over all graphs, the end of a run, and 50 documents with adapters;
+           nothing may be compiled in training or in evaluation
+    ranks  with several GPUs: the whole program on all of them, with 30 s of training
+
+A stage that fails does not stop the others. An interrupted check prints what it has. Exit status: 0 if all
+stages passed, 1 if not, 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib.util
+import itertools
+import json
 import os
 import re
+import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):  # run as a script: make the repository importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 
 import train_gpt
-from benchmarks import results
-from benchmarks.gpu_model import memory
+from benchmarks import kernels, results
+from benchmarks.gpu_model import calibration, memory
+from data.shards import write_shard
+from train_gpt import Config
 
 REPO = Path(__file__).resolve().parents[1]
-STEPS = 30
-LOOP_FROM = 0.5  # of them on the recurrence is on
-# One micro-batch of the 8-GPU run is one step here. Milliseconds as gpu_model models them for an H100,
-# without recurrence and with it, and what public logs add to such a model (README.md there).
-MODELLED_MS = {"1": (62.4, 92.1), "0": (78.3, 116.7)}
-LOGGED_OVER_MODELLED = 1.14
-LOGGED_BESIDE_MS = 6.4
-LIMIT_SECONDS = {"tests": 300, "steps": 400, "score": 300}
+STAGES = {"forms": 400, "run": 1200, "ranks": 900}  # in order, each with its limit in seconds
+GPUS = 8  # of the run that this machine is checked for
+OFFICIAL_DOCUMENTS = 50_000  # of validation
+STEPS = 40
+SETTLED = 5  # steps after which the loader is ahead
+DOCUMENTS = 50
+CLOCK_SECONDS = 30  # of training on several GPUs
+RESERVE_SHARE = 0.9  # of GPTQ_RESERVE_SECONDS: calibration keeps the rest to spare
+CHOICE_TOLERANCE = 1.1  # that the form which was chosen may be slower than the fastest, by chance
+# A kernel may need so many times the least time of its work. Public logs suggest up to 2.3 for the MLP: its
+# products then reach 31 % of an H100's peak.
+MAX_OVER_FLOOR = 2.8
+TOLD = r"attention:|fused_|rehears|gptq:collected|peak memory|warning:"  # lines of a log for the page
+REASON = r"error: |[\w.]*(Error|Exception|Unsupported)\b"  # lines that say why a program ended
+SAMPLE = {
+    "DATA_PATH": "data/datasets/sample_sp1024",
+    "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model",
+    "VOCAB_SIZE": "1024",
+}
 
-# Runs a command with these variables added, at most so many seconds: exit status and output.
-Runner = Callable[[Sequence[str], Mapping[str, str], float], tuple[int, str]]
-
-
-class Part(NamedTuple):
-    """One part of the report."""
-
-    title: str
-    passed: bool
-    seconds: float
-    lines: list[str]
-
-
-def run_command(command: Sequence[str], variables: Mapping[str, str], seconds: float) -> tuple[int, str]:
-    """Run a command in the repository; status 124 where it took too long."""
-    environ = {**os.environ, **variables}
-    try:
-        done = subprocess.run(
-            command, cwd=REPO, env=environ, timeout=seconds, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
-        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
-    return done.returncode, done.stdout
+Graph = tuple[int, bool]  # of a step: the length of its sequences, and whether the loop is on
 
 
-def data_settings(repo: Path) -> dict[str, str]:
-    """The default data where they are, else the sample that `data/sample.py` writes."""
-    default = train_gpt.Config()
-    if list((repo / default.data_path).glob("fineweb_train_*.bin")):
-        return {}
-    return {
-        "DATA_PATH": "data/datasets/sample_sp1024",
-        "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model",
-        "VOCAB_SIZE": "1024",
+class Found(NamedTuple):
+    """What came of a stage, or of a part of it."""
+
+    faults: list[str]  # it passed if there are none
+    lines: list[str]  # for the page
+
+
+# ======================================================================================================
+# The programs of the stages: they run on the GPU, and write a file of what they found.
+# ======================================================================================================
+
+
+def measure_forms() -> dict[str, Any]:
+    """The forms that the script chooses, and the milliseconds of both passes of every form."""
+    from triton.testing import do_bench
+
+    config = Config.from_env(os.environ)
+    machine = train_gpt.this_machine(config, os.environ)
+    tokens = config.micro_batch_tokens
+    shape = kernels.Shape("", tokens, config.model_dim, config.mlp_dim, config.leaky_slope)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    roof = kernels.measure_roof()
+    floors_ms = {
+        "fused_mlp": roof.floor_ms(kernels.mlp_costs(shape)["both"]),
+        "fused_heads": roof.floor_ms(kernels.heads_costs(tokens, *heads)["both"]),
     }
+    report = train_gpt.fast_ops(config, machine).report
+    torch._dynamo.reset()  # it gives up after a few forms of one function
+    model = train_gpt.GPT(config, seed=None)
+    rows = []
+    for setting in train_gpt.FORMS:
+        run, inputs = train_gpt.trial_of(setting, config, machine)
+        run = machine.compile(run)
+        for form in train_gpt.forms_to_try(setting, config, machine):
+            row: dict[str, Any] = {"setting": setting, "form": form, "floor_ms": floors_ms.get(setting)}
+            try:
+                model.ops = train_gpt.with_form(train_gpt.Ops(), setting, form)
+                both = functools.partial(train_gpt.both_passes, run, model, inputs)
+                row["ms"] = do_bench(both, return_mode="median")
+            except Exception as failure:  # whatever a form that is not here, or does not run, raises
+                row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            rows.append(row)
+    has_fa3 = importlib.util.find_spec("flash_attn_interface") is not None
+    rates = {"tflops": roof.tflops, "gb_per_s": roof.gb_per_s}
+    return {"report": report, "rows": rows, "has_fa3": has_fa3, **rates}
 
 
-def step_settings(name: str, fused: str, folder: Path) -> dict[str, str]:
-    """Variables of the 30 steps: those of one rank of the 8-GPU run, and timing lines."""
-    tokens = str(train_gpt.Config().micro_batch_tokens)
-    return {
-        **data_settings(REPO),
-        "RUN_ID": name, "RUNS_DIR": str(folder), "DEVICE": "cuda",
-        "ITERATIONS": str(STEPS), "MAX_WALLCLOCK_SECONDS": "0", "WARMUP_STEPS": "3",
-        "TRAIN_BATCH_TOKENS": tokens, "MICRO_BATCH_TOKENS": tokens, "ENABLE_LOOPING_AT": str(LOOP_FROM),
-        "TRAINING_TIMING_BREAKDOWN": "1", "TRAINING_TIMING_EVERY": "1", "GPTQ_CALIBRATION_BATCHES": "2",
-        "FUSED_MLP": fused, "FUSED_HEADS": fused,
-        "VAL_TOKENS_LIMIT": "100000", "TTT_ENABLED": "0",
-    }  # fmt: skip
+def kernel_variants() -> int:
+    """Variants of the script's own Triton kernels that were compiled in this process so far."""
+    count = 0
+    for kernel in vars(train_gpt).values():
+        # The first thing that a kernel keeps for a device is its compiled variants.
+        for cache in getattr(kernel, "device_caches", {}).values():
+            count += len(cache[0])
+    return count
 
 
-def step_times_ms(log: str) -> tuple[float, float]:
-    """Median milliseconds of a step, without recurrence and with it. ValueError where lines are missing."""
-    totals: dict[int, float] = {}
-    for line in re.findall(r"timing_breakdown step:\d+ .*", log):
-        step = int(line.split("step:")[1].split()[0])
-        parts = re.findall(r"(?:forward|backward|optimizer)_ms:([0-9.]+)", line)
-        totals[step] = sum(float(part) for part in parts)
-    border = LOOP_FROM * STEPS
-    # The first steps of each half still settle.
-    before = sorted(ms for step, ms in totals.items() if 2 <= step < border)
-    after = sorted(ms for step, ms in totals.items() if step > border + 2)
-    if not before or not after:
-        raise ValueError("the run has no timing lines of both halves")
-    return before[len(before) // 2], after[len(after) // 2]
+def watch_run() -> dict[str, Any]:
+    """The script's own `main`: what it compiled inside its two clocks, and when adapters began each pass."""
+    compiled: dict[str, int] = {}
+    passes: list[tuple[float, int]] = []  # moment, tokens
+    graphs: list[Any] = []  # forward and backward ones, as Dynamo begins to compile them
+    torch._dynamo.callback.on_compile_start(graphs.append)
+    read = train_gpt.DocumentScorer.read
+
+    def noted(scorer: Any, batch: Any, chunk: Any, *more: Any) -> Any:
+        passes.append((time.perf_counter(), chunk.rows * (chunk.stop - chunk.first)))
+        return read(scorer, batch, chunk, *more)
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            before = len(graphs) + kernel_variants()
+            passes.clear()
+            try:
+                return work(*given)
+            finally:
+                compiled[name] = len(graphs) + kernel_variants() - before
+
+        return counted
+
+    train_gpt.DocumentScorer.read = noted  # type: ignore[method-assign]
+    for name in ("train", "evaluate"):
+        setattr(train_gpt, name, watched(name, getattr(train_gpt, name)))
+    return {"status": train_gpt.main(), "compiled": compiled, "passes": passes}
 
 
-def expected_ms(modelled: float) -> float:
-    """What a log would say by the line through public ones; good to 10 % at best."""
-    return LOGGED_OVER_MODELLED * modelled + LOGGED_BESIDE_MS
+def run_program(name: str, out: str) -> int:
+    """The program of a stage, which writes what it finds to OUT.RANK.json. Returns its exit status."""
+    del sys.argv[1:]  # the script reads no arguments
+    found = measure_forms() if name == "forms" else watch_run()
+    path = Path(f"{out}.{os.environ.get('RANK', '0')}.json")
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return int(found.get("status", 0))
 
 
-def tests_part(run: Runner) -> Part:
-    """The tests that need a GPU."""
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
-    status, output = run(command, {}, LIMIT_SECONDS["tests"])
-    return Part("Tests marked gpu", status == 0, time.perf_counter() - start, output.splitlines()[-15:])
+# ======================================================================================================
+# What they found, judged
+# ======================================================================================================
 
 
-def steps_part(run: Runner, folder: Path, fused: str) -> Part:
-    """30 steps with the kernels required, or without them."""
-    start = time.perf_counter()
-    name = "kernels" if fused == "1" else "plain"
-    variables = step_settings(name, fused, folder)
-    status, output = run([sys.executable, "train_gpt.py"], variables, LIMIT_SECONDS["steps"])
-    passed = status == 0
-    lines = [line for line in output.splitlines() if re.match(r"attention:|fused_|warning:", line)]
-    try:
-        measured = step_times_ms(output)
-        lines += ["", "| ms a step | modelled | expected | measured |", "|---|---|---|---|"]
-        halves = ("without recurrence", "with recurrence")
-        for half, modelled, ms in zip(halves, MODELLED_MS[fused], measured, strict=True):
-            lines.append(f"| {half} | {modelled:.1f} | {expected_ms(modelled):.1f} | {ms:.1f} |")
-        lines += ["", memory_line(output, variables)]
-    except ValueError as error:
-        passed = False
-        lines.append(str(error))
-    if status != 0:
-        lines += output.splitlines()[-15:]
-    title = f"{STEPS} steps, kernels {'on' if fused == '1' else 'off'}"
-    return Part(title, passed, time.perf_counter() - start, lines)
+def judge_forms(found: dict[str, Any]) -> Found:
+    """The times of all forms, and whether the fastest ones were chosen."""
+    # A form that is installed and refused costs steps, behind a warning.
+    faults = [line for line in found["report"] if "refused" in line]
+    lines = [f"Matrix products reach {found['tflops']:.0f} TFLOP/s, copies {found['gb_per_s']:.0f} GB/s.", "",
+             "| operation | form | ms, both passes | over the least |", "|---|---|---|---|"]  # fmt: skip
+    chosen = dict(line.split()[0].split(":") for line in found["report"] if " tried: " in line)
+    tried = {row["form"] for row in found["rows"]}
+    if found["has_fa3"] and "fa3" in tried and chosen["attention"] != "fa3":
+        faults.append(f"attention: FlashAttention-3 is installed, and {chosen['attention']} was chosen")
+    for setting, form in chosen.items():
+        times_ms = {}
+        floor_ms = None
+        for row in found["rows"]:
+            if row["setting"] != setting:
+                continue
+            name = row["form"] + (" (chosen)" if row["form"] == form else "")
+            told = f"{row.get('failure', '')[:60]} | -"
+            if "ms" in row:
+                times_ms[row["form"]] = row["ms"]
+                floor_ms = row["floor_ms"]
+                over = f"{row['ms'] / floor_ms:.1f}" if floor_ms else "-"
+                told = f"{row['ms']:.3f} | {over}"
+            lines.append(f"| {setting} | {name} | {told} |")
+        faults += slow_forms(setting, form, times_ms, floor_ms)
+    return Found(faults, lines)
 
 
-def memory_line(log: str, variables: Mapping[str, str]) -> str:
-    """Peak memory beside the formula's. ValueError where the log does not tell it."""
-    found = re.search(r"peak memory allocated: (\d+) MiB", log)
-    if found is None:
-        raise ValueError("the run tells no peak of memory")
-    measured = int(found[1]) * 2**20 / 1e9
-    known = {name: value for name, value in variables.items() if name not in ("RUN_ID", "RUNS_DIR")}
-    predicted = memory.predicted_bytes(train_gpt.Config.from_values(known), 1) / 1e9
-    share = measured / predicted
-    by_formula = f"{predicted:.1f} GB by the formula with kernels"
-    return f"Peak memory: {measured:.1f} GB, {by_formula} ({share:.2f} of it)."
+def slow_forms(setting: str, chosen: str, times_ms: Mapping[str, float], floor_ms: float | None) -> list[str]:
+    """Faults: a form that is much slower than another, or than the least time for its work."""
+    faults = []
+    fastest = min(times_ms, key=lambda form: times_ms[form])
+    if times_ms[chosen] > CHOICE_TOLERANCE * times_ms[fastest]:
+        faults.append(f"{setting}: {chosen} was chosen and needs {times_ms[chosen]:.3f} ms; {fastest} needs "
+                      f"{times_ms[fastest]:.3f} ms")  # fmt: skip
+    kernels_ms = [ms for form, ms in times_ms.items() if form != "plain"]
+    if kernels_ms and floor_ms and min(kernels_ms) > MAX_OVER_FLOOR * floor_ms:
+        faults.append(f"{setting}: the kernel needs {min(kernels_ms):.3f} ms, expected at most "
+                      f"{MAX_OVER_FLOOR} times the least for its work, {floor_ms:.3f} ms")  # fmt: skip
+    return faults
 
 
-def score_part(run: Runner, folder: Path) -> Part:
-    """The artifact of the steps with kernels, scored in a fresh process with test-time training."""
-    start = time.perf_counter()
-    variables = {
-        **data_settings(REPO),
-        "EVAL_ONLY": str(folder / "kernels" / "model.bin"), "RUN_ID": "score", "RUNS_DIR": str(folder),
-        "DEVICE": "cuda", "VAL_TOKENS_LIMIT": "100000",
-    }  # fmt: skip
-    status, output = run([sys.executable, "train_gpt.py"], variables, LIMIT_SECONDS["score"])
-    words = r"final_.*_exact|legal_ttt_exact|limit:|.* eval_time:"
-    lines = [line for line in output.splitlines() if re.match(words, line)]
-    passed = status == 0 and any(line.startswith("legal_ttt_exact") for line in lines)
-    seconds = time.perf_counter() - start
-    return Part("One artifact, scored", passed, seconds, lines or output.splitlines()[-15:])
+def judge_compiled(paths: Sequence[Path]) -> list[str]:
+    """A fault for each clock of each rank in which something was compiled."""
+    faults = []
+    for rank, path in enumerate(paths):
+        for name, count in json.loads(path.read_text(encoding="utf-8"))["compiled"].items():
+            if count:
+                faults.append(f"rank {rank}: {count} graphs or kernels were compiled inside the clock of "
+                              f"`{name}`, expected none")  # fmt: skip
+    return faults
 
 
-def report(parts: list[Part], card: str) -> str:
-    """The report, as Markdown."""
-    lines = [
-        "# First hour on a GPU", "",
-        f"{card}; torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"triton {getattr(train_gpt.triton, '__version__', None)}, script {results.script_hash()}.",
-        "Modelled: for an H100, see benchmarks/gpu_model/README.md. Expected: with what logs add to it.", "",
-        "| part | outcome | seconds |", "|---|---|---|",
-    ]  # fmt: skip
-    for part in parts:
-        lines.append(f"| {part.title} | {'ok' if part.passed else 'FAILED'} | {part.seconds:.0f} |")
-    for part in parts:
-        lines += ["", f"## {part.title}", "", *part.lines]
+def graph_of(progress: float, config: Config) -> Graph:
+    """The graph that steps at this share of the run have."""
+    return train_gpt.train_length(progress, config), train_gpt.loop_is_on(progress, config)
+
+
+def step_times_ms(events: list[dict[str, Any]], config: Config) -> dict[Graph, float]:
+    """Median milliseconds of a step by its graph, from the training events of metrics.jsonl."""
+    durations: dict[Graph, list[float]] = {}
+    for before, now in itertools.pairwise(events):
+        graph = graph_of(now["progress"], config)
+        if graph_of(before["progress"], config) == graph:
+            durations.setdefault(graph, []).append(now["train_time_ms"] - before["train_time_ms"])
+    return {graph: statistics.median(times) for graph, times in durations.items()}
+
+
+def steps_in_time(times_ms: Mapping[Graph, float], config: Config) -> float:
+    """Steps that the clock of training has room for. A graph that was not timed counts as the slowest one."""
+    clock_ms = 1e3 * (config.max_wallclock_seconds - config.gptq_reserve_seconds)
+    slowest_ms = max(times_ms.values())
+    shares = {0.0, 1.0, config.enable_looping_at, *(until for _, until in config.length_parts)}
+    steps = 0.0
+    for begin, end in itertools.pairwise(sorted(share for share in shares if share <= 1.0)):
+        steps += (end - begin) * clock_ms / times_ms.get(graph_of(begin, config), slowest_ms)
+    return steps
+
+
+def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: str) -> Found:
+    """The times of steps, and how many the clock has room for.
+
+    ran, meant: settings of this run, and of the run on eight GPUs that it stands for.
+    """
+    faults = []
+    times_ms = step_times_ms(events, ran)
+    # What is expected is the default model on one kind of card.
+    part = train_gpt.TrainingSettings
+    known = "H100" in card and meant.as_env(part) == Config().as_env(part)
+    lines = ["| step | measured ms | expected ms |", "|---|---|---|"]
+    for (length, looping), ms in times_ms.items():
+        name = f"{'with' if looping else 'without'} recurrence, length {length}"
+        expected = calibration.expected_ms(calibration.STEP_MS["kernel"][looping])
+        lines.append(f"| {name} | {ms:.1f} | {expected if known else '-'} |")
+        if known and ms > expected.most:
+            faults.append(f"a step {name} needs {ms:.1f} ms, expected {expected}")
+    waits_ms = [event["data_wait_max_ms"] for event in events[SETTLED:]]
+    steps = steps_in_time(times_ms, meant)
+    lines.append("")
+    lines.append(f"Projected for eight GPUs: {steps:.0f} steps in {meant.max_wallclock_seconds:g} s. A step "
+                 f"waits for data for {max(waits_ms):.1f} ms at most.")  # fmt: skip
+    return Found(faults, lines)
+
+
+def judge_reserve(events: list[dict[str, Any]], log: str, config: Config) -> Found:
+    """Whether the Hessians of one of eight ranks fit in the time that is kept for them."""
+    collected = re.search(r"gptq:collected .* ([0-9.]+)s", log)
+    if collected is None:
+        return Found([], [])
+    seconds = float(collected[1]) - events[-1]["train_time_ms"] / 1e3
+    line = f"Hessians need {seconds:.2f} s, GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g}."
+    # Where the clock ends them, the log has a warning.
+    ended = re.search(r"warning: .* calibration batches", log)
+    too_small = ended is not None or seconds > RESERVE_SHARE * config.gptq_reserve_seconds
+    return Found([f"the reserve is too small: {line}"] if too_small else [], [line])
+
+
+def tokens_of_windows(tokens: np.ndarray, config: Config, stride: int) -> int:
+    """Tokens that pass through the model to score a text in windows."""
+    begins = train_gpt.document_start_of_targets(tokens, config)
+    rows = train_gpt.window_rows(len(tokens) - 1, config.eval_length, stride, begins, len(tokens))
+    return sum(map(len, rows)) * config.eval_length
+
+
+def tokens_of_passes(tokens: np.ndarray, config: Config) -> list[int]:
+    """Of each pass of adapters over these documents: the tokens that pass through the model."""
+    model = train_gpt.GPT(config, seed=None)  # nothing is scored
+    scorer = train_gpt.DocumentScorer(model, tokens, config, train_gpt.Ledger(tokens))
+    chunks = itertools.chain.from_iterable(map(scorer.chunks, scorer.batches()))
+    return [chunk.rows * (chunk.stop - chunk.first) for chunk in chunks]
+
+
+def judge_evaluation(
+    phases: Mapping[str, float], passes: list[tuple[float, int]], scored: np.ndarray, text: np.ndarray,
+    ran: Config, meant: Config,
+) -> Found:  # fmt: skip
+    """Seconds of evaluation of the official text on eight GPUs, from those of a few documents on one.
+
+    passes: of adapters, by their moment and tokens. scored, text: these documents, and all there are.
+    """
+    times = OFFICIAL_DOCUMENTS / GPUS / (text == train_gpt.BOS_ID).sum()
+    each = {}
+    for name, seconds in phases.items():
+        if not name.startswith("eval_"):
+            continue
+        stride = ran.eval_stride if name == "eval_sliding_window" else ran.eval_length
+        if name == "eval_legal_ttt" and len(passes) > 1:
+            # A pass needs so long, and so much longer with each token.
+            moments, counts = np.array(passes).T
+            longer, least = np.polyfit(counts[:-1], np.diff(moments), 1)
+            seconds = sum(least + longer * count for count in tokens_of_passes(text, ran))
+        else:
+            seconds *= tokens_of_windows(text, ran, stride) / tokens_of_windows(scored, ran, stride)
+        each[name.removeprefix("eval_")] = times * seconds
+    total = sum(each.values())
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in each.items())
+    limit = meant.max_eval_seconds
+    line = f"Projected for eight GPUs: evaluation in {total:.0f} s ({parts}), MAX_EVAL_SECONDS={limit:g}."
+    return Found([line] if 0 < limit < total else [], [line])
+
+
+def last_words(log: Path) -> str:
+    """The line of a log that says why the program ended, else its last one."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    reasons = [line for line in lines if re.match(REASON, line)]
+    return (reasons or [line for line in lines if line] or ["nothing"])[-1][:300]
+
+
+# ======================================================================================================
+# The check
+# ======================================================================================================
+
+
+def text_of(folder: Path) -> np.ndarray:
+    """All tokens of validation in a folder of shards."""
+    shards = train_gpt.open_shards(f"{folder}/fineweb_val_[0-9]*.bin")
+    return np.concatenate([train_gpt.read_tokens(shard) for shard in shards])
+
+
+def some_documents(tokens: np.ndarray, length: int) -> np.ndarray:
+    """DOCUMENTS of a text, and a token that ends them: two that are short, all others about this long.
+
+    So the windows of a batch grow to their full length with all of its rows, as they do in a whole text.
+    """
+    begins = np.append(np.flatnonzero(tokens == train_gpt.BOS_ID), len(tokens))
+    lengths = np.diff(begins)
+    long = np.argsort(np.abs(lengths - length), kind="stable")[: DOCUMENTS - 2]
+    short = np.argsort(lengths, kind="stable")[:2]
+    picked = [tokens[begins[one] : begins[one + 1]] for one in (*long, *short)]
+    return np.concatenate([*picked, [train_gpt.BOS_ID]])
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, with all that it has started; torchrun needs time to end its ranks."""
+    for number, seconds in ((signal.SIGTERM, 45), (signal.SIGKILL, 15)):
+        if process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                os.killpg(process.pid, number)
+                process.wait(seconds)
+
+
+class Check:
+    """The stages, by name."""
+
+    def __init__(self, folder: Path, program: Sequence[str]) -> None:
+        """folder: of all files. program: see `main`."""
+        self.folder = folder
+        self.program = program
+        self.card = torch.cuda.get_device_name()
+        self.gpus = torch.cuda.device_count()
+        self.meant = Config.from_env(os.environ)
+        self.data: dict[str, str] = {}
+        if not list(train_gpt.find_path(self.meant.data_path).glob("fineweb_val_*.bin")):
+            self.data = SAMPLE
+            self.meant = Config.from_values({**self.meant.as_env(), **SAMPLE})
+        self.data_folder = train_gpt.find_path(self.meant.data_path)
+
+    def start(self, name: str, ranks: int, limit_seconds: float, **changes: str) -> list[str]:
+        """Run the program of a stage, each rank with the work of one of eight. Returns its fault, if any."""
+        tokens = min(self.meant.micro_batch_tokens, self.meant.train_batch_tokens // GPUS)
+        batches = -(-self.meant.gptq_calibration_batches // GPUS)
+        variables = {
+            "DEVICE": "cuda", "WARMUP_STEPS": "3", "VAL_LOSS_EVERY": "0", "RUN_ID": name,
+            "RUNS_DIR": str(self.folder), "MICRO_BATCH_TOKENS": str(tokens),
+            "TRAIN_BATCH_TOKENS": str(ranks * tokens), "GPTQ_CALIBRATION_BATCHES": str(ranks * batches),
+            **self.data, **changes,
+        }  # fmt: skip
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [*self.program, "forms" if name == "forms" else "run", str(self.folder / name)]
+        log = self.folder / f"{name}.log"
+        with open(log, "w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                command, cwd=REPO, env={**os.environ, **variables}, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = process.wait(limit_seconds)
+            except subprocess.TimeoutExpired:
+                return [f"it takes longer than {limit_seconds:g} s; the end of its log: {last_words(log)}"]
+            finally:
+                end(process)
+        return [f"it ended with status {status}: {last_words(log)}"] if status else []
+
+    def forms(self, limit_seconds: float) -> Found:
+        """The forms of each operation."""
+        faults = self.start("forms", 1, limit_seconds)
+        if faults:
+            return Found(faults, [])
+        return judge_forms(json.loads((self.folder / "forms.0.json").read_text(encoding="utf-8")))
+
+    def run(self, limit_seconds: float) -> Found:
+        """A short run on one GPU, from the first step to the last score."""
+        folder = self.folder / "data"
+        folder.mkdir()
+        for shard in self.data_folder.glob("fineweb_train_*.bin"):
+            (folder / shard.name).symlink_to(shard.resolve())
+        picked = some_documents(text_of(self.data_folder), self.meant.eval_length)
+        write_shard(folder / "fineweb_val_000000.bin", picked)
+        return self.whole_run("run", 1, limit_seconds, ITERATIONS=str(STEPS), MAX_WALLCLOCK_SECONDS="0",
+                              DATA_PATH=str(folder), VAL_TOKENS_LIMIT="0")  # fmt: skip
+
+    def ranks(self, limit_seconds: float) -> Found:
+        """The whole program on all GPUs of this machine."""
+        if self.gpus == 1:
+            return Found([], ["One GPU: nothing to do."])
+        return self.whole_run("ranks", self.gpus, limit_seconds, MAX_WALLCLOCK_SECONDS=str(CLOCK_SECONDS),
+                              VAL_TOKENS_LIMIT="1000000")  # fmt: skip
+
+    def whole_run(self, name: str, ranks: int, limit_seconds: float, **changes: str) -> Found:
+        """A run of the script's `main`, judged as far as it came."""
+        faults = self.start(name, ranks, limit_seconds, **changes)
+        has_ended = not faults
+        faults += judge_compiled(sorted(self.folder.glob(f"{name}.*.json")))
+        log = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        quoted = ["```", *(line for line in log.splitlines() if re.match(TOLD, line)), "```"]
+        if not has_ended:
+            return Found(faults, quoted)
+        directory = self.folder / name
+        events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines()]
+        steps = [event for event in events if event["event"] == "train"]
+        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        ran = Config.from_values(summary["config"])
+        parts = [judge_steps(steps, ran, self.meant, self.card), judge_reserve(steps, log, self.meant)]
+        faults += [f"limit of {limit}: {told}" for limit, told in summary["limits"].items() if not told["ok"]]
+        if ranks == 1:
+            passes = json.loads((self.folder / "run.0.json").read_text(encoding="utf-8"))["passes"]
+            texts = (text_of(self.folder / "data"), text_of(self.data_folder))
+            parts.append(judge_evaluation(summary["phases"], passes, *texts, ran, self.meant))
+        lines = []
+        for part in parts:
+            faults += part.faults
+            lines += part.lines
+        phases = ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in summary["phases"].items())
+        lines.append(f"Seconds by phase: {phases}.")
+        lines.append(f"Memory by the formula: {memory.predicted_bytes(ran, ranks) / 2**20:.0f} MiB.")
+        return Found(faults, [*lines, "", *quoted])
+
+
+def page(found: Mapping[str, tuple[Found, float]], wanted: Sequence[str], about: str) -> str:
+    """The page to paste into an issue: the verdict, all faults, then each stage. found: with its seconds."""
+    faults = [f"- {name}: {fault}" for name, (stage, _) in found.items() for fault in stage.faults]
+    faults += [f"- {name}: did not end" for name in wanted if name not in found]
+    lines = [f"# gpu-check: {'FAIL' if faults else 'PASS'}", "", about, "", *faults]
+    for name, (stage, seconds) in found.items():
+        lines += ["", f"## {name}: {'FAIL' if stage.faults else 'PASS'}, {seconds:.0f} s", "", *stage.lines]
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None, run: Runner = run_command) -> int:
-    """The program. run: how commands are run."""
+def interrupt(number: int, _frame: Any) -> None:
+    """A signal interrupts as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__file__,)) -> int:
+    """The check. program: the file, and arguments of it, that the stages run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    name = time.strftime("gpu-check-%Y%m%d-%H%M%S")
-    parser.add_argument("--out", type=Path, default=REPO / "runs" / name, help="new folder")
-    folder = parser.parse_args(arguments).out
+    folder = REPO / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")
+    parser.add_argument("--out", type=Path, default=folder, help="new folder")
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE")
+    given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu-check: torch finds no GPU here; nothing checked, nothing written", file=sys.stderr)
         return 2
-    folder.mkdir(parents=True)  # a new one: nothing is overwritten
-    card = torch.cuda.get_device_name()
-    parts: list[Part] = []
-    works: list[Callable[[], Part]] = [
-        lambda: tests_part(run),
-        lambda: steps_part(run, folder, "1"),
-        lambda: steps_part(run, folder, "0"),
-        lambda: score_part(run, folder),
-    ]
-    for work in works:
-        parts.append(work())
-        print(f"{parts[-1].title}: {'ok' if parts[-1].passed else 'FAILED'}", flush=True)
-        # After each part, so that a machine that is lost leaves what it found.
-        (folder / "report.md").write_text(report(parts, card), encoding="utf-8")
-    print(f"report: {folder / 'report.md'}; attach it to an issue")
-    return 0 if all(part.passed for part in parts) else 1
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    given.out.mkdir(parents=True)  # a new one: nothing is overwritten
+    check = Check(given.out.resolve(), program)
+    settings = " ".join(f"{name}={value}" for name, value in check.meant.overrides().items())
+    about = (f"{check.gpus} x {check.card}; torch {torch.__version__}, CUDA {torch.version.cuda}, triton "
+             f"{getattr(train_gpt.triton, '__version__', None)}, train_gpt.py {results.script_hash()}; "
+             f"settings: {settings or 'the defaults'}.")  # fmt: skip
+    if check.data:
+        about += " The data are the sample, with a smaller vocabulary: projections are not those of the run."
+    found: dict[str, tuple[Found, float]] = {}
+    path = check.folder / "page.md"
+    try:
+        for name in given.only:
+            # A machine that is lost leaves what was found so far.
+            path.write_text(page(found, given.only, about), encoding="utf-8")
+            print(f"gpu-check: {name}, at most {STAGES[name]} s", flush=True)
+            begin = time.perf_counter()
+            try:
+                stage = getattr(check, name)(STAGES[name])
+            except Exception as error:  # of this program: the stages after it still run
+                stage = Found([f"{type(error).__name__}: {error}"], [])
+            found[name] = (stage, time.perf_counter() - begin)
+    except KeyboardInterrupt:
+        print("gpu-check: interrupted", file=sys.stderr)
+    path.write_text(page(found, given.only, about), encoding="utf-8")
+    print(f"\n{path.read_text('utf-8')}\nPaste this page into an issue: {path}")
+    return int(len(found) < len(given.only) or any(stage.faults for stage, _ in found.values()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] in (["forms"], ["run"]):
+        sys.exit(run_program(*sys.argv[1:]))
+    sys.exit(main())

@@ -1,20 +1,16 @@
-"""The fused kernels against eager PyTorch and torch.compile of their plain twins, alone and in a step.
+"""The fused MLP against eager PyTorch and torch.compile of its plain twin.
 
     python benchmarks/kernels.py [--keep]
 
-Each form of the MLP runs forward, backward and both at the per-GPU shapes of the baseline, PR #549, PR #1493
-and the default config, in bf16; so do those of the heads (norm, rotary and gain before attention, XSA and
-gate behind it) at the default's. The floor of a pass adds, product by product or kernel by kernel, the larger
-of operations over the matmul rate and least bytes over the copy rate, both measured here first. Then one
-optimizer step on one micro-batch of the default model (random tokens, no document masks) with FUSED_MLP and
-FUSED_HEADS off and on, interleaved so that clocks drift alike.
-Without a GPU it says so, exits with status 2 and writes nothing.
+Each form runs forward, backward and both at the per-GPU shapes of the baseline, PR #549, PR #1493 and the
+default config, in bf16. The floor of a pass adds, product by product, the larger of operations over the
+matmul rate and least bytes over the copy rate, both measured here first. `gpu_check.py` times the forms of
+all operations at the shapes of a run. Without a GPU it says so, exits with status 2 and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +29,6 @@ from benchmarks import results  # noqa: E402
 TITLE = "Kernels"
 BYTES = 2  # of a bf16 element
 QUANTILES = (0.5, 0.2, 0.8)
-STEP_ROUNDS = 20  # whole steps per setting of the switch
 HEADER = "| config | pass | form | median ms | p20 | p80 | TFLOP/s | GB/s | floor ms | of floor |"
 
 
@@ -175,37 +170,6 @@ def heads_costs(tokens: int, heads: int, key_heads: int, head_dim: int) -> dict[
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
-def heads_times(roof: Roof) -> list[dict[str, Any]]:
-    """What is made of a micro-batch's heads around attention, at the default's sizes."""
-    config = train_gpt.Config.from_env({})
-    rows = config.micro_batch_tokens // config.train_seq_len
-    shape_BT = (rows, config.train_seq_len)
-    heads, key_heads = config.num_heads, config.num_kv_heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-
-    device = torch.device("cuda")
-    rotary = train_gpt.rotary_table(config.train_seq_len, config, device).to(torch.bfloat16)
-
-    def around(of: Callable[..., Any], xsa: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def function(qkv_BTNE: Tensor, gain_H: Tensor, x_BTW: Tensor, gate_HW: Tensor) -> Tensor:
-            made = of(qkv_BTNE, gain_H, rotary)
-            # Queries stand for what attention would make of them; keys and values are used as well.
-            out_BTHE = xsa(made.q_BTHE, made.own_BTKE, x_BTW, gate_HW)
-            return torch.cat([out_BTHE, made.k_BTKE, made.v_BTKE], dim=2)
-
-        return function
-
-    tensors = [normal(*shape_BT, heads + 2 * key_heads, config.head_dim), normal(heads)]
-    tensors += [normal(*shape_BT, config.gate_window), normal(heads, config.gate_window)]
-    plain = around(train_gpt.heads_plain, train_gpt.xsa_plain)
-    functions = forms(plain, kernel=around(train_gpt.heads_fused, train_gpt.xsa_fused))
-    shape = Shape("default, heads", rows * config.train_seq_len, config.model_dim, config.head_dim, 0.0)
-    costs = heads_costs(shape.tokens, heads, key_heads, config.head_dim)
-    return timed(shape, functions, tensors, costs, roof)
-
-
 def measure_roof() -> Roof:
     """Matmul rate in bf16 and device copy rate of this GPU."""
     from triton.testing import do_bench
@@ -220,47 +184,8 @@ def measure_roof() -> Roof:
     return Roof(tflops=2 * side**3 / matmul_ms / 1e9, gb_per_s=2 * BYTES * elements / copy_ms / 1e6)
 
 
-def training_step(mlp: str, heads: str) -> Callable[[], None]:
-    """One optimizer step of the default model, with these forms, on random tokens; compiled as in a run."""
-    config = train_gpt.Config.from_env({"DOC_MASK": "0"})
-    device = torch.device("cuda")
-    machine = train_gpt.Machine(device=device, dtype=torch.bfloat16, compiled=True)
-    ops = train_gpt.with_form(train_gpt.Ops(), "fused_mlp", mlp)
-    ops = train_gpt.with_form(ops, "fused_heads", heads)
-    model = train_gpt.ready_model(train_gpt.build_model(config), machine, ops)
-    loss = torch.compile(type(model).loss, dynamic=False, fullgraph=True)
-    optimizer = train_gpt.Optimizer(model, config, machine)
-    shape = (config.micro_batch_tokens // config.train_seq_len, config.train_seq_len)
-    inputs_BT, targets_BT = torch.randint(config.vocab_size, (2, *shape), device=device)
-
-    def step() -> None:
-        loss(model, inputs_BT, targets_BT).backward()
-        optimizer.step(1.0, train_gpt.muon_momentum(0.0, 0, config))
-
-    return step
-
-
-def step_times() -> dict[str, list[float]]:
-    """Milliseconds of whole steps with the switches off and on, one of each in turn."""
-    torch._dynamo.reset()
-    steps = {}
-    for mlp, heads in (("plain", "plain"), ("kernel", "plain"), ("plain", "kernel"), ("kernel", "kernel")):
-        steps[f"FUSED_MLP={mlp} FUSED_HEADS={heads}"] = training_step(mlp, heads)
-    times_ms: dict[str, list[float]] = {switches: [] for switches in steps}
-    for turn in range(STEP_ROUNDS + 3):  # three to compile and settle
-        for switches, step in steps.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            step()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                times_ms[switches].append(begin.elapsed_time(end))
-    return times_ms
-
-
 def tables(measured: dict[str, Any]) -> list[str]:
-    """The passes of MLP and heads, then whole steps."""
+    """The passes of the MLP."""
     roof = measured["roof"]
     lines = [
         f"Roof, measured first: bf16 matmul {roof['tflops']:.0f} TFLOP/s, copy {roof['gb_per_s']:.0f} GB/s. "
@@ -274,13 +199,6 @@ def tables(measured: dict[str, Any]) -> list[str]:
             f"{one['operations'] / median / 1e9:.0f} | {one['bytes'] / median / 1e6:.0f} | "
             f"{one['floor_ms']:.3f} | {one['floor_ms'] / median:.0%} |"
         )
-    base_ms = statistics.median(next(iter(measured["step_ms"].values())))  # all switches off
-    lines += ["", "| switches | step median ms | p20 | p80 | speed-up | n |", "|" + "---|" * 6]
-    for switches, times in measured["step_ms"].items():
-        low, *_, high = statistics.quantiles(times, n=5)
-        median = statistics.median(times)
-        speedup = f"{base_ms / median:.3f}"
-        lines.append(f"| {switches} | {median:.2f} | {low:.2f} | {high:.2f} | {speedup} | {len(times)} |")
     return lines
 
 
@@ -297,10 +215,8 @@ def main() -> int:
     for shape in shapes():
         kernels += kernel_times(shape, roof)
         torch.cuda.empty_cache()
-    kernels += heads_times(roof)
-    torch.cuda.empty_cache()
     rates = {"tflops": roof.tflops, "gb_per_s": roof.gb_per_s}
-    measured = {"roof": rates, "kernels": kernels, "step_ms": step_times()}
+    measured = {"roof": rates, "kernels": kernels}
     results.finish("kernels", before, measured, keep)
     return 0
 

@@ -1,92 +1,160 @@
-"""`make gpu-check`, rehearsed without a GPU: each command of it is simulated, the report is real."""
+"""`make gpu-check`, rehearsed on a CPU that calls itself a GPU (tests/support/fake_gpu.py), with faults."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-import train_gpt
 from benchmarks import gpu_check
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support import tiny
+from train_gpt import BOS_ID, Config
 
-
-class Card:
-    """Stands for the machine: says what each command would, and keeps what it was asked."""
-
-    def __init__(self, failing: str = "") -> None:
-        self.failing = failing
-        self.asked: list[Mapping[str, str]] = []
-
-    def __call__(
-        self, command: Sequence[str], variables: Mapping[str, str], seconds: float
-    ) -> tuple[int, str]:
-        self.asked.append(variables)
-        if "pytest" in command:
-            return self.answer("tests", "12 passed in 33.00s")
-        # What the script would refuse is refused here too.
-        config = train_gpt.Config.from_env(variables)
-        if config.eval_only:
-            return self.answer("score", "final_int6_exact val_loss:5.1\nlegal_ttt_exact val_loss:5.0")
-        lines = [f"fused_heads:{'kernel' if config.fused_heads == '1' else 'plain'} tried: kernel error:0"]
-        for step in range(config.iterations):
-            ms = 60.0 if step < 15 else 90.0
-            lines.append(f"timing_breakdown step:{step} batch_cpu_ms:0.10 batch_h2d_ms:0.00 "
-                         f"forward_ms:{ms / 3:.2f} backward_ms:{ms / 2:.2f} optimizer_ms:{ms / 6:.2f} "
-                         "val_ms:0.00")
-        lines.append("peak memory allocated: 36000 MiB reserved: 38000 MiB")
-        return self.answer("steps", "\n".join(lines))
-
-    def answer(self, part: str, output: str) -> tuple[int, str]:
-        return (1, "out of memory") if part == self.failing else (0, output)
+CARD = "NVIDIA H100 80GB HBM3"
+DEFAULT = Config()
+CLOCK_SECONDS = DEFAULT.max_wallclock_seconds - DEFAULT.gptq_reserve_seconds  # of training
+SETTINGS: dict[str, object] = {
+    "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_BATCH_SIZE": 4, "EVAL_STRIDE": 16,
+    "VAL_BATCH_SIZE": 16_384, "TRAIN_BATCH_TOKENS": 512, "ARTIFACT_BYTES_MAX": 1_000_000,
+    "TRAIN_SEQ_LENS": "16:0.2 32", "OMP_NUM_THREADS": 1,
+}  # fmt: skip
+# A check with arguments, on a card with this fault: exit status and page.
+Checked = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says that there is a card."""
+def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dataset: Path) -> Checked:
+    """torch says that there are cards, and settings and data are tiny."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    data = {"DATA_PATH": dataset, "TOKENIZER_PATH": dataset / "tokenizer.model"}
+    for name, value in tiny.environment(**SETTINGS, **data).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: CARD)
+
+    def check(
+        *arguments: str, fault: str = "none", gpus: int = 1, program: Path | None = None
+    ) -> tuple[int, str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        command = [str(program)] if program else ["-m", "tests.support.fake_gpu", fault]
+        status = gpu_check.main(["--out", str(tmp_path / "check"), *arguments], command)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        return status, (tmp_path / "check" / "page.md").read_text(encoding="utf-8")
+
+    return check
 
 
-def test_it_runs_in_order_and_reports_what_was_predicted_beside_what_was_measured(
-    simulated: None, tmp_path: Path
+@pytest.mark.slow
+def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages, on one card and on two."""
+    monkeypatch.setattr(gpu_check, "CLOCK_SECONDS", 4)
+    status, page = checked(gpus=2)
+    assert status == 0 and page.startswith(f"# gpu-check: PASS\n\n2 x {CARD}; torch ")
+    assert [line.split(",")[0] for line in page.splitlines() if line.startswith("## ")] == [
+        "## forms: PASS", "## run: PASS", "## ranks: PASS"]  # fmt: skip
+    assert "| attention | fa3 (chosen) | 0.500 | - |" in page
+    for graph in ("without recurrence, length 16", "without recurrence, length 32"):
+        assert page.count(f"| {graph} | 85.0 | - |") == 2
+    assert page.count("| with recurrence, length 32 | 125.0 | - |") == 2
+    # 35 % of the clock in steps of 85 ms, the rest in steps of 125 ms.
+    steps = CLOCK_SECONDS * (0.35 / 0.085 + 0.65 / 0.125)
+    assert page.count(f"Projected for eight GPUs: {steps:.0f} steps in 600 s.") == 2
+    assert f"Hessians need 1.20 s, GPTQ_RESERVE_SECONDS={DEFAULT.gptq_reserve_seconds:g}." in page
+    assert page.count("peak memory allocated: ") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "stage", "told"),
+    [
+        ("fa3 refused", "forms", "attention: FlashAttention-3 is installed, and varlen was chosen"),
+        ("slow kernel", "forms", "fused_mlp: the kernel needs 1.800 ms, expected at most 2.8 times"),
+        ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
+        ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
+        ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS="),
+    ],
+)
+def test_a_planted_fault_is_found(fault: str, stage: str, told: str, checked: Checked) -> None:
+    status, page = checked("--only", stage, fault=fault)
+    assert status == 1 and page.startswith("# gpu-check: FAIL") and f"## {stage}: FAIL" in page
+    assert any(line.startswith(f"- {stage}: ") and told in line for line in page.splitlines()), page
+
+
+def test_a_stage_that_fails_or_hangs_hides_no_other(
+    checked: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = Card()
-    assert gpu_check.main(["--out", str(tmp_path / "check")], card) == 0
-    tests, fused, plain, score = card.asked
-    assert not tests and fused["FUSED_HEADS"] == fused["FUSED_MLP"] == "1" and plain["FUSED_HEADS"] == "0"
-    assert score["EVAL_ONLY"] == str(tmp_path / "check" / "kernels" / "model.bin")
-    report = (tmp_path / "check" / "report.md").read_text(encoding="utf-8")
-    assert "NVIDIA H100 80GB HBM3" in report and report.count("| ok |") == 4
-    assert "| without recurrence | 62.4 | 77.5 | 60.0 |" in report
-    assert "| with recurrence | 92.1 | 111.4 | 90.0 |" in report
-    assert "Peak memory: 37.7 GB" in report and "legal_ttt_exact val_loss:5.0" in report
-    with pytest.raises(FileExistsError):  # nothing is overwritten
-        gpu_check.main(["--out", str(tmp_path / "check")], card)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\nif sys.argv[1] == 'run':\n    print('begun', flush=True)\n    time.sleep(600)\n"
+        "print('ValueError: no such luck')\nprint('the end')\nsys.exit(3)\n"
+    )
+    monkeypatch.setitem(gpu_check.STAGES, "run", 1.0)
+    status, page = checked(program=program)
+    assert status == 1
+    assert "- forms: it ended with status 3: ValueError: no such luck\n" in page
+    assert "- run: it takes longer than 1 s; the end of its log: begun\n" in page
+    assert "## ranks: PASS" in page
 
 
-@pytest.mark.parametrize("failing", ["tests", "steps", "score"])
-def test_a_part_that_fails_is_reported_and_the_others_still_run(
-    failing: str, simulated: None, tmp_path: Path
+def test_an_interrupted_check_ends_its_program_and_prints_the_page_so_far(
+    checked: Checked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = Card(failing)
-    assert gpu_check.main(["--out", str(tmp_path / "check")], card) == 1
-    report = (tmp_path / "check" / "report.md").read_text(encoding="utf-8")
-    assert len(card.asked) == 4 and "out of memory" in report
-    assert report.count("FAILED") == (2 if failing == "steps" else 1)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, signal, sys, time\nif sys.argv[1] == 'run':\n"
+        "    pathlib.Path(sys.argv[2] + '.id').write_text(str(os.getpid()))\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(600)\n"
+    )
+    status, page = checked(program=program)
+    assert status == 1 and "## forms: FAIL" in page and "- run: did not end\n- ranks: did not end\n" in page
+    assert page in capsys.readouterr().out
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "check" / "run.id").read_text()), 0)
 
 
-def test_a_command_that_takes_too_long_is_a_failure() -> None:
-    status, output = gpu_check.run_command([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.5)
-    assert status == 124 and output == ""
-    status, output = gpu_check.run_command([sys.executable, "-c", "import os; print(os.environ['A'])"],
-                                           {"A": "b"}, DEADLINE_SECONDS)  # fmt: skip
-    assert (status, output) == (0, "b\n")
+def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> None:
+    events = []
+    for step in range(40):
+        events.append({"progress": step / 40, "train_time_ms": 120.0 * step, "data_wait_max_ms": 0.5})
+    faults, lines = gpu_check.judge_steps(events, DEFAULT, DEFAULT, CARD)
+    assert len(faults) == 1 and "without recurrence" in faults[0] and "120.0 ms" in faults[0]
+    assert gpu_check.judge_steps(events, DEFAULT, DEFAULT, "NVIDIA A100").faults == []
+    steps = CLOCK_SECONDS / 0.120
+    assert f"{steps:.0f} steps in 600 s. A step waits for data for 0.5 ms at most." in lines[-1]
+
+
+def test_evaluation_is_projected_from_passes_by_their_tokens() -> None:
+    """If all documents of a text are scored: as long as it took, for as many as one of eight ranks has."""
+    config = Config.from_env(tiny.environment(**{**SETTINGS, "TRAIN_SEQ_LENS": ""}))
+    text = np.full(400, BOS_ID + 1)
+    text[[0, 150, 250, 399]] = BOS_ID
+    counts = gpu_check.tokens_of_passes(text, config)
+    moments = np.cumsum([0.0, *(0.01 + 1e-5 * count for count in counts)])
+    passes = list(zip(moments[:-1].tolist(), counts, strict=True))
+    found = gpu_check.judge_evaluation(
+        {"train": 3.0, "eval_roundtrip": 0.01, "eval_legal_ttt": 9.9}, passes, text, text, config, config
+    )
+    times = 50_000 / 8 / 4
+    adapters = times * moments[-1]
+    assert f"(roundtrip {times * 0.01:.0f} s, legal_ttt {adapters:.0f} s)" in found.lines[0]
+    assert found.faults == (found.lines if adapters + times * 0.01 > config.max_eval_seconds else [])
+
+
+def test_documents_of_one_length_and_two_short_ones_are_picked() -> None:
+    lengths = [5, 900, *[100 + number % 7 for number in range(60)], 3]
+    text = np.concatenate([[BOS_ID, *[9] * (length - 1)] for length in lengths])
+    picked = gpu_check.some_documents(text, 103)
+    begins = np.flatnonzero(picked == BOS_ID)
+    assert len(begins) == gpu_check.DOCUMENTS + 1 and begins[-1] == len(picked) - 1
+    assert sorted(np.diff(begins))[:3] == [3, 5, 100] and max(np.diff(begins)) == 106
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
