@@ -922,8 +922,16 @@ def attention_documents(
     return same_B1TT.tril()
 
 
-def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
-    """Exclusive self attention: each head loses its component along its own token's value, then is gated.
+def gated(y_BTHE: Tensor, *gate: Tensor) -> Tensor:
+    """Each head times its gate. gate: some channels of the layer's input, and weights; or nothing."""
+    if not gate:
+        return y_BTHE
+    # 0.5 makes the sigmoid less steep (PR #1855).
+    return y_BTHE * torch.sigmoid(0.5 * F.linear(*gate))[..., None]
+
+
+def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
+    """Exclusive self attention: each head loses its component along its own token's value, then is `gated`.
 
     The component is (y·v / v·v) v, with sums at least in fp32. (Zhai, arXiv 2603.09078; with grouped heads:
     PR #265.)
@@ -934,7 +942,7 @@ def xsa_plain(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
     square_BTK11 = (v_BTK1E * v_BTK1E).sum(-1, keepdim=True, dtype=wide).clamp(min=XSA_MIN_SQUARE)
     along_BTKG1 = (y_BTKGE * v_BTK1E).sum(-1, keepdim=True, dtype=wide) / square_BTK11
     rest_BTHE = (y_BTKGE - along_BTKG1 * v_BTK1E).flatten(2, 3)
-    return (rest_BTHE * gate_BTH[..., None]).to(y_BTHE.dtype)
+    return gated(rest_BTHE, *gate).to(y_BTHE.dtype)
 
 
 def activation(x: Tensor, slope: float) -> Tensor:
@@ -942,14 +950,14 @@ def activation(x: Tensor, slope: float) -> Tensor:
     return F.leaky_relu(x, slope).square()
 
 
-def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """The MLP, (N, D) -> (N, D); the three tensors have one dtype."""
-    return F.linear(activation(F.linear(x_ND, up_FD), slope), down_DF)
+def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float) -> Tensor:
+    """The MLP of `rms_norm(x_ND, scale)`, (N, D) -> (N, D); the three tensors have one dtype."""
+    return F.linear(activation(F.linear(rms_norm(x_ND, scale), up_FD), slope), down_DF)
 
 
 def token_before(x_BTD: Tensor) -> Tensor:
     """For each token the vector of the one before it in its row; zero for the first."""
-    return F.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+    return torch.cat([torch.zeros_like(x_BTD[:, :1]), x_BTD[:, :-1]], dim=1)
 
 
 class Ops(NamedTuple):
@@ -1072,11 +1080,12 @@ class GPT(nn.Module):
         for visit, layer in enumerate(decoder):
             lanes = split_or_join(layer, lanes, c)
             if kept:
-                skip = weights["skip_weight_SD"][visit] * kept.pop()
+                skip_weight = weights["skip_weight_SD"][visit]
                 if c.skip_gates_enabled:  # mix them by a learned share (PR #1493)
-                    lanes[0] = torch.lerp(skip, lanes[0], weights["skip_gate_SD"][visit].sigmoid())
-                else:
-                    lanes[0] = lanes[0] + skip
+                    share = weights["skip_gate_SD"][visit].sigmoid()
+                    skip_weight = (1.0 - share) * skip_weight
+                    lanes[0] = share * lanes[0]
+                lanes[0] = torch.addcmul(lanes[0], skip_weight, kept.pop())
             lanes = self._block(layer, lanes, context, adapters[len(encoder) + visit])
 
         hidden = rms_norm(join(lanes))
@@ -1170,7 +1179,7 @@ class GPT(nn.Module):
             mlp_reads = x
         else:
             mlp_reads = x + attended
-        written = self._mlp(layer, rms_norm(mlp_reads, scale), context, adapters)
+        written = self._mlp(layer, mlp_reads, scale, context, adapters)
 
         if side_by_side:
             return [x + attended + written]
@@ -1199,15 +1208,13 @@ class GPT(nn.Module):
             heads = add_values(heads, layer, context, c)
         y_BTHE = self.ops.attend(heads.q_BTHE, heads.k_BTKE, heads.v_BTKE, context.documents)
 
-        # Gate each head by a few channels of the input; 0.5 makes the sigmoid less steep (PR #1855).
+        gate = []
         if c.sparse_attn_gate_enabled:
-            gate_BTH = torch.sigmoid(0.5 * F.linear(x_BTD[..., : c.gate_window], w["attn_gate_LHW"][layer]))
-        else:
-            gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
+            gate = [x_BTD[..., : c.gate_window], w["attn_gate_LHW"][layer]]
         if layer >= c.num_layers - c.xsa_last_n:
-            y_BTHE = self.ops.xsa(y_BTHE, heads.own_BTKE, gate_BTH)
+            y_BTHE = self.ops.xsa(y_BTHE, heads.own_BTKE, *gate)
         else:
-            y_BTHE = y_BTHE * gate_BTH[..., None]
+            y_BTHE = gated(y_BTHE, *gate)
 
         # Join the heads and project them back.
         y_BTD = y_BTHE.flatten(2)
@@ -1216,16 +1223,21 @@ class GPT(nn.Module):
             context.observe("attn_out", layer, y_BTD)
         return adapted(F.linear(y_BTD, w["attn_out"][layer]), x_BTD, adapters, "o")
 
-    def _mlp(self, layer: int, x_BTD: Tensor, context: Context, adapters: Adapters) -> Tensor:
-        """The output of the MLP, (B, T, D)."""
+    def _mlp(
+        self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
+    ) -> Tensor:
+        """The output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
         slope = self.settings.leaky_slope
         up_FD = context.weights["mlp_up_bank"][layer]
-        y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], slope)
+        y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], scale, slope)
+        y_BTD = y_ND.view_as(x_BTD)
+        if context.observe is not None or "mlp" in adapters:
+            x_BTD = rms_norm(x_BTD, scale)
         if context.observe is not None:
             # A fused kernel keeps its hidden values to itself: calibration computes them again.
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, activation(F.linear(x_BTD, up_FD), slope))
-        return adapted(y_ND.view_as(x_BTD), x_BTD, adapters, "mlp")
+        return adapted(y_BTD, x_BTD, adapters, "mlp")
 
 
 def split_or_join(layer: int, lanes: list[Tensor], c: ModelSettings) -> list[Tensor]:
@@ -1339,18 +1351,19 @@ def add_values(heads: Heads, layer: int, context: Context, c: ModelSettings) -> 
 # ============================================================================================================
 # KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
 # ============================================================================================================
-# Tiles of the MLP's kernel: by the shared memory of a block, 227 KB on an H100, 163 on an A100, 99 on an
-# RTX 4090 or 5090; small ones where sums are fp32.
-LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)  # for tensor cores
-MEDIUM_TILE = dict(LARGE_TILE, BLOCK_N=128, num_stages=2)
-SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)
-LARGE_TILE_SHARED_BYTES = 160 << 10  # of a block, that a card must have for the large tile
+# Tiles of the MLP's kernel for tensor cores, by how many blocks share a multiprocessor. Of two, one may
+# multiply while the other writes. The trial passes over a tile that needs more shared memory than a card has.
+TILES = {
+    1: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
+    2: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=2),
+}
+SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)  # where sums are fp32
 
 if triton is not None:
 
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
+        a, b, norm, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
@@ -1371,6 +1384,8 @@ if triton is not None:
                 a_tile = a_tiles.load([row, k])
                 b_tile = b_tiles.load([column, k])
                 acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
+            rows = row + tl.arange(0, BLOCK_M)
+            acc *= tl.load(norm + rows, rows < M, 0.0)[:, None]
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
 
             for half in tl.static_range(2):
@@ -1477,15 +1492,19 @@ if triton is not None:
 
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
-def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
-    """P = A Bᵀ and phi(P), phi = LeakyReLU(slope)²: (2, M, N). Given P: (A Bᵀ) phi'(P), (1, M, N).
+def linear_leaky_square(
+    a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, slope: float, blocks: int
+) -> Tensor:
+    """P = norm A Bᵀ and phi(P), (2, M, N). Given P: norm A Bᵀ phi'(P), (1, M, N).
 
+    norm: a factor for each row. phi: `activation`.
+    blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     a = a_MK.contiguous()
     b = b_NK.contiguous()
     device = a.device
-    planes = linear_leaky_square_shape(a, b, pre_MN, slope)
+    planes = linear_leaky_square_shape(a, b, norm_M, pre_MN)
     pre = planes[0] if pre_MN is None else pre_MN.contiguous()
     # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
     for operand in (a, b, pre):
@@ -1495,53 +1514,68 @@ def linear_leaky_square(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     # It knows the device alone: a tensor in it would stay alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
-    programs = 2
-    tile = SMALL_TILE  # in fp32 large ones spill
+    programs = blocks
+    tile = SMALL_TILE
     if a.is_cuda:
-        card: Any = torch.cuda.get_device_properties(device)
-        programs = card.multi_processor_count
+        programs *= torch.cuda.get_device_properties(device).multi_processor_count
         if a.itemsize == 2:
-            tile = MEDIUM_TILE
-            if card.shared_memory_per_block_optin >= LARGE_TILE_SHARED_BYTES:
-                tile = LARGE_TILE
+            tile = TILES[blocks]
     linear_leaky_square_kernel[(programs,)](
-        a, b, pre, planes[-1], len(a), len(b), a.shape[1], slope, BACKWARD=pre_MN is not None, **tile)
+        a, b, norm_M, pre, planes[-1], len(a), len(b), a.shape[1], slope,
+        BACKWARD=pre_MN is not None, **tile)  # fmt: skip
     return planes
 
 
 @linear_leaky_square.register_fake
-def linear_leaky_square_shape(a_MK: Tensor, b_NK: Tensor, pre_MN: Tensor | None, slope: float) -> Tensor:
+def linear_leaky_square_shape(
+    a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, *options: float
+) -> Tensor:
     """What the kernel returns, without its values: torch.compile traces with this."""
     # No `len`, which would make a number of rows that is left open a constant of the graph.
     return a_MK.new_empty(2 if pre_MN is None else 1, a_MK.size(0), b_NK.size(0))
 
 
 class FusedMlp(torch.autograd.Function):
-    """`mlp_plain`, activation and derivative in GEMM epilogues (PR #1530 after modded-nanogpt PR #197)."""
+    """An MLP of rows that are multiplied by `norm_N` first: by the epilogue of the first product.
+
+    Activation and derivative are in epilogues, too (PR #1530 after modded-nanogpt PR #197).
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, None, slope)
-        ctx.save_for_backward(x_ND, up_FD, down_DF, pre_NF, act_NF)
-        ctx.slope = slope
+    def forward(
+        ctx: Any, x_ND: Tensor, norm_N: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float, blocks: int
+    ) -> Tensor:
+        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, None, slope, blocks)
+        ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
+        ctx.options = slope, blocks
         return F.linear(act_NF, down_DF)
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
-        (d_pre_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), pre_NF, ctx.slope)
+        x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
+        # The gradient of X Upᵀ, as norm_N multiplies it behind the product.
+        (d_product_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, pre_NF, *ctx.options)
         # Plain products from here on: nothing is left that an epilogue could take over. Where adapters learn,
         # the matrices stay as they are.
-        d_x_ND = d_pre_NF @ up_FD
-        d_up_FD = d_pre_NF.t() @ x_ND if ctx.needs_input_grad[1] else None
-        d_down_DF = d_out_ND.t() @ act_NF if ctx.needs_input_grad[2] else None
-        return d_x_ND, d_up_FD, d_down_DF, None
+        d_x_ND = d_product_NF @ up_FD
+        d_norm_N = (d_x_ND.float() * x_ND).sum(1) / norm_N
+        d_up_FD = d_product_NF.t() @ x_ND if ctx.needs_input_grad[2] else None
+        d_down_DF = d_out_ND.t() @ act_NF if ctx.needs_input_grad[3] else None
+        return d_x_ND, d_norm_N, d_up_FD, d_down_DF, None, None
 
 
 # A function around each `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
-def mlp_fused(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float) -> Tensor:
-    """`mlp_plain` by the kernel."""
-    return FusedMlp.apply(x_ND, up_FD, down_DF, slope)
+def mlp_fused(
+    x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float, blocks: int = 1
+) -> Tensor:
+    """`mlp_plain` by the kernel. Normalised rows are never written, nor kept for the backward pass."""
+    norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
+    return FusedMlp.apply(x_ND, norm_N, up_FD, down_DF, slope, blocks)
+
+
+def mlp_fused_in_pairs(*inputs: Any) -> Tensor:
+    """`mlp_fused` with two blocks a multiprocessor."""
+    return mlp_fused(*inputs, 2)  # type: ignore[call-arg]
 
 
 # Tokens of one program of the two kernels around attention: with heads of 64, 32 values a thread.
@@ -1661,8 +1695,13 @@ class FusedXsa(torch.autograd.Function):
         return tuple(launch_xsa(*ctx.saved_tensors, d_out_BTHE))
 
 
-def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, gate_BTH: Tensor) -> Tensor:
+def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
     """`xsa_plain` by the kernel."""
+    gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
+    if gate:
+        # As in `gated`, but as sums: matrix units are slow at so few. The compiler makes one kernel of these.
+        x_BTW, weights_HW = gate
+        gate_BTH = torch.sigmoid(0.5 * (x_BTW[:, :, None] * weights_HW).sum(-1))
     return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
 
 
@@ -1699,19 +1738,20 @@ def load_attention(name: str) -> Operation:
 
 
 # The forms of each setting, the one known as the fastest first. The last one is the plain form.
+# kernel2: by two blocks a multiprocessor.
 FORMS = {
     "attention": ["fa3", "varlen", "fa2", "sdpa"],
-    "fused_mlp": ["kernel", "plain"],
+    "fused_mlp": ["kernel", "kernel2", "plain"],
     "fused_heads": ["kernel", "plain"],
 }
 
 
 def forms_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
-    """The forms of a setting that this machine may have, in order. One that was asked for stands alone."""
+    """The forms of a setting that this machine may have, in order. What was asked for stands alone."""
     forms = FORMS[setting]
     asked = getattr(c, setting)
     if asked != "auto":
-        return [{"0": "plain", "1": "kernel"}.get(asked, asked)]
+        return {"0": forms[-1:], "1": forms[:-1]}.get(asked, [asked])
     # In fp32 the MLP's kernel multiplies without TF32, which plain products have.
     if not machine.on_gpu or (setting == "fused_mlp" and machine.dtype != torch.bfloat16):
         return forms[-1:]
@@ -1728,7 +1768,7 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
     if form == "plain":
         return ops
     if setting == "fused_mlp":
-        return ops._replace(mlp=mlp_fused)
+        return ops._replace(mlp=mlp_fused_in_pairs if form == "kernel2" else mlp_fused)
     return ops._replace(heads=heads_fused, xsa=xsa_fused)
 
 
@@ -1758,20 +1798,22 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     if setting == "fused_mlp":
 
         def mlp(model: GPT, *tensors: Tensor) -> Tensor:
-            return model.ops.mlp(*tensors, c.leaky_slope)
+            return model.ops.mlp(*tensors, 0.5, c.leaky_slope)
 
         x_ND = normal(math.prod(shape_BT), c.model_dim)
         return mlp, [x_ND, normal(c.mlp_dim, c.model_dim), normal(c.model_dim, c.mlp_dim)]
 
     rotary = rotary_table(c.train_seq_len, c, machine.device).to(machine.dtype)
 
-    def around_attention(model: GPT, qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor) -> Tensor:
+    def around_attention(model: GPT, qkv_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
         q_BTHE, k_BTKE, v_BTKE, own_BTKE = model.ops.heads(qkv_BTNE, gain_H, rotary)
         # Queries stand for the output of attention.
-        return torch.cat([model.ops.xsa(q_BTHE, own_BTKE, gate_BTH), k_BTKE, v_BTKE], dim=2)
+        return torch.cat([model.ops.xsa(q_BTHE, own_BTKE, *gate), k_BTKE, v_BTKE], dim=2)
 
-    qkv_BTNE = normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-    return around_attention, [qkv_BTNE, normal(c.num_heads), normal(*shape_BT, c.num_heads)]
+    inputs = [normal(*shape_BT, c.num_heads + 2 * c.num_kv_heads, c.head_dim), normal(c.num_heads)]
+    if c.sparse_attn_gate_enabled:
+        inputs += [normal(*shape_BT, c.gate_window), normal(c.num_heads, c.gate_window)]
+    return around_attention, inputs
 
 
 def both_passes(run: Operation, model: GPT, inputs: list[Tensor]) -> list[Tensor]:
@@ -1796,6 +1838,18 @@ def largest_error(results: list[Tensor], exact: list[Tensor]) -> float:
 MAX_FORM_ERROR = 0.03  # relative to the largest value: bfloat16 has 8 bits, and errors add up along a row
 # Tokens of a row on which attention is compared: the memory of the exact form grows with their square.
 ATTENTION_CHECK_TOKENS = 2048
+TIMED_PASSES = 10
+
+
+def milliseconds(passes: Callable[[], Any]) -> float:
+    """Of one call on the GPU, the mean of a few; it has been called before."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(TIMED_PASSES):
+        passes()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / TIMED_PASSES
 
 
 class ChosenOps(NamedTuple):
@@ -1805,9 +1859,10 @@ class ChosenOps(NamedTuple):
     report: list[str]  # lines for the log: which forms were tried, and what came of each
 
 
-def first_that_agrees(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
+def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOps:
     """`ops` with the first form of a setting that is installed, compiles, launches and agrees on all ranks.
 
+    Of such forms of the MLP a GPU has the fastest: which one that is depends on the card and on torch.
     All ranks call it together. ConfigError if no form agrees.
     """
     forms = forms_to_try(setting, c, machine)
@@ -1823,25 +1878,40 @@ def first_that_agrees(setting: str, ops: Ops, c: Config, machine: Machine) -> Ch
         compared = [tensor[:2, :ATTENTION_CHECK_TOKENS].double() for tensor in inputs]
     exact = both_passes(run, model, compared)
     # A form is tried exactly as it will run: held by a model, compiled in one graph, with a backward pass.
-    run = machine.compile(run)
+    passes = functools.partial(both_passes, machine.compile(run), model, inputs)
 
     tried = []
+    agreed: dict[str, Ops] = {}
     warnings: list[str] = []
     for form in forms:
         error = math.inf
         try:
             model.ops = with_form(ops, setting, form)
-            error = largest_error(both_passes(run, model, inputs), exact)
+            error = largest_error(passes(), exact)
             message = f"error:{error:.1e}"
         except Exception as failure:  # it is not installed, or does not compile or run here
-            message = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            said = f"{type(failure).__name__}: {failure}"
+            # Dynamo names its reasons further down.
+            message = " ".join(re.findall(r"\A.*|(?:Explanation|context): .+", said))
         # All ranks look at the same form at the same time, and judge it by the worst of them.
         worst_error, worst_message = max(machine.gather((error, message)), key=lambda found: found[0])
         tried.append(f"{form} {worst_message}")
         if worst_error <= MAX_FORM_ERROR:
-            return ChosenOps(model.ops, [f"{setting}:{form} tried: {' | '.join(tried)}", *warnings])
-        if not worst_message.startswith("ModuleNotFoundError"):
+            agreed[form] = model.ops
+            if setting != "fused_mlp" or not machine.on_gpu:
+                break
+        elif not worst_message.startswith("ModuleNotFoundError"):
             warnings.append(f"warning: {setting}: {form} is installed, but refused: {worst_message}")
+
+    if agreed:
+        times_ms = dict.fromkeys(agreed, 0.0)
+        if len(agreed) > 1:
+            for form in agreed:
+                model.ops = agreed[form]
+                times_ms[form] = max(machine.gather(milliseconds(passes)))  # all wait for the slowest rank
+                tried.append(f"{form} {times_ms[form]:.2f} ms")
+        fastest = min(agreed, key=lambda form: times_ms[form])
+        return ChosenOps(agreed[fastest], [f"{setting}:{fastest} tried: {' | '.join(tried)}", *warnings])
     raise ConfigError(f"{setting.upper()}={getattr(c, setting)}: {' | '.join(tried)}; "
                       "lower MICRO_BATCH_TOKENS, or set auto if it is not set")  # fmt: skip
 
@@ -1854,7 +1924,7 @@ def fast_ops(c: Config, machine: Machine) -> ChosenOps:
     ops = Ops()
     report = []
     for setting in FORMS:
-        ops, lines = first_that_agrees(setting, ops, c, machine)
+        ops, lines = choose_form(setting, ops, c, machine)
         report += lines
     if machine.on_gpu and c.doc_mask and c.attention == "auto" and ops.attend is attention_sdpa:
         slow = ("ATTENTION=sdpa with DOC_MASK=1 makes a step about 2.4 times as long: install flash_attn_3, "

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.gpu_model.roofline import Card, attention_rate, launch_seconds, matrix_product_rate
 
-# Name of a custom operation, as in "train_gpt.linear_leaky_square", and its FLOP from its arguments. Its
-# bytes are those of its inputs and outputs, each once.
-CustomOperations = Mapping[str, Callable[[Sequence[Any]], float]]
+# Name of a custom operation, as in "train_gpt.linear_leaky_square", and from its arguments its FLOP and the
+# bytes of them that it does not read. All other bytes of its inputs and outputs count once.
+CustomOperations = Mapping[str, Callable[[Sequence[Any]], tuple[float, float]]]
 
 # Products of matrices, and where the first factor stands among the arguments.
 MATRIX_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -203,7 +203,8 @@ def account(
         shapes = f"{tuple(a.shape)}@{tuple(b.shape)} {dtype}"
         recorder.add("product", full_name, moved_bytes, 2 * a.numel() * b.size(-1), product_rate, shapes)
     elif name in recorder.custom_operations:
-        flop = recorder.custom_operations[name](arguments)
+        flop, unread_bytes = recorder.custom_operations[name](arguments)
+        moved_bytes -= unread_bytes
         recorder.add("custom", full_name, moved_bytes, flop, product_rate, shapes_of(inputs[:3]))
     elif name in ATTENTION:
         flop = attention_flop(ATTENTION[name], arguments, recorder.attention_keys)

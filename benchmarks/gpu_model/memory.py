@@ -22,8 +22,8 @@ import train_gpt
 from benchmarks.gpu_model import subject
 
 # Widths of the model that a visit saves besides its MLP, queries, keys and values: lane, mixed lane, its
-# norm, output of attention, the same behind XSA, input of the MLP and its norm, and what is under way.
-SAVED_WIDTHS = 9
+# norm, output of attention, the same behind XSA, input of the MLP, and what is under way.
+SAVED_WIDTHS = 8
 # fp32: weights, gradients, average, momenta or Adam's two moments, and what an update works in.
 BYTES_A_PARAMETER = 28
 
@@ -36,8 +36,9 @@ def predicted_bytes(config: train_gpt.Config, world_size: int, bytes_a_value: in
     rows, length = subject.rows(config, "train", world_size)
     layers = subject.visits(config, looping=config.num_loops > 0)
     heads = config.model_dim + 2 * config.num_kv_heads * config.head_dim
-    # The plain MLP keeps its activation in one form more.
-    hidden = (2 if bytes_a_value == 2 else 3) * config.mlp_dim
+    hidden = 2 * config.mlp_dim
+    if bytes_a_value == 4:  # the plain MLP keeps its activation in one form more, and its normalised input
+        hidden += config.mlp_dim + config.model_dim
     a_visit = hidden + 2 * heads + SAVED_WIDTHS * config.model_dim
     # The logits, and their gradient.
     a_token = layers * a_visit + 2 * config.vocab_size

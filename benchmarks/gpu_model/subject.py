@@ -110,29 +110,33 @@ def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int
 # ======================================================================================================
 
 
-def _linear_leaky_square_flop(arguments: Sequence[Any]) -> float:
+def _linear_leaky_square(arguments: Sequence[Any]) -> tuple[float, float]:
     """Of A (M, K) times B (N, K) transposed; the activation is free beside it."""
     a_MK, b_NK = arguments[:2]
-    return 2 * a_MK.size(0) * a_MK.size(1) * b_NK.size(0)
+    return 2 * a_MK.size(0) * a_MK.size(1) * b_NK.size(0), 0.0
 
 
-def _heads_flop(arguments: Sequence[Any]) -> float:
+def _heads(arguments: Sequence[Any]) -> tuple[float, float]:
     """Some 16 for each channel of q, k and v, in each direction: squares, their sum, rotation and products.
 
     The rotated channels are read again as their partners', from the lines of cache that the same program has
-    just read: no bytes of memory.
+    just read: no bytes of memory. The values lie in the same tensor, and are not read in either direction.
     """
-    return 16 * arguments[0].numel()
+    qkv_BTNE, gain_H = arguments[:2]
+    heads = qkv_BTNE.size(2)
+    values = (heads - gain_H.size(0)) // 2
+    return 16 * qkv_BTNE.numel(), qkv_BTNE.numel() * qkv_BTNE.element_size() * values / heads
 
 
-def _xsa_flop(arguments: Sequence[Any]) -> float:
+def _xsa(arguments: Sequence[Any]) -> tuple[float, float]:
     """Some 20 for each channel of a query head, in each direction: sums of products, and more."""
-    return 20 * arguments[0].numel()
+    return 20 * arguments[0].numel(), 0.0
 
 
-# Every custom operation of train_gpt.py, with its FLOP; accounting.py refuses one that is missing here.
-CUSTOM_OPERATIONS: dict[str, Callable[[Sequence[Any]], float]] = {
-    "train_gpt.linear_leaky_square": _linear_leaky_square_flop,
-    "train_gpt.heads": _heads_flop,
-    "train_gpt.xsa": _xsa_flop,
+# Every custom operation of train_gpt.py, with its FLOP and the bytes of its arguments that it does not read;
+# accounting.py refuses one that is missing here.
+CUSTOM_OPERATIONS: dict[str, Callable[[Sequence[Any]], tuple[float, float]]] = {
+    "train_gpt.linear_leaky_square": _linear_leaky_square,
+    "train_gpt.heads": _heads,
+    "train_gpt.xsa": _xsa,
 }

@@ -43,6 +43,7 @@ MLP_CASES = [
     ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((64, 32, 64), -0.25), ((97, 40, 136), 0.5),
     ((33, 72, 8), 0.3),
 ]  # fmt: skip
+SCALE = 0.8  # of the norm before the MLP
 
 
 def random_mlp(tokens: int, dim: int, hidden: int, seed: int = 0) -> list[Tensor]:
@@ -98,12 +99,13 @@ def poisoned() -> Iterator[None]:
 @needs_runnable_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "slope"), MLP_CASES, ids=str)
+@pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
 def test_mlp_is_as_exact_as_its_twin(
-    shape: tuple[int, int, int], slope: float, dtype: torch.dtype, poisoned: None
+    shape: tuple[int, int, int], form: str, slope: float, dtype: torch.dtype, poisoned: None
 ) -> None:
     assert_as_exact_as_plain(
-        lambda *tensors: train_gpt.mlp_fused(*tensors, slope),
-        lambda *tensors: train_gpt.mlp_plain(*tensors, slope),
+        lambda *tensors: getattr(train_gpt, form)(*tensors, SCALE, slope),
+        lambda *tensors: train_gpt.mlp_plain(*tensors, SCALE, slope),
         random_mlp(*shape),
         dtype,
     )
@@ -116,31 +118,33 @@ def test_what_tma_cannot_read_is_refused(dim: int, hidden: int, skipped: int) ->
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, dim, hidden))
     x_ND = torch.cat((x_ND.new_zeros(skipped), x_ND.flatten()))[skipped:].view_as(x_ND)
     with pytest.raises(ValueError, match=f"16 bytes; got {dim} and {hidden} columns"):
-        train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
+        train_gpt.mlp_fused(x_ND, up_FD, down_DF, SCALE, 0.5)
 
 
 @needs_runnable_kernels
 def test_operands_may_lie_anywhere() -> None:
     """Layouts that TMA cannot read are brought into order; the product of the forward pass may be refused."""
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    expected = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
+    norm_N = x_ND.norm(dim=1)
+    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, None, 0.5, 1)
     offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
     for x in (offset, x_ND.t().contiguous().t()):
-        assert torch.equal(train_gpt.mlp_fused(x, up_FD, down_DF, 0.5), expected)
+        assert torch.equal(train_gpt.linear_leaky_square(x, up_FD, norm_N, None, 0.5, 1), expected)
     pre_NF = x_ND @ up_FD.t()
-    (expected,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), pre_NF, 0.5)
-    (found,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), pre_NF.t().contiguous().t(), 0.5)
+    (expected,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, pre_NF, 0.5, 1)
+    turned = pre_NF.t().contiguous().t()
+    (found,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, turned, 0.5, 1)
     assert torch.equal(found, expected)
     beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
     with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
-        train_gpt.linear_leaky_square(x_ND, down_DF.t(), beside, 0.5)
+        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, beside, 0.5, 1)
 
 
 @needs_runnable_kernels
 def test_the_allocator_of_the_kernel_keeps_no_tensor_alive() -> None:
     """Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long."""
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    train_gpt.linear_leaky_square(x_ND, up_FD, None, 0.5)
+    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), None, 0.5, 1)
     operand = weakref.ref(x_ND)
     del x_ND
     gc.collect()
@@ -165,7 +169,8 @@ def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Tensor, "new_empty", guarded)
     monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded(tensor, *tensor.shape))
-    outputs_and_gradients(lambda *t: train_gpt.mlp_fused(*t, 0.5), random_mlp(37, 16, 56), torch.float32)
+    tensors = random_mlp(37, 16, 56)
+    outputs_and_gradients(lambda *t: train_gpt.mlp_fused(*t, SCALE, 0.5), tensors, torch.float32)
     assert len(buffers) >= 2
     for buffer, size in buffers:
         assert (buffer[:guard] == -7).all() and (buffer[guard + size :] == -7).all()
@@ -174,16 +179,16 @@ def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPat
 @needs_runnable_kernels
 def test_the_operator_passes_opcheck() -> None:
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(9, 16, 32))
-    torch.library.opcheck(train_gpt.linear_leaky_square, (x_ND, up_FD, None, 0.5))
-    pre_NF = torch.randn(9, 32, device=DEVICE)
-    torch.library.opcheck(train_gpt.linear_leaky_square, (x_ND, up_FD, pre_NF, 0.5))
+    for pre_NF in (None, torch.randn(9, 32, device=DEVICE)):
+        inputs = (x_ND, up_FD, x_ND.norm(dim=1), pre_NF, 0.5, 2)
+        torch.library.opcheck(train_gpt.linear_leaky_square, inputs)
 
 
 @needs_runnable_kernels
 @pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.gpu), "aot_eager"])
 def test_full_graph_compilation_gives_equal_results(backend: str) -> None:
     def run(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-        return train_gpt.mlp_fused(x_ND.sin(), up_FD, down_DF, 0.5).cos()
+        return train_gpt.mlp_fused(x_ND.sin(), up_FD, down_DF, SCALE, 0.5).cos()
 
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
     tensors = random_mlp(21, 12, 20)
@@ -209,14 +214,14 @@ def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
     from torch._dynamo.backends.common import aot_autograd
 
     run = torch.compile(
-        lambda *tensors: train_gpt.mlp_fused(*tensors, 0.5),
+        lambda *tensors: train_gpt.mlp_fused(*tensors, SCALE, 0.5),
         backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False,
     )  # fmt: skip
     for rows in (5, 7, 12):
         tensors = [tensor.to(DEVICE).requires_grad_(backward) for tensor in random_mlp(rows, 16, 32)]
         torch._dynamo.mark_dynamic(tensors[0], 0)
         out_ND = run(*tensors)
-        torch.testing.assert_close(out_ND, train_gpt.mlp_plain(*tensors, 0.5), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out_ND, train_gpt.mlp_plain(*tensors, SCALE, 0.5), rtol=1e-4, atol=1e-4)
         if backward:
             out_ND.sum().backward()
     assert products == ([1, 3] if backward else [1])
@@ -231,7 +236,7 @@ def test_frozen_matrices_of_the_mlp_get_no_gradients() -> None:
         x_ND.requires_grad_()
         up_FD.requires_grad_(not frozen)
         down_DF.requires_grad_(not frozen)
-        out_ND = train_gpt.mlp_fused(x_ND, up_FD, down_DF, 0.5)
+        out_ND = train_gpt.mlp_fused(x_ND, up_FD, down_DF, SCALE, 0.5)
         with FlopCounterMode(display=False) as counter:
             out_ND.sum().backward()
         assert (up_FD.grad is None) == (down_DF.grad is None) == frozen
@@ -425,37 +430,90 @@ def test_a_cpu_computes_by_the_plain_forms_and_tries_nothing(
 def test_a_gpu_takes_the_kernel_of_the_mlp_by_itself_in_bfloat16_alone() -> None:
     """In fp32 it multiplies without TF32, which plain products have."""
     in_bfloat16 = CallsItselfGpu(dtype=torch.bfloat16)
-    assert train_gpt.forms_to_try("fused_mlp", SMALL, in_bfloat16) == ["kernel", "plain"]
+    assert train_gpt.forms_to_try("fused_mlp", SMALL, in_bfloat16) == ["kernel", "kernel2", "plain"]
     assert train_gpt.forms_to_try("fused_mlp", SMALL, CallsItselfGpu()) == ["plain"]
     assert train_gpt.forms_to_try("fused_heads", SMALL, CallsItselfGpu()) == ["kernel", "plain"]
     asked = dataclasses.replace(SMALL, fused_mlp="1")
-    assert train_gpt.forms_to_try("fused_mlp", asked, CallsItselfGpu()) == ["kernel"]
+    assert train_gpt.forms_to_try("fused_mlp", asked, CallsItselfGpu()) == ["kernel", "kernel2"]
 
 
-def mlp_of(machine: train_gpt.Machine, **settings: Any) -> tuple[str, str]:
-    """The form of the MLP that would run, and its line for the log."""
+NAMES = {"mlp_fused": "kernel", "mlp_fused_in_pairs": "kernel2", "mlp_plain": "plain"}
+
+
+def mlp_of(
+    machine: train_gpt.Machine, times_ms: tuple[float, ...] = (1.0, 2.0, 3.0), **settings: Any
+) -> tuple[str, str]:
+    """The form of the MLP that would run if the forms last as long, and its line for the log."""
     config = dataclasses.replace(SMALL, **settings)
     forms = train_gpt.forms_to_try("fused_mlp", config, machine)
     # The interpreter has no bfloat16, in which alone a GPU takes the kernel by itself: here it does in fp32.
     if machine.on_gpu and config.fused_mlp == "auto":
-        forms = ["kernel", "plain"]
-    with mock.patch.object(train_gpt, "forms_to_try", lambda *_: forms):
-        ops, report = train_gpt.first_that_agrees("fused_mlp", train_gpt.Ops(), config, machine)
-    names = {train_gpt.mlp_plain: "plain", train_gpt.mlp_fused: "kernel"}
-    return names[ops.mlp], report[0]
+        forms = train_gpt.FORMS["fused_mlp"]
+
+    def clock(passes: Any) -> float:
+        passes()
+        return times_ms[train_gpt.FORMS["fused_mlp"].index(name_of(passes.args[1].ops))]
+
+    def name_of(ops: train_gpt.Ops) -> str:
+        return next(name for function, name in NAMES.items() if getattr(train_gpt, function) is ops.mlp)
+
+    with (
+        mock.patch.object(train_gpt, "forms_to_try", lambda *_: forms),
+        mock.patch.object(train_gpt, "milliseconds", clock),
+    ):
+        ops, report = train_gpt.choose_form("fused_mlp", train_gpt.Ops(), config, machine)
+    return name_of(ops), report[0]
+
+
+@needs_runnable_kernels
+@pytest.mark.parametrize(
+    ("asked", "times_ms", "form"),
+    [
+        ("auto", (1, 2, 3), "kernel"),
+        ("auto", (3, 1, 2), "kernel2"),
+        ("auto", (3, 2, 1), "plain"),
+        ("1", (3, 2, 1), "kernel2"),
+        ("0", (1, 2, 3), "plain"),
+    ],
+)
+def test_a_gpu_takes_the_fastest_form_of_those_it_may_have(
+    asked: str, times_ms: tuple[float, ...], form: str
+) -> None:
+    """The line tells of each how far it is from the plain one, and how long it lasts."""
+    name, line = mlp_of(CallsItselfGpu(), times_ms, fused_mlp=asked)
+    assert name == form and line.startswith(f"fused_mlp:{form} tried: ")
+    asked_for = {"auto": [0, 1, 2], "1": [0, 1], "0": []}[asked]
+    names = train_gpt.FORMS["fused_mlp"]
+    assert re.findall(r"(\w+) (\d)\.00 ms", line) == [(names[i], str(times_ms[i])) for i in asked_for]
+
+
+@needs_runnable_kernels
+def test_the_slowest_rank_decides_and_a_fast_form_that_is_wrong_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for ours, theirs in (((1, 2, 3), (9, 2, 1)), ((9, 2, 1), (1, 2, 3))):
+        peers = iter([*[[(0.0, "")]] * 3, *([ms] for ms in theirs)])
+        name, line = mlp_of(OneOfMany(peers=peers), ours)
+        assert name == "kernel2" and line.endswith(" | kernel 9.00 ms | kernel2 2.00 ms | plain 3.00 ms")
+    right = train_gpt.mlp_fused
+    monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
+    monkeypatch.setattr(train_gpt, "mlp_fused_in_pairs", lambda *inputs: right(*inputs, 2))
+    name, line = mlp_of(CallsItselfGpu(), (1, 2, 3))
+    assert name == "kernel2" and line.startswith("fused_mlp:kernel2 tried: kernel error:5.0e-01 | kernel2 ")
+    # On a CPU nothing is timed: the first that agrees.
+    assert mlp_of(train_gpt.Machine(), fused_mlp="1")[0] == "kernel2"
+    monkeypatch.setattr(train_gpt, "mlp_fused", right)
+    name, line = mlp_of(train_gpt.Machine(), fused_mlp="1")
+    assert name == "kernel" and "kernel2" not in line
 
 
 @needs_runnable_kernels
 @pytest.mark.parametrize(("asked", "form"), [("auto", "kernel"), ("0", "plain"), ("1", "kernel")])
-def test_on_a_gpu_auto_takes_the_kernel_and_0_and_1_are_obeyed(asked: str, form: str) -> None:
-    """One form is looked at where the first one passes; the line says how far it is from the plain one."""
-    name, line = mlp_of(CallsItselfGpu(), fused_mlp=asked)
-    assert name == form
-    assert line.startswith(f"fused_mlp:{form} tried: {form} error:") and "|" not in line
+def test_fused_heads_is_what_was_asked_for(asked: str, form: str) -> None:
     config = dataclasses.replace(SMALL, fused_heads=asked)
-    ops, (line,) = train_gpt.first_that_agrees("fused_heads", train_gpt.Ops(), config, CallsItselfGpu())
+    ops, (line,) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), config, CallsItselfGpu())
     assert (ops.heads is train_gpt.heads_fused) == (ops.xsa is train_gpt.xsa_fused) == (form == "kernel")
-    assert line.startswith(f"fused_heads:{form} tried: {form} error:")
+    assert line.startswith(f"fused_heads:{form} tried: {form} error:") and "|" not in line
 
 
 @pytest.mark.parametrize("setting", ["FUSED_MLP", "FUSED_HEADS"])
@@ -506,6 +564,8 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
             return watched
 
     def breaks_the_graph(*given: Any) -> Any:
+        if setting == "attention":  # the reason is told, which Dynamo hides behind other lines
+            raise ValueError("heads of 64 alone")
         torch._dynamo.graph_break()
         return plain(*given)
 
@@ -516,11 +576,12 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train_gpt, "with_form", lambda ops, setting, form: candidates[form])
     torch._dynamo.reset()
     with mock.patch.object(train_gpt, "attention_documents", plain_documents):
-        ops, (line, *_) = train_gpt.first_that_agrees(
+        ops, (line, *_) = train_gpt.choose_form(
             setting, train_gpt.Ops(), SMALL, Compiles(compiled=True)
         )
     assert ops == train_gpt.Ops()
     assert re.match(rf"{setting}:plain tried: kernel Unsupported: .* \| plain error:", line)
+    assert ("heads of 64 alone" in line) == (setting == "attention")
     assert seen == [(train_gpt.GPT, candidates["kernel"]), (train_gpt.GPT, candidates["plain"])]
 
 
@@ -535,17 +596,18 @@ def plain_documents(ids_BT: Tensor, starts: Any, attend: Any, *rest: Any) -> Any
 @needs_runnable_kernels
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A fault of a twenty-fifth in one result of the kernel turns the kernel off."""
+    """A fault of a twenty-fifth in one result of the kernel turns both its forms off."""
     exact = train_gpt.linear_leaky_square
 
-    def faulty(a: Tensor, b: Tensor, pre: Tensor | None, slope: float) -> Tensor:
+    def faulty(a: Tensor, b: Tensor, norm: Tensor, pre: Tensor | None, *options: Any) -> Tensor:
         here = (pre is None) == (where == "forward")
-        return exact(a, b, pre, slope) * (1.04 if here else 1.0)
+        return exact(a, b, norm, pre, *options) * (1.04 if here else 1.0)
 
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
     name, line = mlp_of(CallsItselfGpu())
     assert name == "plain"
-    assert re.fullmatch(r"fused_mlp:plain tried: kernel error:\S+ \| plain error:0.0e\+00", line)
+    told = r"fused_mlp:plain tried: kernel error:\S+ \| kernel2 error:\S+ \| plain error:0.0e\+00"
+    assert re.fullmatch(told, line)
 
 
 @needs_runnable_kernels
@@ -566,7 +628,7 @@ def test_auto_keeps_only_heads_that_are_right(
         return results
 
     monkeypatch.setattr(train_gpt, name, faulty)
-    ops, (line, warning) = train_gpt.first_that_agrees(
+    ops, (line, warning) = train_gpt.choose_form(
         "fused_heads", train_gpt.Ops(), SMALL, CallsItselfGpu()
     )
     assert ops == train_gpt.Ops()
@@ -576,28 +638,27 @@ def test_auto_keeps_only_heads_that_are_right(
 
 @needs_runnable_kernels
 @pytest.mark.parametrize(
-    ("is_cuda", "dtype", "room", "tile"),
-    [(True, torch.bfloat16, train_gpt.LARGE_TILE_SHARED_BYTES, train_gpt.LARGE_TILE),
-     (True, torch.float16, train_gpt.LARGE_TILE_SHARED_BYTES - 1, train_gpt.MEDIUM_TILE),
-     (True, torch.float32, train_gpt.LARGE_TILE_SHARED_BYTES, train_gpt.SMALL_TILE),
-     (False, torch.bfloat16, train_gpt.LARGE_TILE_SHARED_BYTES, train_gpt.SMALL_TILE)],
+    ("is_cuda", "dtype", "blocks", "tile"),
+    [(True, torch.bfloat16, 1, train_gpt.TILES[1]),
+     (True, torch.float16, 2, train_gpt.TILES[2]),
+     (True, torch.float32, 2, train_gpt.SMALL_TILE),
+     (False, torch.bfloat16, 1, train_gpt.SMALL_TILE)],
 )  # fmt: skip
-def test_large_tiles_are_for_tensor_cores_with_room_for_them(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, room: int, tile: dict[str, int]
+def test_large_tiles_are_for_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, blocks: int, tile: dict[str, int]
 ) -> None:
-    launched: list[dict[str, Any]] = []
-
     class Card(torch.Tensor):
         """A CPU tensor that may call itself a GPU's."""
 
     monkeypatch.setattr(Card, "is_cuda", is_cuda, raising=False)
-    card = SimpleNamespace(multi_processor_count=2, shared_memory_per_block_optin=room)
+    card = SimpleNamespace(multi_processor_count=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    kernel = {(2,): lambda *_, **options: launched.append(options)}
+    kernel = mock.MagicMock()
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
     a, b = (torch.zeros(8, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
-    train_gpt.linear_leaky_square._init_fn(a, b, None, 0.5)
-    assert launched == [{"BACKWARD": False, **tile}]
+    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), None, 0.5, blocks)
+    kernel.__getitem__.assert_called_once_with((7 * blocks if is_cuda else blocks,))
+    assert kernel.__getitem__().call_args.kwargs == {"BACKWARD": False, **tile}
 
 
 COMPILE = """
@@ -617,18 +678,24 @@ def build(kernel, types, constants, capability, **options):
     source = ASTSource(kernel, signature, constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
-mlp_types = dict.fromkeys(["a", "b", "pre", "out"], "*bf16") | dict.fromkeys("MNK", "i32") | {"slope": "fp32"}
+mlp_types = dict.fromkeys(["a", "b", "pre", "out"], "*bf16") | dict.fromkeys("MNK", "i32")
+mlp_types |= {"norm": "*fp32", "slope": "fp32"}
 mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
     hopper = capability == 90
     limit = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024  # bytes of shared memory
-    second = train_gpt.LARGE_TILE if limit >= train_gpt.LARGE_TILE_SHARED_BYTES else train_gpt.MEDIUM_TILE
-    for tile in (train_gpt.SMALL_TILE, second):
+    for blocks, tile in ((1, train_gpt.SMALL_TILE), *train_gpt.TILES.items()):
         sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
         options = {name: size for name, size in tile.items() if name not in sizes}
         for backward in (False, True):
             binary = build(mlp, mlp_types, {"BACKWARD": backward, **sizes}, capability, **options)
-            assert binary.metadata.shared <= limit, (capability, tile, binary.metadata.shared)
+            shared = binary.metadata.shared + 1024  # the driver keeps 1 KB of each block
+            if limit < 128 * 1024 and tile is train_gpt.TILES[1]:
+                assert shared > limit, "passed over on small cards"
+                continue
+            assert shared <= limit + 1024, (capability, tile, shared)
+            # Two blocks share what a multiprocessor of a large card has: 1 KB more than one may ask for.
+            assert capability not in (90, 100) or blocks * shared <= limit + 1024
             large = tile["BLOCK_M"] >= 64
             assert ("wgmma.mma_async" in binary.asm["ptx"]) == (hopper and large), "Hopper's tensor cores"
             assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
@@ -671,8 +738,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
                           timeout=DEADLINE_SECONDS)  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
-    # Two tiles of the MLP, heads and XSA, each forward and backward; heads also with values used once.
-    assert spilled == [("0", "0")] * 9
+    # Three tiles of the MLP, heads and XSA, each forward and backward; heads also with values used once.
+    assert set(spilled) == {("0", "0")} and len(spilled) == 11
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or
@@ -683,24 +750,28 @@ HEAD_SHAPES = [(2, 40, 4, 2, 64, 8), (1, 7, 3, 1, 24, 5), (2, 16, 2, 2, 16, 8), 
 def random_heads(
     rows: int, positions: int, heads: int, key_heads: int, channels: int, half: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Projected heads, gains and gates; and a rotation. One token's value is zero."""
+    """Projected heads, gains, and what makes gates; and a rotation. One token's value is zero."""
     generator = torch.Generator().manual_seed(0)
     qkv_BTNE = torch.randn(rows, positions, heads + 2 * key_heads, channels, generator=generator)
     qkv_BTNE[0, 0, -1] = 0
     gain_H = torch.randn(heads, generator=generator)
-    gate_BTH = torch.rand(rows, positions, heads, generator=generator)
+    x_BTD = torch.randn(rows, positions, 20, generator=generator)
+    gate_HW = torch.randn(heads, 12, generator=generator)
     angles = torch.randn(positions, 1, half, generator=generator)
-    return [qkv_BTNE, gain_H, gate_BTH], torch.stack([angles.cos(), angles.sin()])
+    return [qkv_BTNE, gain_H, x_BTD, gate_HW], torch.stack([angles.cos(), angles.sin()])
 
 
 def around_attention(heads: Any, xsa: Any, rotary: Tensor, uses: int = 2) -> Callable[..., Tensor]:
     """What is made of heads before and after attention; uses: how often their values are used."""
 
-    def function(qkv_BTNE: Tensor, gain_H: Tensor, gate_BTH: Tensor) -> Tensor:
+    def function(qkv_BTNE: Tensor, gain_H: Tensor, *gate: Tensor) -> Tensor:
         of = heads(qkv_BTNE, gain_H, rotary.to(qkv_BTNE))
-        q_BTHE = of.q_BTHE * gate_BTH[..., None]
+        q_BTHE = of.q_BTHE
+        if gate:
+            x_BTD, gate_HW = gate
+            gate = x_BTD[..., :12], gate_HW
         if uses == 2:
-            q_BTHE = xsa(of.q_BTHE, of.own_BTKE, gate_BTH)
+            q_BTHE = xsa(q_BTHE, of.own_BTKE, *gate)
         return torch.cat([q_BTHE, of.k_BTKE, of.v_BTKE], dim=2)
 
     return function
@@ -715,6 +786,8 @@ def test_heads_and_xsa_are_as_exact_as_their_twins(
 ) -> None:
     tensors, rotary = random_heads(*shape)
     rotary = rotary.to(DEVICE)
+    if uses == 1 or dtype == torch.float16:
+        tensors = tensors[:2]  # no gates
     assert_as_exact_as_plain(
         around_attention(train_gpt.heads_fused, train_gpt.xsa_fused, rotary, uses),
         around_attention(train_gpt.heads_plain, train_gpt.xsa_plain, rotary, uses),
@@ -725,16 +798,17 @@ def test_heads_and_xsa_are_as_exact_as_their_twins(
 
 @needs_runnable_kernels
 def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
-    (qkv_BTNE, gain_H, gate_BTH), rotary = random_heads(*HEAD_SHAPES[0])
+    (qkv_BTNE, gain_H, *_), rotary = random_heads(*HEAD_SHAPES[0])
     fused = around_attention(train_gpt.heads_fused, train_gpt.xsa_fused, rotary.to(DEVICE))
-    qkv_BTNE, gain_H, gate_BTH = (t.to(DEVICE) for t in (qkv_BTNE, gain_H, gate_BTH))
-    plain = fused(qkv_BTNE, gain_H, gate_BTH)
-    turned = qkv_BTNE.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(fused(turned, gain_H, gate_BTH.mT.contiguous().mT), plain)
+    qkv_BTNE, gain_H = qkv_BTNE.to(DEVICE), gain_H.to(DEVICE)
+    plain = fused(qkv_BTNE, gain_H)
+    for axes in ((0, 1), (2, 3)):
+        turned = qkv_BTNE.transpose(*axes).contiguous().transpose(*axes)
+        assert torch.equal(fused(turned, gain_H), plain)
     # Values of their own, that do not lie between other heads.
     heads = train_gpt.heads_plain(qkv_BTNE, gain_H, rotary.to(DEVICE))
-    between = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE, gate_BTH)
-    alone = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE.contiguous(), gate_BTH)
+    between = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE)
+    alone = train_gpt.xsa_fused(heads.q_BTHE, heads.own_BTKE.contiguous())
     assert torch.equal(between, alone)
 
 
@@ -761,10 +835,11 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(98_304, 512, 2048), (65_536, 512, 1024), (4_099, 504, 1016)], ids=str)
-def test_mlp_at_real_shapes(shape: tuple[int, int, int], poisoned: None) -> None:
+@pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
+def test_mlp_at_real_shapes(shape: tuple[int, int, int], form: str, poisoned: None) -> None:
     assert_as_exact_as_plain(
-        lambda *tensors: train_gpt.mlp_fused(*tensors, 0.5),
-        lambda *tensors: train_gpt.mlp_plain(*tensors, 0.5),
+        lambda *tensors: getattr(train_gpt, form)(*tensors, SCALE, 0.5),
+        lambda *tensors: train_gpt.mlp_plain(*tensors, SCALE, 0.5),
         random_mlp(*shape),
         torch.bfloat16,
     )
@@ -777,8 +852,8 @@ def test_auto_decides_and_logs_on_a_gpu() -> None:
     attention_line, mlp_line, heads_line = [line for line in report if " tried: " in line]
     assert re.match(r"attention:(fa3|varlen|fa2|sdpa) tried: fa3 ", attention_line)
     assert re.match(r"fused_heads:(kernel|plain) tried: kernel ", heads_line)
-    assert re.match(r"fused_mlp:(kernel|plain) tried: kernel ", mlp_line)
-    assert " error:" in attention_line.split("|")[-1] and " error:" in mlp_line.split("|")[-1]
+    assert re.match(r"fused_mlp:(kernel|kernel2|plain) tried: kernel ", mlp_line)
+    assert " error:" in attention_line.split("|")[-1] and mlp_line.endswith(" ms")
 
 
 def test_eight_gpus_want_a_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -499,9 +499,11 @@ def test_calibration_follows_a_changed_activation(monkeypatch: pytest.MonkeyPatc
     seen = {}
     after = model(ids, observe=lambda site, layer, x: seen.setdefault((site, layer), x))
     assert not torch.equal(after, before)
-    written = train_gpt.mlp_plain(
-        seen["mlp_in", 2], model.mlp_up_bank[2], model.mlp_down_bank[2], config.leaky_slope)
-    torch.testing.assert_close(F.linear(seen["mlp_hidden", 2], model.mlp_down_bank[2]), written)
+    # What is observed is normalised to the layer's scale already, and stays so but for the norm's epsilon.
+    matrices = model.mlp_up_bank[2], model.mlp_down_bank[2]
+    written = train_gpt.mlp_plain(seen["mlp_in", 2], *matrices, 3**-0.5, config.leaky_slope)
+    hidden = F.linear(seen["mlp_hidden", 2], model.mlp_down_bank[2])
+    torch.testing.assert_close(hidden, written, rtol=1e-4, atol=1e-5)
 
 
 # --- attention kernels, by stand-ins that know each package's way of speaking ---

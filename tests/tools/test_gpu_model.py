@@ -159,11 +159,12 @@ def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, back
     rows, inner, columns = 96, 512, 2048
     pre = gpu(rows, columns) if backward else None
     with Watch(recorder):
-        torch.ops.train_gpt.linear_leaky_square(gpu(rows, inner), gpu(columns, inner), pre, 0.5)
+        operands = gpu(rows, inner), gpu(columns, inner), gpu(rows)
+        torch.ops.train_gpt.linear_leaky_square(*operands, pre, 0.5, 1)
     (launch,) = recorder.launches
     assert launch.kind == "custom" and launch.flop == 2 * rows * inner * columns
     # Forward writes the product and its activation; backward reads the product and writes one.
-    assert launch.moved_bytes == 2 * (rows * inner + columns * inner + 2 * rows * columns)
+    assert launch.moved_bytes == 2 * (rows * inner + columns * inner + rows + 2 * rows * columns)
 
 
 def test_an_operation_of_unknown_cost_is_refused(on_gpu: FakeTensorMode) -> None:
