@@ -40,15 +40,14 @@ import numpy as np
 import torch
 
 import train_gpt
-from benchmarks import kernels, results
+from benchmarks import kernels, results, ttt
 from benchmarks.gpu_model import calibration, memory
+from benchmarks.ttt import GPUS
 from data.shards import write_shard
 from train_gpt import Config
 
 REPO = Path(__file__).resolve().parents[1]
 STAGES = {"forms": 400, "run": 1200, "ranks": 900}  # in order, each with its limit in seconds
-GPUS = 8  # of the run that this machine is checked for
-OFFICIAL_DOCUMENTS = 50_000  # of validation
 STEPS = 40
 SETTLED = 5  # steps after which the loader is ahead
 DOCUMENTS = 50
@@ -134,7 +133,7 @@ def watch_run() -> dict[str, Any]:
     read = train_gpt.DocumentScorer.read
 
     def noted(scorer: Any, batch: Any, chunk: Any, *more: Any) -> Any:
-        passes.append((time.perf_counter(), chunk.rows * (chunk.stop - chunk.first)))
+        passes.append((time.perf_counter(), chunk.rows * -(-(chunk.stop - chunk.first) // 16) * 16))
         return read(scorer, batch, chunk, *more)
 
     def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,43 +283,29 @@ def judge_reserve(events: list[dict[str, Any]], log: str, config: Config) -> Fou
     return Found([f"the reserve is too small: {line}"] if too_small else [], [line])
 
 
-def tokens_of_windows(tokens: np.ndarray, config: Config, stride: int) -> int:
-    """Tokens that pass through the model to score a text in windows."""
-    begins = train_gpt.document_start_of_targets(tokens, config)
-    rows = train_gpt.window_rows(len(tokens) - 1, config.eval_length, stride, begins, len(tokens))
-    return sum(map(len, rows)) * config.eval_length
-
-
-def tokens_of_passes(tokens: np.ndarray, config: Config) -> list[int]:
-    """Of each pass of adapters over these documents: the tokens that pass through the model."""
-    model = train_gpt.GPT(config, seed=None)  # nothing is scored
-    scorer = train_gpt.DocumentScorer(model, tokens, config, train_gpt.Ledger(tokens))
-    chunks = itertools.chain.from_iterable(map(scorer.chunks, scorer.batches()))
-    return [chunk.rows * (chunk.stop - chunk.first) for chunk in chunks]
-
-
 def judge_evaluation(
-    phases: Mapping[str, float], passes: list[tuple[float, int]], scored: np.ndarray, text: np.ndarray,
+    phases: Mapping[str, float], passes: list[tuple[float, int]], scored: np.ndarray,
     ran: Config, meant: Config,
 ) -> Found:  # fmt: skip
     """Seconds of evaluation of the official text on eight GPUs, from those of a few documents on one.
 
-    passes: of adapters, by their moment and tokens. scored, text: these documents, and all there are.
+    passes: of adapters, by their moment and tokens. scored: these documents.
     """
-    times = OFFICIAL_DOCUMENTS / GPUS / (text == train_gpt.BOS_ID).sum()
+    text = ttt.official_text()
     each = {}
     for name, seconds in phases.items():
         if not name.startswith("eval_"):
             continue
-        stride = ran.eval_stride if name == "eval_sliding_window" else ran.eval_length
         if name == "eval_legal_ttt" and len(passes) > 1:
             # A pass needs so long, and so much longer with each token.
             moments, counts = np.array(passes).T
             longer, least = np.polyfit(counts[:-1], np.diff(moments), 1)
-            seconds = sum(least + longer * count for count in tokens_of_passes(text, ran))
+            seconds = sum(least + longer * one.tokens for one in ttt.passes_of_documents(text, ran))
         else:
-            seconds *= tokens_of_windows(text, ran, stride) / tokens_of_windows(scored, ran, stride)
-        each[name.removeprefix("eval_")] = times * seconds
+            stride = ran.eval_stride if name == "eval_sliding_window" else ran.eval_length
+            both = [ttt.passes_of_windows(tokens, ran, stride, len(tokens)) for tokens in (text, scored)]
+            seconds *= both[0][0].tokens / both[1][0].tokens
+        each[name.removeprefix("eval_")] = seconds / GPUS
     total = sum(each.values())
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in each.items())
     limit = meant.max_eval_seconds
@@ -456,8 +441,8 @@ class Check:
         faults += [f"limit of {limit}: {told}" for limit, told in summary["limits"].items() if not told["ok"]]
         if ranks == 1:
             passes = json.loads((self.folder / "run.0.json").read_text(encoding="utf-8"))["passes"]
-            texts = (text_of(self.folder / "data"), text_of(self.data_folder))
-            parts.append(judge_evaluation(summary["phases"], passes, *texts, ran, self.meant))
+            scored = text_of(self.folder / "data")
+            parts.append(judge_evaluation(summary["phases"], passes, scored, ran, self.meant))
         lines = []
         for part in parts:
             faults += part.faults

@@ -131,21 +131,19 @@ def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> 
     assert f"{steps:.0f} steps in 600 s. A step waits for data for 0.5 ms at most." in lines[-1]
 
 
-def test_evaluation_is_projected_from_passes_by_their_tokens() -> None:
-    """If all documents of a text are scored: as long as it took, for as many as one of eight ranks has."""
+def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all documents are scored: an eighth of what it took."""
     config = Config.from_env(tiny.environment(**{**SETTINGS, "TRAIN_SEQ_LENS": ""}))
     text = np.full(400, BOS_ID + 1)
     text[[0, 150, 250, 399]] = BOS_ID
-    counts = gpu_check.tokens_of_passes(text, config)
-    moments = np.cumsum([0.0, *(0.01 + 1e-5 * count for count in counts)])
+    monkeypatch.setattr(gpu_check.ttt, "official_text", lambda: text)
+    counts = [one.tokens for one in gpu_check.ttt.passes_of_documents(text, config)]
+    moments = np.cumsum([0.0, *(50 + 0.1 * count for count in counts)])
     passes = list(zip(moments[:-1].tolist(), counts, strict=True))
-    found = gpu_check.judge_evaluation(
-        {"train": 3.0, "eval_roundtrip": 0.01, "eval_legal_ttt": 9.9}, passes, text, text, config, config
-    )
-    times = 50_000 / 8 / 4
-    adapters = times * moments[-1]
-    assert f"(roundtrip {times * 0.01:.0f} s, legal_ttt {adapters:.0f} s)" in found.lines[0]
-    assert found.faults == (found.lines if adapters + times * 0.01 > config.max_eval_seconds else [])
+    phases = {"train": 3.0, "eval_roundtrip": 80.0, "eval_legal_ttt": 9.9}
+    found = gpu_check.judge_evaluation(phases, passes, text, config, config)
+    assert f"(roundtrip 10 s, legal_ttt {moments[-1] / 8:.0f} s)" in found.lines[0]
+    assert found.faults == (found.lines if moments[-1] / 8 + 10 > config.max_eval_seconds else [])
 
 
 def test_documents_of_one_length_and_two_short_ones_are_picked() -> None:
