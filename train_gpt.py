@@ -5041,13 +5041,12 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     source = Path(__file__).read_bytes()
     manifest = folder / "manifest.json"
     # Names and sizes stand for gigabytes of shards, which take minutes to hash.
-    all_shards = [*train_shards, *val_shards]
-    listing = [[shard.path.name, shard.tokens] for shard in all_shards]
+    listing = {shard.path.name: shard.tokens for shard in (*train_shards, *val_shards)}
     read = {"code": source, "tokenizer": find_path(config.tokenizer_path).read_bytes(),
             "shards": json.dumps(listing).encode(),
             "manifest": manifest.read_bytes() if manifest.is_file() else b"{}"}  # fmt: skip
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-    made_by = check_manifest(manifest, read["manifest"], all_shards, not config.eval_only)
+    made_by = check_manifest(manifest, read["manifest"], listing if train_shards else {})
     for maker, expected in ((manifest, made_by), ("EVAL_ONLY's artifact", tokenizer_sha256)):
         if expected not in ("", hashes["tokenizer"]):
             raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
@@ -5070,25 +5069,22 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
     return Inputs(directory, train_shards, validation, source, shipped, hashes, chosen, checkpoint)
 
 
-def check_manifest(path: Path, content: bytes, shards: list[Shard], training: bool) -> str:
-    """Hold the shards that are there against a manifest; returns the SHA-256 of its tokenizer, or empty text.
+def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
+    """The SHA-256 of the tokenizer that a manifest names, or empty text. DataError if its shards are others.
 
-    DataError if they differ. Contents are not compared: data/fineweb.py --verify does so, in minutes.
+    tokens_of: tokens of each shard that is there. data/fineweb.py --verify compares contents, in minutes.
     """
     try:
         manifest = json.loads(content)
-        listed = {name: entry["tokens"] for name, entry in manifest.get("files", {}).items()}
-        made_by = manifest.get("tokenizer", {}).get("sha256", "")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: no manifest ({error!r}); fetch or export the data again") from error
-    found = {shard.path.name: shard.tokens for shard in shards}
-    for name in sorted({*found, *listed}):
-        # Sidecars are checked with the bytes that they count, training shards if they are read.
-        is_asked = "_val_bytes_" not in name and (training or "_train_" not in name)
-        if listed and is_asked and listed.get(name) != found.get(name):
-            raise DataError(f"{path}: {name} has {listed.get(name, 'no')} tokens there, on the disk "
-                            f"{found.get(name, 'no')}; fetch the data again, or remove what is not of them")
-    return made_by
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; fetch or export the data again") from error
+    listed = {name: entry["tokens"] for name, entry in manifest.get("files", {}).items()}
+    # Sidecars are checked with the bytes that they count.
+    odd = {name for name, _ in listed.items() ^ tokens_of.items() if "_val_bytes_" not in name}
+    if listed and tokens_of and odd:
+        raise DataError(f"{path}: not as it says, or not in it: {', '.join(sorted(odd))}; fetch the data "
+                        "again, or remove what is not of them")  # fmt: skip
+    return str(manifest.get("tokenizer", {}).get("sha256", ""))
 
 
 def read_validation(shards: list[Shard], config: Config) -> Validation:
