@@ -338,7 +338,7 @@ class Config(TrainingSettings):
     gptq: bool = setting(True, "round with second-order information; 0: to nearest, all else alike")
     gptq_damping: float = setting(0.01, "share of the mean diagonal added to Hessians", 1e-6)
     gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
-    gptq_reserve_seconds: float = setting(2.0, "seconds of the clock for Hessians; fewer batches if short")
+    gptq_reserve_seconds: float = setting(4.0, "seconds of the clock for Hessians; fewer batches if short")
     # --- its evaluation ---
     eval_seq_len: int = setting(0, "tokens of context; 0: TRAIN_SEQ_LEN")
     eval_stride: int = setting(64, "targets scored per window; 0: no sliding window")
@@ -379,7 +379,8 @@ class Config(TrainingSettings):
                           pattern=r"|[^./\\][^/\\]{0,199}")  # fmt: skip
     runs_dir: str = setting("runs", "folder that holds the run directories")
     max_eval_seconds: float = setting(600.0, "seconds of evaluation; judged in summary.json; 0: no limit")
-    warmup_steps: int = setting(20, "untimed steps that compile each graph, then undone", 0, 1000)
+    warmup_steps: int = setting(
+        20, "untimed steps that compile each graph, after a rehearsal of the end; undone; 0: none", 0, 1000)
     train_log_every: int = setting(50, "steps between train lines, after the first ten; 0: no train lines")
     val_loss_every: int = setting(0, "steps between validations, first and last; 0: none")
     val_batch_size: int = setting(524_288, "tokens scored at once by eight ranks; each takes an eighth", 1)
@@ -2333,7 +2334,9 @@ class Run:
         start = time.perf_counter()
         yield
         self.machine.wait()
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.phases[name] = self.phases.get(name, 0.0) + seconds
+        self.log(f"phase:{name} {seconds:.2f}s")
 
     def on_signal(self, number: int, _frame: Any = None) -> None:
         """The first signal in training asks for a checkpoint; any other signal ends the process."""
@@ -2477,9 +2480,9 @@ class StepTimer:
     """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
     All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
-    (as in PR #591). `batch_cpu` and `val` are host time, `val` of the validation just before the step;
-    `batch_h2d` is the copy to the GPU, which is no part of the step if it was made ahead; the rest is device
-    time. The host waits for the device at the end of a reported step, and of no other.
+    (as in PR #591). `batch_cpu` is host time; `batch_h2d` is the copy to the GPU, which is no part of the
+    step if it was made ahead; the rest is device time. The host waits for the device at the end of a reported
+    step, and of no other.
     """
 
     every: int
@@ -2489,10 +2492,9 @@ class StepTimer:
     reported: bool = False
     timed: bool = False
     step: int = 0
-    val_ms: float = 0.0
     laps: list[Lap] = field(default_factory=list)
 
-    def begin(self, step: int | None, val_ms: float = 0.0) -> None:
+    def begin(self, step: int | None) -> None:
         """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
         self.reported = False
@@ -2501,7 +2503,6 @@ class StepTimer:
             self.reported = self.every > 0 and (step <= FIRST_STEPS or step % self.every == 0)
         self.timed = self.reported or self.trace.recording
         self.step = step or 0
-        self.val_ms = val_ms
         self.laps = []
         self.lap("begin")  # where the first part starts
 
@@ -2540,8 +2541,7 @@ class StepTimer:
                 f"batch_h2d_ms:{copy_ms / micro_steps:.2f} "
                 f"forward_ms:{total_ms['forward'] / micro_steps:.2f} "
                 f"backward_ms:{total_ms['backward'] / micro_steps:.2f} "
-                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f} "
-                f"val_ms:{self.val_ms:.2f}")
+                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f}")
 
 
 # ============================================================================================================
@@ -3503,27 +3503,36 @@ def score_documents(
 # --- all scores ---
 
 
-def compile_evaluation(model: GPT, config: Config) -> None:
-    """Compile all graphs of `evaluate`, on made-up text, before its clock; all ranks call it together."""
-    if not model.machine.compiled:
-        return
-    # Every rank compiles for itself: it scores as if it were alone, or it might get no batch.
+def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
+    """Compile and try all of `evaluate`, on made-up text, before its clock; all ranks call it together."""
+    # Every rank first compiles for itself: it scores as if it were alone, or it might get no batch.
     alone = copy.deepcopy(model)
     alone.machine = replace(model.machine, rank=0, world_size=1)
     # Four documents of 4, 2, 1 and 1 half windows.
     half = (config.eval_length + 1) // 2
     text = np.full(8 * half + 1, BOS_ID + 1, np.uint16)
     text[[0, 4 * half, 6 * half, 7 * half]] = BOS_ID
-    score_roundtrip(alone, text, config)
-    if config.eval_stride:
-        score_sliding(alone, text, config)
-    if config.ttt_enabled and config.ttt_mode == "lora":
-        # In pairs: one row and several, with gradients and without.
-        score_documents(alone, text, replace(config, ttt_chunk_size=half, ttt_batch_size=2))
-    elif config.ttt_enabled:
-        # A whole chunk to learn from, and one more. All ranks share each batch of learning.
-        text = np.resize(text, config.ttt_chunk_tokens + half + 1)
-        score_chunks(model, text, replace(config, ttt_epochs=1))
+    with run.phase("rehearse_windows"):
+        score_roundtrip(alone, text, config)
+        if config.eval_stride:
+            score_sliding(alone, text, config)
+        score_roundtrip(model, text, config)
+    if not config.ttt_enabled:
+        return
+    with run.phase("rehearse_ttt"):
+        if config.ttt_mode == "lora":
+            # In pairs: one row and several, with gradients and without.
+            score_documents(alone, text, replace(config, ttt_chunk_size=half, ttt_batch_size=2))
+            # Then a batch for each rank, with the memory that the largest ones will need.
+            document = text[: config.eval_length + 1]
+            documents = config.documents_at_once * model.machine.world_size
+            score_documents(model, np.resize(document, documents * len(document) + 1), config)
+            return
+        # A whole chunk to learn from, and one more. All ranks share each batch of learning, of a size that
+        # only compiled code must have met.
+        chunk = config.ttt_chunk_tokens if model.machine.compiled else config.eval_length
+        text = np.resize(text, chunk + half + 1)
+        score_chunks(model, text, replace(config, ttt_epochs=1, ttt_chunk_tokens=chunk))
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
@@ -4412,10 +4421,10 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any] | 
     return state
 
 
-def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tensor:
+def train_step(training: Training, progress: float) -> Tensor:
     """One optimizer step. Returns this rank's mean loss and the gradient norm (2,), still on the device.
 
-    progress: share of the run that is over. val_ms: of a validation just before, for the timing line.
+    progress: share of the run that is over.
     """
     config = training.config
     loader = training.loader
@@ -4426,7 +4435,7 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
-    timer.begin(training.step + 1 if training.run.training else None, val_ms)
+    timer.begin(training.step + 1 if training.run.training else None)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch(length)
         timer.lap("batch", batch.copy)
@@ -4447,23 +4456,66 @@ def train_step(training: Training, progress: float, val_ms: float = 0.0) -> Tens
     return torch.stack([total, norm])
 
 
-def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
-    """Run WARMUP_STEPS real steps of each graph, to compile; then undo them exactly, or become `resumed`."""
+def rehearse_end(training: Training) -> None:
+    """Do all that follows training once, on the first weights, each part as a phase; all ranks together.
+
+    What would fail after a paid training fails here, and compiles here. `warm_up` undoes it.
+    """
     config = training.config
+    run = training.run
+    machine = run.machine
+    hessians: Hessians = {}
+    if config.gptq:
+        # The first batch loads kernels. The second one shows how long all will take.
+        for part in ("rehearse_hessians", "rehearse_calibration_batch"):
+            with run.phase(part):
+                hessians = collect_hessians(training.model, [training.loader.next_batch()], machine)
+        batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
+        seconds = batches * run.phases["rehearse_calibration_batch"]
+        reserve = config.gptq_reserve_seconds
+        # Of the reserve, `calibration_batches` keeps a tenth to spare.
+        if config.max_wallclock_seconds > 0 and seconds > 0.9 * reserve:
+            run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, a tenth less than "
+                    f"GPTQ_RESERVE_SECONDS={reserve:g} at most; raise it, or fewer are taken")
+    with run.phase("rehearse_artifact"):
+        data = b""
+        if machine.rank == 0:
+            # One pass, of any size: no search for the budget.
+            once = replace(config, rate_control=False)
+            data, _ = write_artifact(training.model, once, hessians, "", sys.maxsize)
+        model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0])
+        ready_model(model, machine, training.model.ops)
+    rehearse_evaluation(model, config, run)
+    if machine.on_gpu:
+        # The steps to come find the memory as if nothing had been.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
+    """Rehearse the end, and compile each graph by WARMUP_STEPS real steps, if that is not 0.
+
+    Then undo all of it exactly, or become `resumed`.
+    """
+    config = training.config
+    run = training.run
     after = resumed or training.state()
+    if config.warmup_steps > 0:
+        rehearse_end(training)
     # A graph has one length, with or without loops. Both change at these shares of the run, and at no others.
     shares = {0.0, config.enable_looping_at, *(until for _, until in config.length_parts)}
     graphs = {(train_length(share, config), loop_is_on(share, config)): share for share in sorted(shares)}
     for (length, looping), share in graphs.items():
         training.loader.seek(0)
-        for number in range(1, config.warmup_steps + 1):
-            train_step(training, share)
-            training.run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d} "
-                             f"train_seq_len:{length}")
+        with run.phase("warmup"):
+            for number in range(1, config.warmup_steps + 1):
+                train_step(training, share)
+                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d} "
+                        f"train_seq_len:{length}")
     training.load_state(after)
     if resumed:
-        training.run.log(f"resumed:{training.run.directory} step:{training.step} "
-                         f"train_time:{1e3 * resumed['seconds']:.0f}ms code:{training.hashes['code']}")
+        run.log(f"resumed:{run.directory} step:{training.step} "
+                f"train_time:{1e3 * resumed['seconds']:.0f}ms code:{training.hashes['code']}")
 
 
 def agree_on_clock_and_signal(training: Training) -> tuple[float, int]:
@@ -4505,15 +4557,14 @@ def train(training: Training) -> None:
         read_results(training, leave=0 if save_now or validate_now else behind)
         if save_now:
             training.save()
-        val_ms = 0.0
         if validate_now and caught == 0:
             label = f"step:{training.step}/{config.iterations}"
-            val_ms = validate(training, label, loop_is_on(progress, config))
+            validate(training, label, loop_is_on(progress, config))
         if stop:
             break
 
         progress = run_progress(seconds, training.step, config)
-        values = train_step(training, progress, val_ms).to("cpu", non_blocking=True)
+        values = train_step(training, progress).to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         # Taken now: when the result is read, later steps have waited as well.
@@ -4585,10 +4636,10 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         f"grad_norm:{norm:.3f} eta:{eta_seconds:.0f}s")
 
 
-def validate(training: Training, label: str, looping: bool = True) -> float:
+def validate(training: Training, label: str, looping: bool = True) -> None:
     """Stop the clock, and score the current weights without overlap: a diagnostic, never the result.
 
-    looping: as in `GPT.forward`. Returns how long it took, in milliseconds.
+    looping: as in `GPT.forward`.
     """
     config = training.config
     run = training.run
@@ -4609,7 +4660,6 @@ def validate(training: Training, label: str, looping: bool = True) -> float:
         "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
         train_time_ms=train_ms, val_ms=1e3 * val_seconds,
     )  # fmt: skip
-    return 1e3 * val_seconds
 
 
 def calibration_batches(training: Training) -> Iterator[Batch]:
@@ -4738,7 +4788,7 @@ def report_failure(message: str, run: Run | None) -> None:
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
         if run.directory is not None:
-            message += f"\n{run.ways_on()}"
+            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
             run.append("log.txt", message)
     print_line(message, sys.stderr)
 
@@ -4770,7 +4820,8 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
             loaded = load_artifact(path, run.machine.gather(data)[0])
         model, about = loaded
         ready_model(model, run.machine, inputs.chosen.ops)
-        compile_evaluation(model, config)
+    if run.machine.compiled:
+        rehearse_evaluation(model, config, run)
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores)
     if run.machine.rank == 0:
@@ -4782,8 +4833,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     with run.phase("setup"):
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
-    with run.phase("warmup"):
-        warm_up(training, inputs.checkpoint)
+    warm_up(training, inputs.checkpoint)
     with run.phase("train"):
         train(training)
     # Of training alone: how many batches are calibrated with depends on ranks and on the clock.

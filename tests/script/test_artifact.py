@@ -529,15 +529,6 @@ def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
     assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
 
 
-def test_wrapped_code_can_be_imported_and_run_as_a_module(tmp_path: Path) -> None:
-    (tmp_path / "wrapped.py").write_bytes(train_gpt.shipped_code(PROGRAM.encode()))
-    program = "import wrapped; print(wrapped.area(wrapped.Point(4)), wrapped.Point(1).name)"
-    for arguments, told in ((["-c", program], "16 é\\ %s\n"), (["-m", "wrapped"], "__main__ [] 9")):
-        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True,
-                              timeout=DEADLINE_SECONDS, env={"PYTHONIOENCODING": "utf-8"})  # fmt: skip
-        assert told in done.stdout.decode(), done.stderr
-
-
 def test_wrapped_code_holds_any_byte() -> None:
     escapes: set[bytes] = set()
     held: set[int] = set()

@@ -264,7 +264,7 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
     # Before the clock of evaluation: sliding windows and those of test-time training have other shapes.
-    train_gpt.compile_evaluation(reloaded, config)
+    train_gpt.rehearse_evaluation(reloaded, config, train_gpt.Run(reloaded.machine))
     assert 2 <= new_graphs() <= 4
     for score in (train_gpt.score_roundtrip, train_gpt.score_sliding, train_gpt.score_ttt):
         score(reloaded, tokens, config)
@@ -300,7 +300,7 @@ def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
     config = adapters_config()
     model = ready(train_gpt.build_model(config), attention)
     tokens = text_of(documents=13, length=400)
-    train_gpt.compile_evaluation(model, config)
+    train_gpt.rehearse_evaluation(model, config, train_gpt.Run(model.machine))
     # Windows; documents: several and one, with and without gradients, two of them with a backward pass.
     assert new_graphs() == 1 + 4 + 2
     train_gpt.score_ttt(model, tokens, config)
@@ -324,7 +324,7 @@ def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_
     training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops(), {})  # type: ignore[arg-type]
     with contextlib.closing(training.loader):
         train_gpt.warm_up(training)
-        assert new_graphs() == 2 * 4  # forward and backward
+        assert new_graphs() == 1 + 2 * 4  # the windows of the evaluation; forward and backward
         for step in range(config.iterations):
             train_gpt.train_step(training, step / config.iterations)
         assert new_graphs() == 0
@@ -345,7 +345,7 @@ class Device:
         self.asked = 0  # steps
         self.told: list[StepResult] = []  # as they were read
 
-    def step(self, training: Any, progress: float, val_ms: float = 0.0) -> Any:
+    def step(self, training: Any, progress: float) -> Any:
         """In the place of `train_step`: 2 ms for the host to ask, and a device that is busy for longer."""
         self.now += 0.002
         looping = train_gpt.loop_is_on(progress, training.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import re
 import signal
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import train_gpt
 from data import shards
 from tests.support.clock import FORWARD_SECONDS, counted_clock
+from tests.support.loaders import write_shards
+from tests.support.models import tiny_config
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
@@ -35,6 +38,10 @@ LINES = [  # of upstream's dialect, in order; new fields only at the end of a li
     r"seed:1337$",
     r"train_io:prefetch:True copy_stream:False prefetch_queue:2$",
     r"val_io:overlap:False prefetch:True bytecount_device:cpu tokens_per_pass:2048$",
+    *(
+        rf"phase:rehearse_{part} \d+\.\d\ds$"
+        for part in ("hessians", "calibration_batch", "artifact", "windows", "ttt")
+    ),
     r"warmup_step:1/1 ",
     *(rf"step:{step}/6 train_loss:{FLOAT} train_time:\d+ms step_avg:\d+\.\d\dms " for step in range(1, 7)),
     rf"DIAGNOSTIC post_ema {RESULT} train_time:\d+ms step_avg:\d+\.\d\dms",
@@ -247,6 +254,9 @@ def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
     assert limit["ok"] and limit["value"] == pytest.approx(29 * 0.04 + 31 * FORWARD_SECONDS)
     told = "warning: 31 calibration batches, expected GPTQ_CALIBRATION_BATCHES=100000; raise GPTQ_RESERVE"
     assert told in ended.out
+    # A reserve that is too short is told before the first step.
+    warning = f"\nwarning: 100000 calibration batches need {1e5 * FORWARD_SECONDS:.2f}s, "
+    assert warning in ended.out[: ended.out.index("\nwarmup_step:")]
 
 
 KILL_AT_SCORING = """
@@ -294,9 +304,9 @@ def test_a_public_command_trains_scores_and_stores_its_system(
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     own = lab.settings()
     settings: dict[str, Any] = {name: value for name, value in command.settings.items() if name not in own}
-    own_config = {"CONFIG": repo / f"configs/pr{pull_request}.env", "VAL_TOKENS_LIMIT": 300}
+    own_config = {"CONFIG": repo / f"configs/pr{pull_request}.env", "VAL_TOKENS_LIMIT": 300, "ITERATIONS": 2}
     ended = lab.succeed(**{**settings, **own_config, **changes})
-    assert ended.summary["steps"] == 6
+    assert ended.summary["steps"] == 2
     assert {"roundtrip", "sliding_window", "legal_ttt"} == ended.summary["losses"].keys()
     model, _ = train_gpt.load_artifact(ended.directory / "model.bin")
     stored = {name for name, _ in model.named_parameters()}
@@ -305,3 +315,64 @@ def test_a_public_command_trains_scores_and_stores_its_system(
         assert {"bigram_table_RC", "value_table_VC"} <= stored
     if pull_request == 591:
         assert "output_head_VD" in stored
+
+
+# --- the end of a run, rehearsed ---
+
+# What breaks a part of the end, on the last rank: a kernel that is missing, a graph that is not compiled, two
+# collectives.
+PLANTED = """
+import torch
+function = PLACE.NAME
+def fail(*given, **more):
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and CONDITION:
+        raise RuntimeError("a planted fault")
+    return function(*given, **more)
+PLACE.NAME = fail
+"""
+SUMS = "given[0].dtype == torch.float32 and given[0].ndim == 2"
+SCORES = "given[0].dtype == torch.float64 and len(given[0]) > 2"
+
+
+@pytest.mark.parametrize(
+    ("part", "ranks", "place", "name", "condition"),
+    [
+        ("artifact", 1, "torch", "cholesky_inverse", "True"),
+        ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
+        ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
+        ("windows", 2, "torch.distributed", "all_reduce", SCORES),
+    ],
+)
+def test_what_would_fail_at_the_end_fails_before_the_first_step(
+    part: str, ranks: int, place: str, name: str, condition: str, lab: Lab
+) -> None:
+    fault = PLANTED.replace("PLACE", place).replace("NAME", name).replace("CONDITION", condition)
+    ended = [started.wait() for started in lab.ranks(ranks, fault=fault)]
+    assert all(one.status == 1 for one in ended)
+    told = ended[-1].err.splitlines()
+    assert "RuntimeError: a planted fault" in told
+    assert told[-2:] == [f"in phase rehearse_{part}", "nothing is saved to continue with"]
+    assert "warmup_step:" not in ended[0].out
+
+
+@pytest.mark.parametrize("mode", ["lora", "sgd"])
+def test_a_rehearsal_leaves_nothing_behind(mode: str, tmp_path: Path) -> None:
+    changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_SIZE": 8, "EVAL_STRIDE": 8, "VOCAB_SIZE": 4096}
+    config = tiny_config(**changes, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64)
+    run = train_gpt.Run(train_gpt.Machine())
+    training = train_gpt.Training(config, run, write_shards(tmp_path), None, train_gpt.Ops(), {})  # type: ignore[arg-type]
+
+    def trace() -> list[Any]:
+        state = {**training.state(), "seconds": 0.0}
+        gradients = [(weights.grad, weights.requires_grad) for weights in training.model.parameters()]
+        numbers = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        return [train_gpt.torch_file((state, numbers)), gradients, training.loader.index]
+
+    before = trace()
+    train_gpt.rehearse_end(training)
+    assert training.loader.index == 2 and run.phases["rehearse_ttt"] > 0
+    training.loader.seek(0)
+    assert trace() == before
+    train_gpt.warm_up(training)
+    assert trace()[0] == before[0]
+    training.loader.close()

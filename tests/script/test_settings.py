@@ -258,18 +258,6 @@ def test_as_env_reads_back_to_the_same_settings(values: dict[str, Any]) -> None:
     assert all(Config().as_env()[name] != text for name, text in config.overrides().items())
 
 
-@given(st.fixed_dictionaries({}, optional=FREE))
-@settings(max_examples=15, deadline=None)
-def test_a_file_of_all_settings_reads_back_to_the_same_settings(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
-) -> None:
-    without_comments = {name: value for name, value in values.items() if not str(value).startswith("#")}
-    config = allowed(Config(**without_comments))
-    path = tmp_path_factory.getbasetemp() / "all.env"
-    path.write_text("".join(f"{name}={text}\n" for name, text in config.as_env().items()), encoding="utf-8")
-    assert Config.from_env({"CONFIG": str(path)}) == config
-
-
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), st.text(max_size=30), max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str, str]) -> None:

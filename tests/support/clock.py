@@ -26,7 +26,7 @@ step = torch.optim.AdamW.step
 def step_and_signal(self, *given):
     result = step(self, *given)
     count = max(float(state["step"]) for state in self.state.values())
-    if count == SIGNAL_AT:
+    if count == SIGNAL_AT and "base_lr" in self.param_groups[0]:  # not the one of adapters
         os.kill(os.getpid(), signal.SIGTERM)
     return result
 torch.optim.AdamW.step = step_and_signal

@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,76 +81,43 @@ def test_packed_folders_pass_under_every_reading(packed: Path, compared: Path) -
     assert main(["check", "--strict", str(packed), str(compared)]) == 0
 
 
-def last_digit_of_the_score(folder: Path) -> None:
-    score = str(submission(folder)["val_bpb"])
-    edit(folder, "submission.json", f'"val_bpb": {score}', f'"val_bpb": {score[:-1]}{9 - int(score[-1])}')
-
-
-def steps_of_a_seed(folder: Path) -> None:
-    edit(folder, "submission.json", '"steps": 400', '"steps": 401')
-
-
-def byte_of_code(folder: Path) -> None:
-    edit(folder, "train_gpt.py", "LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
-
-
-def setting(folder: Path) -> None:
-    edit(folder, "config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.03")
-
-
-def swapped_logs(folder: Path) -> None:
-    first, second = folder / "train_seed42.log", folder / "train_seed1337.log"
-    texts = first.read_text(), second.read_text()
-    first.write_text(texts[1])
-    second.write_text(texts[0])
-
-
-def another_seed(folder: Path) -> None:
-    text = (folder / "submission.json").read_text()
-    (folder / "submission.json").write_text(text.replace('"42"', '"43"').replace("    42,", "    43,"))
-
-
-def missing_log(folder: Path) -> None:
-    (folder / "train_seed42.log").unlink()
-
-
-def mixed_code(folder: Path, **code: object) -> None:
-    path = folder / "summary_seed42.json"
-    summary = json.loads(path.read_text("utf-8"))
-    summary["code"].update(code or {"sha256": f"{'1' * 64} after {'0' * 64}"})
-    path.write_text(json.dumps(summary), "utf-8")
-
-
-def mixed_code_of_0_5(folder: Path) -> None:
-    mixed_code(folder, former=[{"file": "train_gpt.until_step120.py", "sha256": "0" * 64}])
-
-
-def edit_of_a_log(folder: Path) -> None:
-    edit(folder, "train_seed42.log", "legal_ttt_exact val_loss:2.9", "legal_ttt_exact val_loss:2.8")
-
-
-Alteration = Callable[[Path], None]
-ALTERATIONS: list[tuple[Alteration, str, str]] = [
-    (last_digit_of_the_score, "A4", "`val_bpb` is"),
-    (steps_of_a_seed, "A4", "`seed_results.42.steps` is 401"),
-    (edit_of_a_log, "A2", "`train_seed42.log` is not the file that was packed"),
-    (edit_of_a_log, "C1", "is not val_loss"),
-    (edit_of_a_log, "A4", "in the summary"),
-    (byte_of_code, "A6", "the shipped source is not what seed 42 ran"),
-    (swapped_logs, "A5", "train_seed42.log stands for seed 42, but says seed 1337"),
-    (another_seed, "A5", "seed 43 is declared, its log or summary is missing"),
-    (missing_log, "A2", "`train_seed42.log` was packed and is missing"),
-    (mixed_code, "A6", "seed 42 is of mixed code: it began with another script"),
-    (mixed_code_of_0_5, "A6", "seed 42 is of mixed code: it began with another script"),
-    (setting, "A2", "`config.env` is not the file that was packed"),
+# Edits of a packed folder: a file, what it holds, what it holds then; the check and the words that name it.
+LOG = ("train_seed42.log", "legal_ttt_exact val_loss:2.9", "legal_ttt_exact val_loss:2.8")
+CODE_EDIT = ("train_gpt.py", "LEARNING_RATE = 0.02", "LEARNING_RATE = 0.03")
+SEED_CODE = ("summary_seed42.json", '"code": {"sha256": "')
+MIXED = "seed 42 is of mixed code: it began with another script"
+EDITS = [
+    (("submission.json", '"val_bpb": 1.7285', '"val_bpb": 1.7286'), "A4", "`val_bpb` is"),
+    (("submission.json", '"steps": 400', '"steps": 401'), "A4", "`seed_results.42.steps` is 401"),
+    (LOG, "A2", "`train_seed42.log` is not the file that was packed"),
+    (LOG, "C1", "is not val_loss"),
+    (LOG, "A4", "in the summary"),
+    (CODE_EDIT, "A6", "the shipped source is not what seed 42 ran"),
+    (("config.env", "MATRIX_LR=0.02", "MATRIX_LR=0.03"), "A2", "`config.env` is not the file that was"),
+    ((*SEED_CODE, f'"code": {{"sha256": "{"1" * 64} after {"0" * 64}", "was": "'), "A6", MIXED),
+    ((*SEED_CODE, f'"code": {{"former": [{{"sha256": "{"0" * 64}"}}], "sha256": "'), "A6", MIXED),
 ]
 
 
-@pytest.mark.parametrize(("alter", "check", "text"), ALTERATIONS, ids=[text for _, _, text in ALTERATIONS])
-def test_alteration_is_named(packed: Path, alter: Alteration, check: str, text: str) -> None:
-    alter(packed)
+@pytest.mark.parametrize(("change", "check", "text"), EDITS)
+def test_an_edit_is_named(packed: Path, change: tuple[str, str, str], check: str, text: str) -> None:
+    edit(packed, *change)
     found = fails(packed)
     assert any(f.check == check and text in f.text for f in found), [f"{f.check} {f.text}" for f in found]
+
+
+def test_seeds_without_a_log_and_logs_of_other_seeds_are_named(packed: Path) -> None:
+    text = (packed / "submission.json").read_text()
+    (packed / "submission.json").write_text(text.replace('"42"', '"43"').replace("    42,", "    43,"))
+    told = [f"{finding.check} {finding.text}" for finding in fails(packed)]
+    assert any("A5 seed 43 is declared, its log or summary is missing" in one for one in told)
+    (packed / "submission.json").write_text(text)
+    first, second = packed / "train_seed42.log", packed / "train_seed1337.log"
+    second.write_text(first.read_text())
+    first.unlink()
+    told = [f"{finding.check} {finding.text}" for finding in fails(packed)]
+    assert any("A2 `train_seed42.log` was packed and is missing" in one for one in told)
+    assert any("A5 train_seed1337.log stands for seed 1337, but says seed 42" in one for one in told)
 
 
 def hash_again(folder: Path) -> None:
@@ -263,7 +230,7 @@ def test_any_change_of_a_derived_value_is_caught(packed: Path) -> None:
 
 def test_packed_folder_without_its_mark_is_still_audited_as_packed(packed: Path) -> None:
     edit(packed, "submission.json", '"format"', '"form"')
-    byte_of_code(packed)
+    edit(packed, *CODE_EDIT)
     assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
 
 
@@ -330,13 +297,6 @@ def test_logs_are_of_the_seed_and_the_script_that_stand_beside_them(tmp_path: Pa
     assert "A6 " in told({"train.log": PLAIN_A}, CODE + "\n")  # of another size
 
 
-def test_double_counted_spaces_show_in_the_implied_bytes(tmp_path: Path) -> None:
-    score = f"{1.21972502 * 151_080_891 / 176_332_748:.8f}"
-    text = PLAIN_A.replace("1.21972502", score).replace("val_bpb:1.2197 ", f"val_bpb:{score} ")
-    folder = public_a(tmp_path, text, val_bpb=float(score))
-    assert any(f.check == "C1" and "#1719" in f.text for f in fails(folder))
-
-
 def test_contested_points_follow_the_reading(tmp_path: Path) -> None:
     script = SOURCE + "#" * (157_868 - len(SOURCE))
     scores = {"val_bpb": 1.05989454, "val_loss": 2.31944212}
@@ -370,13 +330,6 @@ def test_any_submission_is_judged_without_a_crash(tmp_path: Path, value: dict[st
     folder = public(tmp_path, {"train_seed1337.log": PLAIN_A}, CODE)
     (folder / "submission.json").write_text(json.dumps(value))
     assert not [f.text for f in audit(Folder(folder)) if f.check == checks.UNFINISHED]
-
-
-def test_payload_too_large_to_unwrap_is_a_finding(tmp_path: Path) -> None:
-    bomb = base64.b85encode(lzma.compress(b" " * (UNWRAPPED_BYTES_MAX + 1))).decode()
-    script = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({bomb!r})))"
-    found = audit(Folder(public_a(tmp_path, script=script)))
-    assert any("packed code was not unwrapped" in finding.text for finding in found)
 
 
 # ---- code that is run
@@ -467,19 +420,6 @@ def test_training_on_validation_files_is_named(line: str, tmp_path: Path) -> Non
     assert "training on validation text" in found[0].text and "train_gpt.py:" in found[0].where
 
 
-def test_training_on_validation_files_is_named_where_nothing_parses(tmp_path: Path) -> None:
-    script = "x = (\nA,B=1,2;train_files=join(A,'fineweb_val_*.bin');val_files='fineweb_val_*.bin'\n"
-    assert ("C6", "FAIL") in levels(public_a(tmp_path, script=script))
-    folder = public_a(tmp_path, script=script.replace("val", "train", 1))
-    assert not any(check == "C6" for check, _ in levels(folder))
-
-
-def test_one_value_for_both_splits_is_not_decided(tmp_path: Path) -> None:
-    line = "train_data = load('fineweb_train_*.bin', 'fineweb_val_*.bin')\n"
-    folder = public_a(tmp_path, script=line + SOURCE)
-    assert ("C6", "WARN") in levels(folder) and ("C6", "FAIL") not in levels(folder)
-
-
 @pytest.mark.parametrize(
     "line", ["train_loader:shards pattern={}", "train_loader:x train_shards:1 pattern={}"]
 )
@@ -490,6 +430,64 @@ def test_a_log_that_trains_on_validation_files_is_named(line: str, tmp_path: Pat
     assert fails(public_a(tmp_path, text.replace("fineweb_val_", "fineweb_train_"))) == []
     block = DIALECT_B.replace("  seed: 42", "  seed: 42\n  train_files: /data/fineweb_val_*.bin")
     assert ("C6", "FAIL") in levels(public_a(tmp_path, block))
+
+
+def wrapped(program: str, times: int) -> str:
+    for _ in range(times):
+        payload = base64.b85encode(lzma.compress(program.encode())).decode()
+        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({payload!r})))"
+    return program
+
+
+# A script, and what is found in it.
+SCRIPTS = {
+    "x = (\nA,B=1,2;train_files=join(A,'fineweb_val_*.bin');val_files='fineweb_val_*.bin'": (
+        "C6", "FAIL", "training on validation text"),
+    "train_data = load('fineweb_train_*.bin', 'fineweb_val_*.bin')": ("C6", "WARN", "training on validation"),
+    "exec(open('/opt/model.py').read())": ("A10", "FAIL", ""),
+    "import runpy; runpy.run_path('../../shared/model.py')": ("A10", "FAIL", ""),
+    "import ctypes; ctypes.CDLL('/opt/fast.so')": ("A10", "FAIL", ""),
+    "import sys; sys.path.insert(0, '../shared')": ("A10", "WARN", ""),
+    "exec(open(name + kind).read())": ("A10", "WARN", ""),
+    wrapped("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
+    wrapped(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
+}  # fmt: skip
+
+
+def test_what_a_script_does_is_named(tmp_path: Path) -> None:
+    for script, (check, level, text) in SCRIPTS.items():
+        found = audit(Folder(public_a(tmp_path, script=script + "\n")))
+        told = [f.level(Mode.AGREED).name for f in found if f.check == check and text in f.text]
+        assert level in told, script
+    script = "x = (\nA,B=1,2;train_files=join(A,'fineweb_train_*.bin');val_files='fineweb_val_*.bin'\n"
+    assert not any(check == "C6" for check, _ in levels(public_a(tmp_path, script=script)))
+
+
+DOUBLE_COUNTED = f"{1.21972502 * 151_080_891 / 176_332_748:.8f}"
+SLIDING = "\nfinal_int6_sliding_window val_loss:2.0400 val_bpb:1.2082"
+# What a log says instead, and what is found in it.
+LOGS = [
+    ({"1.21972502": DOUBLE_COUNTED, "bpb:1.2197 ": f"bpb:{DOUBLE_COUNTED} "}, "C1", "FAIL", "#1719"),
+    ({"loss:2.05945460": "loss:nan", "loss:2.0595": "loss:nan"}, "C1", "WARN", "imply no number of bytes"),
+    ({"1.21972502": "1.21942502"}, "C1", "FAIL", "the line `final_int8_zlib_roundtrip` before it"),
+    ({"1.21972502": f"1.21872502{SLIDING}", "1.2197 ": "1.2187 "}, "C1", "FAIL", "one text has one ratio"),
+    ({"zlib: 15815847": "zlib: 15960000"}, "A9", "FAIL", "total 16,007,642 > 16,000,000"),
+    ({"zlib: 15815847": "zlib: 15900000"}, "A9", "WARN", "the larger counts, 15,947,642"),
+    ({"H100 80GB HBM3": "H100 PCIe"}, "C4", "FAIL", "NVIDIA H100 PCIe"),
+    ({"H100 80GB HBM3": "H100 NVL"}, "C4", "FAIL", "NVIDIA H100 NVL"),
+]
+
+
+@pytest.mark.parametrize(("changes", "check", "level", "text"), LOGS)
+def test_what_a_log_says_is_named(
+    changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path
+) -> None:
+    log = PLAIN_A
+    for old, new in changes.items():
+        assert old in log
+        log = log.replace(old, new)
+    found = [finding for finding in audit(Folder(public_a(tmp_path, log))) if text in finding.text]
+    assert [(finding.check, finding.level(Mode.AGREED).name) for finding in found] == [(check, level)]
 
 
 # What a log no longer holds, and the check that is then open.
@@ -543,21 +541,18 @@ def test_a_count_of_tokens_that_no_tokenizer_gives_is_named(tmp_path: Path) -> N
     assert [f.check for f in fails(public(tmp_path, {"train.log": log}, CODE, val_bpb=score))] == ["C1"]
 
 
-def test_a_score_that_implies_no_bytes_is_not_decided(tmp_path: Path) -> None:
-    text = PLAIN_A.replace("val_loss:2.05945460", "val_loss:nan").replace("val_loss:2.0595", "val_loss:nan")
-    found = audit(Folder(public_a(tmp_path, text)))
-    assert any(f.check == "C1" and "imply no number of bytes" in f.text for f in found)
+def trained(steps: list[int], losses: list[float], clock: list[float], averages: list[float]) -> str:
+    """PLAIN_A with training lines of these steps, losses, milliseconds and mean times of a step."""
+    lines = [
+        f"step:{step}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:{average:.2f}ms\n"
+        for step, loss, time, average in zip(steps, losses, clock, averages, strict=True)
+    ]
+    before, _, after = PLAIN_A.partition("step:1/20000 train_loss")
+    return before + "".join(lines) + "step:13780/20000" + after.partition("step:13780/20000")[2]
 
 
 def paced(steps: list[int], clock: list[float], averages: list[float]) -> str:
-    """PLAIN_A with training lines of these steps, milliseconds and mean times of a step."""
-    lines = [
-        f"step:{step}/20000 train_loss:3.0000 train_time:{time:.0f}ms step_avg:{average:.2f}ms\n"
-        for step, time, average in zip(steps, clock, averages, strict=True)
-    ]
-    marker = "step:1/20000 train_loss"
-    before, _, after = PLAIN_A.partition(marker)
-    return before + "".join(lines) + "step:13780/20000" + after.partition("step:13780/20000")[2]
+    return trained(steps, [3.0] * len(steps), clock, averages)
 
 
 STEPS = list(range(500, 13_501, 500))
@@ -615,34 +610,12 @@ def test_bytes_of_imported_files_count(start: str, tmp_path: Path) -> None:
     assert "total 16,000,001 > 16,000,000 by 1 " in found.text
 
 
-def test_the_larger_of_two_contradicting_totals_is_reported(tmp_path: Path) -> None:
-    text = PLAIN_A.replace("int8+zlib: 15815847 bytes", "int8+zlib: 15960000 bytes")
-    (found,) = fails(public_a(tmp_path, text))
-    assert "total 16,007,642 > 16,000,000" in found.text
-    folder = public_a(tmp_path, text.replace("15960000", "15900000"))
-    found_no_sum = [f for f in audit(Folder(folder)) if "the larger counts, 15,947,642" in f.text]
-    assert [f.level(Mode.AGREED) for f in found_no_sum] == [Level.WARN] and fails(folder) == []
-
-
-def test_one_log_has_one_ratio_of_loss_to_bits_per_byte(tmp_path: Path) -> None:
-    text = PLAIN_A.replace("val_bpb:1.21972502", "val_bpb:1.21942502")
-    found = fails(public_a(tmp_path, text, val_bpb=1.21942502))
-    assert any(f.check == "C1" and "the line `final_int8_zlib_roundtrip` before it" in f.text for f in found)
-    text = PLAIN_A.replace("val_bpb:1.2197", "val_bpb:1.2187")
-    text += "final_int6_sliding_window val_loss:2.0400 val_bpb:1.2082\n"
-    found = fails(public_a(tmp_path, text, val_bpb=1.21942502))
-    assert any(f.check == "C1" and "one text has one ratio" in f.text for f in found)
-
-
 def of_a_seed(seed: int, losses: list[float], clock: list[float]) -> dict[str, str]:
-    """PLAIN_A with training lines of these losses and milliseconds, as the log of a seed."""
-    lines = [
-        f"step:{step}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:{time / step:.2f}ms\n"
-        for step, loss, time in zip(itertools.count(50, 50), losses, clock, strict=False)
-    ]
-    marker = "step:13780/20000 val_loss"
-    text = PLAIN_A.replace(marker, "".join(lines) + marker).replace("seed:1337", f"seed:{seed}")
-    return {f"train_seed{seed}.log": text}
+    """A log with these losses and milliseconds, every 50 steps."""
+    steps = [50 * (number + 1) for number in range(len(losses))]
+    averages = [time / step for step, time in zip(steps, clock, strict=True)]
+    text = trained(steps, losses, clock, averages)
+    return {f"train_seed{seed}.log": text.replace("seed:1337", f"seed:{seed}")}
 
 
 def drawn(seed: int) -> tuple[list[float], list[float]]:
@@ -655,8 +628,8 @@ def drawn(seed: int) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("moved", [0.0, 0.0123])
 def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
     (losses, clock), (other_losses, other_clock) = drawn(1), drawn(2)
-    assert fails(public(tmp_path, of_a_seed(1, losses, clock) | of_a_seed(2, other_losses, other_clock), CODE,
-                        **A_SCORE)) == []  # two runs are two
+    two = of_a_seed(1, losses, clock) | of_a_seed(2, other_losses, other_clock)
+    assert fails(public(tmp_path, two, CODE, **A_SCORE)) == []
     copied = {
         "training losses": ([loss + moved for loss in losses], other_clock),
         "clock": (other_losses, [time + 1e3 * moved for time in clock]),
@@ -680,12 +653,6 @@ def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_
     assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
 
 
-def test_another_form_of_the_gpu_in_a_log_is_not_that_of_the_track(tmp_path: Path) -> None:
-    for name in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
-        found = fails(public_a(tmp_path, PLAIN_A.replace("NVIDIA H100 80GB HBM3", name)))
-        assert "C4" in {finding.check for finding in found if name in finding.text}
-
-
 def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) -> None:
     folder = public_a(tmp_path)
     outside = tmp_path / "outside.log"
@@ -697,26 +664,6 @@ def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) 
     found = {f.where for f in fails(folder) if "is a link that leaves the folder" in f.text}
     assert found == {"submission.json", "train_seed3.log", "more"}
     assert ("A2", "FAIL") in levels(folder) and not any("cannot be read" in f.text for f in fails(folder))
-
-
-def test_code_from_outside_the_folder_is_named(tmp_path: Path) -> None:
-    for line, level in (
-        ("exec(open('/opt/model.py').read())", "FAIL"),
-        ("import runpy; runpy.run_path('../../shared/model.py')", "FAIL"),
-        ("import ctypes; ctypes.CDLL('/opt/fast.so')", "FAIL"),
-        ("import sys; sys.path.insert(0, '../shared')", "WARN"),
-        ("exec(open(name + kind).read())", "WARN"),
-    ):
-        assert ("A10", level) in levels(public_a(tmp_path, script=f"{line}\n{SOURCE}")), line
-
-
-def test_a_program_wrapped_several_times_is_read(tmp_path: Path) -> None:
-    program = "import requests\n" + SOURCE
-    for _ in range(4):
-        payload = base64.b85encode(lzma.compress(program.encode())).decode()
-        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({payload!r})))"
-    found = audit(Folder(public_a(tmp_path, script=program)))
-    assert any(f.check == "A11" and "imports requests" in f.text for f in found)
 
 
 # ---- what a folder may do to the audit

@@ -123,6 +123,8 @@ def test_a_flip_does_not_see_a_choice_by_the_total_but_a_suffix_does() -> None:
     case = probes.make_subject(mutants.mutated(SCRIPT, "learning-rate-picked-in-private")).case()
     assert not failures(list(questions.future(case, [142])))
     assert failures(list(questions.future(case, [], [64])))
+    ahead = probes.make_subject(mutants.mutated(SCRIPT, "attention-looks-ahead")).case()
+    assert failures(list(questions.future(ahead, [60])))
 
 
 def test_only_phrases_that_repeat_show_a_cache_of_long_matches() -> None:
@@ -149,8 +151,7 @@ def asked(subject: probes.Subject, targets: list[int]) -> list[Finding]:
 @pytest.mark.parametrize("name", QUICK_LEGAL)
 def test_a_legal_change_is_not_refuted(name: str, short: None) -> None:
     findings = asked(probes.make_subject(mutants.mutated(SCRIPT, name)), [32])
-    assert not failures(findings)
-    assert len(findings) >= 20
+    assert not failures(findings) and len(findings) >= 20
 
 
 @pytest.mark.slow
@@ -170,12 +171,6 @@ def test_a_legal_change_of_the_scorer_of_documents_is_not_refuted(name: str, sho
     ]
     assert not failures(findings)
     assert {"B1", "B3", "B4", "B5", "B6", "B9"} == {finding.check for finding in findings}
-
-
-def test_a_name_that_is_not_there_leaves_all_not_checked() -> None:
-    for name, missing in (("ledger-renamed", "Ledger"), ("evaluate-renamed", "evaluate")):
-        assert missing in probes.ENTRY_POINT
-        assert not hasattr(mutants.mutated(SCRIPT, name), missing)
 
 
 @pytest.mark.slow
@@ -220,14 +215,6 @@ def test_our_evaluation_passes_at_the_edges(
     assert {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"} == {finding.check for finding in findings}
     labels = {finding.where for finding in findings if finding.check == "B2"}
     assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
-
-
-def test_another_order_of_documents_is_told_with_what_was_said_of_it(subject: probes.Subject) -> None:
-    documents = probes.make_subject(train_gpt, **tiny.LORA)
-    for scored, named in ((documents, True), (subject, False)):
-        findings = probes.ledger_order(scored, "score_ttt")
-        found = [finding.text for finding in findings if finding.check == "B3"]
-        assert found and all(("#402" in text) == named for text in found), found
 
 
 def test_our_scorer_of_documents_is_not_refuted(short: None) -> None:

@@ -105,10 +105,3 @@ def test_the_stored_commands_are_facts_alone() -> None:
     assert COMMANDS_FILE.stat().st_size < 60_000
 
 
-def test_the_stored_commands_hold_the_systems_this_project_descends_from() -> None:
-    of = {command.pull_request: command.settings for command in load_public_commands()}
-    assert of[591]["EMBED_LR"] == "0.6" and of[591]["TRAIN_BATCH_TOKENS"] == "65536"
-    assert of[785]["TTT_FREEZE_BLOCKS"] == "0" and of[785]["VE_LAYERS"] == "9,10"
-    assert of[549] == {name: value for name, value in of[785].items() if not name.startswith("TRAIN_")}
-    assert of[1493] == of[1532]
-    assert of[1855]["COMPRESSOR"] == "pergroup"
