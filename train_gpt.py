@@ -395,7 +395,7 @@ class Config(TrainingSettings):
         "auto", "activations; auto: where fast; float32 is TF32 in products of GPUs that have it",
         among="auto float32 bfloat16")  # fmt: skip
     attention: str = setting("auto", "kernel; auto: the first that passes", among="auto fa3 varlen fa2 sdpa")
-    fused_mlp: str = setting("auto", "Triton MLP; auto: on CUDA in bfloat16 if it passes", among="auto 0 1")
+    fused_mlp: str = setting("auto", "Triton MLP; auto: CUDA in bf16, if right and fast", among="auto 0 1")
     fused_heads: str = setting("auto", "Triton norm, rotary, XSA; auto: CUDA if it passes", among="auto 0 1")
     checkpoint_every_seconds: float = setting(
         0.0, "seconds between checkpoints; 0: on a signal, and on a GPU at the end of training")
