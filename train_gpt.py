@@ -3005,7 +3005,7 @@ class ScoreClock:
     followed: dict[str, int] = field(default_factory=dict)  # the modes of an earlier score, to be repeated
     # By the first document or target of a part of the text: its targets if the score learned there, else 0.
     modes: dict[str, int] = field(default_factory=dict)
-    start: float = field(default_factory=lambda: time.perf_counter())  # on the clock of the machine
+    start: float = field(default_factory=lambda: time.perf_counter())
     printed_at: float = 0.0
 
     def seconds(self) -> float:
@@ -3466,17 +3466,17 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock |
     scorer = DocumentScorer(frozen, tokens, config, ledger)
     batches = scorer.batches_of_rank()
     own_targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
-    steps = [len(list(scorer.chunks(batch))) for batch in batches]
     passes = [len(list(scorer.chunks(batch, learning=False))) for batch in batches]
     step_seconds = 0.0  # of a chunk in the last batch with learning; later windows are no longer
     for number, batch in enumerate(batches):
         started = clock.seconds()
+        steps = len(list(scorer.chunks(batch)))
         # Held in reserve: a pass without learning takes at most half a step, as it has no backward pass.
-        needed_seconds = step_seconds * (steps[number] + sum(passes[number + 1 :]) / 2)
+        needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2)
         learning = clock.learns(str(batch[0]), int(scorer.lengths[batch].sum()), needed_seconds)
         scorer.score(batch, learning)
         if learning:
-            step_seconds = (clock.seconds() - started) / steps[number]
+            step_seconds = (clock.seconds() - started) / steps
         clock.tell(ledger, own_targets)
     # Until now each rank has the scores of its own documents only.
     if frozen.machine.world_size > 1:
@@ -4636,7 +4636,8 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     if step == PACE_STEP:
         training.run.log(f"pace:{1e3 * seconds / step:.2f}ms a step, at which MAX_WALLCLOCK_SECONDS="
                          f"{config.max_wallclock_seconds:g} and ITERATIONS={config.iterations} end after "
-                         f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer sequences make later ones longer")
+                         f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer "
+                         "sequences make later ones longer")
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
