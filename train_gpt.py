@@ -3080,17 +3080,15 @@ class ScoreClock:
     never on tokens or losses.
     """
 
-    run: Run
-    name: str
-    every_seconds: float  # between lines of progress; 0: none
+    run: Run = field(default_factory=lambda: Run(Machine()))
+    name: str = ""
+    every_seconds: float = 0.0  # between lines of progress; 0: none
     limit_seconds: float = math.inf
     followed: dict[str, int] = field(default_factory=dict)  # the modes of an earlier score, to be repeated
     # By the first document or target of a part of the text: its targets if the score learned there, else 0.
     modes: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.start = time.perf_counter()
-        self.printed_at = 0.0
+    start: float = field(default_factory=lambda: time.perf_counter())
+    printed_at: float = 0.0
 
     def seconds(self) -> float:
         """Seconds since the score began."""
@@ -3114,8 +3112,7 @@ class ScoreClock:
         part, targets: as in `modes`. needed_seconds: for learning there, and for scoring all that is left.
         """
         now = self.seconds()
-        fits = now + needed_seconds <= self.limit_seconds
-        learning = bool(self.followed.get(part, fits))
+        learning = bool(self.followed.get(part, now + needed_seconds <= self.limit_seconds))
         if not learning and all(self.modes.values()):
             self.run.log(f"warning: {self.name} goes on without learning: {now:.1f}s of "
                          f"{self.limit_seconds:.1f}s are over, and {needed_seconds:.1f}s would be needed")
@@ -3193,7 +3190,7 @@ def score_sliding(
     tokens: 1-D ids. looping: whether the extra passes run, as in `GPT.forward`. All ranks get one ledger. It
     is incomplete if the score would not end within the limit of its clock.
     """
-    clock = clock or ScoreClock(Run(model.machine), "", 0)
+    clock = clock or ScoreClock()
     ledger = Ledger(tokens)
     # Nothing is learned here: the size of chunks only says how often the clock is read.
     scorer = WindowScorer(model, tokens, config, 32 * config.val_pass_tokens, looping)
@@ -3231,7 +3228,7 @@ def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock | No
     after which the clock has no time for it.
     """
     machine = model.machine
-    clock = clock or ScoreClock(Run(machine), "", 0)
+    clock = clock or ScoreClock()
     ledger = Ledger(tokens)
     learner = copy.deepcopy(model)
     sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
@@ -3583,23 +3580,23 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock |
     the order of the documents. Adapters do not learn from the last chunk of their document, nor in batches
     for which the clock has no time; each rank has its own clock.
     """
-    clock = clock or ScoreClock(Run(model.machine), "", 0)
+    clock = clock or ScoreClock()
     ledger = Ledger(tokens)
     frozen = copy.deepcopy(model).requires_grad_(False)
     scorer = DocumentScorer(frozen, tokens, config, ledger)
     batches = scorer.batches_of_rank()
     own_targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
-    steps = [len(list(scorer.chunks(batch))) for batch in batches]
     passes = [len(list(scorer.chunks(batch, learning=False))) for batch in batches]
     step_seconds = 0.0  # of a chunk in the last batch with learning; later windows are no longer
     for number, batch in enumerate(batches):
         started = clock.seconds()
+        steps = len(list(scorer.chunks(batch)))
         # Held in reserve: a pass without learning takes at most half a step, as it has no backward pass.
-        needed_seconds = step_seconds * (steps[number] + sum(passes[number + 1 :]) / 2)
+        needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2)
         learning = clock.learns(str(batch[0]), int(scorer.lengths[batch].sum()), needed_seconds)
         scorer.score(batch, learning)
         if learning:
-            step_seconds = (clock.seconds() - started) / steps[number]
+            step_seconds = (clock.seconds() - started) / steps
         clock.tell(ledger, own_targets)
     # Until now each rank has the scores of its own documents only.
     if frozen.machine.world_size > 1:
@@ -3659,18 +3656,16 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     scorers["roundtrip"] = score_roundtrip
 
     left_seconds = config.max_eval_seconds or math.inf
-    # Windows that rank are all scored.
-    limit = left_seconds if config.ttt_enabled else math.inf
     scores: dict[str, Score] = {}
     for name, scorer in scorers.items():
-        phase = f"eval_{name}"
         label = name if name == "legal_ttt" else f"final_{form}_{name}"
-        with run.phase(phase):
+        # Windows that rank are all scored.
+        limit = left_seconds if scores or config.ttt_enabled else math.inf
+        with run.phase(f"eval_{name}"):
             clock = ScoreClock(run, name, config.val_progress_log_every, limit, modes_to_follow(config))
             ledger = scorer(model, validation.tokens, config, clock)
-        seconds = run.phases[phase]
+        seconds = run.phases[f"eval_{name}"]
         left_seconds -= seconds
-        limit = left_seconds
         if scores and ledger.scored < len(ledger.nats):
             run.log(f"{label} is left out: it would end after MAX_EVAL_SECONDS={config.max_eval_seconds:g}")
             continue
@@ -3694,9 +3689,8 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
 def modes_to_follow(config: Config) -> dict[str, int]:
     """The modes beside EVAL_ONLY's artifact; none without a limit, as then all is learned from."""
     path = find_path(config.eval_only).parent / EVAL_MODES
-    if config.eval_only and config.max_eval_seconds and path.is_file():
-        return dict(json.loads(path.read_bytes()))
-    return {}
+    follows = config.eval_only and config.max_eval_seconds and path.is_file()
+    return dict(json.loads(path.read_bytes())) if follows else {}
 
 
 # ============================================================================================================
@@ -4760,10 +4754,10 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
     training.waits_ms.append(result.wait_ms)
     if step == PACE_STEP:
-        projected = step / run_progress(seconds, step, config)
         training.run.log(f"pace:{1e3 * seconds / step:.2f}ms a step, at which MAX_WALLCLOCK_SECONDS="
                          f"{config.max_wallclock_seconds:g} and ITERATIONS={config.iterations} end after "
-                         f"{projected:.0f} steps; looped layers and longer sequences make later ones longer")
+                         f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer "
+                         "sequences make later ones longer")
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return

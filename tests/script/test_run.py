@@ -324,7 +324,7 @@ def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
     lines: list[str] = []
     run = SimpleNamespace(log=lines.append, record=lambda *_, **__: None)
     for iterations, projected in ((20_000, 11_960), (4_000, 4_000)):
-        config = train_gpt.Config(train_log_every=0, iterations=iterations)
+        config = train_gpt.Config(train_log_every=0, iterations=iterations, gptq_reserve_seconds=2.0)
         training = SimpleNamespace(config=config, run=run, seconds=5.0, waits_ms=[])
         for step in (99, 100, 101):
             result = train_gpt.StepResult(step, 0.0, torch.zeros(2), None, 0.0)
