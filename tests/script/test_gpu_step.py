@@ -300,15 +300,9 @@ def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
     config = adapters_config()
     model = ready(train_gpt.build_model(config), attention)
     tokens = text_of(documents=13, length=400)
-<<<<<<< HEAD
-    train_gpt.compile_evaluation(model, config)
+    train_gpt.rehearse_evaluation(model, config, train_gpt.Run(model.machine))
     # Windows; documents: several and one, with and without gradients, two with a backward pass; AdamW.
     assert new_graphs() == 1 + 4 + 2 + 1
-=======
-    train_gpt.rehearse_evaluation(model, config, train_gpt.Run(model.machine))
-    # Windows; documents: several and one, with and without gradients, two of them with a backward pass.
-    assert new_graphs() == 1 + 4 + 2
->>>>>>> main
     train_gpt.score_ttt(model, tokens, config)
     assert new_graphs() == 0
     for chunk, rows, documents in ((5, 3, 4), (16, 5, 21), (7, 1, 6)):
