@@ -112,8 +112,7 @@ def measure_forms() -> dict[str, Any]:
                 row["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
             rows.append(row)
     has_fa3 = importlib.util.find_spec("flash_attn_interface") is not None
-    rates = {"tflops": roof.tflops, "gb_per_s": roof.gb_per_s}
-    return {"report": report, "rows": rows, "has_fa3": has_fa3, **rates}
+    return {"report": report, "rows": rows, "has_fa3": has_fa3, **vars(roof)}
 
 
 def kernel_variants() -> int:
@@ -149,7 +148,7 @@ def watch_run() -> dict[str, Any]:
 
         return counted
 
-    train_gpt.DocumentScorer.read = noted  # type: ignore[method-assign]
+    train_gpt.DocumentScorer.read = noted  # type: ignore[method-assign, assignment]
     for name in ("train", "evaluate"):
         setattr(train_gpt, name, watched(name, getattr(train_gpt, name)))
     return {"status": train_gpt.main(), "compiled": compiled, "passes": passes}
@@ -267,9 +266,8 @@ def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: 
             faults.append(f"a step {name} needs {ms:.1f} ms, expected {expected}")
     waits_ms = [event["data_wait_max_ms"] for event in events[SETTLED:]]
     steps = steps_in_time(times_ms, meant)
-    lines.append("")
-    lines.append(f"Projected for eight GPUs: {steps:.0f} steps in {meant.max_wallclock_seconds:g} s. A step "
-                 f"waits for data for {max(waits_ms):.1f} ms at most.")  # fmt: skip
+    lines += ["", f"Projected for eight GPUs: {steps:.0f} steps in {meant.max_wallclock_seconds:g} s. A step "
+                  f"waits for data for {max(waits_ms):.1f} ms at most."]  # fmt: skip
     return Found(faults, lines)
 
 
@@ -331,9 +329,10 @@ def judge_evaluation(
 
 
 def last_words(log: Path) -> str:
-    """The line of a log that says why the program ended, else its last one."""
+    """The first line of a log that says why the program ended, else its last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    reasons = [line for line in lines if re.match(REASON, line)]
+    # What follows is of other ranks, or of torchrun.
+    reasons = [line for line in lines if re.match(REASON, line)][:1]
     return (reasons or [line for line in lines if line] or ["nothing"])[-1][:300]
 
 
@@ -479,11 +478,6 @@ def page(found: Mapping[str, tuple[Found, float]], wanted: Sequence[str], about:
     return "\n".join(lines) + "\n"
 
 
-def interrupt(number: int, _frame: Any) -> None:
-    """A signal interrupts as Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__file__,)) -> int:
     """The check. program: the file, and arguments of it, that the stages run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -495,7 +489,7 @@ def main(arguments: Sequence[str] | None = None, program: Sequence[str] = (__fil
         print("gpu-check: torch finds no GPU here; nothing checked, nothing written", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C
     given.out.mkdir(parents=True)  # a new one: nothing is overwritten
     check = Check(given.out.resolve(), program)
     settings = " ".join(f"{name}={value}" for name, value in check.meant.overrides().items())

@@ -26,6 +26,7 @@ RUN_BY = [
     ("make test-torch", "test_commands.py::test_a_torch_that_fails_is_named_and_the_others_are_traced"),
     ("make test", FIRST_HOUR), ("make docs", "test_readme.py::test_every_generated_block_is_fresh"),
     ("make gpu-check", "tools/test_gpu_check.py::test_a_card_without_a_fault_passes"),
+    ("benchmarks/gpu_check.py", "tools/test_gpu_check.py::test_without_a_gpu_it_says_so_and_writes_nothing"),
     ("make", FIRST_HOUR),
     ("tests/same_bits.py", "test_same_bits.py::test_equal_scripts_are_equal_and_other_weights_are_seen"),
     ("--nnodes=2", TORCHRUN),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.script import test_style
 
 PARTS = (
     "benchmarks", "configs", "data", "tests", "tools", "train_gpt.py", "pyproject.toml", "README.md",
@@ -44,12 +47,15 @@ def test_it_is_in_style(patched: Path) -> None:
     passes(patched, "ruff", "check", ".")
 
 
-def test_the_tests_of_style_configurations_and_its_own_pass(patched: Path) -> None:
-    """Those that look at the script as a text, and at each setting's row in the table."""
-    files = ("script/test_style.py", "script/test_z_loss.py", "test_configs.py")
-    quick = ["pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "-x"]
-    out = passes(patched, *quick, *(f"tests/{name}" for name in files))
-    assert " passed" in out and " failed" not in out
+def test_it_is_as_plain_as_the_script(patched: Path) -> None:
+    source = (patched / "train_gpt.py").read_text("utf-8")
+    tree = ast.parse(source)
+    test_style.test_the_script_stays_below_its_ceiling(source)
+    test_style.test_no_line_is_too_long(source)
+    test_style.test_no_function_is_too_long_or_nested_too_deep(tree)
+    test_style.test_every_setting_is_used(tree, source)
+    for finds in test_style.FINDERS:
+        assert finds(source) == []
 
 
 @pytest.mark.slow

@@ -54,10 +54,10 @@ def copy(stopped: Ended, lab: Lab) -> Path:
     return Path(shutil.copytree(stopped.directory, lab.folder / "runs" / "run"))
 
 
-@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGTERM), (4, signal.SIGINT)])
-def test_a_resumed_run_equals_one_never_stopped(step: int, number: int, lab: Lab, finished: Ended) -> None:
-    stop_at(lab, step, number)
-    ended = lab.succeed(RESUME=lab.folder / "runs" / "run", WARMUP_STEPS=step, TRAIN_PREFETCH=step % 2)
+def test_a_run_stopped_twice_equals_one_never_stopped(lab: Lab, finished: Ended) -> None:
+    directory = stop_at(lab, 1).directory
+    stop_at(lab, 4, signal.SIGINT, RESUME=directory, TRAIN_PREFETCH=0)
+    ended = lab.succeed(RESUME=directory, WARMUP_STEPS=4)
     assert_same_result(ended, finished)
     assert train_losses(ended) == train_losses(finished)
     log = (ended.directory / "log.txt").read_text("utf-8")
@@ -272,14 +272,6 @@ def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, finis
     assert ended.directory == copy and ended.summary["config"]["WARMUP_STEPS"] == "0"
 
 
-def test_a_given_setting_is_stronger_than_one_that_is_found(copy: Path, lab: Lab) -> None:
-    ended = lab.succeed(**lab.nothing_but(RESUME=copy, EVAL_STRIDE=8, TTT_ENABLED=0))
-    assert ended.summary["config"]["EVAL_STRIDE"] == "8"
-    assert set(ended.summary["losses"]) == {"roundtrip", "sliding_window"}
-    config = train_gpt.Config.from_env({"CONFIG": str(copy / "config.env")})
-    assert config.eval_stride == 8, "config.env says how the run was made that ended here"
-
-
 def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path, lab: Lab) -> None:
     """A run whose code was changed twice names both."""
     scripts = [SCRIPT]
@@ -294,7 +286,12 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
     stopped_again = stop_at(lab, 5, script=other, RESUME=copy, RESUME_OTHER_CODE=1)
     told = rf"^resumed:\S+ step:3 train_time:\d+ms code:{second} after {first}$"
     assert re.search(told, stopped_again.out, re.M)
-    ended = lab.succeed(RESUME=copy, script=another, RESUME_OTHER_CODE=1, EVAL_STRIDE=0, TTT_ENABLED=0)
+    # A given setting is stronger than one that is found.
+    given = lab.nothing_but(RESUME=copy, RESUME_OTHER_CODE=1, EVAL_STRIDE=8, TTT_ENABLED=0)
+    ended = lab.succeed(script=another, **given)
+    assert set(ended.summary["losses"]) == {"roundtrip", "sliding_window"}
+    config = train_gpt.Config.from_env({"CONFIG": str(copy / "config.env")})
+    assert config.eval_stride == 8, "config.env says how the run was made that ended here"
     assert ended.summary["code"]["sha256"] == f"{third} after {second} after {first}"
     assert (copy / "train_gpt.py").read_bytes() == another.read_bytes()
 
@@ -302,7 +299,7 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
 # -- whatever fails after training ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["hessians", "quantize", "eval_roundtrip"])
+@pytest.mark.parametrize("phase", ["quantize", "eval_roundtrip"])
 def test_what_fails_after_training_ends_with_the_line_that_goes_on(
     phase: str, lab: Lab, finished: Ended
 ) -> None:
@@ -319,18 +316,14 @@ def test_what_fails_after_training_ends_with_the_line_that_goes_on(
 # -- signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_second_signal_ends_at_once(count: int, lab: Lab) -> None:
+def test_the_second_signal_ends_at_once(lab: Lab) -> None:
     """Both are sent in the middle of a step: after one the step is done and saved, after two nothing is."""
-    fault = counted_clock(signal_at=3)
-    if count == 2:
-        fault = fault.replace("os.getpid(), 15)", "os.getpid(), 15); os.kill(os.getpid(), 2)")
+    twice = "os.getpid(), 15); os.kill(os.getpid(), 2)"
+    fault = counted_clock(signal_at=3).replace("os.getpid(), 15)", twice)
     ended = lab.run(fault=fault)
-    assert ended.status == 128 + (signal.SIGTERM if count == 1 else signal.SIGINT)
+    assert ended.status == 128 + signal.SIGINT and not (ended.directory / "checkpoint.pt").exists()
     assert "signal 15: ends after the step under way, with a checkpoint" in ended.err
-    assert (ended.directory / "checkpoint.pt").exists() == (count == 1)
-    if count == 2:
-        assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")
+    assert ended.err.splitlines()[-1].endswith("in phase train; nothing is saved to continue with")
 
 
 def test_a_signal_in_the_last_validation_of_training_is_heard(lab: Lab) -> None:
@@ -366,8 +359,8 @@ def remove(self, *given):
     return step(self, *given)
 torch.optim.AdamW.step = remove
 """
-    ended = lab.succeed(fault=fault)
+    ended = lab.succeed(fault=fault, EVAL_STRIDE=0, TTT_ENABLED=0)
     told = f"warning: {ended.directory} was removed while the run was under way: it is made again"
     assert told in ended.err
     assert ended.summary["artifact"] == finished.summary["artifact"]
-    assert ended.summary["losses"] == finished.summary["losses"]
+    assert ended.summary["losses"]["roundtrip"] == finished.summary["losses"]["roundtrip"]

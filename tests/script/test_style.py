@@ -73,12 +73,11 @@ def test_unlike_things_are_assigned_apart(source: str) -> None:
 # -- what a reader has to decode -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "finds",
-    [plainness.truth_values_as_numbers, plainness.loops_over_a_conditional, plainness.called_aliases,
-     plainness.reads_from_below],
-    ids=lambda finds: finds.__name__,
-)  # fmt: skip
+FINDERS = [plainness.truth_values_as_numbers, plainness.loops_over_a_conditional, plainness.called_aliases,
+           plainness.reads_from_below]  # fmt: skip
+
+
+@pytest.mark.parametrize("finds", FINDERS, ids=lambda finds: finds.__name__)
 def test_nothing_has_to_be_decoded_or_looked_up_below(finds: Callable[[str], list[Any]], source: str) -> None:
     assert finds(source) == []
 

@@ -274,7 +274,8 @@ def install_card(fault: str, as_gpu: bool) -> None:
         machine = this_machine(replace(config, device="cpu"), environ)
         if as_gpu:
             return Card(dtype=torch.bfloat16, compiled=True)
-        return replace(machine, compiled=fault != "small reserve")
+        # One rank shows what is compiled. Two would only take longer.
+        return replace(machine, compiled=fault != "small reserve" and machine.world_size == 1)
 
     train_gpt.this_machine = machine_of
 

@@ -541,15 +541,18 @@ def test_a_count_of_tokens_that_no_tokenizer_gives_is_named(tmp_path: Path) -> N
     assert [f.check for f in fails(public(tmp_path, {"train.log": log}, CODE, val_bpb=score))] == ["C1"]
 
 
-def paced(steps: list[int], clock: list[float], averages: list[float]) -> str:
-    """PLAIN_A with training lines of these steps, milliseconds and mean times of a step."""
+def trained(steps: list[int], losses: list[float], clock: list[float], averages: list[float]) -> str:
+    """PLAIN_A with training lines of these steps, losses, milliseconds and mean times of a step."""
     lines = [
-        f"step:{step}/20000 train_loss:3.0000 train_time:{time:.0f}ms step_avg:{average:.2f}ms\n"
-        for step, time, average in zip(steps, clock, averages, strict=True)
+        f"step:{step}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:{average:.2f}ms\n"
+        for step, loss, time, average in zip(steps, losses, clock, averages, strict=True)
     ]
-    marker = "step:1/20000 train_loss"
-    before, _, after = PLAIN_A.partition(marker)
+    before, _, after = PLAIN_A.partition("step:1/20000 train_loss")
     return before + "".join(lines) + "step:13780/20000" + after.partition("step:13780/20000")[2]
+
+
+def paced(steps: list[int], clock: list[float], averages: list[float]) -> str:
+    return trained(steps, [3.0] * len(steps), clock, averages)
 
 
 STEPS = list(range(500, 13_501, 500))
@@ -608,14 +611,11 @@ def test_bytes_of_imported_files_count(start: str, tmp_path: Path) -> None:
 
 
 def of_a_seed(seed: int, losses: list[float], clock: list[float]) -> dict[str, str]:
-    """PLAIN_A with training lines of these losses and milliseconds, as the log of a seed."""
-    lines = [
-        f"step:{step}/20000 train_loss:{loss:.4f} train_time:{time:.0f}ms step_avg:{time / step:.2f}ms\n"
-        for step, loss, time in zip(itertools.count(50, 50), losses, clock, strict=False)
-    ]
-    marker = "step:13780/20000 val_loss"
-    text = PLAIN_A.replace(marker, "".join(lines) + marker).replace("seed:1337", f"seed:{seed}")
-    return {f"train_seed{seed}.log": text}
+    """A log with these losses and milliseconds, every 50 steps."""
+    steps = [50 * (number + 1) for number in range(len(losses))]
+    averages = [time / step for step, time in zip(steps, clock, strict=True)]
+    text = trained(steps, losses, clock, averages)
+    return {f"train_seed{seed}.log": text.replace("seed:1337", f"seed:{seed}")}
 
 
 def drawn(seed: int) -> tuple[list[float], list[float]]:
@@ -628,8 +628,8 @@ def drawn(seed: int) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("moved", [0.0, 0.0123])
 def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
     (losses, clock), (other_losses, other_clock) = drawn(1), drawn(2)
-    assert fails(public(tmp_path, of_a_seed(1, losses, clock) | of_a_seed(2, other_losses, other_clock), CODE,
-                        **A_SCORE)) == []  # two runs are two
+    two = of_a_seed(1, losses, clock) | of_a_seed(2, other_losses, other_clock)
+    assert fails(public(tmp_path, two, CODE, **A_SCORE)) == []
     copied = {
         "training losses": ([loss + moved for loss in losses], other_clock),
         "clock": (other_losses, [time + 1e3 * moved for time in clock]),

@@ -55,7 +55,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dataset: Path) -> C
 @pytest.mark.slow
 def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages, on one card and on two."""
-    monkeypatch.setattr(gpu_check, "CLOCK_SECONDS", 4)
+    monkeypatch.setattr(gpu_check, "CLOCK_SECONDS", 3 + int(DEFAULT.gptq_reserve_seconds))
     status, page = checked(gpus=2)
     assert status == 0 and page.startswith(f"# gpu-check: PASS\n\n2 x {CARD}; torch ")
     assert [line.split(",")[0] for line in page.splitlines() if line.startswith("## ")] == [

@@ -31,9 +31,7 @@ from benchmarks.gpu_model.tracer import Graph
 H100 = roofline.CARDS["h100"]
 
 
-# ======================================================================================================
-# ROOFLINE
-# ======================================================================================================
+# --- roofline ---
 
 
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itself() -> None:
@@ -51,9 +49,7 @@ def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> N
     assert roofline.attention_rate(H100) == pytest.approx(0.50 * 989e12)
 
 
-# ======================================================================================================
-# ACCOUNTING
-# ======================================================================================================
+# --- accounting ---
 
 
 @pytest.fixture
@@ -167,9 +163,7 @@ def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> 
     assert [launch.moved_bytes for launch in recorder.launches] == [0.25e9, 2 * 4 * 2]
 
 
-# ======================================================================================================
-# THE SUBJECT AND THE CENSUS
-# ======================================================================================================
+# --- the subject and the census ---
 
 
 def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_that_were_given() -> None:
@@ -284,9 +278,7 @@ def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
     assert "x_fwd0: new outputs 1.00 GiB" in lines[6]
 
 
-# ======================================================================================================
-# THE PROGRAM
-# ======================================================================================================
+# --- the program ---
 
 
 def test_without_a_fitting_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,8 +234,8 @@ def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "summary.json says 43": {"seed": 43},
         "says MATRIX_LR=0.02, the run ended with 0.03": {"config": {**CONFIG, "MATRIX_LR": "0.03"}},
     }
-    for message, change in changes.items():
-        run = make_run(tmp_path / "runs" / message, 42, summary_changes=change)
+    for number, (message, change) in enumerate(changes.items()):
+        run = make_run(tmp_path / "runs" / str(number), 42, summary_changes=change)
         assert message in refusal(capsys, tmp_path / "records", [run])
 
 
