@@ -354,7 +354,7 @@ class Config(TrainingSettings):
     # TTT_MODE=lora: adapters learn from their document chunk by chunk; names of PR #1855, values of PR #2067.
     ttt_lora_targets: str = setting(
         "q,k,v,o,mlp,head", "projections, attention and MLP as a whole, output head: those with adapters",
-        pattern="(q|k|v|o|mlp)(,(q|k|v|o|mlp|head))*")  # fmt: skip
+        pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
     ttt_lora_rank: int = setting(224, "rank of an adapter", 1)
     ttt_lora_alpha: float = setting(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK")
     ttt_lora_lr: float = setting(6.1e-5, "AdamW, adapters")
@@ -1989,7 +1989,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
-def gradients_of(parameters: list[Any]) -> list[Any]:
+def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
     """The gradients after a backward pass: tensors, as every parameter takes part in the loss."""
     return [parameter.grad for parameter in parameters]
 
@@ -3405,7 +3405,9 @@ class DocumentAdapters:
     @torch.no_grad()
     def step(self, documents: int) -> None:
         """One step of the first documents, by the gradients of what was used last."""
-        (gradients_BP,) = gradients_of([self.used_BP])
+        gradients_BP: Any = self.used_BP.grad
+        if gradients_BP is None:  # the head alone has adapters
+            gradients_BP = torch.zeros_like(self.used_BP)
         if self.head_BP is not None:
             gradients_BP[:documents, -self.head_BP.size(1) :] = self.head_BP.grad
         self.steps += 1

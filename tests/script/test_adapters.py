@@ -154,7 +154,7 @@ PLAIN_CASES: list[dict[str, object]] = [
     {"TTT_LORA_TARGETS": "k,o,mlp,head", "TTT_CHUNK_SIZE": 4},
     {"EVAL_SEQ_LEN": 32, "TTT_LORA_TARGETS": "q", "TTT_BATCH_SIZE": 1},
     {"NUM_LOOPS": 1, "LOOP_START": 0, "LOOP_END": 1, "PARALLEL_START_LAYER": 1, "TTT_CHUNK_SIZE": 5},
-    {"DOC_MASK": 0, "TTT_LORA_TARGETS": "v,head"},
+    {"DOC_MASK": 0, "TTT_LORA_TARGETS": "head"},
 ]
 
 
