@@ -31,7 +31,7 @@ RUN_BY = [
     ("make", FIRST_HOUR),
     ("tests/same_bits.py", "test_same_bits.py::test_equal_scripts_are_equal_and_other_weights_are_seen"),
     ("--nnodes=2", TORCHRUN),
-    ("benchmarks/ttt.py cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
+    ("benchmarks.ttt cost", "tools/test_benchmarks.py::test_the_costs_of_a_text_are_a_table"),
     ("RESUME=runs/long", "script/test_resume.py::test_a_run_stopped_twice_on_other_numbers_of_ranks"),
     ("torchrun", TORCHRUN), ("RESUME=", FIRST_HOUR), ("EVAL_ONLY=", FIRST_HOUR),
     ("TRACE_STEPS=", FIRST_HOUR),

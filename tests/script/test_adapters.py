@@ -119,8 +119,9 @@ class PlainModel(train_gpt.GPT):
         found = super()._attention(layer, x_BTD, changed, {})
         return found + self.plain.added("o", self.visit, x_BTD)
 
-    def _mlp(self, layer: int, x_BTD: Any, context: Any, adapters: Any) -> Any:
-        found = super()._mlp(layer, x_BTD, context, {}) + self.plain.added("mlp", self.visit, x_BTD)
+    def _mlp(self, layer: int, x_BTD: Any, scale: float, context: Any, adapters: Any) -> Any:
+        added_BTD = self.plain.added("mlp", self.visit, train_gpt.rms_norm(x_BTD, scale))
+        found = super()._mlp(layer, x_BTD, scale, context, {}) + added_BTD
         self.visit += 1
         return found
 

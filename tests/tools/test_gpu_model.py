@@ -181,7 +181,7 @@ def test_an_operation_of_unknown_cost_is_refused(on_gpu: FakeTensorMode) -> None
     for source in ("'kernel_num_gb': 0.1, ... acc = tl.dot(a, b)", "def kernel_of_a_user(a, b): ..."):
         with pytest.raises(UnknownOperation, match="CUSTOM_OPERATIONS"):
             GeneratedKernel("triton_mystery", source, recorder)
-    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: 7.0})
+    entered = Recorder(H100, {"test_gpu_model.mystery": lambda arguments: (7.0, 0.0)})
     with Watch(entered):
         mystery(gpu(4, 4))
     assert [launch.flop for launch in entered.launches] == [7.0]
