@@ -259,7 +259,7 @@ def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: 
     lines = ["| step | measured ms | expected ms |", "|---|---|---|"]
     for (length, looping), ms in times_ms.items():
         name = f"{'with' if looping else 'without'} recurrence, length {length}"
-        expected = calibration.expected_ms(calibration.STEP_MS["kernel"][looping])
+        expected = calibration.expected_ms(calibration.STEP_MS[looping])
         lines.append(f"| {name} | {ms:.1f} | {expected if known else '-'} |")
         if known and ms > expected.most:
             faults.append(f"a step {name} needs {ms:.1f} ms, expected {expected}")

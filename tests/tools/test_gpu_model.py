@@ -58,7 +58,7 @@ def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs
     factor = calibration.logged_over_modelled()
     stacks = {anchor.stack for anchor in calibration.ANCHORS}
     assert calibration.NEAREST_STACK in stacks and factor.least < factor.likely < factor.most
-    without, with_loop = calibration.STEP_MS["kernel"]
+    without, with_loop = calibration.STEP_MS
     page = " ".join((repo / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").split())
     assert f"is modelled at {without:.1f} ms, with recurrence at {with_loop:.1f}." in page
     assert f"have {factor.least:.2f} to {factor.most:.2f} times" in page
@@ -437,7 +437,7 @@ def test_a_step_of_the_default_moves_no_more_than_it_did(repo: Path, gpu_model_f
     # Launches and gigabytes at most, and TFLOP at least: fewer would be another model.
     bars = (("train", 476, 126.95, 25.2), ("train_loop", 666, 188.58, 37.6))
     for (phase, most_launches, most_gb, least_tflop), ms in zip(
-        bars, calibration.STEP_MS["kernel"], strict=True
+        bars, calibration.STEP_MS, strict=True
     ):
         step = json.loads((gpu_model_folder / f"bars_{phase}_kernel.json").read_text(encoding="utf-8"))
         launches = [one for graph in step["graphs"] for one in graph["launches"]]
