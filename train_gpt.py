@@ -3555,15 +3555,15 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
         clock.tell(ledger, own_targets)
     # Until now each rank has the scores of its own documents only. The ledger refuses a second score.
     machine = model.machine
+    own = []
+    for begin, length in zip(scorer.begins, scorer.lengths, strict=True):
+        if not np.isnan(ledger.nats[begin]):
+            own.append((int(begin), ledger.nats[begin : begin + length]))
+    for rank, scores in enumerate(machine.gather(own)):
+        if rank != machine.rank:
+            for begin, nats in scores:
+                ledger.record(begin, nats)
     if machine.world_size > 1:
-        own = []
-        for begin, length in zip(scorer.begins, scorer.lengths, strict=True):
-            if not np.isnan(ledger.nats[begin]):
-                own.append((int(begin), ledger.nats[begin : begin + length]))
-        for rank, scores in enumerate(machine.gather(own)):
-            if rank != machine.rank:
-                for begin, nats in scores:
-                    ledger.record(begin, nats)
         clock.tell(ledger)
     return ledger
 
