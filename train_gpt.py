@@ -3025,9 +3025,8 @@ def token_bytes(tokens: Array, config: Config) -> Array:
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a lone space among its pieces")
     of_piece = piece_bytes(pieces, config.vocab_size)
     targets = tokens[1:]
-    before = tokens[:-1]
     # A leading space is a byte. Decoding drops it after an id that is no text.
-    return of_piece.lengths[targets] + (of_piece.spaced[targets] & of_piece.is_text[before])
+    return of_piece.lengths[targets] + (of_piece.spaced[targets] & of_piece.is_text[tokens[:-1]])
 
 
 # --- windows ---
@@ -3050,23 +3049,20 @@ def window_rows(
     the last of them scores for all. `document_begins[i]` is the token where the document of target i begins.
     Context 4 and stride 2, one document: (0, 0, 4), (2, 4, 6), (4, 6, 8), …
     """
-
-    def first_to_reach(target: int) -> int:
-        return max(0, (target - context) // stride + 1)
-
     # A window belongs to the chunk of its first target, as learning after a chunk changes the scores that
     # follow. It may score some targets of the next chunk, if the context is not a multiple of the stride.
-    chunks: list[list[Any]] = [[] for _ in range(0, targets, chunk)]
+    chunks: dict[int, list[Any]] = {}
     start = 0  # the first target without a score
     while start < targets:
         chunk_end = min((start // chunk + 1) * chunk, targets)
-        earliest = first_to_reach(start)
-        latest = first_to_reach(chunk_end - 1)
-        window = max(earliest, min(int(document_begins[start]) // stride, latest))
+        # The first windows that reach the first and the last target of this chunk without a score.
+        earliest = (start - context) // stride + 1
+        latest = (chunk_end - 1 - context) // stride + 1
+        window = max(0, earliest, min(int(document_begins[start]) // stride, latest))
         end = min(window * stride + context, targets)
-        chunks[start // chunk].append((window * stride, start, end))
+        chunks.setdefault(start // chunk, []).append((window * stride, start, end))
         start = end
-    return [np.array(rows) for rows in chunks if rows]
+    return [np.array(rows) for rows in chunks.values()]
 
 
 EVAL_MODES = "eval_modes.json"
@@ -3094,14 +3090,14 @@ class ScoreClock:
         """Seconds since the score began."""
         return time.perf_counter() - self.start
 
-    def tell(self, ledger: Ledger, targets: int) -> None:
-        """Print a line if it is time for one. targets: how many this rank scores."""
+    def tell(self, ledger: Ledger, targets: int = 0) -> None:
+        """Print a line if it is time for one. targets: how many this rank scores; 0: all."""
         now = self.seconds()
         early = now - self.printed_at < self.every_seconds
         if self.every_seconds == 0 or (early and ledger.scored < len(ledger.nats)):
             return
         self.printed_at = now
-        share = min(1.0, ledger.scored / targets)
+        share = min(1.0, ledger.scored / (targets or len(ledger.nats)))
         self.run.log(f"val_progress:{self.name} {share:.0%} "
                      f"partial_mean_loss:{ledger.scored_nats / ledger.scored:.4f} "
                      f"tokens_seen:{ledger.scored} eta:{now * (1 / share - 1):.0f}s")
@@ -3128,14 +3124,13 @@ class WindowScorer:
         self.model = model
         self.machine = model.machine
         self.looping = looping
-        self.config = config
         self.context = config.eval_length
         self.batch_rows = max(1, config.val_pass_tokens // self.context)
         self.device = self.machine.device
         # The same compiled code serves every scorer and every reloaded model.
         self.forward = self.machine.compile(GPT.forward)
 
-        tokens = np.asarray(tokens).astype(np.int32)
+        tokens = np.asarray(tokens).astype(np.int64)
         begins = document_start_of_targets(tokens, config)
         self.chunks = window_rows(len(tokens) - 1, self.context, config.eval_stride, begins, chunk_tokens)
         tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
@@ -3148,8 +3143,8 @@ class WindowScorer:
     def score(self, chunk: Array) -> Array:
         """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
         # The targets of a chunk lie side by side.
-        begin = int(chunk[0, 1])
-        end = int(chunk[-1, 2])
+        begin = chunk[0, 1]
+        end = chunk[-1, 2]
         nats = torch.zeros(end - begin, dtype=torch.float64, device=self.device)
         # Ranks take batches in turn. A batch is the same for any number of ranks.
         first = self.machine.rank * self.batch_rows
@@ -3165,18 +3160,17 @@ class WindowScorer:
         first, start, stop = rows.T
         # Window r of the batch begins at token f. Its target i is row r T + (i - f) of the hidden states.
         shift = np.arange(len(rows)) * self.context - first
-        scored = np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start)
-        scored_N = to_device(scored, self.device)
+        scored_N = to_device(np.arange(start[0], stop[-1]) + np.repeat(shift, stop - start), self.device)
         if self.machine.compiled:  # one shape for compiled code: rows are repeated until the batch is full
             first = np.resize(first, self.batch_rows)
         host_ids_BT = self.host_windows[first]
         # With VAL_PREFETCH the tokens are on the device already, and only the numbers of the rows travel.
         if self.device_windows is None:
-            ids_BT = to_device(host_ids_BT, self.device).long()
+            ids_BT = to_device(host_ids_BT, self.device)
         else:
-            ids_BT = self.device_windows[to_device(first, self.device)].long()
+            ids_BT = self.device_windows[to_device(first, self.device)]
         targets_N = ids_BT[:, 1:].flatten()
-        starts = starts_to_device(document_starts(host_ids_BT[:, :-1], self.config), self.device)
+        starts = starts_to_device(document_starts(host_ids_BT[:, :-1], self.model.settings), self.device)
         hidden_BTD = self.forward(self.model, ids_BT[:, :-1], starts, self.looping)
         # The head costs most, so it runs for scored rows alone.
         return self.model.loss_per_token(hidden_BTD.flatten(0, 1)[scored_N], targets_N[scored_N])
@@ -3200,7 +3194,7 @@ def score_sliding(
         if model.machine.gather(clock.seconds() > clock.limit_seconds * share)[0]:
             break
         ledger.record(int(chunk[0, 1]), scorer.score(chunk))
-        clock.tell(ledger, len(ledger.nats))
+        clock.tell(ledger)
     return ledger
 
 
@@ -3215,20 +3209,16 @@ def score_roundtrip(
 
 
 def score_ttt(model: GPT, tokens: Any, config: Config, clock: ScoreClock | None = None) -> Ledger:
-    """Legal test-time training by TTT_MODE. The weights given stay as they are."""
-    if config.ttt_mode == "lora":
-        return score_documents(model, tokens, config, clock)
-    return score_chunks(model, tokens, config, clock)
+    """Legal test-time training. The weights given stay as they are.
 
-
-def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock | None = None) -> Ledger:
-    """TTT_MODE=sgd (PRs #549, #1493): score a chunk by sliding windows, then train all weights on it.
-
-    A copy of the model learns. It does not learn from the last chunk, as no score follows, nor from a chunk
-    after which the clock has no time for it.
+    TTT_MODE=sgd (PRs #549, #1493): score a chunk by sliding windows, then train all weights of a copy on it.
+    The copy does not learn from the last chunk, as no score follows, nor from a chunk after which the clock
+    has no time for it. TTT_MODE=lora: see `score_documents`.
     """
     machine = model.machine
     clock = clock or ScoreClock()
+    if config.ttt_mode == "lora":
+        return score_documents(model, tokens, config, clock)
     ledger = Ledger(tokens)
     learner = copy.deepcopy(model)
     sgd = torch.optim.SGD(learner.parameters(), momentum=config.ttt_momentum)
@@ -3250,7 +3240,7 @@ def score_chunks(model: GPT, tokens: Any, config: Config, clock: ScoreClock | No
             learn(learner, sgd, ledger.scored_tokens(begin, end + 1), config)
             machine.wait()
             learn_seconds = clock.seconds() - scored
-        clock.tell(ledger, len(ledger.nats))
+        clock.tell(ledger)
     return ledger
 
 
@@ -3274,29 +3264,20 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
-            add_up_gradients(weights, machine)
+            for gradient in gradients_of(weights):
+                machine.add_up(gradient)
             nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip)
             sgd.step()
-
-
-def add_up_gradients(weights: list[nn.Parameter], machine: Machine) -> None:
-    """Replace all gradients by their sums over the ranks, in one message; all ranks call it together."""
-    if machine.world_size == 1:
-        return
-    gradients = gradients_of(weights)
-    flat = nn.utils.parameters_to_vector(gradients)
-    machine.add_up(flat)
-    nn.utils.vector_to_parameters(flat, gradients)
 
 
 # --- test-time training with adapters, document by document ---
 
 
-def adapter_layout(config: Config, c: ModelSettings) -> list[dict[str, int]]:
+def adapter_layout(c: Config) -> list[dict[str, int]]:
     """The adapters of each visit, extra passes included, and last that of the head: their outputs by name."""
     outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim}
-    of_visit = {name: outputs[name] for name in config.lora_targets if name != "head"}
-    of_head = {"head": c.vocab_size} if "head" in config.lora_targets else {}
+    of_visit = {name: outputs[name] for name in c.lora_targets if name != "head"}
+    of_head = {"head": c.vocab_size} if "head" in c.lora_targets else {}
     encoder, decoder = visit_order(c, looping=True)
     return [*(len(encoder + decoder) * [of_visit]), of_head]
 
@@ -3307,10 +3288,10 @@ def first_adapters(model: GPT, config: Config) -> Tensor:
     A is drawn once, from SEED, name and visit alone: the same on every rank and for batches of any size. B is
     zero: the model scores the first chunk as it is.
     """
-    inputs = model.settings.model_dim
+    inputs = config.model_dim
     bound = config.lora_scale_root / math.sqrt(inputs)
     matrices = []
-    for visit, adapters in enumerate(adapter_layout(config, model.settings)):
+    for visit, adapters in enumerate(adapter_layout(config)):
         for name, outputs in adapters.items():
             generator = generator_of(f"{config.seed} adapter {name} {visit}")
             a_N = torch.empty(config.ttt_lora_rank * inputs).uniform_(-bound, bound, generator=generator)
@@ -3319,12 +3300,13 @@ def first_adapters(model: GPT, config: Config) -> Tensor:
     return torch.cat(matrices).to(model.machine.device, master)
 
 
-def unpack(numbers_BP: Tensor, layout: list[dict[str, int]], rank: int, inputs: int) -> list[Adapters]:
+def unpack(numbers_BP: Tensor, layout: list[dict[str, int]], c: Config) -> list[Adapters]:
     """The adapters of these visits. Their numbers stand visit by visit and name by name, A before B."""
+    rank = c.ttt_lora_rank
     sizes = []
     for visit in layout:
         for outputs in visit.values():
-            sizes += [rank * inputs, outputs * rank]
+            sizes += [rank * c.model_dim, outputs * rank]
     # One split: on the way back it puts all gradients into one tensor at once.
     pieces = iter(numbers_BP.split(sizes, dim=1))
     found = []
@@ -3339,8 +3321,7 @@ def unpack(numbers_BP: Tensor, layout: list[dict[str, int]], rank: int, inputs: 
 
 def read_adapted(model: GPT, ids_BT: Tensor, starts: Tensor, numbers_BP: Tensor, config: Config) -> Tensor:
     """`GPT.forward`, each row with its own adapters. They are one tensor, as torch checks every input."""
-    layout = adapter_layout(config, model.settings)
-    adapters = unpack(numbers_BP, layout, config.ttt_lora_rank, model.settings.model_dim)
+    adapters = unpack(numbers_BP, adapter_layout(config), config)
     # All windows have the rotary base of the longest ones, so adapters see one geometry.
     return model(ids_BT, starts, True, None, adapters, config.eval_length)
 
@@ -3375,7 +3356,6 @@ class DocumentAdapters:
     def __init__(self, model: GPT, config: Config, first_P: Tensor, documents: int) -> None:
         """first_P: as `first_adapters` returns it. documents: how many."""
         self.config = config
-        self.settings = model.settings
         self.adamw = model.machine.compile(adamw_step)
         self.steps = 0
         # A document has a row of each, so that a step is one kernel. The last have the dtype of activations.
@@ -3393,13 +3373,12 @@ class DocumentAdapters:
 
     def added_logits(self, hidden_BTD: Tensor) -> Tensor | None:
         """The part (N, V) of the head's adapters in the logits of some of the first documents."""
-        if "head" not in self.config.lora_targets:
+        c = self.config
+        if "head" not in c.lora_targets:
             return None
-        c = self.settings
-        rank = self.config.ttt_lora_rank
-        head_BP = self.rounded_BP[: len(hidden_BTD), -rank * (c.model_dim + c.vocab_size) :]
-        self.head_BP = head_BP.detach().requires_grad_()
-        (adapters,) = unpack(self.head_BP, [{"head": c.vocab_size}], rank, c.model_dim)
+        size = c.ttt_lora_rank * (c.model_dim + c.vocab_size)
+        self.head_BP = self.rounded_BP[: len(hidden_BTD), -size:].detach().requires_grad_()
+        (adapters,) = unpack(self.head_BP, adapter_layout(c)[-1:], c)
         return low_rank(hidden_BTD, adapters["head"]).flatten(0, 1)
 
     @torch.no_grad()
@@ -3424,8 +3403,8 @@ class DocumentAdapters:
 class Chunk(NamedTuple):
     """One chunk of the documents of a batch. Places count from the beginning of a document."""
 
-    rows: int  # documents that reach this chunk, the first ones of the batch
-    learning: int  # those of them that go on after it
+    documents: Array  # the numbers of those that reach this chunk, the first ones of the batch
+    learning: int  # how many of them go on after it
     first: int  # the first token of the window
     start: int  # the first target of the chunk
     stop: int  # the end of both
@@ -3456,26 +3435,20 @@ class DocumentScorer:
         """The numbers of all documents in batches of similar length, the longest first, also in a batch."""
         longest_first = np.argsort(-self.lengths, kind="stable")
         size = self.config.documents_at_once
-        return [longest_first[at : at + size] for at in range(0, len(longest_first), size)]
+        return np.split(longest_first, range(size, len(longest_first), size))
 
     def batches_of_rank(self) -> list[Array]:
         """The batches of this rank: each goes to the rank with the least to do, before any is scored."""
-        loads = np.zeros(self.machine.world_size)
+        loads_tokens = np.zeros(self.machine.world_size)
+        overhead_tokens = 8192  # a pass needs a few milliseconds at least
         mine = []
         for batch in self.batches():
-            rank = int(loads.argmin())
-            loads[rank] += self.cost_tokens(batch)
+            rank = int(loads_tokens.argmin())
+            for chunk in self.chunks(batch):
+                loads_tokens[rank] += len(chunk.documents) * (chunk.stop - chunk.first) + overhead_tokens
             if rank == self.machine.rank:
                 mine.append(batch)
         return mine
-
-    def cost_tokens(self, batch: Array) -> int:
-        """Tokens that pass through the model for a batch, with the overhead of each pass as tokens."""
-        overhead_tokens = 8192  # a pass needs a few milliseconds at least
-        cost = 0
-        for chunk in self.chunks(batch):
-            cost += chunk.rows * (chunk.stop - chunk.first) + overhead_tokens
-        return cost
 
     def chunks(self, batch: Array, learning: bool = True) -> Iterator[Chunk]:
         """The chunks of a batch, in order.
@@ -3493,9 +3466,8 @@ class DocumentScorer:
         while start < lengths[0]:
             stop = start + size
             first = max(0, stop - self.config.eval_length)
-            rows = int((lengths > start).sum())
             going_on = int((lengths > stop).sum())
-            yield Chunk(rows, going_on, first, start, stop)
+            yield Chunk(batch[lengths > start], going_on, first, start, stop)
             start = stop
 
     def score(self, batch: Array, learning: bool = True) -> None:
@@ -3505,21 +3477,20 @@ class DocumentScorer:
             # Nothing learns after the last chunk of the longest document.
             learns = learning and chunk.learning > 0
             with torch.set_grad_enabled(learns):
-                hidden_BCD = self.read(batch, chunk, adapters)
-            self.record(batch, chunk, hidden_BCD, adapters)
+                hidden_BCD = self.read(chunk, adapters)
+            self.record(chunk, hidden_BCD, adapters)
             if learns:
-                self.learn(batch, chunk, hidden_BCD, adapters)
+                self.learn(chunk, hidden_BCD, adapters)
 
-    def read(self, batch: Array, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
+    def read(self, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
         """Hidden states (B, C, D) at the targets of a chunk, each from the tokens before it."""
         # Triton compiles its kernels again for a size that is no multiple of 16, so rows are padded to one.
         length = math.ceil((chunk.stop - chunk.first) / 16) * 16
         places_T = np.arange(chunk.first, chunk.first + length)
-        documents = batch[: chunk.rows]
-        places_BT = self.begins[documents, None] + places_T
+        places_BT = self.begins[chunk.documents, None] + places_T
         ids_BT = self.tokens[places_BT].astype(np.int64)
         # Padding follows the chunk and the document, so no token of them sees it.
-        ends_B1 = np.minimum(self.lengths[documents, None], chunk.stop)
+        ends_B1 = np.minimum(self.lengths[chunk.documents, None], chunk.stop)
         ids_BT[places_T >= ends_B1] = BOS_ID
         # One document a row.
         row_starts = np.arange(0, ids_BT.size + 1, length, dtype=np.int32)
@@ -3527,25 +3498,25 @@ class DocumentScorer:
         inputs_BT = to_device(ids_BT, self.device)
         # As the adapters: neither the number of rows nor their length is fixed. "Maybe": one row stays one.
         torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
-        hidden_BTD = self.forward(self.model, inputs_BT, starts, adapters.use(chunk.rows), self.config)
+        numbers_BP = adapters.use(len(chunk.documents))
+        hidden_BTD = self.forward(self.model, inputs_BT, starts, numbers_BP, self.config)
         return hidden_BTD[:, chunk.start - chunk.first : chunk.stop - chunk.first]
 
     @torch.no_grad()
-    def record(self, batch: Array, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
+    def record(self, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
         """Write the scores of a chunk into the ledger."""
-        documents = batch[: chunk.rows]
-        targets_BC = self.begins[documents, None] + np.arange(chunk.start, chunk.stop)
+        targets_BC = self.begins[chunk.documents, None] + np.arange(chunk.start, chunk.stop)
         nats_BC = self.nats(hidden_BCD, self.tokens[targets_BC + 1], adapters).double().cpu().numpy()
-        for document, nats_C in zip(documents, nats_BC, strict=True):
+        for document, nats_C in zip(chunk.documents, nats_BC, strict=True):
             stop = min(chunk.stop, self.lengths[document])
             self.ledger.record(int(self.begins[document]) + chunk.start, nats_C[: stop - chunk.start])
 
     @torch.enable_grad()
-    def learn(self, batch: Array, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
+    def learn(self, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
         """One step of the adapters of the documents that go on, on tokens from the ledger."""
         chunks = [
             self.ledger.scored_tokens(begin + chunk.start + 1, begin + chunk.stop + 1)
-            for begin in self.begins[batch[: chunk.learning]]
+            for begin in self.begins[chunk.documents[: chunk.learning]]
         ]
         nats_BC = self.nats(hidden_BCD[: chunk.learning], np.stack(chunks), adapters)
         nats_BC.mean(1).sum().backward()
@@ -3557,35 +3528,16 @@ class DocumentScorer:
         added_NV = adapters.added_logits(hidden_BCD)
         return self.model.loss_per_token(hidden_BCD.flatten(0, 1), targets_N, added_NV).view(targets_BC.shape)
 
-    def exchange(self) -> None:
-        """Give all ranks the scores of all ranks; all ranks call it together.
 
-        Raises ValueError for a target that no rank has scored, or more than one.
-        """
-        nats_N = self.ledger.nats
-        both_2N = torch.from_numpy(np.stack([np.nan_to_num(nats_N), ~np.isnan(nats_N)])).to(self.device)
-        self.machine.add_up(both_2N)
-        everyones_N, ranks_N = both_2N.cpu().numpy()
-        wrong_N = ranks_N != 1
-        if wrong_N.any():
-            target = int(wrong_N.argmax())
-            raise ValueError(f"target {target} was scored by {ranks_N[target]:.0f} ranks: expected one")
-        for begin, length in zip(self.begins, self.lengths, strict=True):
-            if np.isnan(self.ledger.nats[begin]):
-                self.ledger.record(int(begin), everyones_N[begin : begin + length])
-
-
-def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock | None = None) -> Ledger:
+def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) -> Ledger:
     """TTT_MODE=lora (PRs #1530, #1667): in each document, score a chunk, then train its adapters on it.
 
     The model itself does not learn, and no document sees another. So the sum of the nats does not depend on
     the order of the documents. Adapters do not learn from the last chunk of their document, nor in batches
     for which the clock has no time; each rank has its own clock.
     """
-    clock = clock or ScoreClock()
     ledger = Ledger(tokens)
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    scorer = DocumentScorer(frozen, tokens, config, ledger)
+    scorer = DocumentScorer(copy.deepcopy(model).requires_grad_(False), tokens, config, ledger)
     batches = scorer.batches_of_rank()
     own_targets = sum(int(scorer.lengths[batch].sum()) for batch in batches)
     passes = [len(list(scorer.chunks(batch, learning=False))) for batch in batches]
@@ -3600,10 +3552,18 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock |
         if learning:
             step_seconds = (clock.seconds() - started) / steps
         clock.tell(ledger, own_targets)
-    # Until now each rank has the scores of its own documents only.
-    if frozen.machine.world_size > 1:
-        scorer.exchange()
-        clock.tell(ledger, len(ledger.nats))
+    # Until now each rank has the scores of its own documents only. The ledger refuses a second score.
+    machine = model.machine
+    own = []
+    for begin, length in zip(scorer.begins, scorer.lengths, strict=True):
+        if not np.isnan(ledger.nats[begin]):
+            own.append((int(begin), ledger.nats[begin : begin + length]))
+    for rank, scores in enumerate(machine.gather(own)):
+        if rank != machine.rank:
+            for begin, nats in scores:
+                ledger.record(begin, nats)
+    if machine.world_size > 1:
+        clock.tell(ledger)
     return ledger
 
 
@@ -3629,17 +3589,17 @@ def rehearse_evaluation(model: GPT, config: Config, run: Run) -> None:
     with run.phase("rehearse_ttt"):
         if config.ttt_mode == "lora":
             # In pairs: one row and several, with gradients and without.
-            score_documents(alone, text, replace(config, ttt_chunk_size=half, ttt_batch_size=2))
+            score_ttt(alone, text, replace(config, ttt_chunk_size=half, ttt_batch_size=2))
             # Then a batch for each rank, with the memory that the largest ones will need.
             document = text[: config.eval_length + 1]
             documents = config.documents_at_once * model.machine.world_size
-            score_documents(model, np.resize(document, documents * len(document) + 1), config)
+            score_ttt(model, np.resize(document, documents * len(document) + 1), config)
             return
         # A whole chunk to learn from, and one more. All ranks share each batch of learning, of a size that
         # only compiled code must have met.
         chunk = config.ttt_chunk_tokens if model.machine.compiled else config.eval_length
         text = np.resize(text, chunk + half + 1)
-        score_chunks(model, text, replace(config, ttt_epochs=1, ttt_chunk_tokens=chunk))
+        score_ttt(model, text, replace(config, ttt_epochs=1, ttt_chunk_tokens=chunk))
 
 
 def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form: str) -> dict[str, Score]:
@@ -3650,12 +3610,17 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
     """
     machine = model.machine
     # In this order. Each score starts from the same weights.
-    scorers: dict[str, Callable[..., Ledger]] = {}
-    if config.ttt_enabled:
-        scorers["legal_ttt"] = score_ttt
-    if config.eval_stride:
-        scorers["sliding_window"] = score_sliding
-    scorers["roundtrip"] = score_roundtrip
+    scorers = {"legal_ttt": score_ttt, "sliding_window": score_sliding, "roundtrip": score_roundtrip}
+    if not config.ttt_enabled:
+        del scorers["legal_ttt"]
+    if not config.eval_stride:
+        del scorers["sliding_window"]
+
+    # The modes beside EVAL_ONLY's artifact. Without a limit all is learned from.
+    followed: dict[str, int] = {}
+    path = find_path(config.eval_only).parent / EVAL_MODES
+    if config.eval_only and config.max_eval_seconds and path.is_file():
+        followed = json.loads(path.read_bytes())
 
     left_seconds = config.max_eval_seconds or math.inf
     scores: dict[str, Score] = {}
@@ -3664,7 +3629,7 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
         # Windows that rank are all scored.
         limit = left_seconds if scores or config.ttt_enabled else math.inf
         with run.phase(f"eval_{name}"):
-            clock = ScoreClock(run, name, config.val_progress_log_every, limit, modes_to_follow(config))
+            clock = ScoreClock(run, name, config.val_progress_log_every, limit, followed)
             ledger = scorer(model, validation.tokens, config, clock)
         seconds = run.phases[f"eval_{name}"]
         left_seconds -= seconds
@@ -3686,13 +3651,6 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
             write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
         scores[name] = score
     return scores
-
-
-def modes_to_follow(config: Config) -> dict[str, int]:
-    """The modes beside EVAL_ONLY's artifact; none without a limit, as then all is learned from."""
-    path = find_path(config.eval_only).parent / EVAL_MODES
-    follows = config.eval_only and config.max_eval_seconds and path.is_file()
-    return dict(json.loads(path.read_bytes())) if follows else {}
 
 
 # ============================================================================================================

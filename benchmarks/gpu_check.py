@@ -132,9 +132,10 @@ def watch_run() -> dict[str, Any]:
     torch._dynamo.callback.on_compile_start(graphs.append)
     read = train_gpt.DocumentScorer.read
 
-    def noted(scorer: Any, batch: Any, chunk: Any, *more: Any) -> Any:
-        passes.append((time.perf_counter(), chunk.rows * -(-(chunk.stop - chunk.first) // 16) * 16))
-        return read(scorer, batch, chunk, *more)
+    def noted(scorer: Any, chunk: Any, *more: Any) -> Any:
+        length = -(-(chunk.stop - chunk.first) // 16) * 16
+        passes.append((time.perf_counter(), len(chunk.documents) * length))
+        return read(scorer, chunk, *more)
 
     def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any) -> Any:

@@ -102,7 +102,7 @@ class Speed(NamedTuple):
     def of_adapters(self, config: Config, adapter_bytes: int, passes: list[Pass]) -> float:
         """Seconds of passes with adapters: of the GPU or of its host, whichever is slower."""
         names = [name for name in config.lora_targets if name != "head"]
-        layout = train_gpt.adapter_layout(config, config)[:-1]
+        layout = train_gpt.adapter_layout(config)[:-1]
         outputs = sum(sum(of_visit.values()) for of_visit in layout)
         inputs = len(layout) * len(names) * config.model_dim
         # In bf16: an input is read, the R numbers between A and B and the output are written and read.
@@ -159,7 +159,7 @@ def passes_of_documents(tokens: np.ndarray, config: Config, kept: bool = False) 
             # Rows are padded to a multiple of 16, as the script does it for its kernels.
             length = math.ceil((chunk.stop - chunk.first) / 16) * 16
             numbers = chunk.learning * len(scorer.first_P)
-            rows = len(batch) if kept else chunk.rows
+            rows = len(batch) if kept else len(chunk.documents)
             if kept and numbers:
                 numbers = len(batch) * len(scorer.first_P)
             yield Pass(rows * length, learning=numbers > 0, adapter_numbers=numbers)

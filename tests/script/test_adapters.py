@@ -47,9 +47,7 @@ def exact_model(lab: probes.Subject) -> Any:
 
 def first(model: Any, config: Config) -> list[Any]:
     """The adapters of a document before it learns, by visit: (1, rank, inputs) and (1, outputs, rank)."""
-    layout = train_gpt.adapter_layout(config, model.settings)
-    numbers_1P = first_adapters(model, config)[None]
-    return train_gpt.unpack(numbers_1P, layout, config.ttt_lora_rank, model.settings.model_dim)
+    return train_gpt.unpack(first_adapters(model, config)[None], train_gpt.adapter_layout(config), config)
 
 
 # --- a plain loop over documents ---
@@ -120,10 +118,9 @@ class PlainModel(train_gpt.GPT):
         return found + self.plain.added("o", self.visit, x_BTD)
 
     def _mlp(self, layer: int, x_BTD: Any, scale: float, context: Any, adapters: Any) -> Any:
-        added_BTD = self.plain.added("mlp", self.visit, train_gpt.rms_norm(x_BTD, scale))
-        found = super()._mlp(layer, x_BTD, scale, context, {}) + added_BTD
+        added = self.plain.added("mlp", self.visit, train_gpt.rms_norm(x_BTD, scale))
         self.visit += 1
-        return found
+        return super()._mlp(layer, x_BTD, scale, context, {}) + added
 
 
 def plain_scores(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
@@ -225,13 +222,12 @@ class Together(Machine):
     """One of several ranks that are threads of this process."""
 
     meeting: threading.Barrier
-    sums: list[Any]
+    values: list[Any]
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        self.sums[self.rank] = tensor.clone()
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
         self.meeting.wait()
-        tensor.copy_(torch.stack(self.sums).sum(0))
-        self.meeting.wait()
+        return self.values
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -239,7 +235,7 @@ def test_ranks_together_write_the_ledger_of_one(ranks: int) -> None:
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = lab.tokens()
     Together.meeting = threading.Barrier(ranks, timeout=DEADLINE_SECONDS)
-    Together.sums = [None] * ranks
+    Together.values = [None] * ranks
 
     def score(rank: int) -> np.ndarray:
         return dataclasses.replace(lab, machine=Together(rank, ranks)).nats("score_ttt", tokens)
@@ -271,7 +267,8 @@ def test_batches_are_dealt_before_anything_is_scored_and_evenly() -> None:
     for rank in range(8):
         mine = scorer_of(lab, tokens, Machine(rank, 8)).batches_of_rank()
         dealt += [batch.tolist() for batch in mine]
-        costs.append(sum(whole.cost_tokens(batch) for batch in mine))
+        chunks = itertools.chain(*(whole.chunks(batch) for batch in mine))
+        costs.append(sum(len(one.documents) * (one.stop - one.first) + 8192 for one in chunks))
     assert sorted(dealt) == sorted(all_batches)
     assert max(costs) < 1.1 * min(costs)
 
@@ -280,11 +277,10 @@ def test_a_rank_tells_how_much_of_its_own_documents_is_scored(monkeypatch: pytes
     """It would say twice the time that is left, if it counted those of its peer. The last line counts all."""
 
     class WithPeer(Machine):
-        def add_up(self, tensor: torch.Tensor) -> None:
-            """The peer has scored the rest, and each of it is certain."""
-            nats_N, ranks_N = tensor
-            assert not nats_N[ranks_N == 0].any()
-            ranks_N.fill_(1)
+        def gather(self, value: Any) -> list[Any]:
+            """The peer has scored the rest."""
+            rest = np.concatenate(scorer_of(lab, tokens, Machine(1, 2)).batches_of_rank())
+            return [value, [(mine.begins[i], np.ones(mine.lengths[i])) for i in rest]]
 
     lab = subject(TTT_BATCH_SIZE=1)
     tokens = lab.tokens()
@@ -296,7 +292,7 @@ def test_a_rank_tells_how_much_of_its_own_documents_is_scored(monkeypatch: pytes
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: float(next(seconds)))
     run = probes.RecordingRun()
     clock = train_gpt.ScoreClock(run, "legal_ttt", 1)
-    train_gpt.score_documents(model, tokens, lab.config, clock)
+    train_gpt.score_ttt(model, tokens, lab.config, clock)
     assert len(run.lines) > 2 and own_targets < len(tokens) - 1
     for line in run.lines:
         seen = int(line.split("tokens_seen:")[1].split()[0])
@@ -304,20 +300,19 @@ def test_a_rank_tells_how_much_of_its_own_documents_is_scored(monkeypatch: pytes
     assert seen == len(tokens) - 1
 
 
-@pytest.mark.parametrize("too_many", [0, 2])
-def test_a_target_that_not_one_rank_has_scored_is_an_error(too_many: int) -> None:
-    """Its zero nats would be a perfect score, and the sum of two a wrong one."""
+@pytest.mark.parametrize("of_peer", ["nothing", "the same"])
+def test_a_target_that_not_one_rank_has_scored_is_an_error(of_peer: str) -> None:
+    """Nothing would be a perfect score, and the sum of two a wrong one."""
 
     class WrongPeer(Machine):
-        def add_up(self, tensor: torch.Tensor) -> None:
-            tensor[1].fill_(1)
-            tensor[1, 70] = too_many
+        def gather(self, value: Any) -> list[Any]:
+            return [value, value if of_peer == "the same" else []]
 
     lab = subject(TTT_BATCH_SIZE=1)
     model = lab.model()
     model.machine = WrongPeer(0, 2)
-    with pytest.raises(ValueError, match=f"target 70 was scored by {too_many} ranks"):
-        train_gpt.score_documents(model, lab.tokens(), lab.config)
+    with pytest.raises(ValueError, match=r"each is scored once|targets were never scored"):
+        train_gpt.score_ttt(model, lab.tokens(), lab.config).score(1)
 
 
 def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
@@ -330,7 +325,7 @@ def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
     assert of_shorter == of_both[: len(of_shorter)] and len(of_shorter) == 10
     assert [(start, stop) for _, start, stop in of_both] == [(at, at + 5) for at in range(0, 150, 5)]
     assert all(stop - first == min(stop, 16) for first, _, stop in of_both)
-    rows = [(chunk.rows, chunk.learning) for chunk in scorer.chunks(np.array([0, 1]))]
+    rows = [(len(chunk.documents), chunk.learning) for chunk in scorer.chunks(np.array([0, 1]))]
     assert rows[0] == (2, 2) and rows[-1] == (1, 0) and sorted(rows, reverse=True) == rows
 
 
@@ -433,12 +428,10 @@ def test_every_rank_compiles_all_before_the_clock(mode: str, rank: int, ranks: i
             return noted
 
         def add_up(self, tensor: torch.Tensor) -> None:
-            """What the other ranks add is no matter here, but that together they score everything."""
-            if tensor.ndim == 2:
-                tensor[1] = 1
+            """What the other ranks add is no matter here."""
 
         def gather(self, value: Any) -> list[Any]:
-            return [value] * self.world_size
+            return [[] if isinstance(value, list) else value] * self.world_size
 
     model.machine = Noting(rank, ranks, compiled=True)
     tokens = lab.tokens()
@@ -522,8 +515,8 @@ class Worked:
         """The clock and the nats of a rank, which is the only one, or has a peer that scores the rest."""
 
         class WithPeer(Machine):
-            def add_up(self, tensor: torch.Tensor) -> None:
-                tensor[1].fill_(1)
+            def gather(self, value: Any) -> list[Any]:
+                return [[], []]
 
         self.now = 0.0
         model = lab.model()
@@ -557,7 +550,7 @@ def test_batches_that_the_clock_has_no_time_for_are_scored_without_learning(
     assert "goes on without learning: 82.0s of 0.0s are over" in warning
     assert [count > 0 for count in clock.modes.values()] == [True] + 8 * [False]
     frozen = train_gpt.ScoreClock(clock.run, "", 0, math.inf, dict.fromkeys(clock.modes, 0))
-    plain = train_gpt.score_documents(lab.model(), tokens, lab.config, frozen).nats
+    plain = train_gpt.score_ttt(lab.model(), tokens, lab.config, frozen).nats
     counts = []
     for limit in np.linspace(least, most, 6):
         clock, nats = worked.score(lab, tokens, limit)

@@ -237,8 +237,8 @@ def install_run(fault: str) -> None:
 
     counted.let_take(train_gpt, "train_step", of_step)
 
-    def of_chunk(scorer: Any, batch: Any, chunk: Any, *_: Any) -> float:
-        return PASS_SECONDS + TOKEN_SECONDS * chunk.rows * (chunk.stop - chunk.first)
+    def of_chunk(scorer: Any, chunk: Any, *_: Any) -> float:
+        return PASS_SECONDS + TOKEN_SECONDS * len(chunk.documents) * (chunk.stop - chunk.first)
 
     counted.let_take(train_gpt.DocumentScorer, "read", of_chunk)
     counted.let_take(train_gpt.WindowScorer, "_score_batch", lambda *_: PASS_SECONDS)

@@ -31,9 +31,9 @@ def begun(script: Any, scorer: Any, batch: np.ndarray) -> Any:
     return script.DocumentAdapters(scorer.model, scorer.config, scorer.first_P, len(batch))
 
 
-def targets_of(scorer: Any, batch: np.ndarray, chunk: Any) -> np.ndarray:
+def targets_of(scorer: Any, chunk: Any) -> np.ndarray:
     """The targets (B, C) of a chunk, read past the ledger; those beyond the text are its last token."""
-    places_BC = scorer.begins[batch[: chunk.rows], None] + np.arange(chunk.start, chunk.stop) + 1
+    places_BC = scorer.begins[chunk.documents, None] + np.arange(chunk.start, chunk.stop) + 1
     return np.asarray(scorer.tokens[np.minimum(places_BC, len(scorer.tokens) - 1)])
 
 
@@ -41,19 +41,19 @@ def learn_in_private(
     scorer: Any, batch: np.ndarray, chunk: Any, adapters: Any, rows: int, beyond: int = 0
 ) -> None:
     """A step on a chunk of the first `rows` documents, and `beyond` targets after it, past the ledger."""
-    longer = chunk._replace(rows=rows, learning=rows, stop=chunk.stop + beyond)
-    targets_BC = targets_of(scorer, batch, longer)
+    longer = chunk._replace(documents=batch[:rows], learning=rows, stop=chunk.stop + beyond)
+    targets_BC = targets_of(scorer, longer)
     with torch.enable_grad():
-        hidden_BCD = scorer.read(batch, longer, adapters)
+        hidden_BCD = scorer.read(longer, adapters)
         scorer.nats(hidden_BCD, targets_BC, adapters).mean(1).sum().backward()
     adapters.step(rows)
 
 
-def record_alone(scorer: Any, batch: np.ndarray, chunk: Any, adapters: Any) -> None:
+def record_alone(scorer: Any, chunk: Any, adapters: Any) -> None:
     """Score a chunk and learn nothing."""
     with torch.no_grad():
-        hidden_BCD = scorer.read(batch, chunk, adapters)
-    scorer.record(batch, chunk, hidden_BCD, adapters)
+        hidden_BCD = scorer.read(chunk, adapters)
+    scorer.record(chunk, hidden_BCD, adapters)
 
 
 # ======================================================================================================
@@ -65,24 +65,24 @@ def learn_then_score(script: Any, scorer: Any, batch: np.ndarray) -> None:
     """Learn from a chunk, then score it."""
     adapters = begun(script, scorer, batch)
     for chunk in scorer.chunks(batch):
-        learn_in_private(scorer, batch, chunk, adapters, chunk.rows)
-        record_alone(scorer, batch, chunk, adapters)
+        learn_in_private(scorer, batch, chunk, adapters, len(chunk.documents))
+        record_alone(scorer, chunk, adapters)
 
 
 def rescored_after_the_last_chunk(script: Any, scorer: Any, batch: np.ndarray) -> None:
     """Learn from all chunks, the last one too, and record what a second pass says."""
     adapters = begun(script, scorer, batch)
     for chunk in scorer.chunks(batch):
-        learn_in_private(scorer, batch, chunk, adapters, chunk.rows)
+        learn_in_private(scorer, batch, chunk, adapters, len(chunk.documents))
     for chunk in scorer.chunks(batch):
-        record_alone(scorer, batch, chunk, adapters)
+        record_alone(scorer, chunk, adapters)
 
 
 def padding_that_learns(script: Any, scorer: Any, batch: np.ndarray) -> None:
     """Windows are filled up with the text that follows, and the filling counts in the loss."""
     adapters = begun(script, scorer, batch)
     for chunk in scorer.chunks(batch):
-        record_alone(scorer, batch, chunk, adapters)
+        record_alone(scorer, chunk, adapters)
         if chunk.learning:
             learn_in_private(scorer, batch, chunk, adapters, chunk.learning, beyond=3)
 
@@ -93,11 +93,11 @@ def own_chunk_early(script: Any, scorer: Any, batch: np.ndarray) -> None:
     for chunk in scorer.chunks(batch):
         half = (chunk.start + chunk.stop) // 2
         lengths = scorer.lengths[batch]
-        record_alone(scorer, batch, chunk._replace(stop=half), adapters)
-        learn_in_private(scorer, batch, chunk, adapters, chunk.rows)
+        record_alone(scorer, chunk._replace(stop=half), adapters)
+        learn_in_private(scorer, batch, chunk, adapters, len(chunk.documents))
         reaching = int((lengths > half).sum())
         if reaching:
-            record_alone(scorer, batch, chunk._replace(start=half, rows=reaching), adapters)
+            record_alone(scorer, chunk._replace(start=half, documents=batch[:reaching]), adapters)
 
 
 # ======================================================================================================
@@ -145,9 +145,9 @@ def losses_of(script: Any, scorer: Any, batch: np.ndarray) -> list[float]:
     adapters = begun(script, scorer, batch)
     losses = []
     for chunk in scorer.chunks(batch):
-        targets_BC = targets_of(scorer, batch, chunk)
+        targets_BC = targets_of(scorer, chunk)
         with torch.no_grad():
-            nats = scorer.nats(scorer.read(batch, chunk, adapters), targets_BC, adapters)
+            nats = scorer.nats(scorer.read(chunk, adapters), targets_BC, adapters)
         losses.append(float(nats.mean()))
     return losses
 
@@ -229,7 +229,7 @@ def clock_inside_a_document(script: Any) -> None:
         adapters = begun(script, scorer, batch)
         limit = scorer.config.max_eval_seconds or math.inf
         for chunk in scorer.chunks(batch):
-            record_alone(scorer, batch, chunk, adapters)
+            record_alone(scorer, chunk, adapters)
             if chunk.learning and script.time.perf_counter() - scorer.start < limit:
                 learn_in_private(scorer, batch, chunk, adapters, chunk.learning)
 

@@ -199,11 +199,11 @@ def two_passes(script: ModuleType) -> None:
         adapters = begun(script, scorer, batch)
         for chunk in scorer.chunks(batch):
             with torch.no_grad():
-                hidden_BCD = scorer.read(batch, chunk, adapters)
-            scorer.record(batch, chunk, hidden_BCD, adapters)
+                hidden_BCD = scorer.read(chunk, adapters)
+            scorer.record(chunk, hidden_BCD, adapters)
             if chunk.learning:
-                learning = chunk._replace(rows=chunk.learning)
-                scorer.learn(batch, learning, scorer.read(batch, learning, adapters), adapters)
+                learning = chunk._replace(documents=chunk.documents[: chunk.learning])
+                scorer.learn(learning, scorer.read(learning, adapters), adapters)
 
     script.DocumentScorer.score = score
 
