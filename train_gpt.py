@@ -957,7 +957,7 @@ def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope:
 
 def token_before(x_BTD: Tensor) -> Tensor:
     """For each token the vector of the one before it in its row; zero for the first."""
-    return torch.cat([torch.zeros_like(x_BTD[:, :1]), x_BTD[:, :-1]], dim=1)
+    return F.pad(x_BTD[:, :-1], (0, 0, 1, 0))
 
 
 class Ops(NamedTuple):
@@ -1014,7 +1014,7 @@ class Context(NamedTuple):
     rotary: Tensor
     documents: Tensor | None  # of `attention_documents`
     observe: Observer | None
-    values_BTK: Tensor | None  # of `value_embeddings`
+    values_BTK: Tensor | None  # an embedding of each token for all value heads, only with VE_ENABLED
 
 
 class GPT(nn.Module):
@@ -1065,28 +1065,30 @@ class GPT(nn.Module):
             rotary=rotary_table(inputs_BT.size(1), c, inputs_BT.device, longest).to(self.compute_dtype),
             documents=attention_documents(inputs_BT, starts, self.ops.attend, c, adapters is not None),
             observe=observe,
-            values_BTK=value_embeddings(self, inputs_BT, weights) if c.ve_enabled else None,
-        )
-        adapters = adapters or [{}] * (len(encoder) + len(decoder))
+            values_BTK=table_rows(
+                self, inputs_BT, weights, "value_table_VC", "value_projection_1KC", "value_scale_1"
+            ) if c.ve_enabled else None,
+        )  # fmt: skip
+        adapters = adapters or [{}] * len(encoder + decoder)
 
-        # A U-Net. First half: keep the first lane after each visit.
+        # A U-Net. The encoder keeps the first lane after each visit. Each visit of the decoder gets one of
+        # them back, the last one first.
         lanes = [context.x0_BTD]
-        kept = []
-        for visit, layer in enumerate(encoder):
-            lanes = self._block(layer, split_or_join(layer, lanes, c), context, adapters[visit])
-            kept.append(lanes[0])
-
-        # Second half: each visit gets one of them back, the last one first.
-        for visit, layer in enumerate(decoder):
-            lanes = split_or_join(layer, lanes, c)
-            if kept:
-                skip_weight = weights["skip_weight_SD"][visit]
+        kept: list[Tensor] = []
+        for visit, layer in enumerate(encoder + decoder):
+            # As many lanes as the layer reads: a loop may lead from layers with two back to one with one.
+            lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [join(lanes)]
+            decoded = visit - len(encoder)
+            if decoded >= 0 and kept:
+                skip_weight = weights["skip_weight_SD"][decoded]
                 if c.skip_gates_enabled:  # mix them by a learned share (PR #1493)
-                    share = weights["skip_gate_SD"][visit].sigmoid()
+                    share = weights["skip_gate_SD"][decoded].sigmoid()
                     skip_weight = (1.0 - share) * skip_weight
                     lanes[0] = share * lanes[0]
                 lanes[0] = torch.addcmul(lanes[0], skip_weight, kept.pop())
-            lanes = self._block(layer, lanes, context, adapters[len(encoder) + visit])
+            lanes = self._block(layer, lanes, context, adapters[visit])
+            if decoded < 0:
+                kept.append(lanes[0])
 
         hidden = rms_norm(join(lanes))
         if observe is not None:
@@ -1148,7 +1150,9 @@ class GPT(nn.Module):
         c = self.settings
         x = self.look_up("token_embedding_VD", inputs_BT)
         if c.bigram_vocab_size:
-            x = x + bigram_embeddings(self, inputs_BT, weights)
+            x = x + table_rows(
+                self, bigram_rows(inputs_BT, c), weights,
+                "bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1")  # fmt: skip
         if c.smear_gate_enabled:
             gate_BT = torch.sigmoid(x[..., : c.gate_window] @ weights["smear_gate_1W"][0])
             # Nothing crosses the start of a document (PR #1851). A shut gate costs less than a zeroed vector.
@@ -1204,8 +1208,10 @@ class GPT(nn.Module):
             qkv_BTR = torch.cat(parts, dim=-1)
         qkv_BTNE = qkv_BTR.unflatten(-1, (-1, c.head_dim))
         heads = self.ops.heads(qkv_BTNE, w["qk_gain_LH"][layer], context.rotary)
-        if layer in c.value_layers:
-            heads = add_values(heads, layer, context, c)
+        if context.values_BTK is not None and layer in c.value_layers:  # only configs/pr549.env (PR #549)
+            scale = w["value_layer_scale_N"][c.value_layers.index(layer)]
+            v_BTKE = heads.v_BTKE + (scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
+            heads = Heads(heads.q_BTHE, heads.k_BTKE, v_BTKE, v_BTKE)
         y_BTHE = self.ops.attend(heads.q_BTHE, heads.k_BTKE, heads.v_BTKE, context.documents)
 
         gate = []
@@ -1238,13 +1244,6 @@ class GPT(nn.Module):
             context.observe("mlp_in", layer, x_BTD)
             context.observe("mlp_hidden", layer, activation(F.linear(x_BTD, up_FD), slope))
         return adapted(y_BTD, x_BTD, adapters, "mlp")
-
-
-def split_or_join(layer: int, lanes: list[Tensor], c: ModelSettings) -> list[Tensor]:
-    """As many lanes as the layer reads: a loop may lead from layers with two back to one with one."""
-    if not is_parallel(layer, "lanes", c):
-        return [join(lanes)]
-    return [lanes[0], lanes[-1]]  # of one lane: two equal ones
 
 
 def join(lanes: list[Tensor]) -> Tensor:
@@ -1313,13 +1312,17 @@ def bigram_rows(inputs_BT: Tensor, c: ModelSettings) -> Tensor:
     return rows_BT
 
 
-def bigram_embeddings(model: GPT, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
-    """The embedding of each token and the one before it as a pair, (B, T, D)."""
-    # The table starts at zero: at first pairs add nothing, and the projection shapes what they learn.
-    pairs = model.look_up("bigram_table_RC", bigram_rows(inputs_BT, model.settings))
-    if "bigram_projection_1DC" in weights:
-        pairs = F.linear(pairs, weights["bigram_projection_1DC"][0])
-    return pairs * weights["bigram_scale_1"][0]
+def table_rows(
+    model: GPT, rows_BT: Tensor, weights: WeightRows, table: str, projection: str, scale: str
+) -> Tensor:
+    """Rows of a table, (B, T, C): projected to C channels where the table has others, and scaled.
+
+    The table of bigrams starts at zero: pairs first add nothing, and the projection shapes what they learn.
+    """
+    values = model.look_up(table, rows_BT)
+    if projection in weights:
+        values = F.linear(values, weights[projection][0])
+    return values * weights[scale][0]
 
 
 def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: ModelSettings) -> Tensor:
@@ -1330,22 +1333,6 @@ def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: Mode
         previous = previous.masked_fill((inputs_BT == BOS_ID)[..., None], 0.0)
     share_D = weights["channel_smear_1D"][0].sigmoid()
     return (1 - share_D) * x_BTD + share_D * previous
-
-
-def value_embeddings(model: GPT, inputs_BT: Tensor, weights: WeightRows) -> Tensor:
-    """An embedding of each token for the values of attention, (B, T, K); K: channels of all value heads."""
-    values = model.look_up("value_table_VC", inputs_BT)
-    if "value_projection_1KC" in weights:
-        values = F.linear(values, weights["value_projection_1KC"][0])
-    return values * weights["value_scale_1"][0]
-
-
-def add_values(heads: Heads, layer: int, context: Context, c: ModelSettings) -> Heads:
-    """The heads of a layer in VE_LAYERS: its values with the value embeddings added (PR #549)."""
-    assert context.values_BTK is not None
-    scale = context.weights["value_layer_scale_N"][c.value_layers.index(layer)]
-    v_BTKE = heads.v_BTKE + (scale * context.values_BTK).unflatten(-1, (c.num_kv_heads, -1))
-    return Heads(heads.q_BTHE, heads.k_BTKE, v_BTKE, v_BTKE)
 
 
 # ============================================================================================================
