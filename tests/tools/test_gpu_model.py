@@ -278,9 +278,9 @@ def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(on_gpu: FakeTen
     gate = gpu(rows, positions, heads)
     around = [qkv, gpu(heads), gpu(2, positions, 1, 8)]
     with Watch(recorder):
-        torch.ops.train_gpt.heads(*around)
+        torch.ops.train_gpt.heads(*around, [])
         torch.ops.train_gpt.xsa(queries, values, gate)
-        torch.ops.train_gpt.heads(*around, queries, keys, values, own)
+        torch.ops.train_gpt.heads(*around, [queries, keys, values, own])
         torch.ops.train_gpt.xsa(queries, values, gate, d_queries)
     costs = kernels.heads_costs(rows * positions, heads, key_heads, channels)
     # Gains and angles are left out: they are few.
