@@ -210,19 +210,19 @@ class ModelSettings:
 
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
-        loop_in_order = self.loop_start <= self.loop_end < self.num_layers
         value_layers = self.value_layers
         # Each of them has one scale.
         listed_once = len(set(value_layers)) == len(value_layers)
-        value_layers_exist = all(layer < self.num_layers for layer in value_layers)
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM as a multiple of NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS as a multiple of NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
-            (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+            (self.num_loops == 0 or self.loop_start <= self.loop_end < self.num_layers,
+             "LOOP_START <= LOOP_END < NUM_LAYERS"),
             (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
-            (listed_once and value_layers_exist, "VE_LAYERS as different numbers < NUM_LAYERS"),
+            (listed_once and max(value_layers, default=0) < self.num_layers,
+             "VE_LAYERS as different numbers < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
@@ -444,18 +444,17 @@ class Config(TrainingSettings):
 
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
-        by_sgd = self.ttt_enabled and self.ttt_mode == "sgd"
-        by_adapters = self.ttt_enabled and self.ttt_mode == "lora"
+        ttt_mode = self.ttt_mode if self.ttt_enabled else "none"
         chunk = self.ttt_chunk_tokens
-        whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0
+        chunk_fits = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
         clock = self.max_wallclock_seconds
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
-            (not by_sgd or (whole_strides and chunk >= self.eval_length),
+            (ttt_mode != "sgd" or chunk_fits,
              "TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN), and a multiple of EVAL_STRIDE, which is "
              "above 0, for TTT_MODE=sgd"),
-            (not by_adapters or self.ttt_chunk_size <= self.eval_length,
+            (ttt_mode != "lora" or self.ttt_chunk_size <= self.eval_length,
              "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
@@ -2769,15 +2768,10 @@ class Loader:
             mine = (positions >= start) & (owner == self.machine.rank)
             yield segments_NM, visit.order[mine]
 
-    def _segments(self, visits: Iterator[Any]) -> Iterator[Array]:
-        """The segments of this rank (M + 1,), one after the other."""
-        for segments_NM, order in visits:
-            for number in order.tolist():
-                yield segments_NM[number]
-
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        segments = self._segments(visits)
+        # One after the other, (M + 1,) each.
+        segments = (segments_NM[number] for segments_NM, order in visits for number in order)
         for index in itertools.count(first):
             with self.trace.span("stage", "stage", batch=index):
                 batch = self._stage_batch(segments, index)
@@ -2790,8 +2784,9 @@ class Loader:
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
         """
-        shape = (self.micro_segments, self.config.segment_tokens + 1)
-        ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
+        ids = torch.empty(
+            self.micro_segments, self.config.segment_tokens + 1,
+            dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
         ids_NM = ids.numpy()  # the same memory
         np.concatenate(list(itertools.islice(segments, self.micro_segments)), out=ids_NM.reshape(-1))
         # The hash reads the very memory that is copied.
@@ -4486,14 +4481,14 @@ def torch_file(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any] | None:
-    """The state of the run that RESUME names; None without RESUME. Nothing in the file is executed.
+def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
+    """The state of the run that RESUME names; empty without RESUME. Nothing in the file is executed.
 
     ConfigError where it cannot be read, or where settings of training, data or code are not those of now.
     RESUME_OTHER_CODE allows other code: then `hashes` gets the hash of the former code, too.
     """
     if not config.resume:
-        return None
+        return {}
     path = find_path(config.resume) / CHECKPOINT
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -4574,8 +4569,8 @@ def rehearse_end(training: Training) -> None:
         data = b""
         if machine.rank == 0:
             # One pass, of any size: no search for the budget.
-            once = replace(config, rate_control=False)
-            data, _ = write_artifact(training.model, once, hessians, "", sys.maxsize)
+            data, _ = write_artifact(
+                training.model, replace(config, rate_control=False), hessians, "", sys.maxsize)
         model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0])
         ready_model(model, machine, training.model.ops)
     rehearse_evaluation(model, config, run)
@@ -4651,8 +4646,7 @@ def train(training: Training) -> None:
         if save_now:
             training.save()
         if validate_now and caught == 0:
-            label = f"step:{training.step}/{config.iterations}"
-            validate(training, label, loop_is_on(progress, config))
+            validate(training, f"step:{training.step}/{config.iterations}", loop_is_on(progress, config))
         if stop:
             break
 
@@ -4739,14 +4733,13 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
 
     looping: as in `GPT.forward`.
     """
-    config = training.config
     run = training.run
     data = training.validation
     run.machine.wait()
     start = time.perf_counter()
-    clock = ScoreClock(run, "training", config.val_progress_log_every)
+    clock = ScoreClock(run, "training", training.config.val_progress_log_every)
     with training.trace.span("val", "main", step=training.step):
-        ledger = score_roundtrip(training.model, data.tokens, config, clock, looping)
+        ledger = score_roundtrip(training.model, data.tokens, training.config, clock, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
@@ -4797,7 +4790,7 @@ class Inputs(NamedTuple):
     shipped: bytes  # the same script in the form that is counted
     hashes: dict[str, str]  # SHA-256 of code, tokenizer, shards and manifest
     chosen: ChosenOps  # one choice of operations, for training and scoring
-    checkpoint: dict[str, Any] | None  # of the run that RESUME names
+    checkpoint: dict[str, Any]  # of the run that RESUME names
 
 
 class Trained(NamedTuple):
@@ -4834,7 +4827,18 @@ def main() -> int:
     except Exception:
         # The traceback helps to mend an error of ours.
         message = traceback.format_exc().strip()
-    report_failure(message, run)
+    # What ended the run, and how to continue from what it has saved.
+    if run is not None:
+        # A rank whose peer is gone only knows that. The peer itself prints the reason.
+        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
+        if peer_is_gone and message.startswith("Traceback"):
+            message = "ends: another rank has ended or does not answer"
+        if run.machine.world_size > 1:
+            message = f"rank {run.machine.rank}: {message}"
+        if run.directory is not None:
+            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
+            run.append("log.txt", message)
+    print_line(message, sys.stderr)
     return 1
 
 
@@ -4859,21 +4863,6 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     return environ
 
 
-def report_failure(message: str, run: Run | None) -> None:
-    """Print and log what ended the run, and how to continue from what it has saved."""
-    if run is not None:
-        # A rank whose peer is gone only knows that. The peer itself prints the reason.
-        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-        if peer_is_gone and message.startswith("Traceback"):
-            message = "ends: another rank has ended or does not answer"
-        if run.machine.world_size > 1:
-            message = f"rank {run.machine.rank}: {message}"
-        if run.directory is not None:
-            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
-            run.append("log.txt", message)
-    print_line(message, sys.stderr)
-
-
 def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
 
@@ -4884,11 +4873,11 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         # The artifact says what its model is. Whoever set something else is told.
         model, about = load_artifact(find_path(config.eval_only))
         tokenizer_sha256 = about.tokenizer_sha256
-        stored = about.config
         for name, value in config.overrides().items():
-            if stored.get(name, value) != value:
-                answers.append(f"warning: {name}={value} has no effect: the artifact has {stored[name]}")
-        config = Config.from_values({**config.as_env(), **stored})
+            its = about.config.get(name, value)
+            if its != value:
+                answers.append(f"warning: {name}={value} has no effect: the artifact has {its}")
+        config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
         inputs = preflight(config, run, tokenizer_sha256)
@@ -4958,10 +4947,11 @@ def keep_artifact(path: Path, data: bytes) -> None:
             spare = Path(folder) / f"{path.parent.name}.{path.name}"
             if spare.exists():
                 continue
-            with contextlib.suppress(ConfigError):
+            try:
                 write_whole(spare, data)
-            if spare.exists():
-                raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
+            except ConfigError:
+                continue
+            raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
         raise
 
 
@@ -5010,8 +5000,8 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     directory = choose_directory(config, machine)
-    chosen = fast_ops(config, machine)
-    return Inputs(directory, train_shards, validation, source, shipped, hashes, chosen, checkpoint)
+    return Inputs(
+        directory, train_shards, validation, source, shipped, hashes, fast_ops(config, machine), checkpoint)
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -5127,10 +5117,10 @@ def summarize(
     run.log(f"Total submission size {form}: {total_bytes} bytes")
 
     limits = {}
-    eval_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the score that ranks
     for name, value, limit in (
         ("train_seconds", trained.train_seconds, config.max_wallclock_seconds),
-        ("eval_seconds", eval_seconds, config.max_eval_seconds),
+        # Of the score that ranks.
+        ("eval_seconds", run.phases[f"eval_{next(iter(scores))}"], config.max_eval_seconds),
         ("artifact_bytes", total_bytes, config.artifact_bytes_max),
     ):
         is_kept = limit == 0 or value <= limit  # 0: there is none
