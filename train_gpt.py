@@ -210,19 +210,19 @@ class ModelSettings:
 
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
-        loop_in_order = self.loop_start <= self.loop_end < self.num_layers
         value_layers = self.value_layers
         # Each of them has one scale.
         listed_once = len(set(value_layers)) == len(value_layers)
-        value_layers_exist = all(layer < self.num_layers for layer in value_layers)
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM as a multiple of NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS as a multiple of NUM_KV_HEADS"),
             (self.rotated_dims % 2 == 0, "ROPE_DIMS (0: MODEL_DIM / NUM_HEADS) even"),
             (self.rope_dims <= self.head_dim, "ROPE_DIMS <= MODEL_DIM / NUM_HEADS"),
-            (self.num_loops == 0 or loop_in_order, "LOOP_START <= LOOP_END < NUM_LAYERS"),
+            (self.num_loops == 0 or self.loop_start <= self.loop_end < self.num_layers,
+             "LOOP_START <= LOOP_END < NUM_LAYERS"),
             (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
-            (listed_once and value_layers_exist, "VE_LAYERS as different numbers < NUM_LAYERS"),
+            (listed_once and max(value_layers, default=0) < self.num_layers,
+             "VE_LAYERS as different numbers < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
@@ -444,19 +444,17 @@ class Config(TrainingSettings):
 
     def rules(self) -> list[Rule]:
         """What must hold between these settings."""
-        by_sgd = self.ttt_enabled and self.ttt_mode == "sgd"
-        by_adapters = self.ttt_enabled and self.ttt_mode == "lora"
+        ttt_mode = self.ttt_mode if self.ttt_enabled else "none"
         chunk = self.ttt_chunk_tokens
-        whole_strides = self.eval_stride > 0 and chunk % self.eval_stride == 0
+        chunk_fits = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
         clock = self.max_wallclock_seconds
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
-            (not by_sgd or whole_strides,
-             "TTT_CHUNK_TOKENS as a multiple of EVAL_STRIDE, which is above 0, for TTT_MODE=sgd"),
-            (not by_sgd or chunk >= self.eval_length,
-             "TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=sgd"),
-            (not by_adapters or self.ttt_chunk_size <= self.eval_length,
+            (ttt_mode != "sgd" or chunk_fits,
+             "TTT_CHUNK_TOKENS >= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN), and a multiple of EVAL_STRIDE, which is "
+             "above 0, for TTT_MODE=sgd"),
+            (ttt_mode != "lora" or self.ttt_chunk_size <= self.eval_length,
              "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
@@ -480,24 +478,23 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
     limits = spec.metadata
     choices = limits["among"]
     value: Any = text
-    # A file of KEY=VALUE lines must be able to hold every value.
-    fits = text.isprintable()
     if choices:
         expected = " or ".join(choices)
         fits = text in choices
         value = text == "1" if kind is bool else text
     elif kind is str:
         expected = "printable text"
-        fits = fits and re.fullmatch(limits["pattern"], text) is not None
+        fits = re.fullmatch(limits["pattern"], text) is not None
     else:
         most = "or more" if limits["high"] == NO_LIMIT else f"to {limits['high']:g}"
         expected = f"{kind.__name__} of {limits['low']:g} {most}"
         try:
             value = kind(text)
-            fits = fits and limits["low"] <= value <= limits["high"]
+            fits = limits["low"] <= value <= limits["high"]
         except ValueError:
             fits = False
-    if not fits:
+    # A file of KEY=VALUE lines must be able to hold every value.
+    if not fits or not text.isprintable():
         raise ConfigError(f"{name}={text!r}: expected {expected}; {limits['meaning']}")
     return value
 
@@ -2659,15 +2656,12 @@ def hash_sequences(first: int, ids_BT: Array) -> int:
     """
     # Two ids are one number of 32 bits; an odd one out is paired with zero.
     head_BT = ids_BT[:, :-1]
-    if head_BT.shape[1] % 2 != 0:
-        head_BT = np.pad(head_BT, ((0, 0), (0, 1)))
-    pairs_BN = head_BT.view(np.uint32)
-    one = np.uint64(1)
-    keys = np.random.Philox(key=1).random_raw(pairs_BN.shape[1] + 1) | one
+    pairs_BN = np.pad(head_BT, ((0, 0), (0, head_BT.shape[1] % 2))).view(np.uint32)
+    keys = np.random.Philox(key=1).random_raw(pairs_BN.shape[1] + 1) | 1
     # The generator makes four words at a time: position p has the first of its p-th four.
-    places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | one
+    places = np.random.Philox(key=2, counter=first).random_raw(4 * len(ids_BT))[::4] | 1
     sums = np.einsum("bw,w->b", pairs_BN, keys[1:]) + ids_BT[:, -1] * keys[0]
-    return int((sums * places).sum(dtype=np.uint64))
+    return int((sums * places).sum())
 
 
 @dataclass
@@ -2747,15 +2741,10 @@ class Loader:
             mine = (positions >= start) & (owner == self.machine.rank)
             yield segments_NM, visit.order[mine]
 
-    def _segments(self, visits: Iterator[Any]) -> Iterator[Array]:
-        """The segments of this rank (M + 1,), one after the other."""
-        for segments_NM, order in visits:
-            for number in order.tolist():
-                yield segments_NM[number]
-
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        segments = self._segments(visits)
+        # One after the other, (M + 1,) each.
+        segments = (segments_NM[number] for segments_NM, order in visits for number in order)
         for index in itertools.count(first):
             with self.trace.span("stage", "stage", batch=index):
                 batch = self._stage_batch(segments, index)
@@ -2768,8 +2757,9 @@ class Loader:
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
         """
-        shape = (self.micro_segments, self.config.segment_tokens + 1)
-        ids = torch.empty(shape, dtype=torch.uint16, pin_memory=self.machine.on_gpu)
+        ids = torch.empty(
+            self.micro_segments, self.config.segment_tokens + 1,
+            dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
         ids_NM = ids.numpy()  # the same memory
         np.concatenate(list(itertools.islice(segments, self.micro_segments)), out=ids_NM.reshape(-1))
         # The hash reads the very memory that is copied.
@@ -3643,10 +3633,7 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], machine: Machine) -> 
 
     def observe(site: str, layer: int, x: Tensor) -> None:
         x_NC = x.reshape(-1, x.size(-1)).float()
-        product_CC = x_NC.T @ x_NC
-        if (site, layer) in sums:
-            product_CC += sums[site, layer]
-        sums[site, layer] = product_CC
+        sums[site, layer] = x_NC.T @ x_NC + sums.get((site, layer), 0.0)
 
     for batch in batches:
         model(batch.inputs_BT, batch.starts, observe=observe)
@@ -3678,23 +3665,6 @@ def scales_of(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents / 8).half().float()
 
 
-def inverse_factor(h_NCC: Tensor, mean_N11: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper Cholesky factors (N, C, C), fp32, of the inverses of damped Hessians, and the damping they got.
-
-    mean_N11: means of the diagonals. damping: the share of them that is added to the diagonals. Rounding can
-    leave a Hessian without an inverse. A larger share then costs little precision, and a share that is large
-    enough always helps.
-    """
-    identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
-    while True:
-        try:
-            lower_NCC = torch.linalg.cholesky(h_NCC + damping * mean_N11 * identity_CC)
-            upper_NCC = torch.linalg.cholesky(torch.cholesky_inverse(lower_NCC), upper=True)
-            return upper_NCC.float(), damping
-        except torch.linalg.LinAlgError:
-            damping *= 10
-
-
 class Quantizer:
     """GPTQ of one parameter (Frantar et al., arXiv 2210.17323; PR #1394).
 
@@ -3707,31 +3677,24 @@ class Quantizer:
     """
 
     def __init__(
-        self,
-        name: str,
-        weights: Tensor,
-        parameter: Parameter,
-        hessians: Hessians,
-        damping: float,
-        column_steps: float = 0.0,
-        trellis: bool = False,
+        self, name: str, weights: Tensor, parameter: Parameter, hessians: Hessians, config: Config
     ) -> None:
-        """name: for messages. hessians: of `collect_hessians`. damping: as in `inverse_factor`.
+        """name: for messages. hessians: of `collect_hessians`.
 
-        column_steps: the power in `_even_out`; 0: all columns have the same step. trellis: along the rows of
-        a column, codes follow a trellis. Both are for matrices alone, the parameters with a role. Raises
-        ArtifactError where weights or Hessians are not finite.
+        COLUMN_STEPS is the power in `_even_out`; 0: all columns have the same step. With TRELLIS=1 codes
+        follow a trellis along the rows of a column. Both are for matrices alone, the parameters with a role.
+        Raises ArtifactError where weights or Hessians are not finite.
         """
-        is_matrix = parameter.role != ""
-        self.trellis = trellis and is_matrix
-        self.damping = damping  # more, where a Hessian needed it
+        self.trellis = config.trellis and parameter.role != ""
+        self.nearest = nearest_on_trellis if self.trellis else nearest_code
+        self.damping = config.gptq_damping  # more, where a Hessian needed it
         self.weights_NRC = weights.detach().view(bank_shape(parameter.shape))
-        self.column_exponents_NC: Tensor | None = None
+        self.column_steps = 0.0
+        self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
         # The unit of a step: a row's standard deviation; in small tensors its largest absolute weight.
-        if is_matrix:
+        if parameter.role:
             self.spreads_NR = self.weights_NRC.std(dim=2)
-            if column_steps > 0:
-                self.column_exponents_NC = torch.zeros_like(self.weights_NRC[:, 0], dtype=torch.int8)
+            self.column_steps = config.column_steps
         else:
             self.spreads_NR = self.weights_NRC.abs().amax(dim=2)
         if not self.weights_NRC.isfinite().all():
@@ -3754,14 +3717,29 @@ class Quantizer:
         self.order_NC = diagonal_NC.argsort(dim=1, descending=True, stable=True)
         h_NCC = h_NCC.take_along_dim(self.order_NC[:, :, None], 1).take_along_dim(self.order_NC[:, None], 2)
         mean_N11 = diagonal_NC.mean(dim=1)[:, None, None].clamp(min=1e-30)
-        self.upper_NCC, self.damping = inverse_factor(h_NCC, mean_N11, damping)
-        if self.column_exponents_NC is not None:
-            self.column_exponents_NC = self._even_out(column_steps)
+        self.upper_NCC = self._inverse_factor(h_NCC, mean_N11)
+        if self.column_steps > 0:
+            self.column_exponents_NC = self._even_out()
         # A column whose input was always zero changes nothing: zeros cost least to code.
         used_NRC = self.weights_NRC.masked_fill((diagonal_NC == 0)[:, None], 0.0)
         self.used_NRC = used_NRC.take_along_dim(self.order_NC[:, None], 2)
 
-    def _even_out(self, column_steps: float) -> Tensor:
+    def _inverse_factor(self, h_NCC: Tensor, mean_N11: Tensor) -> Tensor:
+        """Upper Cholesky factors (N, C, C), fp32, of the inverses of damped Hessians.
+
+        mean_N11: means of the diagonals. `damping` of them is added to the diagonals. Rounding can leave a
+        Hessian without an inverse. A larger share then costs little precision, and a share that is large
+        enough always helps.
+        """
+        identity_CC = torch.eye(h_NCC.size(1), device=h_NCC.device)
+        while True:
+            try:
+                lower_NCC = torch.linalg.cholesky(h_NCC + self.damping * mean_N11 * identity_CC)
+                return torch.linalg.cholesky(torch.cholesky_inverse(lower_NCC), upper=True).float()
+            except torch.linalg.LinAlgError:
+                self.damping *= 10
+
+    def _even_out(self) -> Tensor:
         """Column exponents (N, C) that make all columns lose alike.
 
         GPTQ's loss is the sum of squares of error / U, with U the column's diagonal entry of the factor. With
@@ -3771,7 +3749,7 @@ class Quantizer:
         """
         octaves_NC = self.upper_NCC.diagonal(dim1=1, dim2=2).log2()
         # Only ratios matter: rate control sets the mean.
-        octaves_NC = column_steps * (octaves_NC - octaves_NC.mean(dim=1, keepdim=True))
+        octaves_NC = self.column_steps * (octaves_NC - octaves_NC.mean(dim=1, keepdim=True))
         exponents_NC = (8 * octaves_NC).round().clamp(-COLUMN_EXPONENT_MAX, COLUMN_EXPONENT_MAX).char()
         return exponents_NC.take_along_dim(self.order_NC.argsort(dim=1), 1)
 
@@ -3783,41 +3761,33 @@ class Quantizer:
         # A scale is an eighth of an octave: one byte a row, and no table of scales.
         exponents_NR = (8 * (self.spreads_NR * step).clamp(min=1e-9).log2()).round().clamp(-127, 127).char()
         scales_NR = scales_of(exponents_NR)
-        nearest = nearest_on_trellis if self.trellis else nearest_code
         if self.rounded:
             values_NCR = (self.weights_NRC / scales_NR[:, :, None]).mT
-            steps_NRC = nearest(values_NCR.flatten(0, 1), levels).view(values_NCR.shape).mT
+            steps_NRC = self.nearest(values_NCR.flatten(0, 1), levels).view(values_NCR.shape).mT
         else:
-            steps_NRC = self._compensate(scales_NR, nearest, levels)
+            steps_NRC = self._compensate(scales_NR, levels)
         codes_NRC = (2 * steps_NRC).short() if self.trellis else steps_NRC.char()
         codes_RN = codes_NRC.transpose(0, 1).flatten(1)
-        of_columns = None
-        if self.column_exponents_NC is not None:
-            of_columns = self.column_exponents_NC.cpu().numpy()
+        of_columns = self.column_exponents_NC.cpu().numpy() if self.column_steps > 0 else None
         return QuantizedWeights(codes_RN.cpu().numpy(), exponents_NR.T.cpu().numpy(), of_columns)
 
-    def _compensate(
-        self, row_scales_NR: Tensor, nearest: Callable[[Tensor, float], Tensor], levels: float
-    ) -> Tensor:
+    def _compensate(self, row_scales_NR: Tensor, levels: float) -> Tensor:
         """Steps (N, R, C). Column by column, the weights still to come make up for each rounding error."""
         work_NRC = self.used_NRC.clone()
-        if self.column_exponents_NC is not None:
-            column_scales_NC = scales_of(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
+        column_scales_NC = scales_of(self.column_exponents_NC.take_along_dim(self.order_NC, 1))
+        if self.column_steps > 0:
             levels = MAX_CODE
         for column in range(work_NRC.size(2)):
-            scales_NR = row_scales_NR
-            if self.column_exponents_NC is not None:
-                scales_NR = row_scales_NR * column_scales_NC[:, column, None]
+            scales_NR = row_scales_NR * column_scales_NC[:, column, None]
             values_NR = work_NRC[:, :, column]
-            steps_NR = nearest(values_NR / scales_NR, levels)
+            steps_NR = self.nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
             # The columns still to come take the error up, each as much as it can make up for.
             shares_N1C = self.upper_NCC[:, column, None, column:]
             work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], shares_N1C, alpha=-1)
             work_NRC[:, :, column] = steps_NR
         # Back to the order in which the model has its columns.
-        back_NC = self.order_NC.argsort(dim=1)
-        return work_NRC.take_along_dim(back_NC[:, None], 2)
+        return work_NRC.take_along_dim(self.order_NC.argsort(dim=1)[:, None], 2)
 
 
 def nearest_code(values: Tensor, levels: float) -> Tensor:
@@ -3898,7 +3868,15 @@ def nearest_path(values_RC: Array, levels: float) -> Array:
     for codes in ±levels (Viterbi 1967).
     """
     rows, columns = values_RC.shape
-    halves_22RC = nearest_halves(values_RC, levels)
+    # For each shift and each parity of a code: the nearest half steps. Codes of one parity are two steps
+    # apart; the largest is levels, rounded, or the one below.
+    halves_22RC = np.empty((2, 2, rows, columns), np.float32)
+    for shift in range(2):
+        for parity in range(2):
+            largest = round(levels)
+            largest -= (largest + parity) % 2
+            codes_RC = 2 * np.rint((values_RC - shift / 2 - parity) / 2) + parity
+            halves_22RC[shift, parity] = 2 * np.clip(codes_RC, -largest, largest) + shift
     errors_22RC = np.square(values_RC - 0.5 * halves_22RC)
 
     # Forward: the least error of all paths to each state, and which of two states the best one came from.
@@ -3925,19 +3903,6 @@ def nearest_path(values_RC: Array, levels: float) -> Array:
         shift = before
         before = before_that
     return path_RC
-
-
-def nearest_halves(values_RC: Array, levels: float) -> Array:
-    """For each shift and each parity of a code in ±levels: the nearest half steps (2, 2, R, C), float32."""
-    halves_22RC = np.empty((2, 2, *values_RC.shape), np.float32)
-    for shift in range(2):
-        for parity in range(2):
-            # Codes of one parity are two steps apart; the largest is levels, rounded, or the one below.
-            largest = round(levels)
-            largest -= (largest + parity) % 2
-            codes_RC = 2 * np.rint((values_RC - shift / 2 - parity) / 2) + parity
-            halves_22RC[shift, parity] = 2 * np.clip(codes_RC, -largest, largest) + shift
-    return halves_22RC
 
 
 def nearest_on_trellis(values_NR: Tensor, levels: float) -> Tensor:
@@ -4220,37 +4185,32 @@ def write_artifact(
     Raises ArtifactError when nothing fits, or weights are not finite.
     """
     table = parameter_table(config)
+    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256,
+              "column_steps": config.column_steps > 0}  # fmt: skip
+    packed_header = zlib.compress(json.dumps(header).encode(), 9)
     quantizers = {}
     damped = ""
     for name, weights in model.named_parameters():
-        quantizer = Quantizer(
-            name, weights, table[name], hessians, config.gptq_damping, config.column_steps, config.trellis)
+        quantizer = Quantizer(name, weights, table[name], hessians, config)
         quantizers[name] = quantizer
         if quantizer.damping != config.gptq_damping:
             damped += f" warning: {name} has no inverse Hessian below GPTQ_DAMPING={quantizer.damping:g}"
 
     def make_file(multiplier: float) -> bytes:
-        banks = []
+        # Codes and exponents of each parameter in turn, then the exponents of columns.
+        arrays = []
+        of_columns = []
         for name, quantizer in quantizers.items():
-            banks.append(quantizer.quantize(*step_and_levels(table[name], config, multiplier)))
-        return artifact_bytes(config, banks, tokenizer_sha256)
+            bank = quantizer.quantize(*step_and_levels(table[name], config, multiplier))
+            arrays += [bank.codes, bank.exponents]
+            if bank.column_exponents is not None:
+                of_columns.append(bank.column_exponents)
+        coded = encode(arrays + of_columns)
+        head = HEAD.pack(MAGIC, len(packed_header), zlib.crc32(packed_header), zlib.crc32(coded))
+        return head + packed_header + coded
 
     data, note = fill_budget(config, budget, make_file)
     return data, f"artifact_bytes:{len(data)} budget_bytes:{budget} {note}{damped}"
-
-
-def artifact_bytes(config: Config, banks: list[QuantizedWeights], tokenizer_sha256: str) -> bytes:
-    """The bytes of a file: settings, codes and exponents of each parameter in turn, exponents of columns."""
-    header = {"config": config.as_env(ModelSettings), "tokenizer_sha256": tokenizer_sha256,
-              "column_steps": config.column_steps > 0}  # fmt: skip
-    packed_header = zlib.compress(json.dumps(header).encode(), 9)
-    arrays = []
-    for bank in banks:
-        arrays += [bank.codes, bank.exponents]
-    arrays += [bank.column_exponents for bank in banks if bank.column_exponents is not None]
-    coded = encode(arrays)
-    checksums = (zlib.crc32(packed_header), zlib.crc32(coded))
-    return HEAD.pack(MAGIC, len(packed_header), *checksums) + packed_header + coded
 
 
 class About(NamedTuple):
@@ -4260,18 +4220,6 @@ class About(NamedTuple):
     tokenizer_sha256: str
     bytes: int
     sha256: str
-
-
-def array_shapes(table: dict[str, Parameter], column_steps: bool) -> list[tuple[int, int]]:
-    """Shapes of the arrays in a file: codes and exponents of each parameter, then exponents of columns."""
-    shapes = []
-    of_columns = []
-    for parameter in table.values():
-        matrices, rows, columns = bank_shape(parameter.shape)
-        shapes += [(rows, matrices * columns), (rows, matrices)]
-        if column_steps and parameter.role:
-            of_columns.append((matrices, columns))
-    return shapes + of_columns
 
 
 def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
@@ -4314,12 +4262,17 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     if weights > 1024 * len(data):
         raise ValueError(f"{weights} weights are more than {len(data)} bytes can hold")
     table = parameter_table(settings)
-    arrays = iter(decode(coded, array_shapes(table, header["column_steps"])))
+    shapes = []
+    of_columns = {}  # shapes of the exponents of columns, by parameter
+    for name, parameter in table.items():
+        matrices, rows, columns = bank_shape(parameter.shape)
+        shapes += [(rows, matrices * columns), (rows, matrices)]
+        if header["column_steps"] and parameter.role:
+            of_columns[name] = (matrices, columns)
+    arrays = iter(decode(coded, [*shapes, *of_columns.values()]))
     banks = {name: QuantizedWeights(next(arrays), next(arrays)) for name in table}
-    if header["column_steps"]:
-        for name, parameter in table.items():
-            if parameter.role:
-                banks[name] = banks[name]._replace(column_exponents=next(arrays))
+    for name in of_columns:
+        banks[name] = banks[name]._replace(column_exponents=next(arrays))
     return header, banks
 
 
@@ -4368,32 +4321,29 @@ class StepResult(NamedTuple):
     wait_ms: float  # of the host, for the step's batches
 
 
+@dataclass
 class Training:
     """Model, optimizer, loader and clock of a run: everything that a step touches."""
 
-    def __init__(
-        self,
-        config: Config,
-        run: Run,
-        shards: list[Shard],
-        validation: Validation,
-        ops: Ops,
-        hashes: dict[str, str],
-    ) -> None:
-        """hashes: SHA-256 of code, tokenizer and shards; a checkpoint holds them."""
+    config: Config
+    run: Run
+    shards: list[Shard]
+    validation: Validation
+    ops: Ops
+    hashes: dict[str, str]  # SHA-256 of code, tokenizer and shards; a checkpoint holds them
+
+    def __post_init__(self) -> None:
+        config = self.config
+        run = self.run
         machine = run.machine
-        self.config = config
-        self.run = run
-        self.validation = validation
-        self.hashes = hashes
-        self.model = ready_model(build_model(config), machine, ops)
+        self.model = ready_model(build_model(config), machine, self.ops)
         # One graph from tokens to loss.
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
         every = config.training_timing_every if config.training_timing_breakdown else 0
         self.timer = StepTimer(every, machine.on_gpu, self.trace)
-        self.loader = Loader(config, shards, machine, self.trace)
+        self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
         self.waits_ms: list[float] = []  # for batches, of the steps since the last line
@@ -4458,14 +4408,14 @@ def torch_file(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any] | None:
-    """The state of the run that RESUME names; None without RESUME. Nothing in the file is executed.
+def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
+    """The state of the run that RESUME names; empty without RESUME. Nothing in the file is executed.
 
     ConfigError where it cannot be read, or where settings of training, data or code are not those of now.
     RESUME_OTHER_CODE allows other code: then `hashes` gets the hash of the former code, too.
     """
     if not config.resume:
-        return None
+        return {}
     path = find_path(config.resume) / CHECKPOINT
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -4546,8 +4496,8 @@ def rehearse_end(training: Training) -> None:
         data = b""
         if machine.rank == 0:
             # One pass, of any size: no search for the budget.
-            once = replace(config, rate_control=False)
-            data, _ = write_artifact(training.model, once, hessians, "", sys.maxsize)
+            data, _ = write_artifact(
+                training.model, replace(config, rate_control=False), hessians, "", sys.maxsize)
         model, _ = load_artifact(Path("rehearsal"), machine.gather(data)[0])
         ready_model(model, machine, training.model.ops)
     rehearse_evaluation(model, config, run)
@@ -4623,8 +4573,7 @@ def train(training: Training) -> None:
         if save_now:
             training.save()
         if validate_now and caught == 0:
-            label = f"step:{training.step}/{config.iterations}"
-            validate(training, label, loop_is_on(progress, config))
+            validate(training, f"step:{training.step}/{config.iterations}", loop_is_on(progress, config))
         if stop:
             break
 
@@ -4711,14 +4660,13 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
 
     looping: as in `GPT.forward`.
     """
-    config = training.config
     run = training.run
     data = training.validation
     run.machine.wait()
     start = time.perf_counter()
-    clock = ScoreClock(run, "training", config.val_progress_log_every)
+    clock = ScoreClock(run, "training", training.config.val_progress_log_every)
     with training.trace.span("val", "main", step=training.step):
-        ledger = score_roundtrip(training.model, data.tokens, config, clock, looping)
+        ledger = score_roundtrip(training.model, data.tokens, training.config, clock, looping)
     score = ledger.score(data.bytes_total)
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
@@ -4751,22 +4699,6 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
         yield training.loader.next_batch()
 
 
-def finish_training(training: Training) -> Hessians:
-    """Take the averaged weights, collect Hessians while the clock allows, and validate once."""
-    config = training.config
-    run = training.run
-    # What is calibrated, shipped and scored is the average.
-    training.optimizer.use_average()
-    hessians: Hessians = {}
-    if config.gptq:
-        hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
-        run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
-    validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-    run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
-            f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
-    return hessians
-
-
 # ============================================================================================================
 # main — a table of contents: check, prepare, warm up, train, ship, reload, evaluate, report.
 # ============================================================================================================
@@ -4785,14 +4717,13 @@ class Inputs(NamedTuple):
     shipped: bytes  # the same script in the form that is counted
     hashes: dict[str, str]  # SHA-256 of code, tokenizer, shards and manifest
     chosen: ChosenOps  # one choice of operations, for training and scoring
-    checkpoint: dict[str, Any] | None  # of the run that RESUME names
+    checkpoint: dict[str, Any]  # of the run that RESUME names
 
 
 class Trained(NamedTuple):
     """What summary.json says about training; with EVAL_ONLY there was none."""
 
     steps: int = 0
-    tokens: int = 0
     train_seconds: float = 0.0
     stream_hash: str = "0" * 16
 
@@ -4823,7 +4754,18 @@ def main() -> int:
     except Exception:
         # The traceback helps to mend an error of ours.
         message = traceback.format_exc().strip()
-    report_failure(message, run)
+    # What ended the run, and how to continue from what it has saved.
+    if run is not None:
+        # A rank whose peer is gone only knows that. The peer itself prints the reason.
+        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
+        if peer_is_gone and message.startswith("Traceback"):
+            message = "ends: another rank has ended or does not answer"
+        if run.machine.world_size > 1:
+            message = f"rank {run.machine.rank}: {message}"
+        if run.directory is not None:
+            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
+            run.append("log.txt", message)
+    print_line(message, sys.stderr)
     return 1
 
 
@@ -4848,47 +4790,32 @@ def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
     return environ
 
 
-def report_failure(message: str, run: Run | None) -> None:
-    """Print and log what ended the run, and how to continue from what it has saved."""
-    if run is not None:
-        # A rank whose peer is gone only knows that. The peer itself prints the reason.
-        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-        if peer_is_gone and message.startswith("Traceback"):
-            message = "ends: another rank has ended or does not answer"
-        if run.machine.world_size > 1:
-            message = f"rank {run.machine.rank}: {message}"
-        if run.directory is not None:
-            message += f"\nin phase {run.phase_name}\n{run.ways_on()}"
-            run.append("log.txt", message)
-    print_line(message, sys.stderr)
-
-
 def whole_run(config: Config, run: Run, answers: list[str]) -> None:
     """Train and ship, unless EVAL_ONLY; then reload the artifact, and score nothing but what it holds.
 
     answers: lines for the log, about settings.
     """
-    loaded = None
+    tokenizer_sha256 = ""
     if config.eval_only:
         # The artifact says what its model is. Whoever set something else is told.
-        loaded = load_artifact(find_path(config.eval_only))
-        stored = loaded[1].config
+        model, about = load_artifact(find_path(config.eval_only))
+        tokenizer_sha256 = about.tokenizer_sha256
         for name, value in config.overrides().items():
-            if stored.get(name, value) != value:
-                answers.append(f"warning: {name}={value} has no effect: the artifact has {stored[name]}")
-        config = Config.from_values({**config.as_env(), **stored})
+            its = about.config.get(name, value)
+            if its != value:
+                answers.append(f"warning: {name}={value} has no effect: the artifact has {its}")
+        config = Config.from_values({**config.as_env(), **about.config})
 
     with run.phase("setup"):
-        inputs = preflight(config, run, loaded[1].tokenizer_sha256 if loaded else "")
+        inputs = preflight(config, run, tokenizer_sha256)
         open_run(config, run, inputs, answers)
-    trained = Trained() if loaded else train_and_ship(config, run, inputs)
+    trained = Trained() if config.eval_only else train_and_ship(config, run, inputs)
     with run.phase("reload"):
-        if loaded is None:
+        if not config.eval_only:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
             path = run.path(ARTIFACT)
             data = path.read_bytes() if run.machine.rank == 0 else b""
-            loaded = load_artifact(path, run.machine.gather(data)[0])
-        model, about = loaded
+            model, about = load_artifact(path, run.machine.gather(data)[0])
         ready_model(model, run.machine, inputs.chosen.ops)
     if run.machine.compiled:
         rehearse_evaluation(model, config, run)
@@ -4899,7 +4826,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 
 
 def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
-    """Train, and write the artifact: rank 0 does, all wait."""
+    """Train, collect Hessians while the clock allows, and write the artifact: rank 0 does, all wait."""
     with run.phase("setup"):
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)
@@ -4909,7 +4836,15 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
     stream_hash = training.stream_hash()
     with run.phase("hessians"):
-        hessians = finish_training(training)
+        # What is calibrated, shipped and scored is the average.
+        training.optimizer.use_average()
+        hessians: Hessians = {}
+        if config.gptq:
+            hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
+            run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
+        validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
+        run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+                f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     train_seconds = training.seconds
     training.loader.close()
     with run.phase("quantize"):
@@ -4924,8 +4859,7 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             keep_artifact(run.path(ARTIFACT), data)
             run.log(line)
         run.machine.gather(None)
-    steps = training.step
-    return Trained(steps, steps * config.train_batch_tokens, train_seconds, f"{stream_hash:016x}")
+    return Trained(training.step, train_seconds, f"{stream_hash:016x}")
 
 
 def keep_artifact(path: Path, data: bytes) -> None:
@@ -4940,10 +4874,11 @@ def keep_artifact(path: Path, data: bytes) -> None:
             spare = Path(folder) / f"{path.parent.name}.{path.name}"
             if spare.exists():
                 continue
-            with contextlib.suppress(ConfigError):
+            try:
                 write_whole(spare, data)
-            if spare.exists():
-                raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
+            except ConfigError:
+                continue
+            raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
         raise
 
 
@@ -4992,8 +4927,8 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     directory = choose_directory(config, machine)
-    chosen = fast_ops(config, machine)
-    return Inputs(directory, train_shards, validation, source, shipped, hashes, chosen, checkpoint)
+    return Inputs(
+        directory, train_shards, validation, source, shipped, hashes, fast_ops(config, machine), checkpoint)
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -5109,10 +5044,10 @@ def summarize(
     run.log(f"Total submission size {form}: {total_bytes} bytes")
 
     limits = {}
-    eval_seconds = run.phases[f"eval_{next(iter(scores))}"]  # of the score that ranks
     for name, value, limit in (
         ("train_seconds", trained.train_seconds, config.max_wallclock_seconds),
-        ("eval_seconds", eval_seconds, config.max_eval_seconds),
+        # Of the score that ranks.
+        ("eval_seconds", run.phases[f"eval_{next(iter(scores))}"], config.max_eval_seconds),
         ("artifact_bytes", total_bytes, config.artifact_bytes_max),
     ):
         is_kept = limit == 0 or value <= limit  # 0: there is none
@@ -5125,6 +5060,7 @@ def summarize(
         "run_id": inputs.directory.name,
         "seed": config.seed,
         **trained._asdict(),
+        "tokens": trained.steps * config.train_batch_tokens,
         "config": config.as_env(),
         "overrides": config.overrides(),
         "code": {"sha256": inputs.hashes["code"], "bytes": len(inputs.source), "bytes_wrapped": code_bytes},

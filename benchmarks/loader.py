@@ -164,7 +164,7 @@ def staging(shards: list[Any], rounds: int) -> dict[str, list[float]]:
     ids_BT = slot.reshape(rows, SEQ_LEN + 1)
     data = load_shard(shards[0], 0.0)
     loader = train_gpt.Loader(make_config(train_prefetch=False), shards, ALONE)
-    segments = loader._segments(loader._read(0))
+    segments = (segments_NM[number] for segments_NM, order in loader._read(0) for number in order)
 
     def memcpy() -> None:
         nonlocal at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,9 @@ def quantize(
     """Codes and scales of a bank of MLP matrices; without Hessians, each weight's nearest code."""
     seen = {} if hessians is None else {("mlp_in", layer): h for layer, h in enumerate(hessians)}
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    gptq = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, damping)
+    gptq = train_gpt.Quantizer(
+        "mlp_up_bank", weights, parameter, seen, replace(Config(), gptq_damping=damping)
+    )
     levels = 2 ** (bits - 1) - 1
     codes, exponents, _ = gptq.quantize(clip / levels, levels)
     matrices, rows, columns = weights.shape
@@ -134,9 +137,8 @@ def unequal_bank() -> tuple[Tensor, Tensor]:
 def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
     """Weighted error, and bits of the codes: their entropy column by column."""
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    gptq = train_gpt.Quantizer(
-        "mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, 1e-4, column_steps=power
-    )
+    config = replace(Config(), gptq_damping=1e-4, column_steps=power)
+    gptq = train_gpt.Quantizer("mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, config)
     quantized = gptq.quantize(0.25, 127.0)
     restored = train_gpt.restore_weights(quantized, tuple(weights.shape))
     bits = 0.0
@@ -269,7 +271,7 @@ def test_every_matrix_finds_its_hessian(changes: dict[str, object]) -> None:
             without = {known: hessian for known, hessian in hessians.items() if known != key}
             codes = []
             for known in (hessians, without):
-                quantizer = train_gpt.Quantizer(name, weights, parameter, known, config.gptq_damping)
+                quantizer = train_gpt.Quantizer(name, weights, parameter, known, config)
                 bank = quantizer.quantize(0.3, 30.0).codes
                 codes.append(bank[:, matrix * columns : (matrix + 1) * columns])
             assert (codes[0] != codes[1]).any(), (name, matrix, key)
@@ -303,14 +305,14 @@ def test_without_a_hessian_rounding_at_once_gives_the_codes_of_column_by_column(
     step, levels = train_gpt.step_and_levels(parameter, tiny, 1.0)
     found = []
     for hessians in ({}, identity):
-        quantizer = train_gpt.Quantizer("bank", weights, parameter, hessians, 0.01)
+        quantizer = train_gpt.Quantizer("bank", weights, parameter, hessians, Config())
         assert quantizer.rounded == (not hessians)
         found.append(quantizer.quantize(step, levels))
     assert (found[0].codes == found[1].codes).all() and (found[0].exponents == found[1].exponents).all()
     assert abs(found[0].codes).max() > 3
     weights[1, 0, 0] = math.nan
     with pytest.raises(ArtifactError, match="bank is not finite"):
-        train_gpt.Quantizer("bank", weights, parameter, {}, 0.01)
+        train_gpt.Quantizer("bank", weights, parameter, {}, Config())
 
 
 # --- a Hessian that rounding has left without an inverse ---------------------------------------------------
@@ -327,10 +329,11 @@ def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: 
     hessians[1] = (vectors * values) @ vectors.T
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     seen = {("mlp_in", layer): h.double() for layer, h in enumerate(hessians)}
-    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, Config())
     assert quantizer.damping == pytest.approx(used)
     # The result is that of the damping that was needed, had it been asked for.
-    asked = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, quantizer.damping)
+    enough = replace(Config(), gptq_damping=quantizer.damping)
+    asked = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, enough)
     found, expected = quantizer.quantize(0.1, 31.0), asked.quantize(0.1, 31.0)
     assert (found.codes == expected.codes).all() and (found.exponents == expected.exponents).all()
 
@@ -342,7 +345,7 @@ def test_every_finite_hessian_gets_an_inverse_in_the_end(size: float) -> None:
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     for bad in (-hessians[0], torch.ones(16, 16), torch.zeros(16, 16)):
         seen = {("mlp_in", 0): size * bad}
-        quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, 0.01)
+        quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, Config())
         assert quantizer.upper_NCC.isfinite().all()
         assert abs(quantizer.quantize(0.1, 31.0).codes).max() <= 31
     with pytest.raises(ArtifactError, match="not finite"):

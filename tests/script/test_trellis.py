@@ -15,7 +15,7 @@ import torch
 
 import train_gpt
 from tests.support.models import plain_settings, random_batches, trained_like
-from train_gpt import Config
+from train_gpt import Config, QuantizedWeights
 
 MUTATIONS = int(os.environ.get("MUTATIONS", "12"))  # of a file; more on request
 
@@ -119,13 +119,16 @@ def test_damaged_files_end_in_an_error_or_in_a_model(settings: dict[str, object]
             assert all(weights.isfinite().all() for weights in read.parameters())
 
 
-def test_exponents_in_half_steps_are_refused() -> None:
+def test_exponents_in_half_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their range is another: scales of any size would come of them."""
     config = Config.from_env(plain_settings(1, 16, 32))
-    banks = []
-    shapes = train_gpt.array_shapes(train_gpt.parameter_table(config), column_steps=False)
-    for codes_shape, exponents_shape in zip(shapes[::2], shapes[1::2], strict=True):
-        exponents = train_gpt.half_steps(np.full(exponents_shape, 127, np.int8))
-        banks.append(train_gpt.QuantizedWeights(np.zeros(codes_shape, np.int8), exponents))
+    quantize = train_gpt.Quantizer.quantize
+
+    def with_half_steps(quantizer: train_gpt.Quantizer, step: float, levels: float) -> QuantizedWeights:
+        bank = quantize(quantizer, step, levels)
+        return bank._replace(exponents=train_gpt.half_steps(np.full_like(bank.exponents, 127)))
+
+    monkeypatch.setattr(train_gpt.Quantizer, "quantize", with_half_steps)
+    data, _ = train_gpt.write_artifact(trained_like(config), config, {}, "", 1 << 20)
     with pytest.raises(train_gpt.ArtifactError, match=r"model.bin: .* is not finite"):
-        train_gpt.load_artifact(NOWHERE, train_gpt.artifact_bytes(config, banks, ""))
+        train_gpt.load_artifact(NOWHERE, data)
