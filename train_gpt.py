@@ -3227,8 +3227,11 @@ def learn(model: GPT, sgd: torch.optim.SGD, tokens: Array, config: Config) -> No
             with torch.enable_grad():
                 loss = loss_of(model, ids_BT[:, :-1], ids_BT[:, 1:], starts)
                 (loss * weight).backward()
-            for gradient in gradients_of(weights):
-                machine.add_up(gradient)
+            # One message for all.
+            gradients = gradients_of(weights)
+            flat = nn.utils.parameters_to_vector(gradients)
+            machine.add_up(flat)
+            nn.utils.vector_to_parameters(flat, gradients)
             nn.utils.clip_grad_norm_(weights, config.ttt_grad_clip)
             sgd.step()
 
