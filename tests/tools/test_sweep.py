@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a trainer and a sweep."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trainer.py").write_text(TRAINER)
-    (tmp_path / "rates.txt").write_text(f"start: {sys.executable} trainer.py\n{SWEEP}")
+    (tmp_path / "rates.txt").write_text(f"start: {shlex.quote(sys.executable)} trainer.py\n{SWEEP}")
     return tmp_path
 
 
