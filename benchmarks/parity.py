@@ -30,7 +30,7 @@ LARGEST_DIFFERENCE = 1e-3  # nats
 # A model for a CPU; a schedule that begins to fall within a few steps.
 SMALL = {
     "NUM_LAYERS": "4", "MODEL_DIM": "64", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "VOCAB_SIZE": "1024",
-    "TRAIN_SEQ_LEN": "128", "EVAL_SEQ_LEN": "128", "ITERATIONS": "100",
+    "TRAIN_SEQ_LEN": "128", "ITERATIONS": "100",
 }  # fmt: skip
 IN_STEPS = {"WARMDOWN_ITERS": "98"}
 OF_PR549 = {"VE_LAYERS": "2,3", "XSA_LAST_N": "3", "ROPE_DIMS": "8", "BIGRAM_VOCAB_SIZE": "1536", **IN_STEPS}
