@@ -17,8 +17,8 @@ from tools.check.findings import Finding, fail, info, warn
 
 KRAFT_TOLERANCE = 1e-5
 # Where a change makes or unmakes a BOS, rows differ, and with them the rounding: ten times the most that an
-# honest script was seen to move, 1.5e-6 nats on AVX2 and on AVX-512.
-REPACKING_TOLERANCE = 1.5e-5
+# honest script was seen to move, 1.9e-6 nats on AVX2.
+REPACKING_TOLERANCE = 2e-5
 REMEDY_ORDER = "score a chunk before anything learns from it"
 REMEDY_SUM = "score with one normalised distribution, fixed before the target is known"
 
