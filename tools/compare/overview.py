@@ -14,11 +14,11 @@ from typing import Any
 
 from tools.compare.diff import columns
 from tools.compare.settings import UNSET, plain_values
-from tools.runs.derive import nested
+from tools.runs.derive import nested, stage_scores
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, read_object
 from tools.runs.logs import STAGES, read_log
-from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_lines
+from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.writing import json_text
 
 STAGE_HEADS = dict(zip(STAGES, ("float", "quantized", "windows", "ttt"), strict=True))
@@ -92,18 +92,12 @@ def read_row(path: Path) -> Row:
     log = read_log(path / LOG)
     summary: dict[str, Any] = read_object(path / SUMMARY) or {}
     config = path / CONFIG
-    pairs = [line.split("=", 1) for line in settings_lines(config)] if config.is_file() else []
-    settings = plain_values({name: value for name, value in pairs})
+    settings = plain_values(settings_of(config) if config.is_file() else {})
     seed = settings.get("SEED", UNSET)
     for name in PER_RUN_SETTINGS | SETTINGS_OF_A_START:
         settings.pop(name, None)
-    scores = {}
-    for stage in STAGES:
-        score = log.score_after(stage)
-        if score is not None:
-            scores[stage] = score.bpb
     size = nested(summary, "limits", "artifact_bytes", "value")
-    return Row(path, settings, seed, log.steps_done, log.step_ms, scores,
+    return Row(path, settings, seed, log.steps_done, log.step_ms, stage_scores(log),
                size if isinstance(size, int) else None, status(path, summary, log.steps))  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from tools.compare.diff import columns
 from tools.compare.settings import UNSET, plain_values
 from tools.runs.errors import RecordError
 from tools.runs.folder import CONFIG, read_object
-from tools.runs.runs import FINISHED, SUMMARY, settings_lines
+from tools.runs.runs import FINISHED, SUMMARY, settings_of
 from tools.runs.script import Config, ConfigError, similar_setting
 from tools.runs.stats import deviation, mean, p_text
 from tools.translate import LAUNCHERS
@@ -165,7 +165,7 @@ def is_finished(directory: Path) -> bool:
 def refuse_other_settings(directory: Path, settings: dict[str, str]) -> None:
     """RecordError if the run that stands there was started with other settings than the file has now."""
     wanted = plain_values(Config.from_env(settings).as_env())
-    written = plain_values(dict(line.split("=", 1) for line in settings_lines(directory / CONFIG)))
+    written = plain_values(settings_of(directory / CONFIG))
     differs = [name for name in sorted(wanted.keys() & written.keys()) if wanted[name] != written[name]]
     differs = [name for name in differs if name not in SET_BY_THE_SWEEP]
     if differs:

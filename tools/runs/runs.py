@@ -112,6 +112,11 @@ def settings_lines(path: Path) -> list[str]:
     return settings_in(path.read_text(encoding="utf-8", errors="replace"))
 
 
+def settings_of(path: Path) -> dict[str, str]:
+    """The settings of a config.env, by name."""
+    return dict(line.split("=", 1) for line in settings_lines(path))
+
+
 def settings_in(text: str) -> list[str]:
     """KEY=VALUE lines of the text of a config.env."""
     return [line.strip() for line in text.splitlines() if "=" in line and not line.lstrip().startswith("#")]
@@ -248,9 +253,7 @@ def _readable(folder: Folder) -> Script | None:
 
 def _settings(path: Path, log: RunLog) -> dict[str, str]:
     """Settings of config.env, or those that the log prints, without what differs between seeds."""
-    found = (
-        dict(line.split("=", 1) for line in settings_lines(path)) if path.is_file() else _printed_config(log)
-    )
+    found = settings_of(path) if path.is_file() else _printed_config(log)
     return {name: value for name, value in found.items() if name not in PER_RUN_SETTINGS}
 
 
