@@ -527,10 +527,15 @@ def read_config_file(path: str) -> dict[str, str]:
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError."""
-    path = environ.get("CONFIG") or "none"
-    in_file = {} if path == "none" else read_config_file(path)
-    return {**in_file, **environ}
+    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError.
+
+    Without CONFIG, a shipped script has the settings of its run, which its wrapper holds; CONFIG=none: none.
+    """
+    settings = globals().get("SHIPPED_SETTINGS", {})
+    path = environ.get("CONFIG")
+    if path:
+        settings = {} if path == "none" else read_config_file(path)
+    return {**settings, **environ}
 
 
 # main calls it once, after Config.from_env, and logs the lines: answers = public_answers(environ)
@@ -4279,8 +4284,10 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     return header, banks
 
 
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
 WRAPPER = """# -*- coding: latin-1 -*-
+SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
 n=__file__+" (unpacked)"
@@ -4295,7 +4302,7 @@ def shipped_code(source: bytes) -> bytes:
 
     A script that is wrapped already stays as it is.
     """
-    if source.startswith(WRAPPER.split("%s")[0].encode()):
+    if source.startswith(WRAPPER.split("{")[0].encode()):
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -4304,6 +4311,17 @@ def shipped_code(source: bytes) -> bytes:
     # On a text of this length bzip2 is 3 % ahead of LZMA.
     packed = bz2.compress(ast.unparse(tree).encode())
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
+
+
+def with_settings(shipped: bytes, config: Config) -> bytes:
+    """A shipped script with the settings of `config` as its defaults, whatever it had before.
+
+    All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
+    """
+    own = (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR")
+    settings = {name: value for name, value in config.overrides().items() if name not in own}
+    # A value may hold a backslash, which a replacement text would expand.
+    return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped, count=1)
 
 
 # ============================================================================================================
@@ -4707,7 +4725,6 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
 # ============================================================================================================
 
 SETTINGS_FILE = "config.env"
-SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 
 
 class Inputs(NamedTuple):
@@ -4924,7 +4941,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
             if theirs[name] != value:
                 raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {value} on rank {machine.rank}")
     checkpoint = read_checkpoint(config, hashes)
-    shipped = shipped_code(source)
+    shipped = with_settings(shipped_code(source), config)
     if train_shards:
         micro_steps_per_step(config, machine.world_size)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
