@@ -2356,7 +2356,7 @@ class Run:
 
 FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
 # The rows of a trace: what the host does, by thread; what the GPU does, by stream.
-LANES = ("main", "disk", "stage", "copy_stream", "compute_stream")
+LANES = ("main", "disk", "stage", "copy", "compute_stream")
 
 
 class CopyMarks(NamedTuple):
@@ -2390,9 +2390,8 @@ class Trace:
     log: Callable[[str], None] = print
     recording: bool = False
     began: float = 0.0  # when the first step began
-    events: list[dict[str, Any]] = field(default_factory=list)
-    under_way: list[tuple[Any, ...]] = field(default_factory=list)  # without an end: name, lane, begin, args
-    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, and the events around it
+    spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
+    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
     def begin(self, step: int) -> None:
         """Start of a step, counted from 1. Steps of the warm-up are not announced."""
@@ -2406,32 +2405,27 @@ class Trace:
         if not self.steps:
             yield
             return
-        begin = time.perf_counter()
         # Kept from its beginning on: the steps may begin or end in the middle of it.
-        span = (name, lane, begin, args)
-        self.under_way.append(span)
+        span = [name, lane, time.perf_counter(), math.inf, args]
+        self.spans.append(span)
         try:
             yield
         finally:
-            self.under_way.remove(span)
-            self.add(name, lane, begin, time.perf_counter(), **args)
-
-    def add(self, name: str, lane: str, begin: float, end: float, **args: Any) -> None:
-        """A span from begin to end, in seconds, if steps are being recorded."""
-        if self.recording:
-            begin = max(begin, self.began)
-            self.events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
-                                "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args})
+            span[3] = time.perf_counter()
+            if not self.recording:
+                self.spans.remove(span)
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
         """The spans of a step: `chunk` is all of it."""
         for before, lap in itertools.pairwise(laps):
             name = "gpu_queue_wait" if lap.name == "batch" else lap.name
             # What the host does: on a GPU it only asks for the work.
-            self.add(name, "main", before.host_seconds, lap.host_seconds, step=step)
+            self.spans.append([name, "main", before.host_seconds, lap.host_seconds, {"step": step}])
             if lap.event is not None and lap.name != "batch":
-                self.gpu_work.append((step, lap.name, before.event, lap.event))
-        self.add("chunk", "main", laps[0].host_seconds, laps[-1].host_seconds, step=step)
+                self.gpu_work.append((step, lap.name, "compute_stream", before.event, lap.event))
+            if lap.copy is not None:
+                self.gpu_work.append((step, "gpu_transfer", "copy", *lap.copy))
+        self.spans.append(["chunk", "main", laps[0].host_seconds, laps[-1].host_seconds, {"step": step}])
         if step + 1 not in self.steps:
             self.finish()
 
@@ -2446,18 +2440,22 @@ class Trace:
             last.record()
             last.synchronize()
         now = time.perf_counter()
-        for step, name, start, end in self.gpu_work:
+        for step, name, lane, start, end in self.gpu_work:
             ended = now - end.elapsed_time(last) / 1e3
-            self.add(name, "compute_stream", ended - start.elapsed_time(end) / 1e3, ended, step=step)
-        # What other threads have not finished is shown as far as it got.
-        for name, lane, begin, args in list(self.under_way):
-            self.add(name, lane, begin, now, **args)
+            self.spans.append([name, lane, ended - start.elapsed_time(end) / 1e3, ended, {"step": step}])
         self.recording = False
-        # The names of the rows come last: where they stand does not matter.
+        events = []
         for number, lane in enumerate(LANES, 1):
-            self.events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
-                                "args": {"name": lane}})
-        text = json.dumps({"traceEvents": self.events})
+            events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
+                           "args": {"name": lane}})  # fmt: skip
+        # What other threads have not finished is shown as far as it got.
+        for name, lane, begin, end, args in list(self.spans):
+            begin = max(begin, self.began)
+            seconds = min(end, now) - begin
+            if seconds >= 0:
+                events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
+                               "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})  # fmt: skip
+        text = json.dumps({"traceEvents": events})
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
@@ -2468,9 +2466,10 @@ class Trace:
 class StepTimer:
     """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
-    All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
-    (as in PR #591). `batch_cpu` is host time; `batch_h2d` is the copy to the GPU, which is no part of the
-    step if it was made ahead; the rest is device time. The host waits for the device at the end of a reported
+    All in milliseconds. Fields of batches and of `forward` and `backward` are means over the micro-steps, the
+    others sums over the step (as in PR #591). `batch_wait` is how long the host waited for a batch.
+    `batch_cpu` is how long the host made the last one, `batch_h2d` its copy to the GPU: no parts of the step
+    if they were made ahead. The rest is device time. The host waits for the device at the end of a reported
     step, and of no other.
     """
 
@@ -2479,7 +2478,6 @@ class StepTimer:
     trace: Trace = field(default_factory=Trace)
     # Of the step under way.
     reported: bool = False
-    timed: bool = False
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
@@ -2490,14 +2488,13 @@ class StepTimer:
         if step is not None:
             self.trace.begin(step)
             self.reported = self.every > 0 and (step <= FIRST_STEPS or step % self.every == 0)
-        self.timed = self.reported or self.trace.recording
         self.step = step or 0
         self.laps = []
         self.lap("begin")  # where the first part starts
 
     def lap(self, name: str, copy: CopyMarks | None = None) -> None:
         """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
-        if not self.timed:
+        if not (self.reported or self.trace.recording):
             return
         # An event is a mark in the stream of the GPU: nobody waits for it.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
@@ -2505,14 +2502,13 @@ class StepTimer:
         if event is not None:
             event.record()
 
-    def end(self) -> str:
-        """End of a step, for the trace too: its line, empty if it is not reported."""
+    def end(self, stage_ms: float) -> str:
+        """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
         total_ms: dict[str, float] = defaultdict(float)
-        copy_ms = 0.0
         # The last event comes after all others in the stream.
         if self.laps[-1].event is not None:
             self.laps[-1].event.synchronize()
@@ -2523,14 +2519,15 @@ class StepTimer:
             else:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
             if lap.copy is not None:
-                copy_ms += lap.copy.begin.elapsed_time(lap.copy.end)
+                total_ms["copy"] += lap.copy.begin.elapsed_time(lap.copy.end)
         micro_steps = [lap.name for lap in self.laps].count("batch")
         return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
-                f"batch_cpu_ms:{total_ms['batch'] / micro_steps:.2f} "
-                f"batch_h2d_ms:{copy_ms / micro_steps:.2f} "
+                f"batch_cpu_ms:{stage_ms:.2f} "
+                f"batch_h2d_ms:{total_ms['copy'] / micro_steps:.2f} "
                 f"forward_ms:{total_ms['forward'] / micro_steps:.2f} "
                 f"backward_ms:{total_ms['backward'] / micro_steps:.2f} "
-                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f}")
+                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f} "
+                f"batch_wait_ms:{total_ms['batch'] / micro_steps:.2f}")
 
 
 # ============================================================================================================
@@ -2701,7 +2698,8 @@ class Loader:
         self.close()
         self.index = step * self.micro_steps  # micro-batches delivered, from the first step of the run on
         self.stream_hash = stream_hash
-        self.wait_ms = 0.0  # for batches, since it was last taken
+        self.wait_ms = 0.0  # for all batches; who reads it sets it back to zero
+        self.stage_ms = 0.0  # in which the last batch was staged, its wait for a shard included
         visits = self._ahead("disk", self._read(self.index), 1)
         self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
 
@@ -2744,15 +2742,18 @@ class Loader:
             # Each step is cut into one run of segments for each rank.
             owner = positions // self.step_segments % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
-            yield segments_NM, visit.order[mine]
+            with self.trace.span("disk_idle", "disk", ready=visit.shard.path.name):
+                yield segments_NM, visit.order[mine]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
         # One after the other, (M + 1,) each.
         segments = (segments_NM[number] for segments_NM, order in visits for number in order)
         for index in itertools.count(first):
+            began = time.perf_counter()
             with self.trace.span("stage", "stage", batch=index):
                 batch = self._stage_batch(segments, index)
+            self.stage_ms = 1e3 * (time.perf_counter() - began)
             yield batch
 
     def _stage_batch(self, segments: Iterator[Array], index: int) -> StagedBatch:
@@ -2760,7 +2761,7 @@ class Loader:
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
-        A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
+        The next batch is gathered while this one is copied: only the stream of the step waits for a copy.
         """
         ids = torch.empty(
             self.micro_segments, self.config.segment_tokens + 1,
@@ -2774,10 +2775,6 @@ class Loader:
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
                 ids, copy = self._copy(ids)
-                self.stream.synchronize()
-            ended = time.perf_counter()
-            seconds = copy.begin.elapsed_time(copy.end) / 1e3
-            self.trace.add("gpu_transfer", "copy_stream", ended - seconds, ended)
         return StagedBatch(ids, starts, sequence_hash, copy)
 
     def _copy(self, ids: Tensor) -> tuple[Tensor, CopyMarks]:
@@ -2801,10 +2798,14 @@ class Loader:
             # get no document of no tokens.
             rows = np.arange(0, host_starts[-1], length, dtype=np.int32)
             host_starts = np.union1d(host_starts, rows)
-        with self.trace.span("gpu_transfer", "main", batch=self.index):
-            if self.stream is not None:
+        # On a CPU the copy is the widening; a GPU's copies have events of their own.
+        lane = "main" if self.machine.on_gpu else "copy"
+        with self.trace.span("gpu_transfer", lane, batch=self.index):
+            if copy is not None:
                 # Made on the copy stream: its memory is not reused before this stream is done too.
-                ids.record_stream(torch.cuda.current_stream(self.machine.device))
+                stream = torch.cuda.current_stream(self.machine.device)
+                stream.wait_event(copy.end)
+                ids.record_stream(stream)
             elif self.machine.on_gpu:
                 ids, copy = self._copy(ids)
             # Widened on the device: two bytes a token cross the bus, not sixteen.
@@ -2830,12 +2831,6 @@ class Loader:
             path = next(shard_visits(self.config, self.shards, last)).shard.path
             raise LoaderError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
                               f"{path}: {error!r}\n{traceback.format_exc()}") from error
-
-    def take_wait_ms(self) -> float:
-        """How long all batches since the last call were waited for, in milliseconds."""
-        wait_ms = self.wait_ms
-        self.wait_ms = 0.0
-        return wait_ms
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -4321,7 +4316,7 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
     own = (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR")
     settings = {name: value for name, value in config.overrides().items() if name not in own}
     # A value may hold a backslash, which a replacement text would expand.
-    return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped, count=1)
+    return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
 
 
 # ============================================================================================================
@@ -4369,6 +4364,7 @@ class Training:
         self.unread: list[StepResult] = []
         self.waits_ms: list[float] = []  # for batches, of the steps since the last line
         self.started = time.perf_counter()  # shifted forward by time that does not count
+        self.val_seconds = 0.0  # of all validations since the process began
 
     @property
     def seconds(self) -> float:
@@ -4486,7 +4482,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
     timer.lap("optimizer")
-    line = timer.end()
+    line = timer.end(loader.stage_ms)
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -4508,11 +4504,11 @@ def rehearse_end(training: Training) -> None:
                 hessians = collect_hessians(training.model, [training.loader.next_batch()], machine)
         batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
         seconds = batches * run.phases["rehearse_calibration_batch"]
-        reserve = config.gptq_reserve_seconds
         # Of the reserve, `calibration_batches` keeps a tenth to spare.
-        if config.max_wallclock_seconds > 0 and seconds > 0.9 * reserve:
+        if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
             run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, a tenth less than "
-                    f"GPTQ_RESERVE_SECONDS={reserve:g} at most; raise it, or fewer are taken")
+                    f"GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g} at most; raise it, or fewer are "
+                    "taken")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
@@ -4603,7 +4599,8 @@ def train(training: Training) -> None:
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         # Taken now: when the result is read, later steps have waited as well.
-        wait_ms = training.loader.take_wait_ms()
+        wait_ms = training.loader.wait_ms
+        training.loader.wait_ms = 0.0
         training.unread.append(StepResult(training.step, progress, values, copied, wait_ms))
     end_training(training)
 
@@ -4664,16 +4661,15 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
-    # Half of the steps waited for less than the first, 1 % for more than the second.
-    p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100]).tolist()
+    waits_ms = training.waits_ms
     training.waits_ms = []
-    lr_scale = learning_rate_scale(result.progress, step - 1, config)
-    eta_seconds = seconds / run_progress(seconds, step, config) - seconds
+    # Half of the steps waited for less than the first number, 1 % for more than the second.
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
         f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} "
-        f"grad_norm:{norm:.3f} eta:{eta_seconds:.0f}s")
+        f"data_wait_ms:{np.median(waits_ms):.2f}/{np.percentile(waits_ms, 99):.2f}/{max(waits_ms):.2f} "
+        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
+        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
@@ -4692,10 +4688,12 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
     training.started += val_seconds
+    training.val_seconds += val_seconds
     train_ms = 1e3 * training.seconds
     run.log(
         f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{train_ms:.0f}ms "
-        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}",
+        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}\n"
+        f"val_stage_time_ms:{1e3 * val_seconds:.0f}ms {label}",
         "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
         train_time_ms=train_ms, val_ms=1e3 * val_seconds,
     )  # fmt: skip
@@ -4863,7 +4861,9 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
             run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
         validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-        run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+        run.log(f"timing_train_loop_ms:{1e3 * training.seconds:.0f}ms "
+                f"timing_val_total_ms:{1e3 * training.val_seconds:.0f}ms\n"
+                f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
                 f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     train_seconds = training.seconds
     training.loader.close()
@@ -5024,7 +5024,6 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
     data = inputs.validation
     folder = find_path(config.data_path)
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, machine.world_size)
-    copy_stream = config.train_copy_stream and machine.on_gpu
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
@@ -5042,8 +5041,11 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then "
         f"{len(data.tokens) - 1} targets in {config.max_eval_seconds:g}s; 0: no limit",
         f"seed:{config.seed}",
-        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
+        f"train_io:prefetch:{config.train_prefetch} "
+        f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
         f"prefetch_queue:{config.train_prefetch_queue}",
+        f"training_timing_breakdown:{'enabled' if config.training_timing_breakdown else 'disabled'} "
+        f"log_every:{config.training_timing_every}",
         f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
         f"tokens_per_pass:{config.val_pass_tokens}",
         *inputs.chosen.report,
@@ -5058,10 +5060,9 @@ def summarize(
     machine = run.machine
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    form = f"int{config.matrix_bits}+rans"
     run.log(f"Code size: {code_bytes} bytes (wrapped)")
-    run.log(f"Serialized model {form}: {about.bytes} bytes")
-    run.log(f"Total submission size {form}: {total_bytes} bytes")
+    run.log(f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes")
+    run.log(f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
     limits = {}
     for name, value, limit in (

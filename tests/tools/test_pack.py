@@ -363,7 +363,7 @@ def test_each_seed_has_its_stages_and_reviewers_their_means(tmp_path: Path) -> N
 
 
 def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
-    """In a clone of the challenge, with nothing set: the run's settings, scores and bytes, and what changes."""
+    """In a clone of the challenge, with nothing set; a run of it with other settings ships those."""
     clone = lab.elsewhere("challenge")
     data = shutil.copytree(lab.dataset, clone.folder / "data/datasets/tiny").relative_to(clone.folder)
     settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "VAL_TOKENS_LIMIT": 0}
