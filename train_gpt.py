@@ -2393,8 +2393,8 @@ class Trace:
     spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
     gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
-    def begin(self, step: int) -> None:
-        """Start of a step, counted from 1. Steps of the warm-up are not announced."""
+    def begin(self, step: int | None) -> None:
+        """Start of a step, counted from 1; None: one of the warm-up."""
         if step in self.steps and not self.recording:
             self.began = time.perf_counter()
             self.recording = True
@@ -2484,11 +2484,10 @@ class StepTimer:
     def begin(self, step: int | None) -> None:
         """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
-        self.reported = False
-        if step is not None:
-            self.trace.begin(step)
-            self.reported = self.every > 0 and (step <= FIRST_STEPS or step % self.every == 0)
+        self.trace.begin(step)
         self.step = step or 0
+        counted = step is not None and self.every > 0
+        self.reported = counted and (self.step <= FIRST_STEPS or self.step % self.every == 0)
         self.laps = []
         self.lap("begin")  # where the first part starts
 
@@ -2708,9 +2707,8 @@ class Loader:
         if not self.config.train_prefetch:
             return items
         # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
-        on_gpu = self.machine.on_gpu
-        initializer = functools.partial(torch.cuda.set_device, self.machine.device) if on_gpu else None
-        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", initializer)
+        of_device = functools.partial(torch.cuda.set_device, self.machine.device)
+        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", of_device if self.machine.on_gpu else None)
         self.pools.append(pool)
         # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
@@ -2826,11 +2824,10 @@ class Loader:
             return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
             # The shard that holds the batch's last segment is the one it was read from last.
-            step = self.index // self.micro_steps
             last = self._position(self.index) + self.micro_segments - 1
             path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise LoaderError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
-                              f"{path}: {error!r}\n{traceback.format_exc()}") from error
+            raise LoaderError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
+                              f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -4318,8 +4315,9 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
 
     All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
     """
-    own = (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR")
-    settings = {name: value for name, value in config.overrides().items() if name not in own}
+    settings = config.overrides()
+    for name in (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR"):
+        settings.pop(name, None)
     # A value may hold a backslash, which a replacement text would expand.
     return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
 
@@ -4362,8 +4360,9 @@ class Training:
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
-        every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.timer = StepTimer(every, machine.on_gpu, self.trace)
+        self.timer = StepTimer(
+            config.training_timing_every if config.training_timing_breakdown else 0,
+            machine.on_gpu, self.trace)  # fmt: skip
         self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
@@ -4667,7 +4666,6 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
     waits_ms = training.waits_ms
-    training.waits_ms = []
     # Half of the steps waited for less than the first number, 1 % for more than the second.
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
@@ -4675,6 +4673,7 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         f"data_wait_ms:{np.median(waits_ms):.2f}/{np.percentile(waits_ms, 99):.2f}/{max(waits_ms):.2f} "
         f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
         f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
+    waits_ms.clear()
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
@@ -5028,7 +5027,6 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         write_whole(run.path(SETTINGS_FILE), settings.encode())
     data = inputs.validation
     folder = find_path(config.data_path)
-    micro_steps = 0 if config.eval_only else micro_steps_per_step(config, machine.world_size)
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
@@ -5039,7 +5037,8 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{count_parameters(config)}",
-        f"world_size:{machine.world_size} grad_accum_steps:{micro_steps}",
+        f"world_size:{machine.world_size} grad_accum_steps:"
+        f"{0 if config.eval_only else micro_steps_per_step(config, machine.world_size)}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
@@ -5108,8 +5107,10 @@ def summarize(
     }
     if machine.rank == 0:
         write_whole(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-    results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
-    run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
+    run.log(
+        "done: bits per byte "
+        f"{' '.join(f'{name}={score.bits_per_byte:.4f}' for name, score in scores.items())}; "
+        f"stream_hash:{trained.stream_hash}; files in {run.directory}")
 
 
 if __name__ == "__main__":
