@@ -527,10 +527,15 @@ def read_config_file(path: str) -> dict[str, str]:
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError."""
-    path = environ.get("CONFIG") or "none"
-    in_file = {} if path == "none" else read_config_file(path)
-    return {**in_file, **environ}
+    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError.
+
+    Without CONFIG, a shipped script has the settings of its run, which its wrapper holds; CONFIG=none: none.
+    """
+    settings = globals().get("SHIPPED_SETTINGS", {})
+    path = environ.get("CONFIG")
+    if path:
+        settings = {} if path == "none" else read_config_file(path)
+    return {**settings, **environ}
 
 
 # main calls it once, after Config.from_env, and logs the lines: answers = public_answers(environ)
@@ -2351,7 +2356,7 @@ class Run:
 
 FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
 # The rows of a trace: what the host does, by thread; what the GPU does, by stream.
-LANES = ("main", "disk", "stage", "copy_stream", "compute_stream")
+LANES = ("main", "disk", "stage", "copy", "compute_stream")
 
 
 class CopyMarks(NamedTuple):
@@ -2385,12 +2390,11 @@ class Trace:
     log: Callable[[str], None] = print
     recording: bool = False
     began: float = 0.0  # when the first step began
-    events: list[dict[str, Any]] = field(default_factory=list)
-    under_way: list[tuple[Any, ...]] = field(default_factory=list)  # without an end: name, lane, begin, args
-    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, and the events around it
+    spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
+    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
-    def begin(self, step: int) -> None:
-        """Start of a step, counted from 1. Steps of the warm-up are not announced."""
+    def begin(self, step: int | None) -> None:
+        """Start of a step, counted from 1; None: one of the warm-up."""
         if step in self.steps and not self.recording:
             self.began = time.perf_counter()
             self.recording = True
@@ -2401,32 +2405,27 @@ class Trace:
         if not self.steps:
             yield
             return
-        begin = time.perf_counter()
         # Kept from its beginning on: the steps may begin or end in the middle of it.
-        span = (name, lane, begin, args)
-        self.under_way.append(span)
+        span = [name, lane, time.perf_counter(), math.inf, args]
+        self.spans.append(span)
         try:
             yield
         finally:
-            self.under_way.remove(span)
-            self.add(name, lane, begin, time.perf_counter(), **args)
-
-    def add(self, name: str, lane: str, begin: float, end: float, **args: Any) -> None:
-        """A span from begin to end, in seconds, if steps are being recorded."""
-        if self.recording:
-            begin = max(begin, self.began)
-            self.events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
-                                "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args})
+            span[3] = time.perf_counter()
+            if not self.recording:
+                self.spans.remove(span)
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
         """The spans of a step: `chunk` is all of it."""
         for before, lap in itertools.pairwise(laps):
             name = "gpu_queue_wait" if lap.name == "batch" else lap.name
             # What the host does: on a GPU it only asks for the work.
-            self.add(name, "main", before.host_seconds, lap.host_seconds, step=step)
+            self.spans.append([name, "main", before.host_seconds, lap.host_seconds, {"step": step}])
             if lap.event is not None and lap.name != "batch":
-                self.gpu_work.append((step, lap.name, before.event, lap.event))
-        self.add("chunk", "main", laps[0].host_seconds, laps[-1].host_seconds, step=step)
+                self.gpu_work.append((step, lap.name, "compute_stream", before.event, lap.event))
+            if lap.copy is not None:
+                self.gpu_work.append((step, "gpu_transfer", "copy", *lap.copy))
+        self.spans.append(["chunk", "main", laps[0].host_seconds, laps[-1].host_seconds, {"step": step}])
         if step + 1 not in self.steps:
             self.finish()
 
@@ -2441,18 +2440,22 @@ class Trace:
             last.record()
             last.synchronize()
         now = time.perf_counter()
-        for step, name, start, end in self.gpu_work:
+        for step, name, lane, start, end in self.gpu_work:
             ended = now - end.elapsed_time(last) / 1e3
-            self.add(name, "compute_stream", ended - start.elapsed_time(end) / 1e3, ended, step=step)
-        # What other threads have not finished is shown as far as it got.
-        for name, lane, begin, args in list(self.under_way):
-            self.add(name, lane, begin, now, **args)
+            self.spans.append([name, lane, ended - start.elapsed_time(end) / 1e3, ended, {"step": step}])
         self.recording = False
-        # The names of the rows come last: where they stand does not matter.
+        events = []
         for number, lane in enumerate(LANES, 1):
-            self.events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
-                                "args": {"name": lane}})
-        text = json.dumps({"traceEvents": self.events})
+            events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
+                           "args": {"name": lane}})  # fmt: skip
+        # What other threads have not finished is shown as far as it got.
+        for name, lane, begin, end, args in list(self.spans):
+            begin = max(begin, self.began)
+            seconds = min(end, now) - begin
+            if seconds >= 0:
+                events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
+                               "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})  # fmt: skip
+        text = json.dumps({"traceEvents": events})
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
@@ -2463,9 +2466,10 @@ class Trace:
 class StepTimer:
     """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
-    All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
-    (as in PR #591). `batch_cpu` is host time; `batch_h2d` is the copy to the GPU, which is no part of the
-    step if it was made ahead; the rest is device time. The host waits for the device at the end of a reported
+    All in milliseconds. Fields of batches and of `forward` and `backward` are means over the micro-steps, the
+    others sums over the step (as in PR #591). `batch_wait` is how long the host waited for a batch.
+    `batch_cpu` is how long the host made the last one, `batch_h2d` its copy to the GPU: no parts of the step
+    if they were made ahead. The rest is device time. The host waits for the device at the end of a reported
     step, and of no other.
     """
 
@@ -2474,25 +2478,22 @@ class StepTimer:
     trace: Trace = field(default_factory=Trace)
     # Of the step under way.
     reported: bool = False
-    timed: bool = False
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
     def begin(self, step: int | None) -> None:
         """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
-        self.reported = False
-        if step is not None:
-            self.trace.begin(step)
-            self.reported = self.every > 0 and (step <= FIRST_STEPS or step % self.every == 0)
-        self.timed = self.reported or self.trace.recording
+        self.trace.begin(step)
         self.step = step or 0
+        counted = step is not None and self.every > 0
+        self.reported = counted and (self.step <= FIRST_STEPS or self.step % self.every == 0)
         self.laps = []
         self.lap("begin")  # where the first part starts
 
     def lap(self, name: str, copy: CopyMarks | None = None) -> None:
         """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
-        if not self.timed:
+        if not (self.reported or self.trace.recording):
             return
         # An event is a mark in the stream of the GPU: nobody waits for it.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
@@ -2500,14 +2501,13 @@ class StepTimer:
         if event is not None:
             event.record()
 
-    def end(self) -> str:
-        """End of a step, for the trace too: its line, empty if it is not reported."""
+    def end(self, stage_ms: float) -> str:
+        """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
         total_ms: dict[str, float] = defaultdict(float)
-        copy_ms = 0.0
         # The last event comes after all others in the stream.
         if self.laps[-1].event is not None:
             self.laps[-1].event.synchronize()
@@ -2518,14 +2518,15 @@ class StepTimer:
             else:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
             if lap.copy is not None:
-                copy_ms += lap.copy.begin.elapsed_time(lap.copy.end)
+                total_ms["copy"] += lap.copy.begin.elapsed_time(lap.copy.end)
         micro_steps = [lap.name for lap in self.laps].count("batch")
         return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
-                f"batch_cpu_ms:{total_ms['batch'] / micro_steps:.2f} "
-                f"batch_h2d_ms:{copy_ms / micro_steps:.2f} "
+                f"batch_cpu_ms:{stage_ms:.2f} "
+                f"batch_h2d_ms:{total_ms['copy'] / micro_steps:.2f} "
                 f"forward_ms:{total_ms['forward'] / micro_steps:.2f} "
                 f"backward_ms:{total_ms['backward'] / micro_steps:.2f} "
-                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f}")
+                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f} "
+                f"batch_wait_ms:{total_ms['batch'] / micro_steps:.2f}")
 
 
 # ============================================================================================================
@@ -2696,7 +2697,8 @@ class Loader:
         self.close()
         self.index = step * self.micro_steps  # micro-batches delivered, from the first step of the run on
         self.stream_hash = stream_hash
-        self.wait_ms = 0.0  # for batches, since it was last taken
+        self.wait_ms = 0.0  # for all batches; who reads it sets it back to zero
+        self.stage_ms = 0.0  # in which the last batch was staged, its wait for a shard included
         visits = self._ahead("disk", self._read(self.index), 1)
         self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
 
@@ -2705,9 +2707,8 @@ class Loader:
         if not self.config.train_prefetch:
             return items
         # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
-        on_gpu = self.machine.on_gpu
-        initializer = functools.partial(torch.cuda.set_device, self.machine.device) if on_gpu else None
-        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", initializer)
+        of_device = functools.partial(torch.cuda.set_device, self.machine.device)
+        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", of_device if self.machine.on_gpu else None)
         self.pools.append(pool)
         # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
@@ -2739,15 +2740,18 @@ class Loader:
             # Each step is cut into one run of segments for each rank.
             owner = positions // self.step_segments % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
-            yield segments_NM, visit.order[mine]
+            with self.trace.span("disk_idle", "disk", ready=visit.shard.path.name):
+                yield segments_NM, visit.order[mine]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
         # One after the other, (M + 1,) each.
         segments = (segments_NM[number] for segments_NM, order in visits for number in order)
         for index in itertools.count(first):
+            began = time.perf_counter()
             with self.trace.span("stage", "stage", batch=index):
                 batch = self._stage_batch(segments, index)
+            self.stage_ms = 1e3 * (time.perf_counter() - began)
             yield batch
 
     def _stage_batch(self, segments: Iterator[Array], index: int) -> StagedBatch:
@@ -2755,7 +2759,7 @@ class Loader:
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
-        A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
+        The next batch is gathered while this one is copied: only the stream of the step waits for a copy.
         """
         ids = torch.empty(
             self.micro_segments, self.config.segment_tokens + 1,
@@ -2769,10 +2773,6 @@ class Loader:
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
                 ids, copy = self._copy(ids)
-                self.stream.synchronize()
-            ended = time.perf_counter()
-            seconds = copy.begin.elapsed_time(copy.end) / 1e3
-            self.trace.add("gpu_transfer", "copy_stream", ended - seconds, ended)
         return StagedBatch(ids, starts, sequence_hash, copy)
 
     def _copy(self, ids: Tensor) -> tuple[Tensor, CopyMarks]:
@@ -2796,10 +2796,14 @@ class Loader:
             # get no document of no tokens.
             rows = np.arange(0, host_starts[-1], length, dtype=np.int32)
             host_starts = np.union1d(host_starts, rows)
-        with self.trace.span("gpu_transfer", "main", batch=self.index):
-            if self.stream is not None:
+        # On a CPU the copy is the widening; a GPU's copies have events of their own.
+        lane = "main" if self.machine.on_gpu else "copy"
+        with self.trace.span("gpu_transfer", lane, batch=self.index):
+            if copy is not None:
                 # Made on the copy stream: its memory is not reused before this stream is done too.
-                ids.record_stream(torch.cuda.current_stream(self.machine.device))
+                stream = torch.cuda.current_stream(self.machine.device)
+                stream.wait_event(copy.end)
+                ids.record_stream(stream)
             elif self.machine.on_gpu:
                 ids, copy = self._copy(ids)
             # Widened on the device: two bytes a token cross the bus, not sixteen.
@@ -2820,17 +2824,10 @@ class Loader:
             return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
             # The shard that holds the batch's last segment is the one it was read from last.
-            step = self.index // self.micro_steps
             last = self._position(self.index) + self.micro_segments - 1
             path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise LoaderError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
-                              f"{path}: {error!r}\n{traceback.format_exc()}") from error
-
-    def take_wait_ms(self) -> float:
-        """How long all batches since the last call were waited for, in milliseconds."""
-        wait_ms = self.wait_ms
-        self.wait_ms = 0.0
-        return wait_ms
+            raise LoaderError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
+                              f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -4279,8 +4276,10 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     return header, banks
 
 
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
 WRAPPER = """# -*- coding: latin-1 -*-
+SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
 n=__file__+" (unpacked)"
@@ -4295,7 +4294,7 @@ def shipped_code(source: bytes) -> bytes:
 
     A script that is wrapped already stays as it is.
     """
-    if source.startswith(WRAPPER.split("%s")[0].encode()):
+    if source.startswith(WRAPPER.split("{")[0].encode()):
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -4309,6 +4308,18 @@ def shipped_code(source: bytes) -> bytes:
     # On a text of this length bzip2 is 3 % ahead of LZMA.
     packed = bz2.compress(ast.unparse(tree).encode())
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
+
+
+def with_settings(shipped: bytes, config: Config) -> bytes:
+    """A shipped script with the settings of `config` as its defaults, whatever it had before.
+
+    All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
+    """
+    settings = config.overrides()
+    for name in (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR"):
+        settings.pop(name, None)
+    # A value may hold a backslash, which a replacement text would expand.
+    return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
 
 
 # ============================================================================================================
@@ -4349,13 +4360,15 @@ class Training:
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
-        every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.timer = StepTimer(every, machine.on_gpu, self.trace)
+        self.timer = StepTimer(
+            config.training_timing_every if config.training_timing_breakdown else 0,
+            machine.on_gpu, self.trace)  # fmt: skip
         self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
         self.waits_ms: list[float] = []  # for batches, of the steps since the last line
         self.started = time.perf_counter()  # shifted forward by time that does not count
+        self.val_seconds = 0.0  # of all validations since the process began
 
     @property
     def seconds(self) -> float:
@@ -4473,7 +4486,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
     timer.lap("optimizer")
-    line = timer.end()
+    line = timer.end(loader.stage_ms)
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -4495,11 +4508,11 @@ def rehearse_end(training: Training) -> None:
                 hessians = collect_hessians(training.model, [training.loader.next_batch()], machine)
         batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
         seconds = batches * run.phases["rehearse_calibration_batch"]
-        reserve = config.gptq_reserve_seconds
         # Of the reserve, `calibration_batches` keeps a tenth to spare.
-        if config.max_wallclock_seconds > 0 and seconds > 0.9 * reserve:
+        if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
             run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, a tenth less than "
-                    f"GPTQ_RESERVE_SECONDS={reserve:g} at most; raise it, or fewer are taken")
+                    f"GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g} at most; raise it, or fewer are "
+                    "taken")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
@@ -4590,7 +4603,8 @@ def train(training: Training) -> None:
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         # Taken now: when the result is read, later steps have waited as well.
-        wait_ms = training.loader.take_wait_ms()
+        wait_ms = training.loader.wait_ms
+        training.loader.wait_ms = 0.0
         training.unread.append(StepResult(training.step, progress, values, copied, wait_ms))
     end_training(training)
 
@@ -4651,16 +4665,15 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
-    # Half of the steps waited for less than the first, 1 % for more than the second.
-    p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100]).tolist()
-    training.waits_ms = []
-    lr_scale = learning_rate_scale(result.progress, step - 1, config)
-    eta_seconds = seconds / run_progress(seconds, step, config) - seconds
+    waits_ms = training.waits_ms
+    # Half of the steps waited for less than the first number, 1 % for more than the second.
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
         f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} "
-        f"grad_norm:{norm:.3f} eta:{eta_seconds:.0f}s")
+        f"data_wait_ms:{np.median(waits_ms):.2f}/{np.percentile(waits_ms, 99):.2f}/{max(waits_ms):.2f} "
+        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
+        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
+    waits_ms.clear()
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
@@ -4679,10 +4692,12 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
     training.started += val_seconds
+    training.val_seconds += val_seconds
     train_ms = 1e3 * training.seconds
     run.log(
         f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{train_ms:.0f}ms "
-        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}",
+        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}\n"
+        f"val_stage_time_ms:{1e3 * val_seconds:.0f}ms {label}",
         "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
         train_time_ms=train_ms, val_ms=1e3 * val_seconds,
     )  # fmt: skip
@@ -4712,7 +4727,6 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
 # ============================================================================================================
 
 SETTINGS_FILE = "config.env"
-SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 
 
 class Inputs(NamedTuple):
@@ -4851,7 +4865,9 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
             run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
         validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-        run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+        run.log(f"timing_train_loop_ms:{1e3 * training.seconds:.0f}ms "
+                f"timing_val_total_ms:{1e3 * training.val_seconds:.0f}ms\n"
+                f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
                 f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     train_seconds = training.seconds
     training.loader.close()
@@ -4929,7 +4945,7 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
             if theirs[name] != value:
                 raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {value} on rank {machine.rank}")
     checkpoint = read_checkpoint(config, hashes)
-    shipped = shipped_code(source)
+    shipped = with_settings(shipped_code(source), config)
     if train_shards:
         micro_steps_per_step(config, machine.world_size)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
@@ -5011,8 +5027,6 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         write_whole(run.path(SETTINGS_FILE), settings.encode())
     data = inputs.validation
     folder = find_path(config.data_path)
-    micro_steps = 0 if config.eval_only else micro_steps_per_step(config, machine.world_size)
-    copy_stream = config.train_copy_stream and machine.on_gpu
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
@@ -5023,15 +5037,19 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{count_parameters(config)}",
-        f"world_size:{machine.world_size} grad_accum_steps:{micro_steps}",
+        f"world_size:{machine.world_size} grad_accum_steps:"
+        f"{0 if config.eval_only else micro_steps_per_step(config, machine.world_size)}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
         f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then "
         f"{len(data.tokens) - 1} targets in {config.max_eval_seconds:g}s; 0: no limit",
         f"seed:{config.seed}",
-        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
+        f"train_io:prefetch:{config.train_prefetch} "
+        f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
         f"prefetch_queue:{config.train_prefetch_queue}",
+        f"training_timing_breakdown:{'enabled' if config.training_timing_breakdown else 'disabled'} "
+        f"log_every:{config.training_timing_every}",
         f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
         f"tokens_per_pass:{config.val_pass_tokens}",
         *inputs.chosen.report,
@@ -5046,10 +5064,9 @@ def summarize(
     machine = run.machine
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    form = f"int{config.matrix_bits}+rans"
     run.log(f"Code size: {code_bytes} bytes (wrapped)")
-    run.log(f"Serialized model {form}: {about.bytes} bytes")
-    run.log(f"Total submission size {form}: {total_bytes} bytes")
+    run.log(f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes")
+    run.log(f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
     limits = {}
     for name, value, limit in (
@@ -5090,8 +5107,10 @@ def summarize(
     }
     if machine.rank == 0:
         write_whole(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-    results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
-    run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
+    run.log(
+        "done: bits per byte "
+        f"{' '.join(f'{name}={score.bits_per_byte:.4f}' for name, score in scores.items())}; "
+        f"stream_hash:{trained.stream_hash}; files in {run.directory}")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def timed_steps(training: Training, count: int) -> Steps:
         start = time.perf_counter()
         loss, _ = train_gpt.train_step(training, PROGRESS).tolist()
         taken.ms.append(1e3 * (time.perf_counter() - start))
-        taken.wait_ms.append(training.loader.take_wait_ms())
+        taken.wait_ms.append(training.loader.wait_ms)
+        training.loader.wait_ms = 0.0
         taken.losses.append(loss)
         training.step += 1
     return taken

@@ -59,7 +59,7 @@ def training_of(config: Config) -> Any:
     machine = Machine()
     model = train_gpt.build_model(config)
     batches = itertools.cycle(random_batches(config))
-    loader = SimpleNamespace(micro_steps=2, next_batch=lambda length: next(batches), epoch=1)
+    loader = SimpleNamespace(micro_steps=2, next_batch=lambda length: next(batches), stage_ms=0.0)
     timer = train_gpt.StepTimer(0, machine.on_gpu)
     run = SimpleNamespace(machine=machine, training=True)
     return SimpleNamespace(
@@ -343,6 +343,7 @@ class Device:
         self.free = 0.0  # when the device has done all it was asked for
         self.looped = 0  # steps with recurrence
         self.asked = 0  # steps
+        self.wait_ms = 0.0  # as of a loader
         self.told: list[StepResult] = []  # as they were read
 
     def step(self, training: Any, progress: float) -> Any:
@@ -351,6 +352,7 @@ class Device:
         looping = train_gpt.loop_is_on(progress, training.config)
         self.looped += looping
         self.asked += 1
+        self.wait_ms += self.asked  # the wait of a step is its number
         self.free = max(self.free, self.now) + self.seconds[looping]
         return torch.zeros(2)
 
@@ -373,10 +375,8 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
 
     machine = Machine()
     monkeypatch.setattr(Machine, "on_gpu", True)
-    # The wait of a step is its number.
-    loader = SimpleNamespace(take_wait_ms=lambda: float(device.asked))
     run = SimpleNamespace(machine=machine, stop_signal=0)
-    training: Any = Clocked(config=config, run=run, step=0, unread=[], loader=loader, save=lambda: None)
+    training: Any = Clocked(config=config, run=run, step=0, unread=[], loader=device, save=lambda: None)
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
     monkeypatch.setattr(train_gpt, "tell_step", lambda _, result, *__: device.told.append(result))

@@ -375,16 +375,14 @@ def test_data_wait_is_what_was_waited_for_all_batches(
     shards: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_loader(shards, train_prefetch=False) as loader:
-        # Of a clock that goes on by a millisecond whenever it is read, as every wait does twice.
+        # Of a clock that goes on by a millisecond whenever it is read: by a wait, and by the staging in it.
         ticks = itertools.count()
         monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(ticks) / 1e3)
         steps = 3
         take(loader, steps * loader.micro_steps)
         assert loader.micro_steps > 1
-        assert loader.take_wait_ms() == pytest.approx(steps * loader.micro_steps)
-        take(loader, 1)
-        assert loader.take_wait_ms() == pytest.approx(1), "each wait is reported once"
-        assert loader.take_wait_ms() == 0.0
+        assert loader.wait_ms == pytest.approx(3 * steps * loader.micro_steps)
+        assert loader.stage_ms == pytest.approx(1)
 
 
 # -- faults --------------------------------------------------------------------------------------------------
@@ -657,26 +655,27 @@ class CallsOfCuda(train_gpt.Machine):
         def event(enable_timing: bool) -> Any:
             return SimpleNamespace(record=lambda: cls.asked.append("mark"), elapsed_time=lambda later: 1.0)
 
-        stream = SimpleNamespace(synchronize=lambda: cls.asked.append("copied"))
+        stream = SimpleNamespace(synchronize=lambda: pytest.fail("the host waited for a copy"))
+        step = SimpleNamespace(name="the step", wait_event=lambda event: cls.asked.append("the step waits"))
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(torch.cuda, "Event", event)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "stream", on_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "step")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: cls.asked.append("thread on its GPU"))
         monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda self, stream: cls.asked.append(f"kept for the {stream}")
+            torch.Tensor, "record_stream", lambda self, stream: cls.asked.append(f"kept for {stream.name}")
         )
 
 
 @pytest.mark.parametrize(
     ("copy_stream", "expected"),
     [
-        (True, "pinned:True|on the copy stream|mark|mark|copied|off|kept for the step"),
+        (True, "pinned:True|on the copy stream|mark|mark|off|the step waits|kept for the step"),
         (False, "pinned:True|mark|mark"),
     ],
 )
-def test_a_batch_is_handed_over_when_its_copy_is_complete_and_kept_for_the_step(
+def test_the_step_waits_for_the_copy_of_its_batch_and_keeps_it_and_the_host_does_not(
     shards: list[Any], copy_stream: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, _ = stream(shards, 2, train_prefetch=False)

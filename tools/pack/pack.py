@@ -69,7 +69,7 @@ from tools.runs.runs import (
     load_group,
     settings_that_differ,
 )
-from tools.runs.source import decoded, parses, same_program, unwrap
+from tools.runs.source import decoded, parses, read_script, same_program, unwrap
 from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
@@ -351,7 +351,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     if wrapped and shipped == source:
         from tools.runs.script import shipped_code  # loads torch, which nothing else here needs
 
-        shipped = shipped_code(source)
+        shipped = shipped_code(source).replace(b"SHIPPED_SETTINGS={}\n", b"")  # older ones read none
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))
@@ -361,7 +361,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
             f"{counted} is no program for Python {platform.python_version()}: scripts until 22 November 2026"
             f" wrote what only the Python of the run reads; pack with that one ({made_by})"
         )
-    if inner is None or not same_program(inner, source.decode()):
+    if inner is None or not same_program(inner, directory.script.text):
         raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
     return ShippedCode(shipped, source)
 
@@ -407,7 +407,8 @@ def write_folder(
         )
     write_text(folder / SUBMISSION, json_text(packed))
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
-    write_text(folder / README, readme.render(packed, summaries, source_link(readable)))
+    baked = read_script(folder / SCRIPT).shipped_settings is not None
+    write_text(folder / README, readme.render(packed, summaries, source_link(readable), baked))
     return packed
 
 

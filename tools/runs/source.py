@@ -74,6 +74,9 @@ LOADERS = {  # calls that run the file which their arguments name
 }
 
 
+SHIPPED_SETTINGS = re.compile(rb"^SHIPPED_SETTINGS=(\{.{0,16384}\})$", re.MULTILINE)  # of a wrapper
+
+
 class UnwrapError(ValueError):
     """A payload that expands to more than `UNWRAPPED_BYTES_MAX`, or a program wrapped too often."""
 
@@ -108,6 +111,15 @@ class Script:
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.raw).hexdigest()
+
+    @cached_property
+    def shipped_settings(self) -> dict[str, str] | None:
+        """The defaults that a run wrote into the wrapper; None where it has none, as before version 0.6."""
+        found = SHIPPED_SETTINGS.search(self.raw) if self.wrapped else None
+        try:
+            return dict(ast.literal_eval(found[1].decode("ascii"))) if found else None
+        except (SyntaxError, TypeError, ValueError):  # the latter is UnicodeDecodeError's base
+            return {}
 
     @cached_property
     def tree(self) -> ast.Module | SyntaxError:
