@@ -127,8 +127,10 @@ def test_bytes_and_flop_of_a_product(on_gpu: FakeTensorMode) -> None:
     with Watch(recorder):
         gpu(96, 512) @ gpu(512, 2048)
         torch.baddbmm(gpu(3, 8, 16), gpu(3, 8, 4), gpu(3, 4, 16))
-    single, batched = recorder.launches
+        gpu(3, 8, 16).baddbmm_(gpu(3, 8, 4), gpu(3, 4, 16))
+    single, copied, batched, _in_place = recorder.launches
     assert single.kind == batched.kind == "product"
+    assert copied.kind == "eager" and copied.moved_bytes == 2 * 2 * 3 * 8 * 16, "the addend lies elsewhere"
     assert single.flop == 2 * 96 * 512 * 2048 and batched.flop == 2 * 3 * 8 * 4 * 16
     assert single.moved_bytes == 2 * (96 * 512 + 512 * 2048 + 96 * 2048)
     assert batched.moved_bytes == 2 * 3 * (8 * 16 + 8 * 4 + 4 * 16 + 8 * 16)
@@ -153,18 +155,19 @@ def test_every_custom_operation_of_the_script_has_a_cost_and_a_part() -> None:
     assert {f"train_gpt.{name}" for name in summary.CUSTOM_PARTS} == set(subject.CUSTOM_OPERATIONS)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, backward: bool) -> None:
+@pytest.mark.parametrize("given", range(3))
+def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, given: int) -> None:
     recorder = Recorder(H100, subject.CUSTOM_OPERATIONS)
     rows, inner, columns = 96, 512, 2048
-    pre = gpu(rows, columns) if backward else None
+    tensors = [gpu(rows, columns) for _ in range(given)]
     with Watch(recorder):
         operands = gpu(rows, inner), gpu(columns, inner), gpu(rows)
-        torch.ops.train_gpt.linear_leaky_square(*operands, pre, 0.5, 1)
+        torch.ops.train_gpt.linear_leaky_square(*operands, tensors, 0.5, 1)
     (launch,) = recorder.launches
     assert launch.kind == "custom" and launch.flop == 2 * rows * inner * columns
-    # Forward writes the product and its activation; backward reads the product and writes one.
-    assert launch.moved_bytes == 2 * (rows * inner + columns * inner + rows + 2 * rows * columns)
+    # Two results, one result and the sums of rows, or one result: what is given is read.
+    moved = rows * inner + columns * inner + rows + max(2, given + 1) * rows * columns
+    assert launch.moved_bytes == 2 * (moved + rows * (given == 1))
 
 
 def test_an_operation_of_unknown_cost_is_refused(on_gpu: FakeTensorMode) -> None:
