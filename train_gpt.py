@@ -44,6 +44,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -55,12 +56,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor, nn
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from numpy.lib.stride_tricks import sliding_window_view
+    from torch import Tensor, nn
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {sys.executable} (Python {platform.python_version()}) has no {error.name}; `make demo` "
+             "makes .venv/bin/python, which has it; or install requirements.txt into Python 3.10 or later")
 
 try:
     import triton
@@ -521,7 +526,7 @@ def read_config_file(path: str) -> dict[str, str]:
         if name not in known or not equals:
             near = similar_setting(name) or "one that --help lists"
             raise ConfigError(f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you "
-                              f"mean {near}? Version 0.5.4 reads files of 0.5.4 and older")
+                              f"mean {near}? A run's file is for the script beside it, or version 0.5.4")
         values[name] = value
     return values
 
@@ -623,8 +628,10 @@ class Machine:
 
     @property
     def device_name(self) -> str:
-        """What the device is called in the log."""
-        return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
+        """What the device is called: a GPU by its name, a CPU by the instructions that torch uses there."""
+        if self.on_gpu:
+            return torch.cuda.get_device_name(self.device)
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} CPU"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
@@ -2231,13 +2238,23 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
+    # A rank that waits for others says so every ten seconds.
+    connected = threading.Event()
+
+    def say_that_it_waits() -> None:
+        while not connected.wait(10):
+            print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
+                       f"{environ['MASTER_ADDR']}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+
     if world_size > 1:
+        threading.Thread(target=say_that_it_waits, daemon=True).start()
         # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(
             backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS), device_id=device if on_gpu else None)
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
+    connected.set()
     return machine
 
 
@@ -2328,7 +2345,7 @@ class Run:
             self.exit_by_signal(number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint; a second signal ends at once, without one", sys.stderr)
+                   "checkpoint if no rank is gone; a second signal ends at once, without one", sys.stderr)
 
     def exit_by_signal(self, number: int) -> None:
         """End this process, and print how to continue."""
@@ -2586,8 +2603,8 @@ def open_shards(pattern: str) -> list[Shard]:
                             "file of this size; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: no token shard; set DATA_PATH, fetch shards with data/fineweb.py, or "
-                        "try `make demo`")
+        raise DataError(f"{pattern}: no token shard; set DATA_PATH to a folder of them, fetch shards "
+                        "with data/fineweb.py, or try `make demo`")
     return shards
 
 
@@ -2603,7 +2620,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; set it and DATA_PATH for one tokenizer")
+                        f"expected below VOCAB_SIZE={vocab_size}; manifest.json beside it has the number")
     return ids
 
 
@@ -2928,8 +2945,8 @@ def load_tokenizer(config: Config) -> Any:
         raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the one that made "
                         f"the shards of DATA_PATH={config.data_path}, see data/README.md") from error
     if pieces.vocab_size() != config.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
-                        f"VOCAB_SIZE={config.vocab_size}")
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
+                        f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
     return pieces
 
 
@@ -5007,7 +5024,6 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
     data = inputs.validation
     folder = find_path(config.data_path)
     micro_steps = 0 if config.eval_only else micro_steps_per_step(config, machine.world_size)
-    copy_stream = config.train_copy_stream and machine.on_gpu
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
@@ -5022,11 +5038,11 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then "
-        f"{len(data.tokens) - 1} targets in {config.max_eval_seconds:g}s; 0: no limit",
+        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then scores of "
+        f"{len(data.tokens) - 1} targets, {config.max_eval_seconds:g}s; quick: TTT_ENABLED=0 EVAL_STRIDE=0",
         f"seed:{config.seed}",
-        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
-        f"prefetch_queue:{config.train_prefetch_queue}",
+        f"train_io:prefetch:{config.train_prefetch} copy_stream:"
+        f"{config.train_copy_stream and machine.on_gpu} prefetch_queue:{config.train_prefetch_queue}",
         f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
         f"tokens_per_pass:{config.val_pass_tokens}",
         *inputs.chosen.report,
@@ -5075,7 +5091,14 @@ def summarize(
             "cuda": torch.version.cuda,
             "triton": getattr(triton, "__version__", None),
         },
-        "hardware": {"gpus": gpus, "world_size": machine.world_size, "cores": os.cpu_count()},
+        "hardware": {
+            "gpus": gpus,
+            "world_size": machine.world_size,
+            "cores": os.cpu_count(),
+            "device": machine.device_name,
+            "dtype": str(machine.dtype),
+            "threads": torch.get_num_threads(),
+        },
         "phases": run.phases,
         "artifact": about._asdict(),
         "comparable": not data.mark,
