@@ -64,8 +64,7 @@ try:
     from numpy.lib.stride_tricks import sliding_window_view
     from torch import Tensor, nn
 except ModuleNotFoundError as error:
-    sys.exit(f"error: {sys.executable} (Python {platform.python_version()}) has no {error.name}; `make demo` "
-             "makes .venv/bin/python, which has it; or install requirements.txt into Python 3.10 or later")
+    sys.exit(f"error: {sys.executable} has no {error.name}; use Python 3.10 or later with requirements.txt")
 
 try:
     import triton
@@ -2272,11 +2271,8 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # The run directory was deleted mid-run: recreate it rather than lose the weights.
-        if not path.parent.exists():
-            print_line(f"warning: {path.parent} was removed while the run was under way: it is made again, "
-                       "and its log begins here", sys.stderr)
-            path.parent.mkdir(parents=True)
+        # Somebody may have removed the run directory: weights are not lost with it.
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
@@ -4907,7 +4903,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         raise
 
 
-def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
+def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
 
     tokenizer_sha256: of the artifact that EVAL_ONLY names. Raises ConfigError, DataError, ArtifactError.
@@ -5007,7 +5003,7 @@ def choose_directory(config: Config, machine: Machine) -> Path:
     return directory
 
 
-def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = ()) -> None:
+def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
     """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
 
     All ranks call it together. answers: lines for the log, about settings.
@@ -5079,7 +5075,6 @@ def summarize(
         run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}")
 
     data = inputs.validation
-    gpus = machine.gather(machine.device_name) if machine.on_gpu else []
     summary = {
         "run_id": inputs.directory.name,
         "seed": config.seed,
@@ -5097,11 +5092,11 @@ def summarize(
             "triton": getattr(triton, "__version__", None),
         },
         "hardware": {
-            "gpus": gpus,
+            "gpus": machine.gather(machine.device_name) if machine.on_gpu else [],
             "world_size": machine.world_size,
             "cores": os.cpu_count(),
             "device": machine.device_name,
-            "dtype": str(machine.dtype),
+            "dtype": f"{machine.dtype}",
             "threads": torch.get_num_threads(),
         },
         "phases": run.phases,

@@ -42,7 +42,9 @@ def finish(lab: Lab, count: int, **changes: object) -> Ended:
 
 def test_ranks_together_give_the_losses_of_one(finished: Ended, lab: Lab) -> None:
     ended = finish(lab, 4)
-    assert ended.summary["hardware"]["world_size"] == 4
+    hardware = ended.summary["hardware"]
+    assert (hardware["world_size"], hardware["dtype"], hardware["threads"]) == (4, "torch.float32", 1)
+    assert hardware["device"].endswith(" CPU")
     assert "world_size:4 grad_accum_steps:1" in ended.out
     assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert train_losses(ended) == pytest.approx(train_losses(finished), rel=1e-4)

@@ -623,7 +623,7 @@ def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None
     write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
     (lab.dataset / "manifest.json").unlink()
     config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
-    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine())).validation
+    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine()), "").validation
     assert got.tokens.dtype == np.uint16
     assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
     assert bool(got.mark) == bool(targets)
