@@ -84,11 +84,7 @@ class ConfigError(ValueError):
 
 
 class DataError(RuntimeError):
-    """A shard or tokenizer is missing, damaged, of another kind, or does not fit the run."""
-
-
-class LoaderError(RuntimeError):
-    """The data loader failed or stalled; the message holds shard, position and the original traceback."""
+    """A shard or tokenizer is missing, damaged, of another kind, or does not fit; or their loader stalled."""
 
 
 class ArtifactError(RuntimeError):
@@ -405,7 +401,6 @@ class Config(TrainingSettings):
         0.0, "seconds between checkpoints; 0: on a signal, and on a GPU at the end of training")
     resume: str = setting("", "continue the unfinished run in this directory")
     resume_other_code: bool = setting(False, "let RESUME go on with another script than the run's; recorded")
-    save_float: bool = setting(False, "write the weights before quantization too, as final_model.pt")
     eval_only: str = setting("", "score this artifact instead of training")
 
     @property
@@ -524,8 +519,9 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             near = similar_setting(name) or "one that --help lists"
-            raise ConfigError(f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you "
-                              f"mean {near}? A run's file is for the script beside it, or version 0.5.4")
+            raise ConfigError(
+                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? A "
+                "run's file is for the script beside it, files of 0.5.4 and older are for that version")
         values[name] = value
     return values
 
@@ -2279,8 +2275,7 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room there, or set another "
-                          "RUNS_DIR") from error
+        raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
 
 
 @dataclass
@@ -2799,7 +2794,7 @@ class Loader:
     def next_batch(self, length: int = 0) -> Batch:
         """The next micro-batch, cut into sequences of `length` tokens; 0: of whole segments.
 
-        Raises LoaderError with the place in the stream and the original traceback.
+        Raises DataError with the place in the stream and the original traceback.
         """
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
@@ -2824,11 +2819,11 @@ class Loader:
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
-        """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        """Wait until the next batch is staged, and keep it for `next_batch`. Raises DataError."""
         self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
-        """Wait for the next batch of the workers. Raises LoaderError."""
+        """Wait for the next batch of the workers. Raises DataError."""
         try:
             return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
@@ -2836,7 +2831,7 @@ class Loader:
             step = self.index // self.micro_steps
             last = self._position(self.index) + self.micro_segments - 1
             path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise LoaderError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
+            raise DataError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
                               f"{path}: {error!r}\n{traceback.format_exc()}") from error
 
     def take_wait_ms(self) -> float:
@@ -2938,8 +2933,7 @@ def load_tokenizer(config: Config) -> Any:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the one that made "
-                        f"the shards of DATA_PATH={config.data_path}, see data/README.md") from error
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); see data/") from error
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
                         f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
@@ -4767,7 +4761,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, run.on_signal)
         whole_run(config, run, answers)
         return 0
-    except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError, OSError) as error:
+    except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
@@ -4870,10 +4864,6 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     training.loader.close()
     with run.phase("quantize"):
         if run.machine.rank == 0:
-            if config.save_float:
-                weights = torch_file(training.model.state_dict())
-                write_whole(run.path("final_model.pt"), weights)
-                run.log(f"Serialized model: {len(weights)} bytes")
             # A longer script leaves fewer bytes for weights.
             budget = config.artifact_bytes_max - len(inputs.shipped)
             data, line = write_artifact(training.model, config, hessians, inputs.hashes["tokenizer"], budget)
@@ -4892,9 +4882,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         write_whole(path, data)
     except ConfigError as error:
         for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
-            spare = Path(folder) / f"{path.parent.name}.{path.name}"
-            if spare.exists():
-                continue
+            spare = Path(folder) / f"{path.parent.name}.{os.getpid()}.{path.name}"
             try:
                 write_whole(spare, data)
             except ConfigError:
@@ -4947,9 +4935,9 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
         micro_steps_per_step(config, machine.world_size)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
-    directory = choose_directory(config, machine)
     return Inputs(
-        directory, train_shards, validation, source, shipped, hashes, fast_ops(config, machine), checkpoint)
+        choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
+        fast_ops(config, machine), checkpoint)  # fmt: skip
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -4998,8 +4986,7 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if shutil.disk_usage(place).free < needed:
-            raise ConfigError(f"RUNS_DIR={config.runs_dir}: a run needs {needed >> 20} MiB on {place}; make "
-                              "room, or set another RUNS_DIR")  # fmt: skip
+            raise ConfigError(f"{place}: a run needs {needed >> 20} MiB; make room, or set another RUNS_DIR")
     return directory
 
 

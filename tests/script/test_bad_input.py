@@ -271,7 +271,7 @@ CASES = [
     case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file|Not a directory", ""),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
-    case("too small", disk_with_no_room, "RUNS_DIR=|a run needs", "make room"),
+    case("too small", disk_with_no_room, "a run needs", "make room|RUNS_DIR"),
     case("full", mkdir_fails, "No space left", ""),
 ]
 
