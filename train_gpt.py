@@ -44,6 +44,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -55,12 +56,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor, nn
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from numpy.lib.stride_tricks import sliding_window_view
+    from torch import Tensor, nn
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {sys.executable} has no {error.name}; use Python 3.10 or later with requirements.txt")
 
 try:
     import triton
@@ -80,11 +84,7 @@ class ConfigError(ValueError):
 
 
 class DataError(RuntimeError):
-    """A shard or tokenizer is missing, damaged, of another kind, or does not fit the run."""
-
-
-class LoaderError(RuntimeError):
-    """The data loader failed or stalled; the message holds shard, position and the original traceback."""
+    """A shard or tokenizer is missing, damaged, of another kind, or does not fit; or their loader stalled."""
 
 
 class ArtifactError(RuntimeError):
@@ -520,8 +520,9 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             near = similar_setting(name) or "one that --help lists"
-            raise ConfigError(f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you "
-                              f"mean {near}? Version 0.5.4 reads files of 0.5.4 and older")
+            raise ConfigError(
+                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? A "
+                "run's file is for the script beside it, files of 0.5.4 and older are for that version")
         values[name] = value
     return values
 
@@ -628,8 +629,10 @@ class Machine:
 
     @property
     def device_name(self) -> str:
-        """What the device is called in the log."""
-        return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
+        """What the device is called: a GPU by its name, a CPU by the instructions that torch uses there."""
+        if self.on_gpu:
+            return torch.cuda.get_device_name(self.device)
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} CPU"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
@@ -2236,13 +2239,23 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
+    # A rank that waits for others says so every ten seconds.
+    connected = threading.Event()
+
+    def say_that_it_waits() -> None:
+        while not connected.wait(10):
+            print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
+                       f"{environ['MASTER_ADDR']}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+
     if world_size > 1:
+        threading.Thread(target=say_that_it_waits, daemon=True).start()
         # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(
             backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS), device_id=device if on_gpu else None)
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
+    connected.set()
     return machine
 
 
@@ -2260,19 +2273,15 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # The run directory was deleted mid-run: recreate it rather than lose the weights.
-        if not path.parent.exists():
-            print_line(f"warning: {path.parent} was removed while the run was under way: it is made again, "
-                       "and its log begins here", sys.stderr)
-            path.parent.mkdir(parents=True)
+        # Somebody may have removed the run directory: weights are not lost with it.
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room there, or set another "
-                          "RUNS_DIR") from error
+        raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
 
 
 @dataclass
@@ -2333,7 +2342,7 @@ class Run:
             self.exit_by_signal(number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint; a second signal ends at once, without one", sys.stderr)
+                   "checkpoint if no rank is gone; a second signal ends at once, without one", sys.stderr)
 
     def exit_by_signal(self, number: int) -> None:
         """End this process, and print how to continue."""
@@ -2587,8 +2596,8 @@ def open_shards(pattern: str) -> list[Shard]:
                             "file of this size; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: no token shard; set DATA_PATH, fetch shards with data/fineweb.py, or "
-                        "try `make demo`")
+        raise DataError(f"{pattern}: no token shard; set DATA_PATH to a folder of them, fetch shards "
+                        "with data/fineweb.py, or try `make demo`")
     return shards
 
 
@@ -2604,7 +2613,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; set it and DATA_PATH for one tokenizer")
+                        f"expected below VOCAB_SIZE={vocab_size}; manifest.json beside it has the number")
     return ids
 
 
@@ -2786,7 +2795,7 @@ class Loader:
     def next_batch(self, length: int = 0) -> Batch:
         """The next micro-batch, cut into sequences of `length` tokens; 0: of whole segments.
 
-        Raises LoaderError with the place in the stream and the original traceback.
+        Raises DataError with the place in the stream and the original traceback.
         """
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
@@ -2815,18 +2824,18 @@ class Loader:
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
-        """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        """Wait until the next batch is staged, and keep it for `next_batch`. Raises DataError."""
         self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
-        """Wait for the next batch of the workers. Raises LoaderError."""
+        """Wait for the next batch of the workers. Raises DataError."""
         try:
             return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
             # The shard that holds the batch's last segment is the one it was read from last.
             last = self._position(self.index) + self.micro_segments - 1
             path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise LoaderError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
+            raise DataError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
                               f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
@@ -2922,11 +2931,11 @@ def load_tokenizer(config: Config) -> Any:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the one that made "
-                        f"the shards of DATA_PATH={config.data_path}, see data/README.md") from error
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name that of the shards, "
+                        "see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
-                        f"VOCAB_SIZE={config.vocab_size}")
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
+                        f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
     return pieces
 
 
@@ -4768,7 +4777,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, run.on_signal)
         whole_run(config, run, answers)
         return 0
-    except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError, OSError) as error:
+    except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
@@ -4895,9 +4904,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         write_whole(path, data)
     except ConfigError as error:
         for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
-            spare = Path(folder) / f"{path.parent.name}.{path.name}"
-            if spare.exists():
-                continue
+            spare = Path(folder) / f"{path.parent.name}.{os.getpid()}.{path.name}"
             try:
                 write_whole(spare, data)
             except ConfigError:
@@ -4906,7 +4913,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         raise
 
 
-def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
+def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
 
     tokenizer_sha256: of the artifact that EVAL_ONLY names. Raises ConfigError, DataError, ArtifactError.
@@ -4950,9 +4957,9 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
         micro_steps_per_step(config, machine.world_size)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
-    directory = choose_directory(config, machine)
     return Inputs(
-        directory, train_shards, validation, source, shipped, hashes, fast_ops(config, machine), checkpoint)
+        choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
+        fast_ops(config, machine), checkpoint)  # fmt: skip
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -5001,12 +5008,11 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if shutil.disk_usage(place).free < needed:
-            raise ConfigError(f"RUNS_DIR={config.runs_dir}: a run needs {needed >> 20} MiB on {place}; make "
-                              "room, or set another RUNS_DIR")  # fmt: skip
+            raise ConfigError(f"{place}: a run needs {needed >> 20} MiB; make room, or set another RUNS_DIR")
     return directory
 
 
-def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = ()) -> None:
+def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
     """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
 
     All ranks call it together. answers: lines for the log, about settings.
@@ -5042,8 +5048,8 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then "
-        f"{len(data.tokens) - 1} targets in {config.max_eval_seconds:g}s; 0: no limit",
+        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then scores of "
+        f"{len(data.tokens) - 1} targets, {config.max_eval_seconds:g}s; quick: TTT_ENABLED=0 EVAL_STRIDE=0",
         f"seed:{config.seed}",
         f"train_io:prefetch:{config.train_prefetch} "
         f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
@@ -5080,7 +5086,6 @@ def summarize(
         run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}")
 
     data = inputs.validation
-    gpus = machine.gather(machine.device_name) if machine.on_gpu else []
     summary = {
         "run_id": inputs.directory.name,
         "seed": config.seed,
@@ -5097,7 +5102,14 @@ def summarize(
             "cuda": torch.version.cuda,
             "triton": getattr(triton, "__version__", None),
         },
-        "hardware": {"gpus": gpus, "world_size": machine.world_size, "cores": os.cpu_count()},
+        "hardware": {
+            "gpus": machine.gather(machine.device_name) if machine.on_gpu else [],
+            "world_size": machine.world_size,
+            "cores": os.cpu_count(),
+            "device": machine.device_name,
+            "dtype": f"{machine.dtype}",
+            "threads": torch.get_num_threads(),
+        },
         "phases": run.phases,
         "artifact": about._asdict(),
         "comparable": not data.mark,

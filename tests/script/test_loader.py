@@ -394,7 +394,7 @@ def test_data_wait_is_what_was_waited_for_all_batches(
 def test_an_error_in_the_disk_stage_arrives_in_order(
     shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All good batches first, then a LoaderError with rank, shard, position and the origin's traceback."""
+    """All good batches first, then a DataError with rank, shard, position and the origin's traceback."""
     expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
     (_, _, sequences), (_, bad, _) = itertools.islice(train_gpt.shard_visits(make_config(), shards, 0), 2)
 
@@ -447,7 +447,7 @@ def test_a_stall_ends_in_an_error(shards: list[Any], monkeypatch: pytest.MonkeyP
     on_read(monkeypatch, lambda path: gate.wait(DEADLINE_SECONDS))
     monkeypatch.setattr(train_gpt, "LOADER_TIMEOUT_SECONDS", 1.0)
     with open_loader(shards) as loader:
-        with pytest.raises(train_gpt.LoaderError, match=r"fineweb_train_.*TimeoutError"):
+        with pytest.raises(train_gpt.DataError, match=r"fineweb_train_.*TimeoutError"):
             within(DEADLINE_SECONDS, loader.next_batch)
         gate.set()
 
@@ -477,7 +477,7 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) ->
     write_shard(tmp_path / "fineweb_train_000000.bin", ids)
     files = train_gpt.open_shards(str(tmp_path / "*.bin"))
     with open_loader(files, vocab_size=512) as loader, pytest.raises(
-        train_gpt.LoaderError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
+        train_gpt.DataError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
     ):
         within(DEADLINE_SECONDS, loader.next_batch)
 
@@ -517,7 +517,7 @@ def test_closing_in_any_state_leaves_nothing(shards: list[Any]) -> None:
             loader.seek(5)
         within(DEADLINE_SECONDS / 2, loader.close)
         loader.close()
-        with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
+        with pytest.raises(train_gpt.DataError, match="StopIteration"):
             loader.next_batch()
     wait_until(lambda: not loader_threads())
 
@@ -621,7 +621,7 @@ def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None
     write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
     (lab.dataset / "manifest.json").unlink()
     config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
-    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine())).validation
+    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine()), "").validation
     assert got.tokens.dtype == np.uint16
     assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
     assert bool(got.mark) == bool(targets)

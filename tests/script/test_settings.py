@@ -176,7 +176,7 @@ def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_pat
         ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
         ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
         ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-        ("MUON_MIXTURE=0", "MUON_MIXTURE.* Version 0.5.4 reads files of 0.5.4 and older"),
+        ("MUON_MIXTURE=0", "MUON_MIXTURE.* script beside it, files of 0.5.4 and older"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:

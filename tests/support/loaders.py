@@ -118,8 +118,8 @@ def drain(loader: Any) -> tuple[list[np.ndarray], BaseException]:
     try:
         while len(rows) < 10_000:
             rows.append(sequences_of(loader.next_batch()))
-    except train_gpt.LoaderError as error:
-        with pytest.raises(train_gpt.LoaderError):
+    except train_gpt.DataError as error:
+        with pytest.raises(train_gpt.DataError):
             loader.next_batch()
         return rows, error
     raise AssertionError("no error in 10,000 batches")
