@@ -459,15 +459,22 @@ def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.M
     }  # fmt: skip
     scores: list[dict[str, Any]] = [{"row": "SGD", "documents": 100, "bits_per_byte": 9.0}]  # not shown
     for place, row in enumerate(picture.WAYS):
-        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place})
+        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place, "seconds": 1.0})
     stored = {
         picture.BESIDE: {"measured": {"seconds": 180.0, "rows": rows}},
         picture.SCORING: {"measured": {"scores": scores}},
     }
     monkeypatch.setattr(results, "latest", stored.__getitem__)
-    left, right = picture.draw().axes
-    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.4, 2.0], [2.6, 2.25]]
-    assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
-    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path / "results.png")])
+    pictures = picture.draw()
+    left, right = pictures["results.png"].axes
+    shown = [sorted(line.get_xdata()) for line in left.lines]  # of each row its seeds, then their mean
+    assert shown == [[2.5, 2.6], [2.55], [2.4], [2.4], [2.0, 2.25], [2.125]]
+    assert [float(line.get_xdata()[0]) for line in right.lines[::2]] == [2.0, 3.0, 4.0, 5.0]
+    # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.
+    (ladder,) = pictures["ladder.png"].axes
+    start, *_, (_, total, _) = picture.rungs()
+    assert start[1] / 1000 + sum(bar.get_width() for bar in ladder.patches) == pytest.approx(total, abs=1e-4)
+    assert len(ladder.patches) == 3
+    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path)])
     picture.main()
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
