@@ -61,12 +61,14 @@ def run(args: argparse.Namespace) -> int:
 def all_blocks() -> list[Block]:
     """Every generated block of the repository."""
     results = importlib.import_module("benchmarks.results")  # loads torch
+    answers = importlib.import_module("benchmarks.answers")
     return [
         Block(REPO / SETTINGS_PAGE, SETTINGS_BEGIN, SETTINGS_END, settings_table),
         Block(REPO / RESULTS_PAGE, RESULTS_BEGIN, RESULTS_END, lambda: result_table(RECORDS)),
         Block(REPO / TECHNIQUE_PAGE, TECHNIQUE_BEGIN, TECHNIQUE_END, lambda: technique(REPO)),
         board.block(RECORDS),
         results.block(),
+        answers.block(),
     ]
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import beside, coder, experiments, loader, paired, picture, results, speed, ttt
+from benchmarks import answers, beside, coder, experiments, loader, paired, picture, results, speed, ttt
 from benchmarks.turns import Turn, Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from data.shards import write_shard
@@ -478,3 +478,26 @@ def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path)])
     picture.main()
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_is_read_from_its_table_with_a_corrected_p() -> None:
+    text = """## Other
+| row | minus base | its error | n |
+|---|---|---|---|
+| a | +1.0 | 0.1 | 3 |
+
+## Asked: here-2
+3.5 bits a weight:
+
+| row | seconds | minus base | its error | its error | n |
+|---|---|---|---|---|---|
+| base | 1 | - | - | - | 5 |
+| a | 2 | -0.0222 | 0.0035 | 9 | 5 |
+| b | 3 | +0.0010 | 0.0014 | 9 | 5 |
+"""
+    asked = answers.Asked("Why?", "Asked: here-2", "minus base", ("b", "a"), "more")
+    question, answer, sure, limit = answers.answer(asked, "page.md", answers.sections(text)[asked.section])
+    assert question == "[Why?](page.md#asked-here-2)" and limit == "more"
+    assert answer.split("<br>")[1] == "a, 3.5 bits a weight: -0.0222 ± 0.0035"
+    p = paired.p_of(-0.0222, 0.0035, 5)
+    assert 0.003 < p < 0.0035 and sure.split("<br>")[1] == f"5 seeds, p **{p:.2g}** ({2 * p:.2g})"
