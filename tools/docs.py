@@ -155,7 +155,7 @@ def technique(repo: Path) -> str:
 def numbered(patch: str, repo: Path) -> str:
     """A unified diff whose hunks have the line numbers at which their old lines stand in the files of `repo`.
 
-    A hunk that is not found, or found twice, keeps its numbers; `git apply` then tells what does not fit.
+    A hunk that is not found, or found twice, keeps its numbers; `git apply` then names it.
     """
     lines = patch.split("\n")
     text: list[str] = []  # of the file that is patched

@@ -49,7 +49,7 @@ VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 # What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
 DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
-CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script tells it when all is done
+CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script prints it at the end
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
@@ -84,7 +84,7 @@ class Pace:
     average_unit_ms: float
 
     def fits(self, steps: float, time_ms: float) -> bool:
-        """Whether `steps` of the mean time make `time_ms`, but for what rounding explains."""
+        """Whether `steps` of the mean time make `time_ms`, apart from rounding."""
         slack_ms = abs(steps) * self.average_unit_ms + 2 * self.time_unit_ms
         return abs(steps * self.average_ms - time_ms) <= slack_ms
 
@@ -185,7 +185,7 @@ class RunLog:
     device: str | None = None  # of rank 0, as our script names it: `x86_64 CPU`
     attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
-    clock_seconds: Located | None = None  # the training clock at its end, as our script tells it
+    clock_seconds: Located | None = None  # the training clock at its end, as our script prints it
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
     source: str | None = None  # the script's text, where the log begins with it
@@ -233,7 +233,7 @@ class RunLog:
 
     @property
     def steps(self) -> int | None:
-        """Steps up to the last line that tells them."""
+        """Steps up to the last line that has them."""
         if self.stop:
             return self.stop.step
         reached = [point.step for point in (*self.train, *self.validation)]
@@ -266,7 +266,7 @@ class RunLog:
 
     @property
     def clock_is_whole(self) -> bool:
-        """Whether the training clock is told to the end: where training stopped, or at the last step."""
+        """Whether the log has the training clock to the end: where training stopped, or at the last step."""
         if self._seconds_past_its_lines is not None:
             return True
         points = (*self.train, *self.validation)
