@@ -40,6 +40,31 @@ def test_published_p_values() -> None:
     assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None  # one seed is no test
 
 
+def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "credentials"
+    secret.write_text("KEY=secret\n")
+    runs = [make_run(tmp_path / name, 1) for name in ("a$b", "c$d")]
+    packed = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1, 2), name="Linked")
+    for folder in (runs[1], packed):
+        (folder / "config.env").unlink()
+        (folder / "config.env").symlink_to(secret)
+    (runs[0] / "config.env").write_text("MATRIX_LR=\x1b[2J0.5\n")
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    (runs[0] / "summary.json").write_text(json.dumps({**summary, "phases": {"train": "long", "eval": [1]}}))
+    page = tmp_path / "page.html"
+    for new in (runs[1], packed):
+        assert main(["diff", str(runs[0]), str(new)]) == 0
+        assert main(["diff", str(runs[0]), str(new), "--html", str(page)]) == 0
+        shown = capsys.readouterr().out
+        assert "secret" not in shown + page.read_text() and "\x1b" not in shown
+    assert "\\x1b[2J0.5" in shown or "MATRIX_LR" not in shown
+    assert main(["plot", *map(str, runs), "--out", str(tmp_path / "plot.png")]) == 0
+    assert main(["runs", *map(str, runs)]) == 0
+    assert "secret" not in capsys.readouterr().out
+
+
 def test_margin_is_tested_in_nats_per_token_of_one_tokenizer() -> None:
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
@@ -69,6 +94,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def told(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What the command prints of both."""
+
     def text(*options: str) -> str:
         capsys.readouterr()
         assert main(["diff", *map(str, two), *options]) == 0
@@ -101,9 +127,7 @@ def test_kinds_of_score_are_told_and_compared_kind_by_kind(
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
-def test_scores_of_different_texts_are_not_compared(
-    two: tuple[Path, Path], told: Callable[..., str]
-) -> None:
+def test_scores_of_different_texts_are_not_compared(two: tuple[Path, Path], told: Callable[..., str]) -> None:
     log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)

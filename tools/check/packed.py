@@ -198,7 +198,12 @@ def check_summaries(folder: Folder) -> Iterator[Finding]:
 
 def _check_losses(evidence: Evidence) -> Iterator[Finding]:
     log = evidence.log
-    for name, loss in mapping(evidence.summary, "losses").items():
+    losses = mapping(evidence.summary, "losses")
+    for final in log.finals:
+        if losses and final.rank > 0 and not any(name in final.label for name in losses):
+            text = f"`{final.label}` is in the log, and the summary has no such score"
+            yield fail("A4", text, log.where(final.line), REMEDY)
+    for name, loss in losses.items():
         if not isinstance(loss, Mapping):
             continue
         found = [final for final in log.finals if name in final.label]

@@ -11,8 +11,9 @@ from typing import Any
 from tools.compare import curves, page, svg
 from tools.compare.codediff import changed_lines, unified
 from tools.compare.settings import UNSET, changed_settings
-from tools.runs.derive import nested
+from tools.runs.derive import mapping, nested
 from tools.runs.errors import RecordError
+from tools.runs.folder import number
 from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import FRONTIER_P, MARGIN_NATS, MARGIN_P
 from tools.runs.runs import Group, Run, load_group, output_path, scores
@@ -419,15 +420,15 @@ def html(found: Difference) -> str:
 
 def phase_rows(found: Difference) -> list[list[str]]:
     """Mean seconds of each phase that our summaries recorded."""
-    base = [nested(run.summary, "phases") or {} for run in found.base.runs]
-    new = [nested(run.summary, "phases") or {} for run in found.new.runs]
+    base = [mapping(run.summary, "phases") for run in found.base.runs]
+    new = [mapping(run.summary, "phases") for run in found.new.runs]
     names: list[str] = []
     for phases in (*base, *new):
         names += [name for name in phases if name not in names]
     rows = []
     for name in names:
-        base_seconds = [phases[name] for phases in base if name in phases]
-        new_seconds = [phases[name] for phases in new if name in phases]
+        base_seconds = [seconds for phases in base if (seconds := number(phases.get(name))) is not None]
+        new_seconds = [seconds for phases in new if (seconds := number(phases.get(name))) is not None]
         rows.append([name, _spread(base_seconds, ".2f"), _spread(new_seconds, ".2f")])
     return rows
 
