@@ -111,8 +111,8 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         config = Config.from_env(env)
         run = train_gpt.Run(train_gpt.this_machine(config, {}))
         run.log = lambda *line, **event: None  # type: ignore[method-assign]
-        inputs = train_gpt.preflight(config, run)
-        train_gpt.open_run(config, run, inputs)
+        inputs = train_gpt.preflight(config, run, "")
+        train_gpt.open_run(config, run, inputs, [])
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes
         )

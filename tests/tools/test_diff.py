@@ -146,6 +146,20 @@ def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], told: Callable
     assert re.search(r"^steps .* \+0\.0$", told("--no-code"), re.MULTILINE)
 
 
+def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Callable[..., str]) -> None:
+    assert "unlike conditions" not in told("--no-code")
+    log = two[1] / "log.txt"
+    text = log.read_text()
+    for there in ("dtype:torch.float32", "threads:2", "world_size:1"):
+        assert there in text
+        text = text.replace(there, there[:-1] + "8")
+    log.write_text(text)
+    line = next(line for line in told("--no-code").splitlines() if "unlike conditions" in line)
+    for part in ("dtype torch.float32 against torch.float38", "threads 2 against 8", "world_size 1 against"):
+        assert part in line
+    assert "device" not in line and json.loads(told("--json"))["unlike_conditions"] == line
+
+
 def test_json(told: Callable[..., str]) -> None:
     value = json.loads(told("--json"))
     assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]

@@ -248,8 +248,12 @@ def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest
         make_run(tmp_path / "runs" / "a", 1),
         make_run(tmp_path / "runs" / "b", 1, source=SOURCE + "\n"),
         make_run(tmp_path / "runs" / "c", 2, config={"MATRIX_LR": "0.03"}),
+        make_run(tmp_path / "runs" / "scored", 3, summary_changes={"config": {**CONFIG, "EVAL_ONLY": "x"}}),
+        make_run(tmp_path / "runs" / "under way", 4),
     ]
+    (runs[-1] / "summary.json").unlink()
     message = refusal(capsys, tmp_path / "records", runs)
+    assert "scored an artifact" in message and "under way" in message and message.count("MATRIX_LR") == 1
     assert "seed 1 comes more than once" in message
     assert "ran other code" in message
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message

@@ -272,13 +272,6 @@ def test_shrinking_keeps_the_order_of_lengths() -> None:
         assert (after.eval_stride == 0) == (before.eval_stride == 0)
 
 
-def test_growing_lengths_still_grow_when_they_are_shrunk() -> None:
-    _, two = shrunk(TRAIN_SEQ_LENS="1024:0.333 2048", TRAIN_SEQ_LEN="2048")
-    assert two.length_parts == [(8, 0.333), (16, 1.0)]
-    _, three = shrunk(TRAIN_SEQ_LENS="1024:0.1 2048:0.7 3072", TRAIN_SEQ_LEN="3072")
-    assert three.length_parts == [(4, 0.1), (8, 0.7), (16, 1.0)]
-
-
 def test_every_config_here_can_be_asked_for_proofs(repo: Path) -> None:
     for path in repo.glob("configs/*.env"):
         config = train_gpt.Config.from_env({"CONFIG": str(path)})

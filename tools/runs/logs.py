@@ -48,7 +48,10 @@ VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 # What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
-DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
+DEVICE_LINE = re.compile(
+    r"^Running Python \S+ PyTorch (?P<PyTorch>\S+) on (?P<device>.+?)"
+    r"( dtype:(?P<dtype>\S+) compile:(?P<compile>\S+) threads:(?P<threads>\S+))?$"
+)
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
 CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script tells it when all is done
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
@@ -200,7 +203,8 @@ class RunLog:
     settings: dict[str, Located] = field(default_factory=dict)
     versions: dict[str, Located] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
-    device: str | None = None  # of rank 0, as our script names it: `x86_64 CPU`
+    # Of rank 0, as our script prints them: PyTorch, device, dtype, compile, threads.
+    conditions: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
     clock_seconds: Located | None = None  # the training clock at its end, as our script tells it
@@ -430,7 +434,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
     elif match := VERSION_LINE.match(line):
         log.versions.setdefault(match[1].lower(), Located(match[2], number))
         if named := DEVICE_LINE.match(line):
-            log.device = named[1].partition(" dtype:")[0]
+            log.conditions = {name: value for name, value in named.groupdict().items() if value}
     elif match := ATTENTION_LINE.match(line):
         log.attention.append(match[1])
     elif match := HESSIAN_LINE.search(line):
