@@ -1,7 +1,5 @@
 """Every command that README.md and the READMEs of folders give is run by a test, or says why none can."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

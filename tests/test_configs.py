@@ -1,7 +1,5 @@
 """configs/: a file names what differs from the defaults and resolves to what is pinned; the page is true."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

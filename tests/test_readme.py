@@ -1,7 +1,5 @@
 """The README says what is so: its table is generated, its links and commands exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

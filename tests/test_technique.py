@@ -1,7 +1,5 @@
 """The README's technique, applied to a copy of the whole repository, passes what a change must pass."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 import subprocess

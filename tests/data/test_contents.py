@@ -1,7 +1,5 @@
 """What --verify sees in sound files: a foreign tokenizer, ids that it lacks, byte counts of other tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export: official ids, the same bytes however it was run or interrupted, and an audit that finds faults."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

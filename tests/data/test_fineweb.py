@@ -1,7 +1,5 @@
 """Download: against a hub on 127.0.0.1 that cuts, truncates, lies and refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

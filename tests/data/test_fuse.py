@@ -1,7 +1,5 @@
 """Fused case marks: exact both ways, the same bytes, resumed after a kill, refused where ids are in use."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The offline sample: complete, exact to the byte, reproducible, and nothing of validation in training."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

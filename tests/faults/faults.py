@@ -7,8 +7,6 @@ lost: a run could not be brought to its end. corrupted: at its end a number diff
 nothing happened to, or half a file is left. hung: a process did not end when it should. Exit status 1 if any.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A fault matrix with real processes: whatever kills a run, what follows ends with the same result."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """TTT_MODE=lora: each document is scored by itself, as a plain loop over documents does; off is off."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

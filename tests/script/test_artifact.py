@@ -1,7 +1,5 @@
 """ARTIFACT: budgets are filled, what was written is read back, bad files are refused."""
 
-from __future__ import annotations
-
 import bz2
 import hashlib
 import inspect

@@ -3,8 +3,6 @@
 Most cases call `main` in this process, with a tiny dataset of their own.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Bytes of CaseOps data: the score divides by those of the original text; no other sidecar will do."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

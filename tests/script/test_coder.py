@@ -1,7 +1,5 @@
 """CODER: exact for any integers, at the entropy of the codes, the same bytes on every machine."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 

@@ -1,7 +1,5 @@
 """Several ranks, started as torchrun does: the results of one, and an end for all when one fails."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

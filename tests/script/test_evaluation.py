@@ -1,7 +1,5 @@
 """Scores are complete, in order, the same for any number of ranks, and equal to a plain loop over windows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

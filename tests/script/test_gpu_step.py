@@ -3,8 +3,6 @@
 Nothing here runs on a device: graphs are traced and give zeros, and time is counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -4,8 +4,6 @@ Without a GPU it runs in Triton's interpreter (fp32 and fp16), which TRITON_INTE
 Triton is first imported; with a GPU the same tests run the compiled kernel, in bf16 too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math

@@ -1,7 +1,5 @@
 """DATA: an order of the tokens that threads, ranks, faults and resumes neither change nor stop."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

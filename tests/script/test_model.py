@@ -1,7 +1,5 @@
 """MODEL: equal to a plain reference for every feature, golden numbers, separate documents."""
 
-from __future__ import annotations
-
 import cmath
 import math
 import sys

@@ -1,7 +1,5 @@
 """OPTIMIZER: Muon from its formulas, one owner for each parameter, any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Variables of other scripts and removed settings: accepted with a line in the log, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """QUANTIZE: GPTQ is GPTQ, and the Hessians are those of the inputs that training saw."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that was stopped goes on as if it had not been; a damaged or foreign checkpoint is never believed."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import pickle

@@ -1,7 +1,5 @@
 """The whole job as a process: what it prints and leaves behind, and what must not change its result."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -1,7 +1,5 @@
 """SCHEDULE: golden values of the records' curves, and the same curve for every machine and clock."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

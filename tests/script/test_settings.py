@@ -1,7 +1,5 @@
 """Settings: what is wrong is refused by name before anything starts; what is right survives being written."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

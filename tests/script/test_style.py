@@ -3,8 +3,6 @@
 ruff looks for long lines, several statements in a line and bare `except`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

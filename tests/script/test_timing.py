@@ -1,7 +1,5 @@
 """Where the milliseconds go: lines and traces say what happened, change nothing, and no other step pays."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

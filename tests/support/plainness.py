@@ -3,8 +3,6 @@
 Comments, docstrings and blank lines are free. Weight is counted in tokens, so packing a line lowers nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import bisect
 import io

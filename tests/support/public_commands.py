@@ -4,8 +4,6 @@ public_commands.json holds those of the READMEs in openai/parameter-golf at its 
 `tools.commands.readme_commands` reads them, and those of three open pull requests: names and values alone.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

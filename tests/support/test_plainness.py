@@ -1,7 +1,5 @@
 """Weight and plainness, on sources so small that one can count by hand."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 

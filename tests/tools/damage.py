@@ -6,8 +6,6 @@ auditor itself stops what computes for too long, and names it. `--first N --case
 prints its report.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

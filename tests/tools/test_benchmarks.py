@@ -1,7 +1,5 @@
 """RESULTS.md follows from the raw figures; a benchmark that stores some makes the page from them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

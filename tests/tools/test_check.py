@@ -1,7 +1,5 @@
 """The audit: a packed folder passes, each alteration is named, public layouts get no false FAIL."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

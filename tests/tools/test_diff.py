@@ -1,7 +1,5 @@
 """Welch tests against published values; settings, code and curves; the page in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """benchmarks/experiments.py: arms are models, runs are measured once, and a table says what was compared."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """Text from an artifact: reproducible, and with the tokenizer that it was trained with or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import types
 from pathlib import Path

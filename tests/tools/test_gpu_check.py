@@ -1,7 +1,5 @@
 """`make gpu-check`, rehearsed on a CPU that calls itself a GPU (tests/support/fake_gpu.py), with faults."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

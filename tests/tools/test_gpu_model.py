@@ -4,8 +4,6 @@ Fake tensors on "cuda" need no GPU and no build; the slow tests need what README
 are skipped with its own sentence elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

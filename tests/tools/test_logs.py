@@ -1,7 +1,5 @@
 """Both public log dialects, ours, and the traps in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What pack writes, proves and refuses."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

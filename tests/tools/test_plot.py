@@ -1,7 +1,5 @@
 """Curves, the causes of slow steps, the figure, and the board."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The proofs pass what is honest and refute every script that is not, each by the probe named for it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """What a README's commands set, read as a shell would pass it; synthetic READMEs, and the stored facts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

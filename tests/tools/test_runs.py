@@ -1,7 +1,5 @@
 """Run directories that the tests generate read as those of train_gpt.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

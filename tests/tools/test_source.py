@@ -1,7 +1,5 @@
 """Wrapped scripts are unwrapped as text, never executed; what the syntax tree tells."""
 
-from __future__ import annotations
-
 import base64
 import lzma
 import subprocess

@@ -1,7 +1,5 @@
 """The closing lines of a run: its scores, plain means on the same text, and where things are."""
 
-from __future__ import annotations
-
 import lzma
 import math
 import re

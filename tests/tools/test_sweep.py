@@ -1,7 +1,5 @@
 """Many runs: their table, and sweeps that are killed, resumed, refused and stopped by a limit."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

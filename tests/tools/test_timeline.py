@@ -1,7 +1,5 @@
 """`tools timeline`: reads what TRACE_STEPS writes, sums it, draws it, merges ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`translate`: every public command in our settings, as version 0.5.4 took it, or the reason why not."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

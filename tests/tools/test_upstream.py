@@ -1,7 +1,5 @@
 """benchmarks/upstream.py on a miniature script in the manner of the challenge's, against a plain loop."""
 
-from __future__ import annotations
-
 import base64
 import lzma
 import os
