@@ -164,8 +164,7 @@ class Race:
         """Endlessly: the shards in their order, again after the last one."""
         c = self.config
         while True:
-            yield from batches(
-                Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
+            yield from batches(Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
 
     def shuffled_batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: what ours trains on with this seed, each step in one batch."""

@@ -87,8 +87,7 @@ def general_coders() -> list[Coder]:
     with contextlib.suppress(ImportError):
         import brotli
 
-        found[4] = (
-            "Brotli-11", lambda data: brotli.compress(data, quality=11, lgwin=24), brotli.decompress)
+        found[4] = ("Brotli-11", lambda data: brotli.compress(data, quality=11, lgwin=24), brotli.decompress)
     return found
 
 

@@ -22,14 +22,7 @@ from tests.support.processes import Lab
 from tests.support.ranks import on_ranks
 from tools.check.findings import Level, Mode
 from tools.prove import probes, ranks, rehearsal
-from train_gpt import (
-    Config,
-    DataError,
-    Ledger,
-    Validation,
-    token_bytes,
-    window_rows,
-)
+from train_gpt import Config, DataError, Ledger, Validation, token_bytes, window_rows
 
 GOLDEN_TARGETS, GOLDEN_WINDOWS, GOLDEN_CHUNKS = 40_540_160, 633_409, 1_238
 VALIDATION_PREFIX_BYTES = 2_504_310  # of its 901 whole documents
@@ -355,9 +348,7 @@ def tick_each_record(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
 
 
-def test_progress_is_told_with_what_all_of_evaluation_should_come_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_progress_is_told_with_what_all_of_evaluation_should_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten seconds a chunk, five chunks a scorer."""
     lab = subject(VAL_PROGRESS_LOG_EVERY="1", VAL_BATCH_SIZE="1")
     run = probes.RecordingRun()

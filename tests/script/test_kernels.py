@@ -63,10 +63,7 @@ def outputs_and_gradients(
 
 
 def assert_as_exact_as_plain(
-    fused: Callable[..., Tensor],
-    plain: Callable[..., Tensor],
-    tensors: list[Tensor],
-    dtype: torch.dtype,
+    fused: Callable[..., Tensor], plain: Callable[..., Tensor], tensors: list[Tensor], dtype: torch.dtype
 ) -> None:
     """Worst error against float64 at most 1.1 times that of the plain form plus two units in the last place
     of the largest result."""
@@ -574,9 +571,7 @@ def test_a_form_is_tried_as_the_model_will_hold_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train_gpt, "with_form", lambda ops, setting, form: candidates[form])
     torch._dynamo.reset()
     with mock.patch.object(train_gpt, "attention_documents", plain_documents):
-        ops, (line, *_) = train_gpt.choose_form(
-            setting, train_gpt.Ops(), SMALL, Compiles(compiled=True)
-        )
+        ops, (line, *_) = train_gpt.choose_form(setting, train_gpt.Ops(), SMALL, Compiles(compiled=True))
     assert ops == train_gpt.Ops()
     assert re.match(rf"{setting}:plain tried: kernel Unsupported: .* \| plain error:", line)
     assert ("heads of 64 alone" in line) == (setting == "attention")
@@ -626,9 +621,7 @@ def test_auto_keeps_only_heads_that_are_right(
         return results
 
     monkeypatch.setattr(train_gpt, name, faulty)
-    ops, (line, warning) = train_gpt.choose_form(
-        "fused_heads", train_gpt.Ops(), SMALL, CallsItselfGpu()
-    )
+    ops, (line, warning) = train_gpt.choose_form("fused_heads", train_gpt.Ops(), SMALL, CallsItselfGpu())
     assert ops == train_gpt.Ops()
     assert re.fullmatch(r"fused_heads:plain tried: kernel error:\S+ \| plain error:0.0e\+00", line)
     assert warning.startswith("warning: fused_heads: kernel is installed, but refused: error:")

@@ -135,9 +135,7 @@ def test_every_geometry_sees_the_same_steps(
     expected, expected_hash = stream(shards, 20, train_prefetch=False)
     threads = {"train_prefetch": prefetch, "train_copy_stream": copy_stream, "train_prefetch_queue": depth}
     for micro_batch_tokens in (16, 32, 512):
-        rows, stream_hash = stream(
-            shards, 20, world_size, micro_batch_tokens=micro_batch_tokens, **threads
-        )
+        rows, stream_hash = stream(shards, 20, world_size, micro_batch_tokens=micro_batch_tokens, **threads)
         assert np.array_equal(rows, expected)
         assert stream_hash == expected_hash
 

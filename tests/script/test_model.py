@@ -293,9 +293,7 @@ def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
         assert abs(ours.item() - theirs.item()) <= 1e-10 * theirs.item()
         found = torch.autograd.grad(ours, parameters)
         expected = torch.autograd.grad(theirs, parameters)
-        for (parameter, _), gradient, wanted in zip(
-            model.named_parameters(), found, expected, strict=True
-        ):
+        for (parameter, _), gradient, wanted in zip(model.named_parameters(), found, expected, strict=True):
             worst = (gradient - wanted).abs().max() / wanted.abs().max()
             assert worst <= 1e-10, (parameter, looping, worst)
 

@@ -99,9 +99,7 @@ def test_kinds_of_score_are_told_and_compared_kind_by_kind(
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
-def test_scores_of_different_texts_are_not_compared(
-    two: tuple[Path, Path], told: Callable[..., str]
-) -> None:
+def test_scores_of_different_texts_are_not_compared(two: tuple[Path, Path], told: Callable[..., str]) -> None:
     log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)

@@ -189,7 +189,6 @@ def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_p
     assert "Looks: 1, of which 1 stay below 0.01 when each p is corrected for all of them (Holm)." in lines
     assert lines[-1] == "The arms change: better: X=1."
 
-
     assert paired.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
     assert paired.holm([0.6, 0.5]) == [1.0, 1.0] and paired.holm([]) == []
 

@@ -434,9 +434,7 @@ def test_a_step_of_the_default_moves_no_more_than_it_did(repo: Path, gpu_model_f
     saved_bytes = {}
     # Launches and gigabytes at most, and TFLOP at least: fewer would be another model.
     bars = (("train", 476, 126.95, 25.2), ("train_loop", 666, 188.58, 37.6))
-    for (phase, most_launches, most_gb, least_tflop), ms in zip(
-        bars, calibration.STEP_MS, strict=True
-    ):
+    for (phase, most_launches, most_gb, least_tflop), ms in zip(bars, calibration.STEP_MS, strict=True):
         step = json.loads((gpu_model_folder / f"bars_{phase}_kernel.json").read_text(encoding="utf-8"))
         launches = [one for graph in step["graphs"] for one in graph["launches"]]
         assert len(launches) <= most_launches

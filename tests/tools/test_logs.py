@@ -65,7 +65,6 @@ def test_dialect_b() -> None:
     assert log.code_bytes is not None and log.code_bytes.bytes == 157868
     assert log.hessian_seconds is not None and log.hessian_seconds.value == "4.7"
 
-
     stamped = "\n".join(f"1776142360.539 {line}" for line in DIALECT_B.splitlines())  # by a wrapper
     log = parse_log(stamped, Path("x.log"))
     assert log.seed == 42 and log.headline is not None

@@ -65,7 +65,6 @@ def test_what_the_script_imports_is_required_in_the_build_that_ran(tmp_path: Pat
         "flash_attn_3",
     ]
 
-
     versions = {"torch": "2.13.0+git1a2b3c", "numpy": "2.4.6", "triton": None}  # an own build
     assert requirements(tmp_path / "own", versions) == ["torch==2.13.0", "numpy==2.4.6", "sentencepiece"]
 

@@ -146,5 +146,3 @@ def test_a_step_that_was_done_twice_is_drawn_as_it_was_done_last(tmp_path: Path)
     after = train_loss(run)
     assert [s.step for s in after] == [s.step for s in before]
     assert [s.value for s in after if s.step == 100] == [9.0]
-
-

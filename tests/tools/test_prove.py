@@ -203,9 +203,7 @@ def test_no_false_alarm(seed: int, settings: dict[str, str]) -> None:
 # --- our own script ---
 
 
-def test_our_evaluation_passes_at_the_edges(
-    subject: probes.Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     kraft = questions.kraft
     monkeypatch.setattr(questions, "kraft", lambda case, targets: kraft(case, targets[::2]))  # half of them
     findings = list(prove.scoring(subject, thorough=False))

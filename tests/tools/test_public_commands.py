@@ -101,5 +101,3 @@ def test_the_stored_commands_are_facts_alone() -> None:
             assert re.fullmatch(r"[A-Z][A-Z0-9_]*", name)
             assert len(value) < 130 and not re.search(r"[\s<>$]", value)
     assert COMMANDS_FILE.stat().st_size < 60_000
-
-

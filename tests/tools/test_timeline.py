@@ -52,8 +52,7 @@ def test_a_table_of_all_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
-    [(None, "TRACE_STEPS"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")],
+    ("content", "told"), [(None, "TRACE_STEPS"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")]
 )
 def test_what_is_no_trace_is_refused(
     tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]
