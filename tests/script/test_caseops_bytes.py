@@ -117,14 +117,11 @@ def test_a_sidecar_that_does_not_fit_is_refused(
 # --- ranks ---
 
 
-@pytest.mark.parametrize(
-    ("name", "theirs"),
-    [
-        ("tokenizer", "of another rank"),  # with the shards it decides what the bytes are
-        ("shards", "of another rank"),
-        ("dtype", "torch.bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("name", "theirs"), [
+    ("tokenizer", "of another rank"),  # with the shards it decides what the bytes are
+    ("shards", "of another rank"),
+    ("dtype", "torch.bfloat16"),
+])  # fmt: skip
 def test_ranks_must_count_the_same_bytes_and_compute_alike(
     name: str, theirs: str, made: dict[str, str]
 ) -> None:

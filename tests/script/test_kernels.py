@@ -461,16 +461,13 @@ def mlp_of(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(
-    ("asked", "times_ms", "form"),
-    [
-        ("auto", (1, 2, 3), "kernel"),
-        ("auto", (3, 1, 2), "kernel2"),
-        ("auto", (3, 2, 1), "plain"),
-        ("1", (3, 2, 1), "kernel2"),
-        ("0", (1, 2, 3), "plain"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "times_ms", "form"), [
+    ("auto", (1, 2, 3), "kernel"),
+    ("auto", (3, 1, 2), "kernel2"),
+    ("auto", (3, 2, 1), "plain"),
+    ("1", (3, 2, 1), "kernel2"),
+    ("0", (1, 2, 3), "plain"),
+])  # fmt: skip
 def test_a_gpu_takes_the_fastest_form_of_those_it_may_have(
     asked: str, times_ms: tuple[float, ...], form: str
 ) -> None:

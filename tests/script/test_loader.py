@@ -480,20 +480,17 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) ->
         within(DEADLINE_SECONDS, loader.next_batch)
 
 
-@pytest.mark.parametrize(
-    "content,message",
-    [
-        (b"", "magic, version and tokens are [], expected [20240520, 1, "),
-        (b"\1" * 1000, "tokens are [16843009, 16843009, 16843009], expected"),
-        (header(20240520, 2, 8) + b"\0" * 16, "[20240520, 2, 8], expected [20240520, 1, 8]"),
-        (header(20240521, 1, 8) + b"\0" * 16, "[20240521, 1, 8], expected [20240520, 1, 8]"),
-        (header(20240520, 1, 8) + b"\0" * 15, "[20240520, 1, 8], expected [20240520, 1, 7]"),
-        (header(20240520, 1, 7) + b"\0" * 15, "[20240520, 1, 7], expected [20240520, 1, 7]"),
-        (header(20240520, 1, 0), "[20240520, 1, 0], expected [20240520, 1, 0]"),
-        (header(20240520, 1, -5), "[20240520, 1, -5], expected [20240520, 1, 0]"),
-        (header(20240520, 1, -5)[:-10], "[20240520, 1, -5], expected [20240520, 1, -5]"),
-    ],
-)
+@pytest.mark.parametrize("content,message", [
+    (b"", "magic, version and tokens are [], expected [20240520, 1, "),
+    (b"\1" * 1000, "tokens are [16843009, 16843009, 16843009], expected"),
+    (header(20240520, 2, 8) + b"\0" * 16, "[20240520, 2, 8], expected [20240520, 1, 8]"),
+    (header(20240521, 1, 8) + b"\0" * 16, "[20240521, 1, 8], expected [20240520, 1, 8]"),
+    (header(20240520, 1, 8) + b"\0" * 15, "[20240520, 1, 8], expected [20240520, 1, 7]"),
+    (header(20240520, 1, 7) + b"\0" * 15, "[20240520, 1, 7], expected [20240520, 1, 7]"),
+    (header(20240520, 1, 0), "[20240520, 1, 0], expected [20240520, 1, 0]"),
+    (header(20240520, 1, -5), "[20240520, 1, -5], expected [20240520, 1, 0]"),
+    (header(20240520, 1, -5)[:-10], "[20240520, 1, -5], expected [20240520, 1, -5]"),
+])  # fmt: skip
 def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "fineweb_train_000000.bin").write_bytes(content)
     with pytest.raises(train_gpt.DataError, match=re.escape(message)) as error:
@@ -665,13 +662,10 @@ class CallsOfCuda(train_gpt.Machine):
         )
 
 
-@pytest.mark.parametrize(
-    ("copy_stream", "expected"),
-    [
-        (True, "pinned:True|on the copy stream|mark|mark|copied|off|kept for the step"),
-        (False, "pinned:True|mark|mark"),
-    ],
-)
+@pytest.mark.parametrize(("copy_stream", "expected"), [
+    (True, "pinned:True|on the copy stream|mark|mark|copied|off|kept for the step"),
+    (False, "pinned:True|mark|mark"),
+])  # fmt: skip
 def test_a_batch_is_handed_over_when_its_copy_is_complete_and_kept_for_the_step(
     shards: list[Any], copy_stream: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,13 +298,10 @@ def test_loss_and_every_gradient_equal_the_reference(name: str) -> None:
             assert worst <= 1e-10, (parameter, looping, worst)
 
 
-@pytest.mark.parametrize(
-    ("rows", "row", "expected"),
-    [
-        (1536, [5, 7, 1023, 0], [1535, 591, 1469, 658]),  # seen on PR #549's own code
-        (1000, [7, 65_535, 60_000], [999, 346, 23]),  # products beyond 31 bits wrap around
-    ],
-)
+@pytest.mark.parametrize(("rows", "row", "expected"), [
+    (1536, [5, 7, 1023, 0], [1535, 591, 1469, 658]),  # seen on PR #549's own code
+    (1000, [7, 65_535, 60_000], [999, 346, 23]),  # products beyond 31 bits wrap around
+])  # fmt: skip
 def test_rows_of_hashed_pairs(rows: int, row: list[int], expected: list[int]) -> None:
     config = tiny(BIGRAM_VOCAB_SIZE=rows)
     assert train_gpt.bigram_rows(torch.tensor([row]), config).tolist() == [expected]
@@ -341,15 +338,12 @@ def test_a_document_knows_nothing_of_others_and_of_what_comes() -> None:
     assert not torch.equal(one_stream(ids)[0, 5:11], one_stream(changed)[0, 5:11])
 
 
-@pytest.mark.parametrize(
-    ("off", "on"),
-    [
-        ({"SMEAR_GATE_ENABLED": 0}, {"SMEAR_GATE_ENABLED": 1}),
-        ({"NUM_LOOPS": 0}, {"NUM_LOOPS": 2}),
-        ({"LOGIT_SOFTCAP": 0}, {"LOGIT_SOFTCAP": 30}),
-        ({}, BIGRAM),
-    ],
-)
+@pytest.mark.parametrize(("off", "on"), [
+    ({"SMEAR_GATE_ENABLED": 0}, {"SMEAR_GATE_ENABLED": 1}),
+    ({"NUM_LOOPS": 0}, {"NUM_LOOPS": 2}),
+    ({"LOGIT_SOFTCAP": 0}, {"LOGIT_SOFTCAP": 30}),
+    ({}, BIGRAM),
+])  # fmt: skip
 def test_a_feature_at_rest_changes_no_bit(off: dict[str, Any], on: dict[str, Any]) -> None:
     """Smear starts closed, recurrence starts off, and the softcap acts on logits alone."""
     without, with_it = build_model(tiny(**off)), build_model(tiny(**on))
@@ -367,26 +361,23 @@ def test_switching_a_feature_leaves_the_other_weights(changes: dict[str, Any]) -
             assert torch.equal(default[name], changed[name]), name
 
 
-@pytest.mark.parametrize(
-    ("changes", "owned"),
-    [
-        ({"SMEAR_GATE_ENABLED": 0}, {"smear_gate_1W", "smear_scale_1"}),
-        ({"SPARSE_ATTN_GATE_ENABLED": 0}, {"attn_gate_LHW"}),
-        ({"SKIP_GATES_ENABLED": 0}, {"skip_gate_SD"}),
-        ({"PARALLEL_START_LAYER": -1}, {"lane_mix_P23"}),
-        ({"PARALLEL_MODE": "gptj"}, {"lane_mix_P23"}),
-        ({"BIGRAM_VOCAB_SIZE": 0}, {"bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1"}),
-        ({"BIGRAM_DIM": 32}, {"bigram_projection_1DC"}),
-        ({"VE_ENABLED": 0},
-         {"value_table_VC", "value_projection_1KC", "value_scale_1", "value_layer_scale_N"}),
-        ({"VE_DIM": 16}, {"value_projection_1KC"}),
-        ({"CHANNEL_SMEAR_ENABLED": 0}, {"channel_smear_1D"}),
-        ({"TIE_EMBEDDINGS": 1}, {"output_head_VD"}),
-        ({"PARALLEL_START_LAYER": 6}, {"lane_mix_P23"}),
-        ({"XSA_LAST_N": 0}, set()),
-        ({"DOC_MASK": 0}, set()),
-    ],
-)
+@pytest.mark.parametrize(("changes", "owned"), [
+    ({"SMEAR_GATE_ENABLED": 0}, {"smear_gate_1W", "smear_scale_1"}),
+    ({"SPARSE_ATTN_GATE_ENABLED": 0}, {"attn_gate_LHW"}),
+    ({"SKIP_GATES_ENABLED": 0}, {"skip_gate_SD"}),
+    ({"PARALLEL_START_LAYER": -1}, {"lane_mix_P23"}),
+    ({"PARALLEL_MODE": "gptj"}, {"lane_mix_P23"}),
+    ({"BIGRAM_VOCAB_SIZE": 0}, {"bigram_table_RC", "bigram_projection_1DC", "bigram_scale_1"}),
+    ({"BIGRAM_DIM": 32}, {"bigram_projection_1DC"}),
+    ({"VE_ENABLED": 0},
+     {"value_table_VC", "value_projection_1KC", "value_scale_1", "value_layer_scale_N"}),
+    ({"VE_DIM": 16}, {"value_projection_1KC"}),
+    ({"CHANNEL_SMEAR_ENABLED": 0}, {"channel_smear_1D"}),
+    ({"TIE_EMBEDDINGS": 1}, {"output_head_VD"}),
+    ({"PARALLEL_START_LAYER": 6}, {"lane_mix_P23"}),
+    ({"XSA_LAST_N": 0}, set()),
+    ({"DOC_MASK": 0}, set()),
+])  # fmt: skip
 def test_what_is_off_owns_no_parameter(changes: dict[str, Any], owned: set[str]) -> None:
     everything = {**PR549, "TIE_EMBEDDINGS": 0}
     less = parameter_table(tiny(**{**everything, **changes}))
@@ -453,19 +444,16 @@ def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
     assert not torch.allclose(model(ids.repeat(1, 2))[:, :16], model(ids))
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"),
-    [
-        ("upstream_baseline.env", 17_059_912),
-        ("pr591.env", 17_059_912),
-        ("pr549.env", 26_928_220),
-        ("pr785.env", 26_928_220),
-        ("pr1493.env", 35_944_536),
-        # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist.
-        ("", 35_945_671 - (66 - 18)),
-        *((f"{name}.env", 0) for name in "cpu_demo gpu_demo h200_1gpu frontier_1855 frontier_2014".split()),
-    ],
-)
+@pytest.mark.parametrize(("name", "reference"), [
+    ("upstream_baseline.env", 17_059_912),
+    ("pr591.env", 17_059_912),
+    ("pr549.env", 26_928_220),
+    ("pr785.env", 26_928_220),
+    ("pr1493.env", 35_944_536),
+    # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist.
+    ("", 35_945_671 - (66 - 18)),
+    *((f"{name}.env", 0) for name in "cpu_demo gpu_demo h200_1gpu frontier_1855 frontier_2014".split()),
+])  # fmt: skip
 def test_parameter_counts(name: str, reference: int, repo: Path) -> None:
     """Those of the public systems, where there is one, and those that each file states."""
     config = Config.from_env({"CONFIG": str(repo / "configs" / name)} if name else {})

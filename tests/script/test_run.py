@@ -197,15 +197,11 @@ def test_its_config_starts_the_run_again(finished: Ended, lab: Lab) -> None:
     assert results(again) == results(finished) and again.directory.name != "run"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"WARMUP_STEPS": 0, "TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
-        {"WARMUP_STEPS": 3, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
-         "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100},
-    ],
-    ids=["as little as may be", "watched closely"],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"WARMUP_STEPS": 0, "TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
+    {"WARMUP_STEPS": 3, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
+     "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100},
+], ids=["as little as may be", "watched closely"])  # fmt: skip
 def test_what_must_not_change_the_result_does_not(
     finished: Ended, lab: Lab, changes: dict[str, object]
 ) -> None:
@@ -350,15 +346,12 @@ SUMS = "given[0].dtype == torch.float32 and given[0].ndim == 2"
 SCORES = "given[0].dtype == torch.float64 and len(given[0]) > 2"
 
 
-@pytest.mark.parametrize(
-    ("part", "ranks", "place", "name", "condition"),
-    [
-        ("artifact", 1, "torch", "cholesky_inverse", "True"),
-        ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
-        ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
-        ("windows", 2, "torch.distributed", "all_reduce", SCORES),
-    ],
-)
+@pytest.mark.parametrize(("part", "ranks", "place", "name", "condition"), [
+    ("artifact", 1, "torch", "cholesky_inverse", "True"),
+    ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
+    ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
+    ("windows", 2, "torch.distributed", "all_reduce", SCORES),
+])  # fmt: skip
 def test_what_would_fail_at_the_end_fails_before_the_first_step(
     part: str, ranks: int, place: str, name: str, condition: str, lab: Lab
 ) -> None:

@@ -167,16 +167,13 @@ def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_pat
     assert config.data_path == "/x/a#b c ü"
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
-        ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
-        ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
-        ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-        ("MUON_MIXTURE=0", "MUON_MIXTURE.* Version 0.5.4 reads files of 0.5.4 and older"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "named"), [
+    ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
+    ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
+    ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
+    ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
+    ("MUON_MIXTURE=0", "MUON_MIXTURE.* Version 0.5.4 reads files of 0.5.4 and older"),
+])  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"
     if content is not None:
@@ -267,13 +264,10 @@ def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str
         assert Config.from_env(config.as_env()) == config
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks"),
-    [
-        ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
-        ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "ranks"), [
+    ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
+    ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
+])  # fmt: skip
 def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[str, str], ranks: int) -> None:
     config = Config.from_env(settings)
     with pytest.raises(ConfigError, match=r"TRAIN_BATCH_TOKENS.*TRAIN_SEQ_LEN.*MICRO_BATCH_TOKENS"):

@@ -70,16 +70,13 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "stage", "told"),
-    [
-        ("fa3 refused", "forms", "attention: FlashAttention-3 is installed, and varlen was chosen"),
-        ("slow kernel", "forms", "fused_mlp: the kernel needs 1.800 ms, expected at most 2.8 times"),
-        ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
-        ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
-        ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS="),
-    ],
-)
+@pytest.mark.parametrize(("fault", "stage", "told"), [
+    ("fa3 refused", "forms", "attention: FlashAttention-3 is installed, and varlen was chosen"),
+    ("slow kernel", "forms", "fused_mlp: the kernel needs 1.800 ms, expected at most 2.8 times"),
+    ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
+    ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
+    ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS="),
+])  # fmt: skip
 def test_a_planted_fault_is_found(fault: str, stage: str, told: str, checked: Checked) -> None:
     status, page = checked("--only", stage, fault=fault)
     assert status == 1 and page.startswith("# gpu-check: FAIL") and f"## {stage}: FAIL" in page

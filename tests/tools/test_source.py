@@ -132,18 +132,15 @@ def _closure_of(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in found}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "if True:import helper\n",
-        "x = 1;from helper import work\n",
-        "import os, helper as h\n",
-        "from . import helper\n",
-        "import importlib\nimportlib.import_module('helper')\n",
-        "__import__('helper')\n",
-        "exec(open('helper.py').read())\n",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "if True:import helper\n",
+    "x = 1;from helper import work\n",
+    "import os, helper as h\n",
+    "from . import helper\n",
+    "import importlib\nimportlib.import_module('helper')\n",
+    "__import__('helper')\n",
+    "exec(open('helper.py').read())\n",
+])  # fmt: skip
 @pytest.mark.parametrize("parses", [True, False])
 def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_text(text + ("" if parses else "x = (\n"))

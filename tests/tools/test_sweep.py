@@ -96,16 +96,13 @@ def test_a_limit_that_is_not_kept_stops_the_rest(place: Path, capfd: pytest.Capt
     assert (place / "starts").read_text().split() == ["base-seed1", "begun", "low-seed1", "begun"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
-        ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
-        ("low: ", "low: SEED=4 ", "the sweep sets it"),
-        ("low: ", "base: ", "a name that is there already"),
-        ("low: ", "low ", "is no NAME: SETTING=VALUE"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "message"), [
+    ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
+    ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
+    ("low: ", "low: SEED=4 ", "the sweep sets it"),
+    ("low: ", "base: ", "a name that is there already"),
+    ("low: ", "low ", "is no NAME: SETTING=VALUE"),
+])  # fmt: skip
 def test_a_file_with_a_mistake_starts_nothing(
     place: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
 ) -> None:
