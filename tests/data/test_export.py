@@ -101,8 +101,7 @@ def joined(rows: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", encoding.VARIANTS)
-def test_tokens_splits_and_manifest(docs: Path, models: dict[str, Path], tmp_path: Path,
-                                    variant: str) -> None:
+def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: Path, variant: str) -> None:
     assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
     rows = expected_stream(docs, models[variant], variant)
     assert read_stream(tmp_path, "val").tolist() == joined(rows[:VAL_DOCUMENTS])
@@ -204,8 +203,7 @@ def test_plain_text_is_cut_at_separator_lines(models: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
-def test_chunks_agree_wherever_reading_resumes(tmp_path: Path, suffix: str,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_agree_where_one_resumes(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(2)
     texts = ["x" * generator.randrange(1, 300) + str(index) for index in range(200)]
     path = tmp_path / f"docs.{suffix}"
@@ -366,8 +364,7 @@ def test_a_finished_export_is_confirmed_and_other_settings_are_refused(
     assert str(shard) in error_of(command)
 
 
-def test_foreign_shards_and_tokenizers_are_not_overwritten(
-        docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
+def test_foreign_files_are_kept(docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
     shard = tmp_path / "a" / "datasets" / "set" / "fineweb_train_000000.bin"
     model = tmp_path / "b" / "tokenizers" / models["plain"].name
     for mine in (shard, model):

@@ -236,8 +236,7 @@ def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], t
 # --- what is here already ---------------------------------------------------------------------------------
 
 
-def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path,
-                                    error_of: Fails) -> None:
+def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     victim = directory(tmp_path) / "fineweb_train_000001.bin"
     status = victim.stat()
@@ -252,8 +251,7 @@ def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path:
     assert list((hub.completed - before).elements()) == [remote(victim.name)]
 
 
-def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub, files: dict[str, bytes],
-                                                                        tmp_path: Path) -> None:
+def test_files_of_other_tools_are_taken_if_right(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     directory(tmp_path).mkdir(parents=True)
     right, wrong, empty = (directory(tmp_path) / f"fineweb_train_{index:06d}.bin" for index in range(3))
     right.write_bytes(files[remote(right.name)])
@@ -265,8 +263,7 @@ def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub
     assert wrong.with_name(f"{wrong.name}.replaced").read_bytes() == files[remote(right.name)]
 
 
-def test_verify_tells_of_training_documents_that_are_validation_documents(
-        hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_verify_tells_of_training_on_validation_documents(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     manifest = shards.read_manifest(directory(tmp_path))
     manifest["files"]["fineweb_val_000000.bin"]["documents"] = [0, 1000]

@@ -529,9 +529,7 @@ def many_documents() -> np.ndarray:
     return tokens
 
 
-def test_batches_that_the_clock_has_no_time_for_are_scored_without_learning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the limit, a document has the scores of one that learns, or of one that does not, to its end.
 
     The limit holds, and its time is used, unless it is shorter than the first batch and scoring alone.

@@ -312,9 +312,7 @@ def test_a_parameter_that_no_artifact_would_hold(tiny: Config) -> None:
         train_gpt.Optimizer(model, tiny, train_gpt.Machine())
 
 
-def test_a_model_in_training_knows_the_settings_of_its_artifact_and_no_others(
-    tiny: Config, tiny_file: Path
-) -> None:
+def test_a_model_in_training_knows_the_settings_of_its_artifact_alone(tiny: Config, tiny_file: Path) -> None:
     """So one that was put elsewhere is an error in the first step of the warm-up, not after training."""
     trained = train_gpt.build_model(tiny)
     loaded, _ = train_gpt.load_artifact(tiny_file)
@@ -412,9 +410,7 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
     [{"config": ["VOCAB_SIZE"]}, {"config": list(ModelSettings().as_env())}, {"config": None},
      {"tokenizer": TOKENIZER}, {"VOCAB_SIZE": 32}, {"DOC_MASK": 1}, {"TRAIN_SEQ_LEN": {}}],
 )  # fmt: skip
-def test_headers_of_the_wrong_kind_are_refused(
-    change: dict[str, Any], tiny_file: Path, tmp_path: Path
-) -> None:
+def test_headers_of_a_wrong_kind_are_refused(change: dict[str, Any], tiny_file: Path, tmp_path: Path) -> None:
     sections = sections_of(tiny_file)
     header = json.loads(zlib.decompress(sections["config"]))
     if "tokenizer" in change:
@@ -426,9 +422,7 @@ def test_headers_of_the_wrong_kind_are_refused(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("seed", "count"), [(1, 150), pytest.param(2, 50_000, marks=pytest.mark.slow)])
-def test_random_damage_ends_in_the_one_error_or_in_a_sound_model(
-    seed: int, count: int, tiny_file: Path
-) -> None:
+def test_random_damage_is_the_one_error_or_a_sound_model(seed: int, count: int, tiny_file: Path) -> None:
     """Half of it is sealed again under right checksums."""
     rng = random.Random(seed)
     original = tiny_file.read_bytes()

@@ -122,9 +122,7 @@ def test_a_sidecar_that_does_not_fit_is_refused(
     ("shards", "of another rank"),
     ("dtype", "torch.bfloat16"),
 ])  # fmt: skip
-def test_ranks_must_count_the_same_bytes_and_compute_alike(
-    name: str, theirs: str, made: dict[str, str]
-) -> None:
+def test_ranks_count_the_same_bytes_and_compute_alike(name: str, theirs: str, made: dict[str, str]) -> None:
     torch.manual_seed(0)
 
     class Two(Machine):

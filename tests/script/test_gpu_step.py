@@ -291,9 +291,7 @@ def text_of(documents: int, length: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
-    attention: str, new_graphs: Callable[[], int]
-) -> None:
+def test_no_length_of_a_document_needs_another_graph(attention: str, new_graphs: Callable[[], int]) -> None:
     """Other numbers of documents, other lengths and other rows, again and again."""
     config = adapters_config()
     model = ready(train_gpt.build_model(config), attention)
@@ -310,9 +308,7 @@ def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
 
 
 @pytest.mark.slow
-def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_meets_them(
-    new_graphs: Callable[[], int], tmp_path: Path
-) -> None:
+def test_warm_up_compiles_all_that_training_meets(new_graphs: Callable[[], int], tmp_path: Path) -> None:
     """Of three lengths the first ends before the loop begins, and the last begins after it: four graphs."""
     config = tiny_config(
         VOCAB_SIZE=4096, TRAIN_SEQ_LENS="8:0.25 16:0.75 32", ENABLE_LOOPING_AT=0.5, ITERATIONS=20,

@@ -317,9 +317,7 @@ def attention_of(
     [(True, "fa3"), (True, "fa3 varlen"), (True, "fa3 varlen fa2"), (True, "fa3 varlen fa2 sdpa"),
      (False, "fa3"), (False, "fa3 sdpa")],
 )  # fmt: skip
-def test_attention_is_tried_in_a_fixed_order(
-    monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: str
-) -> None:
+def test_attention_is_tried_in_order(monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: str) -> None:
     """The last one of these is installed and taken, those before it are not, those after it are not tried."""
     *absent, installed = tried.split()
     attention = train_gpt.attention_sdpa if installed == "sdpa" else packed_attention
@@ -409,9 +407,7 @@ def test_the_worst_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asked", ["auto", "0"])
-def test_a_cpu_computes_by_the_plain_forms_and_tries_nothing(
-    monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
+def test_a_cpu_has_the_plain_forms_and_tries_nothing(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     """They are the definition, and a start must be quick."""
     monkeypatch.setattr(train_gpt, "both_passes", lambda *_: pytest.fail("a form was tried"))
     config = dataclasses.replace(SMALL, attention="auto", fused_mlp=asked, fused_heads=asked)
@@ -468,9 +464,7 @@ def mlp_of(
     ("1", (3, 2, 1), "kernel2"),
     ("0", (1, 2, 3), "plain"),
 ])  # fmt: skip
-def test_a_gpu_takes_the_fastest_form_of_those_it_may_have(
-    asked: str, times_ms: tuple[float, ...], form: str
-) -> None:
+def test_a_gpu_takes_the_fastest_form_it_may_have(asked: str, times_ms: tuple[float, ...], form: str) -> None:
     """The line tells of each how far it is from the plain one, and how long it lasts."""
     name, line = mlp_of(CallsItselfGpu(), times_ms, fused_mlp=asked)
     assert name == form and line.startswith(f"fused_mlp:{form} tried: ")
@@ -480,9 +474,7 @@ def test_a_gpu_takes_the_fastest_form_of_those_it_may_have(
 
 
 @needs_runnable_kernels
-def test_the_slowest_rank_decides_and_a_fast_form_that_is_wrong_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in (((1, 2, 3), (9, 2, 1)), ((9, 2, 1), (1, 2, 3))):
         peers = iter([*[[(0.0, "")]] * 3, *([ms] for ms in theirs)])
         name, line = mlp_of(OneOfMany(peers=peers), ours)

@@ -106,9 +106,7 @@ def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> Non
     shuffle=st.booleans(),
     epoch=st.integers(0, 3),
 )
-def test_an_epoch_is_every_sequence_once(
-    sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int
-) -> None:
+def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffle: bool, epoch: int) -> None:
     all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
     config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
     if max(sizes) <= seq_len:
@@ -250,9 +248,7 @@ def test_resume_at_every_step_on_any_number_of_ranks(shards: list[Any], prefetch
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_seek_reads_nothing_but_the_shard_it_needs(
-    shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seek_reads_what_it_needs(shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs away, no sooner and no later than at once: nothing is read but the shard and those after it."""
     expected, _ = stream(shards, 2, first_step=10_000, train_prefetch=False)
     reads: list[Path] = []
@@ -267,9 +263,7 @@ def test_seek_reads_nothing_but_the_shard_it_needs(
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_batch_staged_before_the_clock_is_the_next_one(
-    shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_staged_batch_is_next(shards: list[Any], prefetch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, expected_hash = stream(shards, 3, train_prefetch=False)
     reads: list[Path] = []
     on_read(monkeypatch, reads.append)
@@ -322,9 +316,7 @@ def test_no_stage_can_change_the_stream_by_its_speed(
     assert np.array_equal(np.concatenate(rows), expected)
 
 
-def test_the_next_shard_is_read_ahead_and_no_more_than_that(
-    shards: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_shard_alone_is_read_ahead(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """While the first shard is in use the second is read; the third only when the first is done with."""
     reads: list[Path] = []
     on_read(monkeypatch, reads.append)
@@ -367,9 +359,7 @@ def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
             assert torch.equal(batch.starts, starts)
 
 
-def test_data_wait_is_what_was_waited_for_all_batches(
-    shards: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_wait_is_the_wait_for_all_batches(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with open_loader(shards, train_prefetch=False) as loader:
         # Of a clock that goes on by a millisecond whenever it is read, as every wait does twice.
         ticks = itertools.count()
@@ -517,9 +507,7 @@ def test_closing_in_any_state_leaves_nothing(shards: list[Any]) -> None:
     wait_until(lambda: not loader_threads())
 
 
-def test_close_with_a_reader_that_hangs_is_bounded(
-    shards: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_with_a_hanging_reader_is_bounded(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     on_read(monkeypatch, lambda path: gate.wait(DEADLINE_SECONDS))
     loader = open_loader(shards)
@@ -714,9 +702,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_stream", [True, False])
-def test_not_one_poisoned_value_reaches_the_step(
-    shards: list[Any], poisoned: None, copy_stream: bool
-) -> None:
+def test_no_poisoned_value_reaches_the_step(shards: list[Any], poisoned: None, copy_stream: bool) -> None:
     assert poisoned_values(shards, copy_stream=copy_stream) == 0
 
 

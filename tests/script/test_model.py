@@ -544,9 +544,7 @@ VERSIONS = [("fa3", flash_attn_3), ("fa2", flash_attn_2), ("varlen", torch_2_10)
 
 @pytest.mark.parametrize(("name", "kernel"), VERSIONS, ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("doc_mask", [0, 1])
-def test_every_varlen_kernel_gives_the_same_model(
-    name: str, kernel: Any, doc_mask: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_varlen_kernel(name: str, kernel: Any, doc_mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, name, kernel)
     config = tiny(ATTENTION=name, DOC_MASK=doc_mask)
     model, ids = random_model(config), random_ids(config)

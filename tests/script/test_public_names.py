@@ -172,9 +172,7 @@ def test_no_name_is_answered_twice() -> None:
     assert len(listed) == len(set(listed)) == len(NAMES)
 
 
-def test_a_former_name_that_a_fork_makes_a_setting_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_former_name_may_be_a_setting_of_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"names": "MATRIX_LR", "answer": "no effect: never read", "harmless": "*"}
     path = tmp_path / "names.json"
     monkeypatch.setattr(train_gpt, "find_path", lambda _: path)

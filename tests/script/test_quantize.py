@@ -292,9 +292,7 @@ def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["", "mlp"])
-def test_without_a_hessian_rounding_at_once_gives_the_codes_of_column_by_column(
-    role: str, tiny: Config
-) -> None:
+def test_without_a_hessian_rounding_at_once_is_rounding_by_columns(role: str, tiny: Config) -> None:
     """The same codes as with Hessians that say nothing, without an operation for each column."""
     weights = 0.3 * torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
     weights[0, :, 3] = 0

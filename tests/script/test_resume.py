@@ -152,9 +152,7 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "absent"])
-def test_a_damaged_checkpoint_is_refused_and_nothing_in_it_is_executed(
-    damage: str, copy: Path, lab: Lab
-) -> None:
+def test_a_damaged_checkpoint_is_refused_and_nothing_in_it_runs(damage: str, copy: Path, lab: Lab) -> None:
     path, canary = copy / "checkpoint.pt", lab.folder / "canary"
     content = path.read_bytes()
     path.unlink()
@@ -217,9 +215,7 @@ def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(fault: str,
     assert ended.summary["steps"] == 2 and not [*ended.directory.glob("*checkpoint*")]
 
 
-def test_a_full_disk_at_the_end_is_told_by_name_and_the_end_can_be_repeated(
-    lab: Lab, finished: Ended
-) -> None:
+def test_a_full_disk_at_the_end_is_told_and_the_end_can_be_repeated(lab: Lab, finished: Ended) -> None:
     ended = lab.run(fault=FULL_DISK.replace("NAME", "summary.json"))
     assert ended.status == 1 and "Traceback" not in ended.err
     assert "summary.json" in ended.err and "No space left" in ended.err
@@ -298,9 +294,7 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
 
 
 @pytest.mark.parametrize("phase", ["quantize", "eval_roundtrip"])
-def test_what_fails_after_training_ends_with_the_line_that_goes_on(
-    phase: str, lab: Lab, finished: Ended
-) -> None:
+def test_a_failure_after_training_tells_the_line_that_goes_on(phase: str, lab: Lab, finished: Ended) -> None:
     ended = lab.run(fault=in_phase(phase, 'raise RuntimeError("injected")'))
     assert ended.status == 1 and "injected" in ended.err
     ways = f"continue with RESUME={ended.directory}"

@@ -144,9 +144,7 @@ def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path)
         )
 
 
-def test_the_shipped_script_scores_the_artifact_the_same_without_training_data(
-    finished: Ended, lab: Lab
-) -> None:
+def test_the_shipped_script_scores_the_artifact_without_training_data(finished: Ended, lab: Lab) -> None:
     lab = lab.copy_dataset()
     for shard in lab.dataset.glob("fineweb_train_*"):
         shard.unlink()
@@ -202,9 +200,7 @@ def test_its_config_starts_the_run_again(finished: Ended, lab: Lab) -> None:
     {"WARMUP_STEPS": 3, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
      "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100},
 ], ids=["as little as may be", "watched closely"])  # fmt: skip
-def test_what_must_not_change_the_result_does_not(
-    finished: Ended, lab: Lab, changes: dict[str, object]
-) -> None:
+def test_what_must_change_nothing_does_not(finished: Ended, lab: Lab, changes: dict[str, object]) -> None:
     again = lab.succeed(**changes)
     assert results(again) == results(finished)
     if "VAL_LOSS_EVERY" in changes:
@@ -293,9 +289,7 @@ def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("pull_request", "changes"), [(549, {"VE_LAYERS": "0,1"}), (591, {"TIE_EMBEDDINGS": 0}), (1493, {})]
 )
-def test_a_public_command_trains_scores_and_stores_its_system(
-    pull_request: int, changes: dict[str, Any], lab: Lab, repo: Path
-) -> None:
+def test_a_public_command_trains(pull_request: int, changes: dict[str, Any], lab: Lab, repo: Path) -> None:
     """At the size of the tests: what decides the size, the data and the length of a run is theirs."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     own = lab.settings()

@@ -286,9 +286,7 @@ def test_the_model_settings_are_those_that_decide_the_weights() -> None:
     assert not {"MATRIX_LR", "SEED", "DATA_PATH", "TTT_LR", "MATRIX_BITS"} & stored
 
 
-def test_finding_a_path_looks_upward_from_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path
-) -> None:
+def test_a_path_is_found_upwards_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert train_gpt.find_path("configs").samefile(repo / "configs")
     (tmp_path / "configs").mkdir(parents=True)

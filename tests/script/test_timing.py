@@ -58,9 +58,7 @@ def test_the_first_ten_steps_and_every_nth_are_reported() -> None:
 
 
 @pytest.mark.parametrize(("every", "step"), [(2, 13), (0, 2), (0, 16), (2, None), (1, None)])
-def test_other_steps_are_not_timed_at_all(
-    every: int, step: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_steps_are_not_timed(every: int, step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those between, all of them without TRAINING_TIMING_BREAKDOWN, and those of the warm-up."""
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("an event was made"))
@@ -195,9 +193,7 @@ def test_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [*tmp_path.iterdir()] == []
 
 
-def test_it_keeps_what_overlaps_its_steps(
-    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_overlaps_its_steps_stays(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 2 and 3 last from 2 to 4 by this clock: what overlaps them is shown, cut at both ends."""
     now = 0.0
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now)

@@ -348,9 +348,7 @@ def test_audited_code_runs_only_when_asked(tmp_path: Path, network_is_cut: None)
     assert marker.exists()
 
 
-def test_code_that_is_run_has_no_network_and_cannot_fill_the_disk_or_stay(
-    tmp_path: Path, network_is_cut: None
-) -> None:
+def test_code_that_is_run_has_no_network_no_disk_and_no_stay(tmp_path: Path, network_is_cut: None) -> None:
     number = tmp_path / "number"
     popen = "subprocess.Popen(['sleep', '987'])"
     for script, told in (
@@ -477,9 +475,7 @@ LOGS = [
 
 
 @pytest.mark.parametrize(("changes", "check", "level", "text"), LOGS)
-def test_what_a_log_says_is_named(
-    changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path
-) -> None:
+def test_faults_of_a_log(changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path) -> None:
     log = PLAIN_A
     for old, new in changes.items():
         assert old in log

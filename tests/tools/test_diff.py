@@ -83,9 +83,7 @@ def test_text_names_what_differs(told: Callable[..., str]) -> None:
     assert re.search(r"^20 +3\.2000 +3\.1500 +-0\.0500$", text, re.MULTILINE)
 
 
-def test_kinds_of_score_are_told_and_compared_kind_by_kind(
-    two: tuple[Path, Path], told: Callable[..., str]
-) -> None:
+def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: Callable[..., str]) -> None:
     """A run that learns at test time against one that does not."""
     alike = told("--no-code")
     assert "Score: legal_ttt." in alike and "two kinds" not in alike

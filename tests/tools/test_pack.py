@@ -79,9 +79,7 @@ def run_on(folder: Path, environment: dict[str, str], **data: int) -> Path:
     return make_run(folder / "a", 1, config=paths, summary_changes=changes)
 
 
-def test_a_record_on_case_marks_holds_what_proves_its_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = case.make_dataset(tmp_path, "caseops")
     run = run_on(tmp_path / "runs", environment, val_tokens=1234, val_bytes=5678)
     folder = pack(tmp_path / "records", [run])
@@ -117,9 +115,7 @@ def test_the_command_that_gets_the_data() -> None:
         assert readme.fetch_command(data) == command
 
 
-def test_more_files_are_part_of_the_record_and_replace_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_files_join_the_record_replace_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     maker = tmp_path / "prepare_data.py"
     maker.write_text("print('tokens')\n")
@@ -181,9 +177,7 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: 
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 
-def test_records_that_share_scripts_keep_a_source_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_that_share_scripts_keep_one_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     (records / "scripts").mkdir(parents=True)
     folders = []
@@ -206,9 +200,7 @@ def test_records_that_share_scripts_keep_a_source_once(
     assert shared.read_text() == "another script" and not list(records.rglob("*_Late"))
 
 
-def test_form_that_the_run_counted_is_shipped_if_it_is_the_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     shipped = run / "train_gpt.shipped.py"
     shipped.write_bytes(wrap(SOURCE))
@@ -248,9 +240,7 @@ def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
-def test_total_over_the_cap_is_refused_with_the_excess(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_total_over_the_cap_is_told_with_excess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config={"ARTIFACT_BYTES_MAX": "301000"})
     excess = 300_000 + len(SOURCE.encode()) - 301_000
     message = refusal(capsys, tmp_path / "records", [run], "--track", "track_demo")

@@ -173,9 +173,7 @@ def test_a_legal_change_of_the_scorer_of_documents_is_not_refuted(name: str, sho
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_RANKS)
-def test_another_split_over_ranks_is_not_refuted(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_split_by_ranks_is_legal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "RANKS", (2,))
     subject = probes.make_subject(mutants.mutated(SCRIPT, name))
     findings = list(prove.rank_invariance(subject, SCRIPT, tmp_path, mutant=name))
@@ -410,9 +408,7 @@ def test_a_child_process_reaches_no_network_or_it_is_said(tmp_path: Path, proved
         assert found["B15"]["text"].startswith("not checked for child processes")
 
 
-def test_where_no_namespace_can_be_had_children_are_not_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_namespaces_children_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "namespace_command", lambda: [])
     monkeypatch.setattr(network, "is_out_of_reach", lambda: False)
     monkeypatch.setattr(prove, "_checked", lambda order, folder: [])
@@ -422,9 +418,7 @@ def test_where_no_namespace_can_be_had_children_are_not_checked(
     assert prove.exit_status([found]) == prove.UNCHECKED
 
 
-def test_a_config_and_the_environment_give_the_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.env"
     file.write_text("NUM_LOOPS=1\nTTT_EPOCHS=5\n")
     monkeypatch.setenv("TTT_EPOCHS", "2")

@@ -63,9 +63,7 @@ def sweep(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     return status, capfd.readouterr().out
 
 
-def test_a_sweep_killed_twice_ends_as_one_that_was_not(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_killed_twice_ends_as_any_other(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sweep(capfd, "--runs", "straight")[0] == 0
     straight = sweep(capfd, "--runs", "straight", "--table")[1]
     assert re.search(r"^low +3 +1\.52025 +\+0\.00025", straight, re.MULTILINE)
@@ -113,9 +111,7 @@ def test_a_file_with_a_mistake_starts_nothing(
     assert not (place / "starts").exists()
 
 
-def test_a_row_that_has_changed_since_its_runs_is_refused(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_changed_since_its_runs_is_refused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sweep(capfd)[0] == 0
     text = (place / "rates.txt").read_text()
     (place / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))

@@ -54,9 +54,7 @@ def test_a_table_of_all_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("content", "told"), [(None, "TRACE_STEPS"), ("[1", "not a trace"), ('{"traceEvents": []}', "no span")]
 )
-def test_what_is_no_trace_is_refused(
-    tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_trace(tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     if content is not None:
         (tmp_path / "trace_rank0.json").write_text(content)
     assert main(["timeline", str(tmp_path), "--out", str(tmp_path / "t.png")]) == 2

@@ -254,9 +254,7 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path) -> None:
     ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
     ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
 ])  # fmt: skip
-def test_what_no_replacement_fits_is_told_with_its_line(
-    script: Path, found: str, instead: str, told: str
-) -> None:
+def test_what_no_replacement_fits_is_told(script: Path, found: str, instead: str, told: str) -> None:
     text = MINIATURE.replace(found, instead, 1)
     if "autocast" in found or "device(" in found:  # one that fits beside one that does not
         text += '\n\ndef unused():\n    torch.device("cuda", 0)\n    torch.autocast(device_type="cuda")\n'
