@@ -27,9 +27,6 @@ def deciding_settings() -> set[str]:
     return {*TrainingSettings().as_env(), *names[: names.index("DATA_PATH")], "DATA_PATH", "TOKENIZER_PATH"}
 
 
-# -- the files -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_default_has_drifted_under_a_configuration(name: str) -> None:
     """Else name the old value in the file; python -m tests.support.resolved_configs pins a wanted change.
@@ -76,9 +73,6 @@ def test_an_ancestor_has_the_values_of_its_script(name: str, system: str, repo: 
     compared = [key for key, value in theirs.items() if key in ours and value is not None]
     assert len(compared) > 30
     assert {key: ours[key] for key in compared if not same(ours[key], theirs[key])} == {}
-
-
-# -- the page ------------------------------------------------------------------------------------------------
 
 
 def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: str) -> None:

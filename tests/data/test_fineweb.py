@@ -107,9 +107,6 @@ def error_of(hub: Hub, capsys: pytest.CaptureFixture[str]) -> Fails:
     return error
 
 
-# --- what is fetched ------------------------------------------------------------------------------------
-
-
 def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Path,
                                 capsys: pytest.CaptureFixture[str]) -> None:
     assert fineweb.main(command(tmp_path / "dry", "--dry-run")) == 0
@@ -162,9 +159,6 @@ def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path, error_of:
     assert not (directory(tmp_path / "more") / shards.MANIFEST_NAME).exists()
     hub.files[remote("fineweb_val_bytes_000000.bin")] = shard_bytes(np.ones(SHARD_TOKENS - 1))
     assert "not one for each token" in error_of(tmp_path / "bad")
-
-
-# --- a hub that fails -----------------------------------------------------------------------------------
 
 
 def test_cut_connections_are_resumed_within_the_file(hub: Hub, files: dict[str, bytes], tmp_path: Path,
@@ -231,9 +225,6 @@ def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], t
     hub.files = {name.removeprefix("datasets/"): content for name, content in files.items()}
     assert fineweb.main(command(tmp_path, "--root", "")) == 0
     assert_complete(tmp_path, files, 3)
-
-
-# --- what is here already ---------------------------------------------------------------------------------
 
 
 def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails) -> None:
@@ -313,9 +304,6 @@ def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -
     ]):
         hub.files[remote("fineweb_train_000000.bin")] = content
         assert expected in error_of(tmp_path / str(index), train_shards=1)
-
-
-# --- killed and resumed -----------------------------------------------------------------------------------
 
 
 def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Path, kills: int) -> None:

@@ -118,9 +118,6 @@ def told(ended: Ended, *named: str) -> None:
     assert any(name in ended.err for name in named), (named, ended.err)
 
 
-# -- the kinds: each gets a folder, the result to end with, and its own random numbers -----------------------
-
-
 def end_by(number: int, lab: Lab, reference: Ended, source: random.Random) -> None:
     started = lab.start(fault=SLOW, **SAVING)
     if reached(started, source.choice([*MARKS.values()]), source.uniform(0.0, 0.2)):
@@ -243,9 +240,6 @@ KINDS: list[Kind] = [
 
 
 OUTCOMES: dict[type, str] = {Hung: "hung", subprocess.TimeoutExpired: "hung", Corrupted: "corrupted"}
-
-
-# -- the driver ----------------------------------------------------------------------------------------------
 
 
 def make_small_shards(folder: Path) -> None:

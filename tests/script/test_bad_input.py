@@ -111,9 +111,6 @@ def data_file(file: str, content: bytes | None, cause: str, remedy: str) -> Case
     return case(f"{file}: {shown!r}", make, cause, remedy)
 
 
-# -- what is done to shards ----------------------------------------------------------------------------------
-
-
 def without_training_shards(desk: Desk) -> None:
     for path in desk.data.glob("fineweb_train_*"):
         path.unlink()
@@ -165,9 +162,6 @@ def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
 
 def manifest_without_json(desk: Desk) -> None:
     (desk.data / "manifest.json").write_text("{")
-
-
-# -- what is done to run directories and the machine ---------------------------------------------------------
 
 
 def directory_with(desk: Desk, *files: str) -> None:
@@ -317,9 +311,6 @@ def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None
         assert ended.status == 1 and "Traceback" not in ended.err
         assert str(finished.directory) in ended.err
     assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
-
-
-# -- odd consoles, names and locales -------------------------------------------------------------------------
 
 
 NOBODY_READS = """

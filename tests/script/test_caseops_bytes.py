@@ -80,9 +80,6 @@ def test_each_document_has_the_bytes_of_its_text(made: dict[str, str]) -> None:
         assert found.bytes_total == counts[1 : limit + 1].sum()
 
 
-# --- a sidecar that does not fit (data/fineweb.py --verify checks the counts themselves) ---
-
-
 def a_shard_without(folder: Path) -> None:
     (folder / "fineweb_val_bytes_000001.bin").unlink()
 
@@ -112,9 +109,6 @@ def test_a_sidecar_that_does_not_fit_is_refused(
     damage(folder)
     with pytest.raises(DataError, match=f"{told}.*get the data again"):
         read_validation(val_shards(folder), Config.from_env(settings))
-
-
-# --- ranks ---
 
 
 @pytest.mark.parametrize(("name", "theirs"), [

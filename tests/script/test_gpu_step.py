@@ -85,9 +85,6 @@ def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPat
     assert values.shape == (2,) and operations.count > 500
 
 
-# --- what is compiled, and when ---
-
-
 def open_sizes(graph: Any, arguments: list[Any]) -> dict[Any, int]:
     """The sizes that a traced graph leaves open, by their symbol, as these arguments have them."""
     found = {}
@@ -271,9 +268,6 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
-# --- adapters ---
-
-
 def adapters_config() -> Config:
     """TTT_MODE=lora, with more context than in training."""
     return one_layer(
@@ -323,9 +317,6 @@ def test_warm_up_compiles_all_that_training_meets(new_graphs: Callable[[], int],
             train_gpt.train_step(training, step / config.iterations)
         assert new_graphs() == 0
         assert train_gpt.train_length(1.0, config) == 32
-
-
-# --- the clock ---
 
 
 class Device:
@@ -414,8 +405,6 @@ def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch:
         train_on(device, twelve_seconds(round(float(switch), 4)), monkeypatch)
         assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
 
-
-# --- kernels are chosen once ---
 
 COUNTED_CHOICES = """
 import torch

@@ -283,9 +283,6 @@ def test_without_decay_the_average_is_the_last_weights() -> None:
     assert all(map(torch.equal, optimizer.weights, last))
 
 
-# --- what eight ranks send ---
-
-
 @pytest.fixture
 def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """This process is one of eight whose peers are not there; counts its collectives."""

@@ -34,9 +34,6 @@ def refusal(given: dict[str, str]) -> str:
     return str(error.value)
 
 
-# -- single names --------------------------------------------------------------------------------------------
-
-
 def test_no_name_of_a_public_command_is_ignored() -> None:
     for command in load_public_commands():
         for name, value in command.settings.items():
@@ -115,9 +112,6 @@ def test_other_short_names_are_left_alone(name: str) -> None:
     assert notes(**{name: "1"}) == ""
 
 
-# -- pasted commands -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("pull_request", "system"), SYSTEMS.items())
 def test_a_pasted_command_ends_with_the_line_that_works(pull_request: int, system: str) -> None:
     given = next(c.settings for c in load_public_commands() if c.pull_request == pull_request)
@@ -148,9 +142,6 @@ def test_a_few_settings_are_no_pasted_command() -> None:
     # Variables of other programs do not count.
     others = {f"OTHER_{number}": "1" for number in range(20)}
     assert "CONFIG=configs/pr785.env" in refusal({**four, **fifth, **others})
-
-
-# -- the file ------------------------------------------------------------------------------------------------
 
 
 def test_every_answer_is_of_no_setting_or_of_a_value_or_has_a_catch() -> None:

@@ -29,9 +29,6 @@ def correlated_bank(matrices: int, rows: int, columns: int, seed: int = 0) -> tu
     return weights, x.mT @ x / x.size(1)
 
 
-# --- GPTQ -------------------------------------------------------------------------------------------------
-
-
 def gptq_written_out(weights: Tensor, hessian: Tensor, scales: Tensor, levels: int, damping: float) -> Tensor:
     """GPTQ of one matrix, one column at a time, with the inverse updated by elimination, in float64."""
     weights, hessian = weights.double().clone(), hessian.double().clone()
@@ -122,9 +119,6 @@ def test_what_is_restored_is_codes_times_scales() -> None:
             assert torch.equal(restored_NRC[matrix], mine * scales[:, None])
 
 
-# --- steps of columns -------------------------------------------------------------------------------------
-
-
 def unequal_bank() -> tuple[Tensor, Tensor]:
     """Weights and a Hessian whose columns GPTQ can make up for very differently."""
     weights, hessians = correlated_bank(1, 256, 48)
@@ -159,9 +153,6 @@ def test_one_step_is_the_limit_of_steps_of_columns() -> None:
     weights, hessians = unequal_bank()
     plain = with_column_steps(weights, hessians, 0.0)
     assert with_column_steps(weights, hessians, 1e-4) == pytest.approx(plain)
-
-
-# --- Hessians -----------------------------------------------------------------------------------------------
 
 
 Seen = dict[tuple[str, int], Tensor]
@@ -309,9 +300,6 @@ def test_without_a_hessian_rounding_at_once_is_rounding_by_columns(role: str, ti
     weights[1, 0, 0] = math.nan
     with pytest.raises(ArtifactError, match="bank is not finite"):
         train_gpt.Quantizer("bank", weights, parameter, {}, Config())
-
-
-# --- a Hessian that rounding has left without an inverse ---------------------------------------------------
 
 
 @pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])

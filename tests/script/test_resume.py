@@ -257,8 +257,6 @@ def test_a_loss_that_is_not_finite_stops_with_all_that_one_needs_to_go_on(lab: L
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
 
 
-# -- what a run finds in its own files -----------------------------------------------------------------------
-
 def test_resume_alone_goes_on_with_the_run_as_it_was(copy: Path, lab: Lab, finished: Ended) -> None:
     ended = lab.succeed(**lab.nothing_but(RESUME=copy))
     assert_same_result(ended, finished)
@@ -290,9 +288,6 @@ def test_other_code_goes_on_only_when_asked_for_and_all_records_tell(copy: Path,
     assert (copy / "train_gpt.py").read_bytes() == another.read_bytes()
 
 
-# -- whatever fails after training ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("phase", ["quantize", "eval_roundtrip"])
 def test_a_failure_after_training_tells_the_line_that_goes_on(phase: str, lab: Lab, finished: Ended) -> None:
     ended = lab.run(fault=in_phase(phase, 'raise RuntimeError("injected")'))
@@ -303,9 +298,6 @@ def test_a_failure_after_training_tells_the_line_that_goes_on(phase: str, lab: L
     assert ended.err.splitlines()[-1] == ways
     if phase == "quantize":
         assert_same_result(lab.succeed(**lab.nothing_but(RESUME=ended.directory)), finished)
-
-
-# -- signals -------------------------------------------------------------------------------------------------
 
 
 def test_the_second_signal_ends_at_once(lab: Lab) -> None:

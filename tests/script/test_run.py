@@ -323,8 +323,6 @@ def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
         lines.clear()
 
 
-# --- the end of a run, rehearsed ---
-
 # What breaks a part of the end, on the last rank: a kernel that is missing, a graph that is not compiled, two
 # collectives.
 PLANTED = """

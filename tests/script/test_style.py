@@ -37,9 +37,6 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-# -- weight --------------------------------------------------------------------------------------------------
-
-
 def test_the_script_stays_below_its_ceiling(source: str) -> None:
     """Comments, docstrings and line breaks are free: only code weighs."""
     tokens = plainness.tokens_of_code(source)
@@ -49,17 +46,11 @@ def test_the_script_stays_below_its_ceiling(source: str) -> None:
     )
 
 
-# -- how much stands in a line -------------------------------------------------------------------------------
-
-
 def test_no_function_is_too_long_or_nested_too_deep(tree: ast.Module) -> None:
     lines = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(tree)}
     assert {name: number for name, number in lines.items() if number > MAX_FUNCTION_LINES} == {}
     deep = {f.name: plainness.nesting(f) for f in functions(tree)}
     assert {name: found for name, found in deep.items() if found > MAX_NESTING} == {}
-
-
-# -- what a reader has to decode -----------------------------------------------------------------------------
 
 
 FINDERS = [plainness.packed_assignments, plainness.truth_values_as_numbers, plainness.reads_from_below]
@@ -70,16 +61,10 @@ def test_nothing_has_to_be_decoded_or_looked_up_below(finds: Callable[[str], lis
     assert finds(source) == []
 
 
-# -- sections ------------------------------------------------------------------------------------------------
-
-
 def test_sections_stand_in_order_and_say_what_they_guarantee(source: str) -> None:
     sections = plainness.sections(source)
     assert [section.name for section in sections] == SECTIONS
     assert all(section.guarantee.endswith(".") for section in sections)
-
-
-# -- names, settings, import ---------------------------------------------------------------------------------
 
 
 def test_private_and_autograd_names_apart_every_signature_is_annotated(tree: ast.Module) -> None:

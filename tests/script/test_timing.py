@@ -29,9 +29,6 @@ def fields(line: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+):([-\d.]+)", line)}
 
 
-# -- lines ---------------------------------------------------------------------------------------------------
-
-
 def host_step(timer: StepTimer, step: int | None) -> str:
     """A step of two micro-batches."""
     timer.begin(step)
@@ -105,9 +102,6 @@ def test_gpu_time_is_right_and_only_a_reported_step_is_waited_for() -> None:
         assert end.query() == (step == 12) and (line == "") == (step == 11)
         torch.cuda.synchronize()
     assert fields(line)["forward_ms"] == pytest.approx(start.elapsed_time(end), rel=0.05)
-
-
-# -- the file of a trace -------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> list[Event]:
@@ -242,9 +236,6 @@ def test_steps_that_are_no_window_are_refused(text: str) -> None:
         train_gpt.Config.from_env({"TRACE_STEPS": text})
 
 
-# -- a run ---------------------------------------------------------------------------------------------------
-
-
 def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
     """A run with a trace that must succeed, and its file."""
     ended = lab.succeed(**{"TRACE_STEPS": "1:1000", **changes})
@@ -328,9 +319,6 @@ def test_a_signal_ends_the_run_as_without_it_and_what_was_traced_is_written(lab:
     ended = lab.run(fault=signal_at_step(4), TRACE_STEPS="1:1000")
     assert ended.status == 128 + signal.SIGTERM and "stopped by signal 15" in ended.out
     assert steps(read(ended.directory / "trace_rank0.json")) == [1, 2, 3, 4]
-
-
-# -- a GPU, as far as can be told without one ----------------------------------------------------------------
 
 
 def gpu_trace(

@@ -32,9 +32,6 @@ class Section(NamedTuple):
     line: int  # the first one of its banner
 
 
-# -- weight --------------------------------------------------------------------------------------------------
-
-
 def tokens_of_code(source: str) -> int:
     """The tokens of a source without its comments, docstrings and layout."""
     free = docstring_lines(ast.parse(source))
@@ -67,9 +64,6 @@ def plain_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
             yield token
         if token.type == FSTRING_START:
             depth += 1
-
-
-# -- what a reader has to decode: the lines where it stands --------------------------------------------------
 
 
 def packed_assignments(source: str) -> list[int]:
@@ -112,9 +106,6 @@ def nesting(node: ast.AST) -> int:
         own = 1 if isinstance(child, BLOCKS) and not is_elif else 0
         deepest = max(deepest, own + nesting(child))
     return deepest
-
-
-# -- what a section reads ------------------------------------------------------------------------------------
 
 
 def sections(source: str) -> list[Section]:

@@ -37,9 +37,6 @@ READ_BYTES_MAX = 4 * 2**20
 PROGRAM = "".join(f"LAYER_{number} = {number * 37 % 101}\n" for number in range(200))
 
 
-# ---- sound folders
-
-
 def sound_folders(place: Path) -> list[Path]:
     """Folders that the audit reads whole: two that `pack` wrote, two as others submit them."""
     from tests.support.runs import (  # it loads torch, which the auditing process must not import
@@ -72,9 +69,6 @@ def _public(place: Path, name: str, log: str) -> Path:
     for seed in (1, 2, 3):
         (folder / f"train_seed{seed}.log").write_text(log.replace("1337", str(seed)))
     return folder
-
-
-# ---- damages
 
 
 def _files(folder: Path) -> list[Path]:
@@ -367,9 +361,6 @@ def damaged(base: Path, place: Path, rng: random.Random) -> tuple[Path, list[str
             continue
         names.append(damage.__name__)
     return folder, names
-
-
-# ---- the run
 
 
 @dataclass

@@ -23,9 +23,6 @@ PATCHES = sorted(path.stem for path in experiments.PATCHES.glob("*.patch"))
 SIZES = list(experiments.read_json(experiments.SIZES))
 
 
-# --- tables and patches ---
-
-
 @pytest.mark.parametrize("table", TABLES)
 def test_every_arm_is_a_configuration_that_differs_from_the_others(table: str, repo: Path) -> None:
     read = experiments.read_json(table)
@@ -81,9 +78,6 @@ def test_budgets_are_of_training(repo: Path) -> None:
     steps = experiments.steps_of_flops(1e10, straight)
     per_step = 6 * (2 * (2 * 32 * 32 + 2 * 16 * 32 + 2 * 32 * 96) + 320 * 32 + 2 * 32 * 32) * 256
     assert steps == round(1e10 / per_step) and 0.7 * steps < experiments.steps_of_flops(1e10, looped) < steps
-
-
-# --- runs ---
 
 
 class Fake:
@@ -189,9 +183,6 @@ def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_p
 
     assert paired.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
     assert paired.holm([0.6, 0.5]) == [1.0, 1.0] and paired.holm([]) == []
-
-
-# --- the script itself ---
 
 
 def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:

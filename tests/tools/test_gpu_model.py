@@ -39,9 +39,6 @@ from benchmarks.gpu_model.tracer import Graph
 H100 = roofline.CARDS["h100"]
 
 
-# --- roofline ---
-
-
 def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itself() -> None:
     a_second, its_flop = 0.85 * 3.35e12, 2 * 0.65 * 989e12  # bytes of one second, operations of two
     rate = roofline.matrix_product_rate(H100, "bfloat16")
@@ -90,9 +87,6 @@ def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> N
     assert roofline.matrix_product_rate(H100, "float32") == pytest.approx(0.65 * 494e12)
     assert roofline.matrix_product_rate(H100, "float64") == pytest.approx(0.65 * 34e12)
     assert roofline.attention_rate(H100) == pytest.approx(0.50 * 989e12)
-
-
-# --- accounting ---
 
 
 @pytest.fixture
@@ -207,9 +201,6 @@ def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> 
     assert [launch.moved_bytes for launch in recorder.launches] == [0.25e9, 2 * 4 * 2]
 
 
-# --- the subject and the census ---
-
-
 def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_that_were_given() -> None:
     config = subject.config()
     assert subject.rows(config, "train") == subject.rows(config, "train_loop") == (48, 2048)
@@ -320,9 +311,6 @@ def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
         "| total | 1 | 1.00 | 2.00 | 1.00 | 3 | 3.00 | 6.00 | 3.00 |",
     ]
     assert "x_fwd0: new outputs 1.00 GiB" in lines[6]
-
-
-# --- the program ---
 
 
 def test_without_a_fitting_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

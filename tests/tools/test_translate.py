@@ -133,9 +133,6 @@ def test_what_a_name_stands_for() -> None:
     assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
 
 
-# -- the verb ------------------------------------------------------------------------------------------------
-
-
 def test_the_verb_prints_a_command_that_the_script_accepts(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == 785]
     pairs = " ".join(f"{name}={value}" for name, value in command.settings.items())
