@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -271,34 +270,6 @@ def test_resumed_from_a_kill_at_any_operation_gives_the_same_bytes(
         allowed = 10**9
         run(f"killed{stop}")
         assert contents(tmp_path / f"killed{stop}") == contents(tmp_path / "whole"), f"{stop} of {total}"
-
-
-def run_command(repo: Path, command: list[str], kill_after_s: float | None = None) -> int:
-    """Exit status of the command in a process of its own, killed with SIGKILL after a while."""
-    process = subprocess.Popen([sys.executable, str(repo / "data" / "export.py"), *command],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        process.wait(kill_after_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-    process.communicate()
-    return process.returncode
-
-
-@pytest.mark.slow
-def test_real_kills_at_20_random_moments(repo: Path, shared_data: Path, tmp_path: Path) -> None:
-    model = shared_data / "tokenizers" / "fineweb_1024_bpe.model"
-    common = ["--docs", str(shared_data / "docs_selected.jsonl"), "--name", "set", "--tokenizer", str(model),
-              "--val-docs", "901", "--shard-tokens", "700000", "--workers", "2"]
-    begin = time.monotonic()
-    assert run_command(repo, [*common, "--out", str(tmp_path / "whole")]) == 0
-    whole_s = time.monotonic() - begin
-    generator = random.Random(4)
-    for attempt in range(20):
-        out = tmp_path / f"killed{attempt}"
-        run_command(repo, [*common, "--out", str(out)], generator.uniform(0.2, whole_s))
-        assert run_command(repo, [*common, "--out", str(out)]) == 0
-        assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_workers_do_not_outlive_a_killed_parent(repo: Path, models: dict[str, Path], docs: Path,

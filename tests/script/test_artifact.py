@@ -89,24 +89,6 @@ def test_budget_is_filled(
     assert limit - max(8, 5e-4 * limit) <= total <= limit  # the smallest files move in steps of some bytes
 
 
-def test_same_weights_give_the_same_file(tmp_path: Path) -> None:
-    config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=20_000))
-    write(tmp_path / "a.bin", config)
-    write(tmp_path / "b.bin", config)
-    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
-
-
-def test_more_bytes_buy_less_error(tmp_path: Path) -> None:
-    errors = []
-    for limit in (12_000, 24_000):
-        config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=limit))
-        model, _, _ = write(tmp_path / f"{limit}.bin", config)
-        loaded, _ = train_gpt.load_artifact(tmp_path / f"{limit}.bin")
-        pairs = zip(model.parameters(), loaded.parameters(), strict=True)
-        errors.append(sum(float((a - b).detach().square().sum()) for a, b in pairs))
-    assert errors[0] > 4 * errors[1]
-
-
 def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config, tmp_path: Path) -> None:
     model, about, line = write(tmp_path / "model.bin", tiny)
     assert f"step_multiplier:{train_gpt.MULTIPLIERS[0]:.4f}" in line

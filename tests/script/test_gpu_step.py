@@ -214,13 +214,20 @@ def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
         assert calls.count(name) == visits, name
 
 
+PR549 = {
+    "BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0",
+    "CHANNEL_SMEAR_ENABLED": 1, "TIE_EMBEDDINGS": 0,
+}  # fmt: skip
+
+
 def test_attention_and_all_kernels_are_one_graph(attention: str, new_graphs: Callable[[], int]) -> None:
-    """Forward and backward pass, whatever number of documents."""
-    config = one_layer()
+    """Forward and backward pass, whatever number of documents; once with all of PR #549, loop off and on."""
+    everything = attention == "sdpa"
+    config = one_layer(**PR549, NUM_LOOPS=1) if everything else one_layer()
     model = ready(train_gpt.build_model(config), attention)
-    train_on_other_documents(model, config, looping=(False,))
+    train_on_other_documents(model, config, looping=(False, True) if everything else (False,))
     assert_kernels_in(Compiler.graphs[0], attention, visits=1)
-    assert new_graphs() == 2
+    assert new_graphs() == (4 if everything else 2)
 
 
 def one_layer(**changes: object) -> Config:

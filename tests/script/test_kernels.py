@@ -180,19 +180,6 @@ def test_the_operator_passes_opcheck() -> None:
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.gpu), "aot_eager"])
-def test_full_graph_compilation_gives_equal_results(backend: str) -> None:
-    def run(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-        return train_gpt.mlp_fused(x_ND.sin(), up_FD, down_DF, SCALE, 0.5).cos()
-
-    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-    tensors = random_mlp(21, 12, 20)
-    found = outputs_and_gradients(compiled, tensors, torch.float32)
-    expected = outputs_and_gradients(run, tensors, torch.float32)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@needs_runnable_kernels
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
     """Rows of test-time training differ from chunk to chunk: a graph for each would break the run.
@@ -794,7 +781,7 @@ def test_heads_that_lie_elsewhere_give_the_same_result() -> None:
 
 @needs_runnable_kernels
 def test_the_model_is_one_graph_with_all_its_kernels() -> None:
-    """Loss and gradients with the kernels of heads, traced in one graph, equal those without."""
+    """Loss and gradients with all our kernels, traced in one graph, equal those without."""
     config = tiny_config(NUM_LAYERS=1, NUM_LOOPS=0, PARALLEL_START_LAYER=-1, XSA_LAST_N=1, COMPILE=0)
     model = train_gpt.build_model(config).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
@@ -804,36 +791,13 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
     ids_BT = torch.randint(2, config.vocab_size, (2, config.train_seq_len)).to(DEVICE)
     plain = model.loss(ids_BT, ids_BT)
     expected = torch.autograd.grad(plain, list(model.parameters()))
-    model.ops = train_gpt.Ops(heads=train_gpt.heads_fused, xsa=train_gpt.xsa_fused)
+    model.ops = train_gpt.Ops(mlp=train_gpt.mlp_fused, heads=train_gpt.heads_fused, xsa=train_gpt.xsa_fused)
     loss_of = torch.compile(train_gpt.GPT.loss, dynamic=False, fullgraph=True, backend="aot_eager")
     fused = loss_of(model, ids_BT, ids_BT)
     torch.testing.assert_close(fused, plain)
     found = torch.autograd.grad(fused, list(model.parameters()))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()) + 1e-9)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(98_304, 512, 2048), (65_536, 512, 1024), (4_099, 504, 1016)], ids=str)
-@pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
-def test_mlp_at_real_shapes(shape: tuple[int, int, int], form: str, poisoned: None) -> None:
-    assert_as_exact_as_plain(
-        lambda *tensors: getattr(train_gpt, form)(*tensors, SCALE, 0.5),
-        lambda *tensors: train_gpt.mlp_plain(*tensors, SCALE, 0.5),
-        random_mlp(*shape),
-        torch.bfloat16,
-    )
-
-
-@pytest.mark.gpu
-def test_auto_decides_and_logs_on_a_gpu() -> None:
-    machine = train_gpt.Machine(device=torch.device("cuda"), dtype=torch.bfloat16)
-    _, report = train_gpt.fast_ops(train_gpt.Config(micro_batch_tokens=16_384), machine)
-    attention_line, mlp_line, heads_line = [line for line in report if " tried: " in line]
-    assert re.match(r"attention:(fa3|varlen|fa2|sdpa) tried: fa3 ", attention_line)
-    assert re.match(r"fused_heads:(kernel|plain) tried: kernel ", heads_line)
-    assert re.match(r"fused_mlp:(kernel|kernel2|plain) tried: kernel ", mlp_line)
-    assert " error:" in attention_line.split("|")[-1] and mlp_line.endswith(" ms")
 
 
 def test_eight_gpus_want_a_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:

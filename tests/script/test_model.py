@@ -14,7 +14,7 @@ from torch import Tensor
 
 import train_gpt
 from tests.support.models import tiny_config
-from train_gpt import GPT, Config, ConfigError, Machine, Ops, build_model, parameter_table, visit_order
+from train_gpt import GPT, Config, ConfigError, Machine, build_model, parameter_table, visit_order
 
 # Room for a feature to be on in some layers and off in others; two key heads, half of each one rotated.
 SIX_LAYERS = {
@@ -555,59 +555,6 @@ def test_every_varlen_kernel(name: str, kernel: Any, doc_mask: int, monkeypatch:
     torch.testing.assert_close(model(ids), expected)
     torch.testing.assert_close(model(ids, given), expected)
     assert chosen.report[0].startswith(f"attention:{name}")
-
-
-@torch.library.custom_op("test_model::packed", mutates_args=())
-def opaque_packed(q: Tensor, starts: Tensor) -> Tensor:
-    """Opaque to the compiler as real kernels are; it returns the queries."""
-    return q.clone()
-
-
-opaque_packed.register_fake(lambda q, starts: torch.empty_like(q))
-opaque_packed.register_autograd(lambda ctx, grad: (grad, None))
-
-
-def test_no_recompilation_inside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two graphs, loop off and on, whatever number of documents the batches have; with every feature."""
-
-    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
-        return opaque_packed(q, cu_q)
-
-    graphs: list[Any] = []
-
-    def counting(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    install(monkeypatch, "fa3", kernel)
-    config = tiny_config(**{**PR549, "VE_LAYERS": "0,1"}, TIE_EMBEDDINGS=0, ROPE_DIMS=8, XSA_LAST_N=1,
-                         TRAIN_SEQ_LEN=256, TRAIN_BATCH_TOKENS=512, MICRO_BATCH_TOKENS=512)  # fmt: skip
-    model = build_model(config)
-    model.ops = Ops(attend=train_gpt.load_attention("fa3"))
-    torch._dynamo.reset()
-    loss = torch.compile(GPT.loss, dynamic=False, fullgraph=True, backend=counting)
-    for every in (200, 2, 40):
-        ids = torch.full((2, 256), 5)
-        ids[:, ::every] = train_gpt.BOS_ID
-        starts = train_gpt.starts_on_device(ids, config)
-        for looping in (False, True):
-            loss(model, ids, ids, starts, looping).backward()
-    assert len(graphs) == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("doc_mask", [0, 1])
-def test_gpu_kernel_against_the_definition(doc_mask: int) -> None:
-    config = tiny(MODEL_DIM=512, NUM_HEADS=8, NUM_KV_HEADS=4, TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=16384,
-                  MICRO_BATCH_TOKENS=16384, DOC_MASK=doc_mask, ROPE_DIMS=16)  # fmt: skip
-    machine = Machine(device=torch.device("cuda"), dtype=torch.bfloat16)
-    model = build_model(config).cuda()
-    ids = torch.randint(2, 48, (16, 1024), device="cuda")
-    ids[:, ::300] = train_gpt.BOS_ID
-    expected = model(ids)
-    model.compute_dtype = machine.dtype
-    model.ops = Ops(attend=train_gpt.fast_ops(config, machine).ops.attend)
-    torch.testing.assert_close(model(ids).float(), expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("softcap", [0, 15, 30, 60, 90])

@@ -362,7 +362,9 @@ def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
     changes = {"DEVICE": "cuda", "COMPILE": 0, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    ended, events = traced(lab, **changes)
+    ended, events = traced(lab, TRAINING_TIMING_BREAKDOWN=1, **changes)
+    lines = re.findall(r"^timing_breakdown .*$", ended.out, re.M)
+    assert len(lines) == 6 and all(0 < fields(line)["batch_h2d_ms"] < 50 for line in lines)
     alone = lab.elsewhere("alone").succeed(RUNS_DIR=lab.folder / "alone" / "runs", **changes)
     assert ended.summary["stream_hash"] == alone.summary["stream_hash"]
     lanes = {LANES[event["tid"] - 1] for event in events if event["ph"] == "X"}
@@ -372,14 +374,3 @@ def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
     device = [e for e in events if e["ph"] == "X" and LANES[e["tid"] - 1] == "compute_stream"]
     assert len(device) == 6 * (4 + 4 + 3) and all(begin <= span["ts"] <= end for span in device)
     assert len(spans(events, "gpu_transfer", "copy_stream")) >= 20
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("copy_stream", [0, 1])
-def test_the_copy_of_a_batch_is_measured_by_its_own_events(lab: Lab, copy_stream: int) -> None:
-    ended = lab.succeed(
-        DEVICE="cuda", COMPILE=0, EVAL_STRIDE=0, TTT_ENABLED=0, TRAIN_COPY_STREAM=copy_stream,
-        TRAINING_TIMING_BREAKDOWN=1,
-    )  # fmt: skip
-    lines = re.findall(r"^timing_breakdown .*$", ended.out, re.M)
-    assert len(lines) == 6 and all(0 < fields(line)["batch_h2d_ms"] < 50 for line in lines)

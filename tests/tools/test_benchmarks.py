@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import beside, coder, experiments, loader, paired, picture, results, speed, ttt
+from benchmarks import beside, coder, experiments, loader, picture, results, speed, ttt
 from benchmarks.turns import Turn, Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from data.shards import write_shard
@@ -235,17 +235,6 @@ def test_lengths_of_documents_are_those_of_public_logs() -> None:
     small, large = (train_gpt.Config(ttt_lora_rank=rank) for rank in (80, 224))
     assert 2.0 < slow.of_adapters(small, 26, one_pass) < slow.of_adapters(large, 26, one_pass) < 2.1
     assert ttt.Speed(0, 0, 0).of_adapters(small, 0, [ttt.Pass(0, learning=True)]) == pytest.approx(0.0235)
-
-
-def test_differences_are_taken_seed_by_seed() -> None:
-    plain = [{"seed": seed, "steps": 10, "val_bpb": 2.0 + seed} for seed in (1, 2, 3)]
-    fused = [{"seed": seed, "steps": 10, "val_bpb": 1.9 + seed} for seed in (3, 2, 1)]
-    found = paired.difference(fused, plain)
-    assert found and found.mean == pytest.approx(-0.1) and found.error == pytest.approx(0, abs=1e-9)
-    assert paired.difference(fused[:1], plain) is None
-    assert paired.difference(fused, [{**run, "seed": run["seed"] + 9} for run in plain]) is None
-    assert found.p < 1e-9 and paired.difference(plain, plain).p == 1.0  # type: ignore[union-attr]
-    assert "| -0.1000 | 0.0000 | **< 0.0001** | 3 |" in paired.cells(fused, plain)
 
 
 def tuned(seed: int, score: float) -> dict[str, Any]:

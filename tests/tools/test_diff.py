@@ -2,15 +2,12 @@
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import SOURCE, STEPS, make_run, make_runs, pack
-from tests.support.waiting import DEADLINE_SECONDS
 from tools.__main__ import main
 from tools.compare import svg
 from tools.compare.settings import changed_settings
@@ -146,47 +143,6 @@ def test_chart_keeps_its_points_inside_and_its_ticks_round() -> None:
         assert all(svg.TOP <= y <= svg.HEIGHT - svg.BOTTOM for _, y in places)
     assert svg.ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
     assert svg.chart("Nothing", "x", "y", []) == ""
-
-
-PROBE = """<script>addEventListener('load', () => {
-  const wide = [...document.querySelectorAll('body *')].filter(e => !e.closest('.wide, pre, svg, details'))
-    .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.tagName);
-  const back = getComputedStyle(document.body).backgroundColor;
-  const scroll = document.documentElement.scrollWidth;
-  document.title = JSON.stringify({inner: innerWidth, scroll, wide, back});
-});</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_page_in_a_browser(two: tuple[Path, Path], tmp_path: Path, width: int, dark: bool) -> None:
-    """No overflow and no console error at phone and desktop width. The page sits in a frame of that width."""
-    browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
-    if browser is None:
-        pytest.skip("no chromium or google-chrome on PATH")
-    page, frame = tmp_path / "diff.html", tmp_path / "frame.html"
-    assert main(["diff", "--html", str(page), *map(str, two)]) == 0
-    page.write_text(page.read_text().replace("</head>", PROBE + "</head>"))
-    frame.write_text(
-        '<link rel="icon" href="data:,">'
-        f'<iframe src="diff.html" width="{width}" height="9000" frameborder="0"></iframe>'
-        "<script>addEventListener('load', () => setTimeout(() => {"
-        "document.body.dataset.result = frames[0].document.title}, 200))</script>"
-    )
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--window-size=1600,9100", "--virtual-time-budget=3000"]
-    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    command += ["--dump-dom", frame.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS,
-                          check=True)  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    match = re.search(r"data-result=\"([^\"]+)\"", done.stdout)
-    assert match is not None, done.stdout[:2000]
-    result = json.loads(match[1].replace("&quot;", '"'))
-    assert result["inner"] == width and result["scroll"] <= width and result["wide"] == []
-    assert (result["back"] != "rgb(255, 255, 255)") == dark
 
 
 def first_line(capsys: pytest.CaptureFixture[str], base: Path, new: Path) -> str:

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_gpt
 from benchmarks import kernels
 from benchmarks.gpu_model import (
-    accounting,
     calibration,
     census,
     fake_gpu,
@@ -37,16 +36,6 @@ from benchmarks.gpu_model.inductor import GeneratedKernel
 from benchmarks.gpu_model.tracer import Graph
 
 H100 = roofline.CARDS["h100"]
-
-
-def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itself() -> None:
-    a_second, its_flop = 0.85 * 3.35e12, 2 * 0.65 * 989e12  # bytes of one second, operations of two
-    rate = roofline.matrix_product_rate(H100, "bfloat16")
-    assert roofline.launch_seconds(H100, a_second) == pytest.approx(1 + 3e-6)
-    assert roofline.launch_seconds(H100, a_second, its_flop, rate) == pytest.approx(2 + 3e-6)
-    assert roofline.launch_seconds(H100, 3 * a_second, its_flop, rate) == pytest.approx(3 + 3e-6)
-    slots = 0.85 * 4 * 32 * 132 * 1.755e9  # instructions of one second
-    assert roofline.launch_seconds(H100, a_second, its_flop, rate, 4 * slots) == pytest.approx(4 + 3e-6)
 
 
 def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs(repo: Path) -> None:
@@ -82,13 +71,6 @@ def test_loops_of_a_kernel_count_as_often_as_they_run() -> None:
     assert instructions.programs_and_trips(split, {"xnumel": 98_304, "r0_numel": 512}) == (1536, 16)
 
 
-def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> None:
-    assert roofline.matrix_product_rate(H100, "float16") == pytest.approx(0.65 * 989e12)
-    assert roofline.matrix_product_rate(H100, "float32") == pytest.approx(0.65 * 494e12)
-    assert roofline.matrix_product_rate(H100, "float64") == pytest.approx(0.65 * 34e12)
-    assert roofline.attention_rate(H100) == pytest.approx(0.50 * 989e12)
-
-
 @pytest.fixture
 def on_gpu() -> Iterator[FakeTensorMode]:
     """Tensors made within the test are on a GPU, and hold nothing."""
@@ -98,32 +80,6 @@ def on_gpu() -> Iterator[FakeTensorMode]:
 
 def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
-
-
-def test_only_work_on_the_device_is_a_launch(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    on_host = torch.ones(64)
-    x = gpu(64, 32)
-    with Watch(recorder):
-        view = x.t().unsqueeze(0).flatten(0, 1)
-        torch.empty_like(x)
-        on_host + 1
-        assert recorder.launches == []
-        view + 1
-        x.mul_(2)
-    assert [launch.name for launch in recorder.launches] == ["add.Tensor", "mul_.Tensor"]
-
-
-def test_bytes_and_flop_of_a_product(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    with Watch(recorder):
-        gpu(96, 512) @ gpu(512, 2048)
-        torch.baddbmm(gpu(3, 8, 16), gpu(3, 8, 4), gpu(3, 4, 16))
-    single, batched = recorder.launches
-    assert single.kind == batched.kind == "product"
-    assert single.flop == 2 * 96 * 512 * 2048 and batched.flop == 2 * 3 * 8 * 4 * 16
-    assert single.moved_bytes == 2 * (96 * 512 + 512 * 2048 + 96 * 2048)
-    assert batched.moved_bytes == 2 * 3 * (8 * 16 + 8 * 4 + 4 * 16 + 8 * 16)
 
 
 def test_a_tensor_counts_as_long_as_it_lives_and_a_view_not_at_all(on_gpu: FakeTensorMode) -> None:
@@ -177,28 +133,6 @@ def test_an_operation_of_unknown_cost_is_refused(on_gpu: FakeTensorMode) -> None
     with Watch(entered):
         mystery(gpu(4, 4))
     assert [launch.flop for launch in entered.launches] == [7.0]
-
-
-@pytest.mark.parametrize(("keys", "seen"), [(0.0, 1024.0), (517.0, 517.0)])
-def test_attention_costs_by_the_keys_seen_and_backward_more(keys: float, seen: float) -> None:
-    packed = torch.empty(4096, 8, 64, device="meta")
-    apart = torch.empty(2, 8, 2048, 64, device="meta")  # rows, heads, positions, channels
-    forward = accounting.ATTENTION["torch_attn._varlen_attn"]
-    backward = accounting.ATTENTION["torch_attn._varlen_attn_backward"]
-    sdpa = accounting.ATTENTION["_scaled_dot_product_flash_attention"]
-    flop = 4 * 4096 * seen * 8 * 64  # two products of 2 FLOP, for each token, key and channel
-    starts_and_longest = [None, None, None, 2048]  # of queries, not read, and of keys
-    assert accounting.attention_flop(forward, [packed, packed, packed, *starts_and_longest], keys) == flop
-    gradient = [packed] * 6 + starts_and_longest
-    assert accounting.attention_flop(backward, gradient, keys) == 2.5 * flop
-    assert accounting.attention_flop(sdpa, [apart, apart, apart], keys) == flop
-
-
-def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    GeneratedKernel("triton_poi", "{'kernel_num_gb': 0.25}", recorder).run(gpu(4), 4, stream=0)
-    GeneratedKernel("triton_tiny", "{'kernel_num_gb': 0.0}", recorder).run(gpu(4), gpu(4), 4, stream=0)
-    assert [launch.moved_bytes for launch in recorder.launches] == [0.25e9, 2 * 4 * 2]
 
 
 def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_that_were_given() -> None:
