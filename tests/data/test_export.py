@@ -145,7 +145,7 @@ def check_sidecar(out: Path, texts: list[str], audit: dict[str, int]) -> None:
     assert audit["text_bytes"] == sum(len(text.encode()) for text in texts)
 
 
-def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, Path]) -> None:
+def test_bytes_stand_on_the_token_that_completes_them(models: dict[str, Path]) -> None:
     encoder = encoding.Encoder(str(models["caseops"]), "caseops")
     coded = caseops.encode("NASA 🚀\ue001")
     tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
@@ -155,9 +155,6 @@ def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, P
     first = pieces.index("<0xF0>")
     assert counts[first:first + 4].tolist() == [0, 0, 0, 4]
     assert counts[-1] == 3 and counts.sum() == len("NASA 🚀\ue001".encode())
-
-
-def test_a_fused_mark_comes_before_the_piece_of_the_small_word(models: dict[str, Path]) -> None:
     encoder = encoding.Encoder(str(models["caseops_fused"]), "caseops_fused")
     coded = encoder.transform("the Model\n\nThe model")
     tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])

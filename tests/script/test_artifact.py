@@ -170,19 +170,13 @@ def test_a_wrong_expectation_corrects_itself(factor: float) -> None:
         assert 30_000 - 20 <= size <= 30_000 and passes <= 9 and f"passes:{passes}" in how
 
 
-def test_sizes_that_jump_end_with_the_best_that_fits() -> None:
+def test_searches_that_jump_never_fit_or_fit_at_their_end() -> None:
     size, how, passes = fill(lambda m: 28_000 if expected(m) < 30_500 else 33_000)
     assert size == 28_000 and passes <= 10 and f"passes:{passes}" in how
-
-
-def test_what_never_fits_says_by_how_much_and_ends() -> None:
     with pytest.raises(ArtifactError, match="77 bytes above ARTIFACT_BYTES_MAX"):
         fill(lambda m: 30_077)
     with pytest.raises(ArtifactError, match="9 bytes above"):
         fill(lambda m: max(30_009.0, expected(m)))
-
-
-def test_the_last_file_tried_may_be_the_only_one_that_fits() -> None:
     coarsest = train_gpt.MULTIPLIERS[-1]
     assert fill(lambda m: 29_000 if m == coarsest else 31_000)[0] == 29_000
     size, how, passes = fill(lambda m: 0.2 * expected(m))
@@ -287,15 +281,12 @@ def test_weights_that_are_not_numbers_are_not_written(tiny: Config) -> None:
 # --- what an artifact would not hold: noticed before training -----------------------------------------------
 
 
-def test_a_parameter_that_no_artifact_would_hold(tiny: Config) -> None:
+def test_what_no_artifact_would_hold(tiny: Config, tiny_file: Path) -> None:
     model = train_gpt.build_model(tiny)
     model.register_parameter("forgotten_D", torch.nn.Parameter(torch.ones(4)))
     with pytest.raises(KeyError, match="forgotten_D"):
         train_gpt.Optimizer(model, tiny, train_gpt.Machine())
-
-
-def test_a_model_in_training_knows_the_settings_of_its_artifact_alone(tiny: Config, tiny_file: Path) -> None:
-    """So one that was put elsewhere is an error in the first step of the warm-up, not after training."""
+    # So one that was put elsewhere is an error in the first step of the warm-up, not after training.
     trained = train_gpt.build_model(tiny)
     loaded, _ = train_gpt.load_artifact(tiny_file)
     assert type(trained.settings) is type(loaded.settings) is ModelSettings

@@ -395,9 +395,6 @@ def test_initial_weights() -> None:
     uniform = build_model(tiny(MATRIX_INIT="uniform"))
     bound = 32**-0.5
     assert uniform.mlp_up_bank.abs().max() <= bound < 1.01 * uniform.mlp_up_bank.abs().max()
-
-
-def test_initial_weights_of_pr549() -> None:
     model = build_model(tiny(**PR549, VOCAB_SIZE=4096))
     for zeros in ("bigram_table_RC", "channel_smear_1D"):
         assert model.get_parameter(zeros).abs().max() == 0
@@ -408,9 +405,6 @@ def test_initial_weights_of_pr549() -> None:
     scales = {"bigram_scale_1": [0.05], "value_scale_1": [0.1], "value_layer_scale_N": [1.0, 1.0]}
     for name, values in scales.items():
         assert torch.equal(model.get_parameter(name), torch.tensor(values))
-
-
-def test_initial_weights_of_an_untied_head() -> None:
     model = build_model(tiny(TIE_EMBEDDINGS=0, VOCAB_SIZE=4096))
     assert model.output_head_VD.abs().max() == 0
     assert abs(model.token_embedding_VD.std().item() - 1) < 0.01

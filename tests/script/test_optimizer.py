@@ -267,17 +267,11 @@ def test_the_average_of_weights() -> None:
     optimizer, (first, second) = after_steps([100_000])
     for average, a, b in zip(optimizer.average, first, second, strict=True):
         torch.testing.assert_close(average, 0.9965 * a + 0.0035 * b)
-
-
-def test_the_average_is_shipped() -> None:
     optimizer, (*_, last) = after_steps([3, 4])
     average = [weight.clone() for weight in optimizer.average]
     optimizer.use_average()
     assert all(map(torch.equal, optimizer.weights, average))
     assert not any(map(torch.equal, optimizer.weights, last))
-
-
-def test_without_decay_the_average_is_the_last_weights() -> None:
     optimizer, (*_, last) = after_steps([0, 7], EMA_DECAY=0)
     assert all(map(torch.equal, optimizer.average, last))
     assert all(map(torch.equal, optimizer.weights, last))

@@ -89,15 +89,12 @@ def test_zero_and_tiny_rows_are_safe(with_hessian: bool) -> None:
     assert (scales > 0).all() and scales.isfinite().all() and (codes[0, 2:4] == 0).all()
 
 
-def test_scales_are_the_clip_that_was_asked_for() -> None:
+def test_scales_are_sound_and_of_the_clip_that_was_asked_for() -> None:
     weights, _ = correlated_bank(1, 64, 128)
     codes, scales = quantize(weights, None, 6, 11.5)
     assert codes.dtype == torch.int8 and codes.abs().max() <= 31
     asked = 11.5 * weights.std(dim=2) / 31
     assert ((scales.float() / asked).log2().abs() < 1 / 15).all()
-
-
-def test_every_exponent_is_a_sound_scale() -> None:
     scales = torch.exp2(torch.arange(-128, 128, dtype=torch.int8) / 8).half()
     assert scales.isfinite().all() and (scales > 0).all()
 
@@ -141,15 +138,12 @@ def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[
     return float(torch.einsum("nrc,ncd,nrd->", error, hessians, error)), bits / weights.numel()
 
 
-def test_steps_of_columns_lose_less_at_equal_bits() -> None:
+def test_steps_of_columns_lose_less_at_equal_bits_and_end_in_one_step() -> None:
     """Six decibels are a bit: the error that the same bits would have left with one step."""
     weights, hessians = unequal_bank()
     plain_error, plain_bits = with_column_steps(weights, hessians, 0.0)
     error, bits = with_column_steps(weights, hessians, 1.0)
     assert error * 4 ** (bits - plain_bits) < 0.75 * plain_error
-
-
-def test_one_step_is_the_limit_of_steps_of_columns() -> None:
     weights, hessians = unequal_bank()
     plain = with_column_steps(weights, hessians, 0.0)
     assert with_column_steps(weights, hessians, 1e-4) == pytest.approx(plain)
@@ -171,7 +165,7 @@ def inputs_of_matrices(model: train_gpt.GPT, batches: list[train_gpt.Batch]) -> 
     return {key: torch.cat(found) for key, found in parts.items()}
 
 
-def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
+def test_hessians_are_the_sums_of_outer_products_over_every_visit(tiny: Config) -> None:
     model = trained_like(tiny)
     data = random_batches(tiny)
     seen = inputs_of_matrices(model, data)
@@ -181,9 +175,6 @@ def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
     for key, inputs in seen.items():
         x = inputs.double()
         torch.testing.assert_close(hessians[key].double(), x.T @ x, rtol=1e-4, atol=1e-4)
-
-
-def test_looped_layers_count_every_visit() -> None:
     config = Config.from_env(plain_settings(2, 16, 32, NUM_LOOPS=2, LOOP_START=0, LOOP_END=0))
     model = trained_like(config)
     batches = random_batches(config, 1)

@@ -71,7 +71,7 @@ def test_the_run_directory_holds_the_evidence(finished: Ended) -> None:
     assert config.as_env() == {**finished.summary["config"], "RUN_ID": ""}  # that is of one start alone
 
 
-def test_every_setting_is_written_down_and_what_was_changed_is_told(finished: Ended) -> None:
+def test_settings_lines_and_metrics_are_written_down(finished: Ended) -> None:
     written = (finished.directory / "config.env").read_text("utf-8").splitlines()
     config = finished.summary["config"]
     settings = [f"{name}={value}" for name, value in config.items()]
@@ -83,16 +83,10 @@ def test_every_setting_is_written_down_and_what_was_changed_is_told(finished: En
     assert overrides == {name: value for name, value in config.items() if value != default[name]}
     told = " ".join(f"{name}={value}" for name, value in overrides.items())
     assert f"overrides: {told}" in log_of(finished)
-
-
-def test_lines_are_upstreams(finished: Ended) -> None:
     lines = iter(log_of(finished))
     assert finished.out.count("warning:") == 1
     for pattern in LINES:
         assert any(re.match(pattern, line) for line in lines), pattern
-
-
-def test_metrics_hold_every_step_and_every_score(finished: Ended) -> None:
     trained = [event for event in finished.events if event["event"] == "train"]
     assert [event["step"] for event in trained] == [1, 2, 3, 4, 5, 6]
     assert [event["tokens"] for event in trained] == [256 * step for step in range(1, 7)]
@@ -110,7 +104,9 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> None:
+def test_the_summary_is_true_and_scores_are_per_byte_of_the_decoded_text(
+    finished: Ended, dataset: Path
+) -> None:
     summary = finished.summary
     model, shipped = finished.directory / "model.bin", finished.directory / "train_gpt.shipped.py"
     assert set(summary) >= set(SUMMARY_KEYS.split())
@@ -128,9 +124,6 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
     total = summary["artifact"]["bytes"] + summary["code"]["bytes_wrapped"]
     assert f"Total submission size int6+rans: {total} bytes" in finished.out
-
-
-def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path) -> None:
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))

@@ -274,13 +274,10 @@ def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[st
         train_gpt.micro_steps_per_step(config, ranks)
 
 
-def test_micro_steps_are_those_that_fill_the_batch() -> None:
+def test_micro_steps_are_those_that_fill_the_batch_and_few_settings_decide_the_weights() -> None:
     assert [train_gpt.micro_steps_per_step(Config(), ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
     rounded = Config(micro_batch_tokens=100_000)  # whole sequences count
     assert train_gpt.micro_steps_per_step(rounded, 1) == 8
-
-
-def test_the_model_settings_are_those_that_decide_the_weights() -> None:
     stored = set(Config().as_env(train_gpt.ModelSettings))
     assert set("TRAIN_SEQ_LEN DOC_MASK VOCAB_SIZE MODEL_DIM LOGIT_SOFTCAP NUM_LOOPS".split()) <= stored
     assert not {"MATRIX_LR", "SEED", "DATA_PATH", "TTT_LR", "MATRIX_BITS"} & stored

@@ -258,7 +258,7 @@ def test_a_traced_run_has_the_same_bits(whole: tuple[Ended, list[Event]], finish
     assert files[0] - files[1] == {"trace_rank0.json"} and files[1] <= files[0]
 
 
-def test_every_step_and_its_parts_are_there(whole: tuple[Ended, list[Event]]) -> None:
+def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
     """Six steps of four micro-batches, none of the warm-up, the validations between two of them and last."""
     _, events = whole
     six = [*range(1, 7)]
@@ -274,10 +274,7 @@ def test_every_step_and_its_parts_are_there(whole: tuple[Ended, list[Event]]) ->
     assert len(spans(events, "stage", "stage")) == len(spans(events, "stage")) > 0
     assert spans(events, "compute_stream") == []  # no GPU
     assert len(spans(events, "gpu_transfer", "main")) == 24
-
-
-def test_spans_nest(whole: tuple[Ended, list[Event]]) -> None:
-    """Two of a lane are apart, or one is in the other: what a viewer can stack."""
+    # Two of a lane are apart, or one is in the other: what a viewer can stack.
     _, events = whole
     chunks = spans(events, "chunk")
     for name in STEP_SPANS:

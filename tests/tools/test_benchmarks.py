@@ -42,7 +42,7 @@ def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
     assert len(titles) == len(set(titles)) and len(titles) > 3
 
 
-def test_what_is_frozen_is_of_the_release_and_on_no_other_page() -> None:
+def test_the_release_is_that_of_every_figure(repo: Path) -> None:
     frozen = (results.FOLDER / "0.5.md").read_text(encoding="utf-8")
     release = results.release()
     assert release["script"] in frozen and f"commit {release['commit']}" in frozen
@@ -52,10 +52,7 @@ def test_what_is_frozen_is_of_the_release_and_on_no_other_page() -> None:
     for way in picture.WAYS:
         found = [one["bits_per_byte"] for one in scores if one["row"] == way and one["documents"] == 0]
         assert f"| {way} | {sum(found) / len(found):.4f} |" in frozen
-
-
-def test_every_figure_is_of_the_release(repo: Path) -> None:
-    """Of the script that the release names, whatever the working file is by now."""
+    # Of the script that the release names, whatever the working file is by now.
     script = results.release()["script"]
     assert re.fullmatch("[0-9a-f]{64}", script)
     of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}

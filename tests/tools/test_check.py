@@ -563,9 +563,6 @@ def test_steps_are_those_that_the_clock_allows(tmp_path: Path) -> None:
     text = text.replace("step:13780/20000 val", "step:14000/20000 val")
     (found_last,) = fails(public_a(tmp_path, text))
     assert "step 14,000 at 43.54 ms per step makes 609.6 s, train_time says 600.0 s" in found_last.text
-
-
-def test_mean_times_of_a_window_and_of_a_resumed_run_are_no_contradiction(tmp_path: Path) -> None:
     windows = [(time - before) / 500 for time, before in zip(CLOCK, [0.0, *CLOCK], strict=False)]
     assert fails(public_a(tmp_path, paced(STEPS, CLOCK, windows))) == []
     since = [step - 6_250 * (step > 6_250) for step in STEPS]
@@ -634,20 +631,10 @@ def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
         assert f"the {what} of train_seed2.log" in found.text
 
 
-def test_declared_bytes_of_code(tmp_path: Path) -> None:
+def test_declared_bytes_and_links(tmp_path: Path) -> None:
     for declared, level in ((47_642, []), (40_000, ["FAIL"]), (60_000, ["WARN"]), (47_600, ["WARN"])):
         found = audit(Folder(public_a(tmp_path, bytes_code=declared)))
         assert [f.level(Mode.AGREED).name for f in found if "`bytes_code`" in f.text] == level, declared
-
-
-@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
-def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
-    found = fails(public_a(tmp_path, hardware=hardware))
-    assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
-    assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
-
-
-def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) -> None:
     folder = public_a(tmp_path)
     outside = tmp_path / "outside.log"
     outside.write_text("not JSON")
@@ -658,6 +645,13 @@ def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) 
     found = {f.where for f in fails(folder) if "is a link that leaves the folder" in f.text}
     assert found == {"submission.json", "train_seed3.log", "more"}
     assert ("A2", "FAIL") in levels(folder) and not any("cannot be read" in f.text for f in fails(folder))
+
+
+@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
+def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
+    found = fails(public_a(tmp_path, hardware=hardware))
+    assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
+    assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
 
 
 # ---- what a folder may do to the audit

@@ -28,14 +28,11 @@ PUBLISHED = {
 }
 
 
-def test_published_p_values() -> None:
+def test_published_p_values_and_margins() -> None:
     for new, base, p in ((1514, 1493, 0.020), (1769, 1736, 0.063), (1855, 1868, 0.355)):
         test = welch_lower(PUBLISHED[new], PUBLISHED[base])
         assert test is not None and round(test.p, 3) == p
     assert welch_lower([1.0], [1.1, 1.2]) is None and deviation([1.0]) is None  # one seed is no test
-
-
-def test_margin_is_tested_in_nats_per_token_of_one_tokenizer() -> None:
     scale = 1.88976776 / 1.11922988  # nats per token of one bit per byte, sp1024
     new, base = ([value * scale for value in PUBLISHED[pull]] for pull in (1019, 549))
     verdict = compare(PUBLISHED[1019], PUBLISHED[549], new, base)
@@ -44,9 +41,6 @@ def test_margin_is_tested_in_nats_per_token_of_one_tokenizer() -> None:
     assert verdict.gain_nats_per_token == pytest.approx(0.00784, abs=1e-5)
     verdict = compare([1.08, 1.081], [1.09, 1.091], [2.78, 2.79], [1.89, 1.90])
     assert verdict.gain_nats_per_token is None and verdict.margin is None and verdict.frontier is not None
-
-
-def test_settings_that_are_equal_as_numbers_are_equal() -> None:
     assert changed_settings({"A": "0.020", "B": "x", "C": "1"}, {"A": "0.02", "B": "y"}) == [
         ("B", "x", "y"),
         ("C", "1", "–"),
@@ -72,12 +66,15 @@ def told(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Callable
     return text
 
 
-def test_text_names_what_differs(told: Callable[..., str]) -> None:
+def test_text_and_json_name_what_differs(told: Callable[..., str]) -> None:
     text = told()
     assert re.search(r"MATRIX_LR +0\.02 +0\.03", text)
     assert "+LEARNING_RATE = 0.03" in text and "code: +1 -1 lines" in text
     assert "gain +0.0" in text and "no test" in text
     assert re.search(r"^20 +3\.2000 +3\.1500 +-0\.0500$", text, re.MULTILINE)
+    value = json.loads(told("--json"))
+    assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
+    assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
 
 
 def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: Callable[..., str]) -> None:
@@ -94,29 +91,22 @@ def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: 
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
-def test_scores_of_different_texts_are_not_compared(two: tuple[Path, Path], told: Callable[..., str]) -> None:
+def test_other_texts_are_not_compared_and_steps_are_of_the_whole_run(
+    two: tuple[Path, Path], told: Callable[..., str]
+) -> None:
     log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)
     text = told("--no-code")
     assert "cannot be compared" in text and "different texts" in text and "p = " not in text
     assert re.search(r"^val_bpb, headline .* –$", text, re.MULTILINE)
-
-
-def test_steps_are_those_of_the_whole_run(two: tuple[Path, Path], told: Callable[..., str]) -> None:
-    """The last line of training may come before the end."""
+    # The last line of training may come before the end.
     log = two[1] / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     last_step = f"step:{STEPS}/"
     assert any(line.startswith(last_step) for line in lines)
     log.write_text("".join(line for line in lines if not line.startswith((last_step, "stopping_early"))))
     assert re.search(r"^steps .* \+0\.0$", told("--no-code"), re.MULTILINE)
-
-
-def test_json(told: Callable[..., str]) -> None:
-    value = json.loads(told("--json"))
-    assert value["settings"] == [{"name": "MATRIX_LR", "base": "0.02", "new": "0.03"}]
-    assert value["comparison"]["gain_bpb"] > 0 and value["code"]["lines_added"] == 1
 
 
 def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Path) -> None:

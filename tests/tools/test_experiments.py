@@ -57,16 +57,13 @@ def test_every_patch_changes_the_script(tmp_path: Path, repo: Path, monkeypatch:
     assert sorted(path.name for path in made.iterdir()) == PATCHES
 
 
-def test_an_arm_with_a_config_has_the_geometry_and_not_the_choices_of_the_default() -> None:
+def test_budgets_are_of_training_and_arms_have_the_geometry(repo: Path) -> None:
     arms = experiments.read_arms(experiments.read_json("ablation"), "4x64")
     default, baseline = arms["default stack"].settings, arms["upstream_baseline"].settings
     assert default["XSA_LAST_N"] == "4" and "XSA_LAST_N" not in baseline
     assert default["MODEL_DIM"] == baseline["MODEL_DIM"] == "64"
     with pytest.raises(ExperimentError, match="--size 9x9: expected one of 4x64"):
         experiments.read_arms(experiments.read_json("ablation"), "9x9")
-
-
-def test_budgets_are_of_training(repo: Path) -> None:
     values = environment()
     assert Budget(steps=7).settings(values)["ITERATIONS"] == "7"
     for given in (values, {**values, "GPTQ": "0"}):

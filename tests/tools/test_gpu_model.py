@@ -148,16 +148,13 @@ def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_tha
         subject.config(settings=["NUM_LAYERS"])
 
 
-def test_a_model_without_the_argument_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_loop_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: Any, inputs_BT: Any, targets_BT: Any, starts: Any = None) -> None:
         """As it was when an attribute of the model switched the loop."""
 
     monkeypatch.setattr(train_gpt.GPT, "loss", loss)
     with pytest.raises(RuntimeError, match="takes no `looping`"):
         subject.model(subject.config())
-
-
-def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
     config = subject.config()
     assert subject.visits(config, looping=False) == 11 and subject.visits(config, looping=True) == 17
     calls = Counter({"torch_attn._varlen_attn.default": 11, "aten.mm.default": 78})
@@ -247,11 +244,16 @@ def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
     assert "x_fwd0: new outputs 1.00 GiB" in lines[6]
 
 
-def test_without_a_fitting_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fitting_torch_or_a_compiler_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, repo: Path, tmp_path: Path
+) -> None:
     for version in ("2.9.1+cpu", "2.13.0+cu130"):
         monkeypatch.setattr(fake_gpu.importlib.metadata, "version", lambda _, found=version: found)
         with pytest.raises(fake_gpu.Unavailable, match=re.escape(version)):
             fake_gpu._check_environment()
+    result = run_census(repo, "--out", str(tmp_path), path=str(tmp_path))
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("the GPU model")
 
 
 def run_census(repo: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -279,12 +281,6 @@ def test_each_environment_has_a_library_of_its_own(tmp_path: Path, monkeypatch: 
         paths.add(fake_gpu._library("hooks", "2.13.0+cpu", ("c10",), tmp_path))
     assert len(built) == len(paths) == 2
     assert "-L/first/torch/lib" in built[0] and "-L/second/torch/lib" in built[1]
-
-
-def test_without_a_compiler_it_says_so_in_one_sentence_and_exits_with_2(repo: Path, tmp_path: Path) -> None:
-    result = run_census(repo, "--out", str(tmp_path), path=str(tmp_path))
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("the GPU model")
 
 
 TINY = (

@@ -77,9 +77,13 @@ def test_any_text_parses(text: str) -> None:
     parse_log(text, Path("x.log"))
 
 
-def test_decimals() -> None:
+def test_odd_numbers() -> None:
     texts = ("1.0810", "2", "1e-08", "0.5", "1e-9999", "nan")
     assert [decimals(text) for text in texts] == [4, 0, 8, 1, DECIMALS_MAX, 0]
+    many = "9" * 5_000
+    text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
+    log = parse_log(text, Path("x.log"))
+    assert log.seed is None and not log.train and not log.finals
 
 
 def test_source_with_log_lines_in_it_is_no_source() -> None:
@@ -96,13 +100,6 @@ def test_no_line_takes_more_than_linear_time(line: Callable[[int], str], length:
     """In quadratic time these lines would take minutes, and the test would end by its timeout."""
     text = "\n".join([line(length)] * (200 if length < LINE_CHARACTERS_MAX else 1))
     parse_log(text[:4_000_000], Path("x.log"))
-
-
-def test_numbers_without_end_are_no_numbers() -> None:
-    many = "9" * 5_000
-    text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
-    log = parse_log(text, Path("x.log"))
-    assert log.seed is None and not log.train and not log.finals
 
 
 def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

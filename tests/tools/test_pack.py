@@ -214,7 +214,9 @@ def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, capsys: pytest
     assert "is no program for Python" in message and "(3.11.7)" in message
 
 
-def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfit_and_mixed_runs_are_refused_with_every_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes: dict[str, dict[str, Any]] = {
         "did not finish": {"exit": "signal"},
         "marked not comparable": {"comparable": False},
@@ -226,9 +228,6 @@ def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for number, (message, change) in enumerate(changes.items()):
         run = make_run(tmp_path / "runs" / str(number), 42, summary_changes=change)
         assert message in refusal(capsys, tmp_path / "records", [run])
-
-
-def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         make_run(tmp_path / "runs" / "a", 1),
         make_run(tmp_path / "runs" / "b", 1, source=SOURCE + "\n"),

@@ -26,15 +26,12 @@ def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None
     assert [sample.step for sample in validation_bpb(run)] == [200, 400]
 
 
-def test_a_slow_step_is_called_shard_where_the_loader_stalled(tmp_path: Path) -> None:
+def test_causes_of_slow_steps(tmp_path: Path) -> None:
     run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "shard")]
     for event in run.events:
         event.values["data_wait_max_ms"] = 0.02
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "other")]
-
-
-def test_shard_grid_of_public_logs() -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 

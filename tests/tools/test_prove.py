@@ -110,22 +110,16 @@ def test_the_mould_of_the_mutants_is_legal(short: None) -> None:
     assert not failures(asked(probes.make_subject(script), [32]))
 
 
-def test_a_flip_does_not_see_one_token_too_many_but_sums_do(subject: probes.Subject) -> None:
+def test_a_flip_does_not_see_all(subject: probes.Subject) -> None:
     script = mutants.mutated(SCRIPT, "one-token-past-the-chunk")
     case = probes.make_subject(script).case()
     assert not failures(list(questions.future(case, [32, 33])))
     assert failures(list(questions.kraft(case, [32], and_changes=False)))
-
-
-def test_a_flip_does_not_see_a_choice_by_the_total_but_a_suffix_does() -> None:
     case = probes.make_subject(mutants.mutated(SCRIPT, "learning-rate-picked-in-private")).case()
     assert not failures(list(questions.future(case, [142])))
     assert failures(list(questions.future(case, [], [64])))
     ahead = probes.make_subject(mutants.mutated(SCRIPT, "attention-looks-ahead")).case()
     assert failures(list(questions.future(ahead, [60])))
-
-
-def test_only_phrases_that_repeat_show_a_cache_of_long_matches() -> None:
     case = probes.make_subject(mutants.mutated(SCRIPT, "long-match-cache")).case("score_ttt")
     repeats = questions.Case(case.ask, questions.repeating(case.tokens), 12, case.place)
     assert not failures(list(questions.kraft(case, [77])))
@@ -256,7 +250,7 @@ def shrunk(**given: str) -> tuple[train_gpt.Config, train_gpt.Config]:
     return before, train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
 
 
-def test_shrinking_keeps_the_order_of_lengths() -> None:
+def test_lengths_keep_their_order_when_they_are_shrunk() -> None:
     for stride, context in (("0", "0"), ("64", "64"), ("32", "128"), ("8", "32")):
         lengths = {"EVAL_STRIDE": stride, "EVAL_SEQ_LEN": context, "TRAIN_SEQ_LEN": "64"}
         before, after = shrunk(**lengths, TTT_ENABLED="0", MODEL_DIM="256")
@@ -264,9 +258,6 @@ def test_shrinking_keeps_the_order_of_lengths() -> None:
             was = np.sign(getattr(before, smaller) - getattr(before, larger))
             assert np.sign(getattr(after, smaller) - getattr(after, larger)) == was
         assert (after.eval_stride == 0) == (before.eval_stride == 0)
-
-
-def test_growing_lengths_still_grow_when_they_are_shrunk() -> None:
     _, two = shrunk(TRAIN_SEQ_LENS="1024:0.333 2048", TRAIN_SEQ_LEN="2048")
     assert two.length_parts == [(8, 0.333), (16, 1.0)]
     _, three = shrunk(TRAIN_SEQ_LENS="1024:0.1 2048:0.7 3072", TRAIN_SEQ_LEN="3072")

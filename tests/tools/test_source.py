@@ -45,9 +45,16 @@ def test_a_declared_encoding_is_no_way_around_reading(tmp_path: Path) -> None:
         assert "x = 'é'" in read_script(tmp_path / "a.py").text, cookie
 
 
-def test_plain_script_is_not_taken_for_a_shell() -> None:
+def test_same_program_and_plain_scripts() -> None:
     assert unwrap(SOURCE) is None
     assert unwrap("DATA = " + repr("ab" * 4000) + "\n") is None
+    assert not same_program("def f(a: int): pass\n", "def f(a: str): pass\n")  # a decorator may read them
+    assert same_program("x = 1  # one\n", "x=1\n")
+    documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
+    assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')
+    assert not same_program(documented, 'def f():\n    return "two"\nclass E(Exception):\n    pass\n')
+    assert not same_program("x = 1\n", "x = 2\n")
+    assert not same_program("x = 1\n", "x = (\n")
 
 
 def test_reading_never_executes(tmp_path: Path) -> None:
@@ -56,16 +63,6 @@ def test_reading_never_executes(tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_bytes(wrap(program))
     script = read_script(tmp_path / "train_gpt.py")
     assert script.wrapped and same_program(script.text, program) and not marker.exists()
-
-
-def test_same_program_ignores_only_what_no_run_reads() -> None:
-    assert not same_program("def f(a: int): pass\n", "def f(a: str): pass\n")  # a decorator may read them
-    assert same_program("x = 1  # one\n", "x=1\n")
-    documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
-    assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')
-    assert not same_program(documented, 'def f():\n    return "two"\nclass E(Exception):\n    pass\n')
-    assert not same_program("x = 1\n", "x = 2\n")
-    assert not same_program("x = 1\n", "x = (\n")
 
 
 def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
@@ -82,7 +79,7 @@ def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["inner.py", "helper.py", "fast.cpp"]
 
 
-def test_guarded_imports_and_programs(tmp_path: Path) -> None:
+def test_imports_and_programs(tmp_path: Path) -> None:
     text = (
         "import subprocess\ntry:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n"
         "import urllib.request\nsubprocess.run(['lrzip', '-z'])\n"
@@ -92,10 +89,7 @@ def test_guarded_imports_and_programs(tmp_path: Path) -> None:
     details = {call.name: call.detail for call in source.imports(script)}
     assert details["flash_attn"] == "guarded" and details["urllib"] == ""
     assert [call.name for call in source.subprocess_calls(script)] == ["lrzip"]
-
-
-def test_one_of_several_ways_is_no_unguarded_import(tmp_path: Path) -> None:
-    """A function that loads what it is asked for is not stopped by what is not installed; a module is."""
+    # A function that loads what it is asked for is not stopped by what is not installed; a module is.
     chosen = "    if name:\n        import_module('flash_attn_interface')\n    else:\n        name = ''\n"
     (tmp_path / "a.py").write_text(f"def load(name):\n{chosen}\nif FAST:\n    import flash_attn\n")
     found = {call.name: call.detail for call in source.imports(read_script(tmp_path / "a.py"))}
@@ -141,16 +135,13 @@ def _shell(program: str) -> str:
     return f"import lzma,zlib,base64\nexec(lzma.decompress(zlib.decompress(base64.b85decode({payload!r}))))"
 
 
-def test_a_program_wrapped_several_times_is_read_and_one_without_end_refused() -> None:
+def test_what_is_wrapped_often_or_merely_encoded_is_read() -> None:
     text = SOURCE
     for _ in range(source.WRAPS_MAX):
         text = _shell(text)
         assert unwrap(text) == SOURCE
     with pytest.raises(UnwrapError, match="wrapped more than"):
         unwrap(_shell(text))
-
-
-def test_a_program_that_is_merely_encoded_is_read() -> None:
     program = "import requests\nrequests.get('http://example.org')\n"
     raw = program.encode()
     assert unwrap(f"exec(base64.b64decode({base64.b64encode(raw).decode()!r}))") == program
@@ -158,15 +149,12 @@ def test_a_program_that_is_merely_encoded_is_read() -> None:
     assert unwrap(f"eval(compile({program!r}, 'x', 'exec'))") == program
 
 
-def test_a_small_payload_cannot_become_a_large_program() -> None:
+def test_what_expands_or_nests_without_end(tmp_path: Path) -> None:
     for program in (" " * (UNWRAPPED_BYTES_MAX + 1), "a;" * UNWRAPPED_BYTES_MAX):
         text = _shell(program)
         assert len(text) < 11_000
         with pytest.raises(UnwrapError, match="expands beyond"):
             unwrap(text)
-
-
-def test_a_program_nested_without_end_does_not_parse(tmp_path: Path) -> None:
     for text in ("-" * 200_000 + "1", "(" * 200_000, "1+" * 100_000 + "1", "a" + ".a" * 100_000):
         (tmp_path / "a.py").write_text(text)
         assert isinstance(read_script(tmp_path / "a.py").tree, SyntaxError)

@@ -61,9 +61,6 @@ def test_pairs_of_tokens_cost_what_a_count_by_hand_says() -> None:
     assert summary.bits_of_pairs(training, validation, 4) == pytest.approx(
         -math.log2(after_1) - math.log2(after_2)
     )
-
-
-def test_the_odds_of_all_tokens_are_one() -> None:
     random = np.random.default_rng(0)
     training = random.integers(0, 8, 500).astype(np.uint16)
     odds = [2 ** -summary.bits_of_pairs(training, np.array([3, b], np.uint16), 8) for b in range(8)]

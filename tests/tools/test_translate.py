@@ -114,7 +114,9 @@ def test_what_a_name_stands_for() -> None:
     assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
 
 
-def test_the_verb_prints_a_command_that_the_script_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_or_assignments_are_translated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == 785]
     pairs = " ".join(f"{name}={value}" for name, value in command.settings.items())
     text = f"NCCL_NET=Socket {pairs} \\\n  torchrun --nproc_per_node=4 folder/train_gpt.py"
@@ -126,6 +128,13 @@ def test_the_verb_prints_a_command_that_the_script_accepts(capsys: pytest.Captur
     assert any("SWA_ENABLED=1 SWA_EVERY=50: no effect" in line for line in comments)
     (again,) = shell_commands(last)
     assert train_gpt.public_answers(again.settings) == []
+    assert main(["translate", "MUON_WEIGHT_DECAY=0.09"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
+    monkeypatch.setattr("sys.stdin", io.StringIO("export SEED=3\ntorchrun train_gpt.py\n"))
+    assert main(["translate"]) == 0
+    assert capsys.readouterr().out == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
+    assert main(["translate", "NAME='open torchrun train_gpt.py"]) == 2
+    assert "close the quotation" in capsys.readouterr().err
 
 
 def test_a_refused_command_is_a_comment_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,15 +150,3 @@ def test_a_refused_command_is_a_comment_and_exit_status_1(capsys: pytest.Capture
     ):
         assert part in lines
     assert any("expected MODEL_DIM as a multiple of NUM_HEADS" in line for line in lines)
-
-
-def test_assignments_alone_and_standard_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["translate", "MUON_WEIGHT_DECAY=0.09"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
-    monkeypatch.setattr("sys.stdin", io.StringIO("export SEED=3\ntorchrun train_gpt.py\n"))
-    assert main(["translate"]) == 0
-    assert capsys.readouterr().out == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
-    assert main(["translate", "NAME='open torchrun train_gpt.py"]) == 2
-    assert "close the quotation" in capsys.readouterr().err

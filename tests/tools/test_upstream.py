@@ -138,7 +138,7 @@ def test_steps_are_the_script_s_own(script: Path) -> None:
     assert losses == pytest.approx(plain_losses(weights(0), 5, 2.5, 6), rel=1e-6)
 
 
-def test_the_loss_is_of_single_precision_and_updates_nothing(script: Path) -> None:
+def test_the_loss_is_of_single_precision_and_of_evaluation(script: Path) -> None:
     text = upstream.patched(MINIATURE, "miniature")
     assert "bfloat16" not in text and "fused=True" not in text
     with Upstream(script) as miniature:
@@ -147,9 +147,6 @@ def test_the_loss_is_of_single_precision_and_updates_nothing(script: Path) -> No
         assert miniature.loss(*batch(0)) == before
         assert miniature.step(*batch(0)) == before
         assert miniature.loss(*batch(0)) < before
-
-
-def test_the_loss_is_that_of_evaluation_and_training_goes_on(script: Path) -> None:
     factor = "return (2 if self.training else 1) * F.cross_entropy("
     doubled = MINIATURE.replace("return F.cross_entropy(", factor)
     script.write_text(doubled, encoding="utf-8")
@@ -173,7 +170,7 @@ KEEPS_AN_AVERAGE = (
 )
 
 
-def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) -> None:
+def test_an_average_is_found_where_the_loop_keeps_it_or_told(script: Path) -> None:
     for text in (MINIATURE, MINIATURE.replace("    for step in", "    ema_state = None\n    for step in")):
         script.write_text(text, encoding="utf-8")
         with Upstream(script) as miniature:
@@ -190,9 +187,6 @@ def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) 
         for name, tensor in average.items():
             torch.testing.assert_close(tensor, expected[name])
             assert not torch.equal(tensor, miniature.model.state_dict()[name])
-
-
-def test_an_average_that_is_not_found_is_told(script: Path) -> None:
     for found, instead, told in (
         ("ema_state", "ema_weights", "has ema_weights, but .* ema_state; add"),
         ("ema_state = {name:", "ema_state = {'x' + name:", "expected the names"),
