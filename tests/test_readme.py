@@ -85,13 +85,6 @@ def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
     assert row["code and weights"] == f"{most:,}"
 
 
-def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
-    makefile = (repo / "Makefile").read_text(encoding="utf-8")
-    listed = re.findall(r"for bench in ([a-z ]+);", makefile)
-    names = [*listed[0].split(), *re.findall(r"benchmarks/(\w+)\.py", makefile)]
-    assert "kernels" in names and [n for n in names if not (repo / "benchmarks" / f"{n}.py").is_file()] == []
-
-
 def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\nfive\nsame\nsame\n")
     first = "@@ -7,2 +7,3 @@\n one\n+new\n two\n"

@@ -391,21 +391,6 @@ def test_the_host_fetches_nothing_from_the_device_but_the_scores_of_a_chunk(pref
     assert fetched == [torch.Size([length]) for length in (32, 32, 32, 32, 21)]
 
 
-@pytest.mark.gpu
-def test_no_batch_of_a_score_waits_for_the_gpu() -> None:
-    lab = subject(DEVICE="cuda", VAL_BATCH_SIZE="8")
-    machine = train_gpt.Machine(device=torch.device("cuda"))
-    model = train_gpt.ready_model(lab.model(), machine, train_gpt.Ops())
-    scorer = train_gpt.WindowScorer(model, lab.tokens(), lab.config, 64, True)
-    scorer._score_batch(scorer.chunks[0][:1])  # allocates
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        scorer._score_batch(scorer.chunks[0][1:2])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.slow
 def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
     plain = subject(TTT_LR="0.05")

@@ -172,14 +172,6 @@ def test_the_kernel_writes_inside_its_outputs_only(monkeypatch: pytest.MonkeyPat
 
 
 @needs_runnable_kernels
-def test_the_operator_passes_opcheck() -> None:
-    x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(9, 16, 32))
-    for pre_NF in (None, torch.randn(9, 32, device=DEVICE)):
-        inputs = (x_ND, up_FD, x_ND.norm(dim=1), pre_NF, 0.5, 2)
-        torch.library.opcheck(train_gpt.linear_leaky_square, inputs)
-
-
-@needs_runnable_kernels
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
     """Rows of test-time training differ from chunk to chunk: a graph for each would break the run.

@@ -419,16 +419,6 @@ def test_visit_order() -> None:
         assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
 
 
-def test_rotary_base_of_pr549() -> None:
-    """2,048 tokens against a trained length of 1,024 with 16 rotated dimensions: base 22,081.79."""
-    table = train_gpt.rotary_table(2048, Config(rope_dims=16, rope_train_seq_len=1024))
-    cos, sin = table.double()
-    assert table.shape == (2, 2048, 1, 8)
-    assert math.atan2(sin[1, 0, 1], cos[1, 0, 1]) ** -8 == pytest.approx(22_081.79, rel=2e-6)
-    plain = train_gpt.rotary_table(2048, Config(rope_dims=16))
-    assert math.atan2(plain[1, 1, 0, 1], plain[0, 1, 0, 1]) ** -8 == pytest.approx(10_000, rel=2e-6)
-
-
 @pytest.mark.parametrize("trained", [0, 7])
 def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
     """The base follows the trained length and a longer input's, never a shorter one's."""

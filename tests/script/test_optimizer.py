@@ -229,20 +229,6 @@ def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
     assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
 
 
-def test_state_is_a_copy_that_repeats_the_run() -> None:
-    config = three_layers()
-    model = build_model(config)
-    optimizer = alone(model, config)
-    fresh = optimizer.state()
-    weights = [p.detach().clone() for p in model.parameters()]
-    first = train(model, optimizer, range(4))
-    optimizer.load_state(fresh)
-    assert all(m.abs().max() == 0 for m in optimizer.momenta)
-    assert all(map(torch.equal, weights, model.parameters()))
-    assert all(map(torch.equal, weights, optimizer.average))
-    assert train(model, optimizer, range(4)) == first
-
-
 def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
     """An optimizer after steps of these numbers, and the weights at first and after each."""
     config = three_layers(**changes)

@@ -25,7 +25,6 @@ from benchmarks.gpu_model import (
     calibration,
     census,
     fake_gpu,
-    instructions,
     memory,
     roofline,
     subject,
@@ -51,26 +50,6 @@ def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs
     assert f"with recurrence {calibration.expected_ms(with_loop)}." in page
 
 
-def test_loops_of_a_kernel_count_as_often_as_they_run() -> None:
-    sass = """
-        /*0000*/ LDC R1, c[0x0][0x28] ;
-.L_x_0:
-        /*0010*/ @!P0 FMUL R2, R2, R2 ;
-        /*0020*/ MUFU.EX2 R2, R2 ;
-        /*0030*/ @P1 BRA `(.L_x_0) ;
-        /*0040*/ EXIT ;
-.L_x_1:
-        /*0050*/ BRA `(.L_x_1);
-        /*0060*/ NOP;
-"""
-    assert instructions.per_thread(sass, trips=1) == 6 and instructions.per_thread(sass, trips=4) == 6 + 3 * 3
-    row, rows = {"XBLOCK": 2, "R0_BLOCK": 2048}, {"xnumel": 98_305, "r0_numel": 8192}
-    assert instructions.programs_and_trips(row, rows) == (49_153, 4)
-    assert instructions.programs_and_trips({"XBLOCK": 1024}, {"xnumel": 4096}) == (4, 1)
-    split = {"XBLOCK": 4, "RSPLIT_SIZE": 64}
-    assert instructions.programs_and_trips(split, {"xnumel": 98_304, "r0_numel": 512}) == (1536, 16)
-
-
 @pytest.fixture
 def on_gpu() -> Iterator[FakeTensorMode]:
     """Tensors made within the test are on a GPU, and hold nothing."""
@@ -80,19 +59,6 @@ def on_gpu() -> Iterator[FakeTensorMode]:
 
 def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
-
-
-def test_a_tensor_counts_as_long_as_it_lives_and_a_view_not_at_all(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    x = gpu(1000)
-    with Watch(recorder):
-        y = x + 1  # 2 x 2,000 bytes alive
-        z = y.view(10, 100) * 2  # three
-        del y
-        w = z + 1  # three: one is gone, one is new
-    assert [launch.live_bytes for launch in recorder.launches] == [4000, 6000, 6000]
-    assert recorder.peak_bytes == 6000 and recorder.peak_at == "mul.Tensor"
-    assert w.shape == z.shape
 
 
 def test_every_custom_operation_of_the_script_has_a_cost_and_a_part() -> None:
@@ -262,25 +228,6 @@ def run_census(repo: Path, *arguments: str, path: str | None = None) -> subproce
         environ["PATH"] = path
     command = [sys.executable, "-m", "benchmarks.gpu_model", *arguments]
     return subprocess.run(command, cwd=repo, capture_output=True, text=True, env=environ)
-
-
-def test_each_environment_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[list[str]] = []
-
-    def compile_it(command: list[str], **_: Any) -> Any:
-        built.append(command)
-        Path(command[command.index("-o") + 1]).touch()
-        return types.SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(fake_gpu.shutil, "which", lambda name: name)
-    monkeypatch.setattr(fake_gpu.subprocess, "run", compile_it)
-    paths = set()
-    for environment in ("first", "second", "first"):
-        spec = types.SimpleNamespace(origin=f"/{environment}/torch/__init__.py")
-        monkeypatch.setattr(fake_gpu.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        paths.add(fake_gpu._library("hooks", "2.13.0+cpu", ("c10",), tmp_path))
-    assert len(built) == len(paths) == 2
-    assert "-L/first/torch/lib" in built[0] and "-L/second/torch/lib" in built[1]
 
 
 TINY = (

@@ -311,12 +311,6 @@ def test_what_is_no_record_whatever_its_own_limits(
     assert all(reason in message for reason in reasons), message
 
 
-def test_a_baseline_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "runs" / "a", 1)
-    message = refusal(capsys, tmp_path / "records", [run], "--baseline", str(tmp_path))
-    assert "is no run and no record" in message
-
-
 def test_what_nobody_has_proved_is_told_with_the_command_that_proves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
