@@ -75,23 +75,17 @@ def commands(repo: Path) -> list[Command]:
     return found
 
 
-def test_commands_are_found(repo: Path) -> None:
+def test_every_command_is_run_by_a_test_and_every_row_has_one(repo: Path) -> None:
     texts = [command.text for command in commands(repo)]
     assert {"make demo", "make test"} <= set(texts) and len(texts) > 40
     assert {command.file for command in commands(repo)} == set(READMES)
-
-
-def test_every_command_is_run_by_a_test(repo: Path) -> None:
-    """A new command needs a row in RUN_BY, and a test that runs it."""
+    # A new command needs a row in RUN_BY, and a test that runs it.
     without = []
     for command in commands(repo):
         known = [*NOT_RUN, *(part for part, _ in RUN_BY)]
         if not any(part in command.text for part in known):
             without.append(command)
     assert without == []
-
-
-def test_every_row_has_a_command_and_a_test(repo: Path) -> None:
     texts = [command.text for command in commands(repo)]
     for part in (*NOT_RUN, *(part for part, _ in RUN_BY)):
         assert any(part in text for text in texts), f"no README gives {part!r} any more"

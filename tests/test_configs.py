@@ -39,9 +39,15 @@ def test_no_default_has_drifted_under_a_configuration(name: str) -> None:
     assert changed == {}, f"(pinned, now) of configs/{name}"
 
 
-def test_exactly_the_configurations_are_pinned() -> None:
+def test_configurations_are_pinned_listed_and_of_fetched_data(page: str, repo: Path) -> None:
     assert list(pinned_configs()) == CONFIGS
     assert PINNED_FILE.stat().st_size < 60_000
+    listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
+    assert sorted(listed) == CONFIGS
+    plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
+    for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
+        assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
+        assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -86,18 +92,6 @@ def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: st
             stated[name] = value
     defaults = {name: value for name, value in Config().as_env().items() if name in deciding_settings()}
     assert stated == defaults
-
-
-def test_every_configuration_is_listed_and_exists(page: str) -> None:
-    listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
-    assert sorted(listed) == CONFIGS
-
-
-def test_the_data_that_configurations_name_are_those_that_the_tool_fetches(repo: Path) -> None:
-    plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
-    for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
-        assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
-        assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
 
 
 def test_the_rows_of_the_estimate_add_up(page: str) -> None:

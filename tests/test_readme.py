@@ -28,12 +28,9 @@ def test_every_generated_block_is_fresh() -> None:
     assert stale == [], "run `make docs`"
 
 
-def test_every_linked_file_exists(readme: str, repo: Path) -> None:
+def test_links_targets_and_configs_exist(readme: str, repo: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#][^)]*)\)", readme) if "://" not in link]
     assert links and [link for link in links if not (repo / link.split("#")[0]).exists()] == []
-
-
-def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
     makefile = (repo / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -96,9 +96,6 @@ def joined(rows: list[list[int]]) -> list[int]:
     return [token for row in rows for token in row]
 
 
-# --- what is written -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", encoding.VARIANTS)
 def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: Path, variant: str) -> None:
     assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
@@ -188,7 +185,7 @@ def test_max_train_shards_stops_early(docs: Path, models: dict[str, Path], tmp_p
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]
 
 
-def test_plain_text_is_cut_at_separator_lines(models: dict[str, Path], tmp_path: Path) -> None:
+def test_documents_are_cut_and_surrogates_replaced(models: dict[str, Path], tmp_path: Path) -> None:
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     first.write_bytes(b"\xef\xbb\xbfone\ntwo\n<|endoftext|>\r\n"
                       b"say <|endoftext|> here\n<|endoftext|>\n\n<|endoftext|>")
@@ -196,6 +193,7 @@ def test_plain_text_is_cut_at_separator_lines(models: dict[str, Path], tmp_path:
     source = documents.DocumentSource((str(first), str(second)))
     assert [text for chunk in source.chunks() for text in source.read(chunk)] == [
         "one\ntwo", "say <|endoftext|> here", "last"]
+    assert documents.replace_lone_surrogates("a\ud800b\U0001f600") == "a\ufffdb\U0001f600"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
@@ -214,9 +212,6 @@ def test_chunks_agree_where_one_resumes(tmp_path: Path, suffix: str, monkeypatch
             assert chunk.document == sum(before.document_count for before in chunks[:index])
         middle = chunks[len(chunks) // 2]
         assert list(source.chunks(0, middle.offset, middle.document)) == chunks[len(chunks) // 2:]
-
-
-# --- the same bytes, however it was run -----------------------------------------------------------------
 
 
 def test_two_workers_give_the_bytes_of_one(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
@@ -302,9 +297,6 @@ def alive(pid: str) -> bool:
         return False
 
 
-# --- what exists is kept, what is wrong is said ----------------------------------------------------------
-
-
 Fails = Callable[[list[str]], str]
 
 
@@ -332,7 +324,9 @@ def test_a_finished_export_is_confirmed_and_other_settings_are_refused(
     assert str(shard) in error_of(command)
 
 
-def test_foreign_files_are_kept(docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
+def test_foreign_files_are_kept_and_one_export_runs_at_once(
+    docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails
+) -> None:
     shard = tmp_path / "a" / "datasets" / "set" / "fineweb_train_000000.bin"
     model = tmp_path / "b" / "tokenizers" / models["plain"].name
     for mine in (shard, model):
@@ -341,10 +335,6 @@ def test_foreign_files_are_kept(docs: Path, models: dict[str, Path], tmp_path: P
     assert shard.name in error_of(arguments(docs, models["plain"], tmp_path / "a"))
     assert str(model) in error_of(arguments(docs, models["plain"], tmp_path / "b"))
     assert shard.read_text() == model.read_text() == "mine"
-
-
-def test_two_exports_of_one_dataset_do_not_run_at_once(docs: Path, models: dict[str, Path], tmp_path: Path,
-                                                       error_of: Fails) -> None:
     directory = tmp_path / "datasets" / "set"
     directory.mkdir(parents=True)
     with exclusive(directory / export.LOCK_NAME):
@@ -383,22 +373,15 @@ def test_bad_documents_are_named(models: dict[str, Path], tmp_path: Path, error_
         assert f"{path}: document 30" in error and expected in error, line
 
 
-def test_lone_surrogates_become_replacement_characters() -> None:
-    assert documents.replace_lone_surrogates("a\ud800b\U0001f600") == "a\ufffdb\U0001f600"
-
-
-def test_documents_that_come_twice_or_are_too_few_are_refused(
-        docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
+def test_too_few_documents_and_unfit_tokenizers_are_refused(
+    docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails
+) -> None:
     again = docs.parent / "." / "sub" / ".." / docs.name
     (docs.parent / "sub").mkdir()
     command = arguments(docs, models["plain"], tmp_path)
     assert "given twice" in error_of([*command, "--docs", str(docs), str(again)])
     assert "400 documents" in error_of([*command, "--val-docs", "50000"])
     assert not (tmp_path / "datasets" / "set" / shards.MANIFEST_NAME).exists()
-
-
-def test_unfit_tokenizers_are_refused(docs: Path, models: dict[str, Path], tmp_path: Path,
-                                      error_of: Fails) -> None:
     def train(name: str, **overrides: Any) -> Path:
         settings: dict[str, Any] = {"vocab_size": 330, "model_type": "bpe", "byte_fallback": True,
                                     "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
@@ -417,9 +400,6 @@ def test_unfit_tokenizers_are_refused(docs: Path, models: dict[str, Path], tmp_p
         assert expected in error_of(arguments(docs, model, tmp_path / "out"))
     other = arguments(docs, models["plain"], tmp_path / "out", "--variant", "caseops")
     assert "of --variant plain, asked for caseops" in error_of(other)
-
-
-# --- tokenizer training ---------------------------------------------------------------------------------
 
 
 def test_tokenizer_training_reads_behind_validation_and_keeps_long_documents(tmp_path: Path) -> None:
@@ -458,9 +438,6 @@ def test_trained_tokenizers_are_kept_and_sound(models: dict[str, Path], docs: Pa
     assert contents(out) == before
     assert "pieces, not 60000" in error_of([*command, "60000", "--out", str(tmp_path)])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-# --- real text -------------------------------------------------------------------------------------------
 
 
 def test_official_validation_ids(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,9 @@ def test_verify_tells_of_training_on_validation_documents(hub: Hub, tmp_path: Pa
     assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
 
 
-def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_what_is_mine_is_not_overwritten_and_revisions_do_not_mix(
+    hub: Hub, tmp_path: Path, error_of: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"
     tokenizer.parent.mkdir()
     tokenizer.write_text("mine")
@@ -273,10 +275,6 @@ def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Pat
     mine = directory(tmp_path / "mine")
     shards.write_manifest(mine, {"version": shards.MANIFEST_VERSION, "name": "mine"})
     assert "was not downloaded" in error_of(tmp_path / "mine")
-
-
-def test_revisions_and_repositories_do_not_mix(hub: Hub, tmp_path: Path, error_of: Fails,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     monkeypatch.setattr(hub_server, "COMMIT", "badcab" + "1" * 34)
     assert "must not be mixed" in error_of(tmp_path, "--revision", "main")
@@ -296,7 +294,7 @@ def test_a_disk_too_small_names_the_shards_that_fit(hub: Hub, files: dict[str, b
     assert "not even one" in error_of(tmp_path / "none", train_shards=1)
 
 
-def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_foreign_tokens_and_damaged_receipts_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     for index, (content, expected) in enumerate([
         (shard_bytes(np.array([1, 5000])), "token 5000"),
         (shard_bytes(np.array([7, 1, 8])), "does not begin with BOS"),
@@ -304,6 +302,9 @@ def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -
     ]):
         hub.files[remote("fineweb_train_000000.bin")] = content
         assert expected in error_of(tmp_path / str(index), train_shards=1)
+    directory(tmp_path).mkdir(parents=True)
+    (directory(tmp_path) / fineweb.RECEIPTS_NAME).write_text(json.dumps({"repo": 1}))
+    assert "damaged" in error_of(tmp_path)
 
 
 def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Path, kills: int) -> None:
@@ -338,9 +339,3 @@ def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Pa
 def test_a_killed_download_resumes_without_refetching(hub: Hub, files: dict[str, bytes], repo: Path,
                                                       tmp_path: Path, kills: int) -> None:
     interrupted_downloads(hub, files, repo, tmp_path / "out", kills)
-
-
-def test_receipts_that_are_damaged_are_said(tmp_path: Path, error_of: Fails) -> None:
-    directory(tmp_path).mkdir(parents=True)
-    (directory(tmp_path) / fineweb.RECEIPTS_NAME).write_text(json.dumps({"repo": 1}))
-    assert "damaged" in error_of(tmp_path)

@@ -48,9 +48,6 @@ def first(model: Any, config: Config) -> list[Any]:
     return train_gpt.unpack(first_adapters(model, config)[None], train_gpt.adapter_layout(config), config)
 
 
-# --- a plain loop over documents ---
-
-
 class PlainAdapters:
     """The adapters of one document, written out: weights by name, and AdamW on each number."""
 
@@ -172,9 +169,6 @@ def test_scores_are_those_of_a_plain_loop_over_documents(
     assert abs(in_fp32.mean() - expected.mean()) < 1e-6
 
 
-# --- documents are alone ---
-
-
 def test_other_text_in_the_other_documents_changes_no_bit() -> None:
     lab = subject()
     tokens = lab.tokens()
@@ -211,9 +205,6 @@ def test_first_weights_are_those_of_every_document_and_drawn_from_seed_and_name_
     assert float(every.abs().max()) > 0.99 * bound and len(every.unique()) > 0.99 * len(every)
     other_seed = dataclasses.replace(lab.config, seed=lab.config.seed + 1)
     assert not torch.equal(first_adapters(model, other_seed), numbers_P)
-
-
-# --- batches and ranks ---
 
 
 class Together(Machine):
@@ -327,9 +318,6 @@ def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
     assert rows[0] == (2, 2) and rows[-1] == (1, 0) and sorted(rows, reverse=True) == rows
 
 
-# --- what is learned from ---
-
-
 def test_what_is_learned_from_is_scored_and_the_weights_stay_as_they_are() -> None:
     lab = subject()
     assert {finding.level(Mode.AGREED) for finding in probes.ledger_order(lab, "score_ttt")} == {Level.INFO}
@@ -338,9 +326,6 @@ def test_what_is_learned_from_is_scored_and_the_weights_stay_as_they_are() -> No
     lab.nats("score_ttt", lab.tokens(), model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
-
-
-# --- odd texts ---
 
 
 @pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS", "two tokens", "BOS last"])
@@ -368,9 +353,6 @@ def test_a_longer_context_than_in_training_is_used(mode: str) -> None:
     assert np.isfinite(after).all() and abs(after[90] - before[90]) > 1e-3
     # The first token is alone in both, and has no position to be told from.
     assert abs(after[0] - before[0]) < 1e-5
-
-
-# --- off ---
 
 
 def test_a_forward_pass_without_adapters_is_the_same_bits_as_with_idle_ones() -> None:
@@ -469,9 +451,6 @@ def test_triton_meets_no_size_that_is_no_multiple_of_16(monkeypatch: pytest.Monk
     assert set(lengths) == {16, 32}
 
 
-# --- settings ---
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [({"TTT_LORA_TARGETS": "q,w"}, "TTT_LORA_TARGETS='q,w'"),
@@ -489,9 +468,6 @@ def test_each_mode_has_rules_of_its_own() -> None:
     """No sliding window is needed for documents, and long chunks of documents are no matter with SGD."""
     assert subject(EVAL_STRIDE=0).config.eval_stride == 0
     assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
-
-
-# --- a clock that holds ---
 
 
 class Worked:
@@ -559,7 +535,9 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     assert counts == sorted(counts) and counts[0] == 260 and counts[-1] == len(tokens) - 1, counts
 
 
-def test_a_rank_that_is_twice_as_slow_learns_less_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_learns_less_and_without_learning_chunks_are_half_a_window(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = many_documents()
     worked = Worked(monkeypatch)
@@ -571,9 +549,6 @@ def test_a_rank_that_is_twice_as_slow_learns_less_and_ends_in_time(monkeypatch: 
     clock, _ = worked.score(lab, tokens, limit, rank=1)
     assert limit - 5 < worked.now <= limit and clock.modes.keys() == whole.modes.keys()
     assert 0 < sum(clock.modes.values()) < sum(whole.modes.values())
-
-
-def test_without_learning_chunks_are_half_a_window_long_and_end_with_their_document() -> None:
     scorer = scorer_of(subject(TTT_CHUNK_SIZE=4, EVAL_SEQ_LEN=32), many_documents())
     chunks = list(scorer.chunks(scorer.batches()[0], learning=False))
     places = [(chunk.first, chunk.start, chunk.stop) for chunk in chunks[:3]]

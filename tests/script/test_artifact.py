@@ -67,9 +67,6 @@ def tiny_file(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# --- rate control -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "bits_per_weight", "passes"),  # coarse steps: ragged sizes
     [((1, 32, 128), 1.7, 8), ((2, 64, 256), 1.7, 8), ((2, 64, 256), 3.5, 5)],
@@ -89,15 +86,12 @@ def test_budget_is_filled(
     assert limit - max(8, 5e-4 * limit) <= total <= limit  # the smallest files move in steps of some bytes
 
 
-def test_a_model_too_small_for_the_budget_is_written_at_eight_bits(tiny: Config, tmp_path: Path) -> None:
+def test_a_model_too_small_or_too_large_for_its_budget(tiny: Config, tmp_path: Path) -> None:
     model, about, line = write(tmp_path / "model.bin", tiny)
     assert f"step_multiplier:{train_gpt.MULTIPLIERS[0]:.4f}" in line
     assert max(bits_of(tmp_path / "model.bin").values()) >= 7 and about.bytes < 50_000
     loaded, _ = train_gpt.load_artifact(tmp_path / "model.bin")
     assert (model.qo_bank - loaded.qo_bank).norm() < 0.06 * model.qo_bank.norm()
-
-
-def test_a_model_too_large_is_refused_before_and_after_training() -> None:
     config = Config.from_env(plain_settings(2, 64, 256, ARTIFACT_BYTES_MAX=8_000))
     said = r"expected 8000 at most beside the code: \d+ bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM"
     with pytest.raises(ArtifactError, match=said):
@@ -218,9 +212,6 @@ def test_the_same_budget_gives_the_same_bytes(budget: int) -> None:
     assert (notches, len(data), hashlib.sha256(data).hexdigest()) == GOLDEN_FILES[budget]
 
 
-# --- file -------------------------------------------------------------------------------------------------
-
-
 def test_round_trip(tmp_path: Path) -> None:
     config = Config.from_env(plain_settings(2, 32, 64, ARTIFACT_BYTES_MAX=40_000))
     model, about, _ = write(tmp_path / "model.bin", config)
@@ -262,23 +253,17 @@ def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> Non
         rtol=0, atol=2e-3)  # fmt: skip
 
 
-def test_a_head_of_its_own_is_rounded_for_what_it_multiplies() -> None:
+def test_a_head_of_its_own_and_weights_that_are_no_numbers(tiny: Config) -> None:
     """The head has the Hessian of the hidden states, an embedding that multiplies nothing has none."""
     tied = train_gpt.parameter_table(Config())
     untied = train_gpt.parameter_table(Config(tie_embeddings=False))
     assert tied["token_embedding_VD"].inputs == untied["output_head_VD"].inputs == ("hidden",)
     assert untied["token_embedding_VD"].inputs == ()
-
-
-def test_weights_that_are_not_numbers_are_not_written(tiny: Config) -> None:
     model = trained_like(tiny)
     with torch.no_grad():
         model.mlp_up_bank[0, 3, 1] = math.inf
     with pytest.raises(ArtifactError, match="mlp_up_bank"):
         train_gpt.write_artifact(model, tiny, {}, TOKENIZER, 100_000)
-
-
-# --- what an artifact would not hold: noticed before training -----------------------------------------------
 
 
 def test_what_no_artifact_would_hold(tiny: Config, tiny_file: Path) -> None:
@@ -293,9 +278,6 @@ def test_what_no_artifact_would_hold(tiny: Config, tiny_file: Path) -> None:
     assert trained.settings == loaded.settings
     with pytest.raises(AttributeError):
         _ = trained.settings.ttt_lr  # type: ignore[attr-defined]
-
-
-# --- bad files ----------------------------------------------------------------------------------------------
 
 
 def sections_of(path: Path) -> dict[str, bytes]:
@@ -426,9 +408,6 @@ def test_random_damage_is_the_one_error_or_a_sound_model(seed: int, count: int, 
     assert refusals > 0.7 * count
 
 
-# --- disk ---------------------------------------------------------------------------------------------------
-
-
 def test_a_full_disk_leaves_the_old_file(tiny_file: Path, tmp_path: Path) -> None:
     """The kernel refuses to let files grow beyond a size: a full disk in all but name."""
     path = tmp_path / "model.bin"
@@ -443,9 +422,6 @@ def test_a_full_disk_leaves_the_old_file(tiny_file: Path, tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"the old file"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.bin"]
-
-
-# --- shipped code -------------------------------------------------------------------------------------------
 
 
 PROGRAM = '''"""A program — with a docstring."""

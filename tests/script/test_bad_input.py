@@ -321,14 +321,11 @@ for number in (1, 2):
 """
 
 
-def test_a_closed_console_does_not_end_a_run(lab: Lab) -> None:
+def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
     assert lab.run(fault=NOBODY_READS, EVAL_STRIDE=0, TTT_ENABLED=0).status == 0
     summary = json.loads((lab.folder / "runs" / "run" / "summary.json").read_text())
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
     assert summary["exit"] == "finished" and "step:6/6" in log and "done: " in log
-
-
-def test_odd_paths(lab: Lab) -> None:
     folder = lab.folder / "two words, ümlaut 中 # end"
     folder.mkdir()
     lab = Lab(folder, lab.copy_dataset("中 data [1]*").dataset)

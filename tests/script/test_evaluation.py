@@ -75,9 +75,6 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
     return nats
 
 
-# --- the ledger ---
-
-
 def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger = Ledger(np.arange(11))
     ledger.record(0, np.ones(4))
@@ -126,9 +123,6 @@ def test_updates_get_scored_tokens_only() -> None:
     for start, stop in ((6, 8), (5, 9), (8, 10), (-1, 1)):
         with pytest.raises(ValueError, match="not all scored"):
             ledger.scored_tokens(start, stop)
-
-
-# --- windows ---
 
 
 def test_windows_and_chunks_have_the_published_counts() -> None:
@@ -223,9 +217,6 @@ def test_all_is_scored_once_and_in_order_and_learned_from_behind_its_score(setti
         assert {finding.level(Mode.AGREED) for finding in findings} == {Level.INFO}
 
 
-# --- test-time training ---
-
-
 @pytest.mark.parametrize("changes", [{}, {"TTT_EPOCHS": "2", "TTT_BATCH_SEQS": "1"}, {"TTT_GRAD_CLIP": "0"}])
 def test_ttt_follows_the_protocol(changes: dict[str, str]) -> None:
     lab = subject(TTT_LR="0.05", **changes)
@@ -258,9 +249,6 @@ def test_ranks_with_unequal_and_zero_shares_write_the_same_ledger(tmp_path: Path
     assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
 
 
-# --- bytes ---
-
-
 def byte_config(dataset: Path, **changes: str) -> Config:
     """The settings of a run on the tiny dataset."""
     places = {"DATA_PATH": str(dataset), "TOKENIZER_PATH": str(dataset / "tokenizer.model")}
@@ -291,9 +279,6 @@ def test_a_byte_sidecar_takes_precedence(dataset: Path, tmp_path: Path) -> None:
         token_bytes(np.concatenate([tokens, tokens]), config)
 
 
-# --- settings and lines ---
-
-
 def lines(run: probes.RecordingRun, label: str) -> list[str]:
     return [line for line in run.lines if line.startswith(label)]
 
@@ -314,9 +299,6 @@ def test_final_lines_are_verbatim_and_marked(mark: str) -> None:
         assert re.fullmatch(f"{label}_exact {numbers} learned_tokens:{learned}{mark}", exact)
     score = scores["roundtrip"]
     assert math.isclose(score.bits_per_byte, score.nats * 149 / math.log(2) / 321, rel_tol=1e-12)
-
-
-# --- progress, and evaluation once more ---
 
 
 def tick_each_record(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,9 +349,6 @@ def test_progress_comes_every_so_many_seconds_and_at_the_end(
         assert told == told_at, name
 
 
-# --- a device that is behind the host ---
-
-
 @pytest.mark.parametrize("prefetch", ["0", "1"])
 def test_the_host_fetches_nothing_from_the_device_but_the_scores_of_a_chunk(prefetch: str) -> None:
     """Each `.cpu()` and each `.item()` would wait for all that the device still has to do."""
@@ -398,9 +377,6 @@ def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
     for name in probes.SCORERS:
         found = compiled.nats(name, compiled.tokens())
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
-
-
-# --- a clock that holds ---
 
 
 def test_with_sgd_learning_stops_where_the_clock_has_time_for_scoring_alone(

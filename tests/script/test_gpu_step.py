@@ -397,16 +397,15 @@ def test_training_ends_in_time_although_recurrence_makes_steps_longer(
     assert device.free >= 12 - 2 - 4 * slower * plain_seconds
 
 
-def test_a_wait_for_batches_is_told_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_of_its_own_step_and_late_recurrence_stays_within_the_reserve(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Results are read two steps later, when other steps have waited as well."""
     config = tiny_config(MAX_WALLCLOCK_SECONDS=0, ITERATIONS=7, TRAIN_LOG_EVERY=0)
     device = Device(0.1, 0.1)
     assert train_on(device, config, monkeypatch) == 7
     assert [(result.step, result.wait_ms) for result in device.told] == [(n, n) for n in range(1, 8)]
-
-
-def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one moment at which a longer step cannot be known before it is over."""
+    # The one moment at which a longer step cannot be known before it is over.
     for switch in np.linspace(0.94, 1.0, 13):
         device = Device(0.1, 0.2)
         train_on(device, twelve_seconds(round(float(switch), 4)), monkeypatch)

@@ -117,7 +117,7 @@ def test_what_tma_cannot_read_is_refused(dim: int, hidden: int, skipped: int) ->
 
 
 @needs_runnable_kernels
-def test_operands_may_lie_anywhere() -> None:
+def test_operands_may_lie_anywhere_and_none_is_kept_alive() -> None:
     """Layouts that TMA cannot read are brought into order; the product of the forward pass may be refused."""
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     norm_N = x_ND.norm(dim=1)
@@ -133,11 +133,7 @@ def test_operands_may_lie_anywhere() -> None:
     beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
     with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
         train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, beside, 0.5, 1)
-
-
-@needs_runnable_kernels
-def test_the_allocator_of_the_kernel_keeps_no_tensor_alive() -> None:
-    """Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long."""
+    # Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long.
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), None, 0.5, 1)
     operand = weakref.ref(x_ND)
@@ -218,9 +214,6 @@ def test_frozen_matrices_of_the_mlp_get_no_gradients() -> None:
         flops.append(counter.get_total_flops())
     assert torch.equal(*gradients)
     assert flops[0] - flops[1] == 2 * (2 * 21 * 12 * 20)
-
-
-# -- which form runs: the first of a fixed order that agrees on all ranks ------------------------------------
 
 
 SMALL = tiny_config(MODEL_DIM=16, MLP_MULT=2, ROPE_DIMS=8, TRAIN_SEQ_LEN=16, COMPILE=0)

@@ -73,9 +73,6 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-# -- order: a pure function ----------------------------------------------------------------------------------
-
-
 def test_the_stream_is_the_documented_one_and_stays_it(shards: list[Any]) -> None:
     """Golden values keep published runs valid."""
     rows, stream_hash = stream(shards, 12)
@@ -123,8 +120,6 @@ def test_every_geometry_sees_the_same_steps(
         assert np.array_equal(rows, expected)
         assert stream_hash == expected_hash
 
-
-# -- sequence lengths that change on the way -----------------------------------------------------------------
 
 CHANGING = {"train_seq_len": 12, "train_seq_lens": "4:0.2 6:0.6 12", "train_batch_tokens": 384,
             "micro_batch_tokens": 48}  # fmt: skip
@@ -176,9 +171,6 @@ def test_shards_and_batches_that_are_too_small_for_all_lengths_are_refused(tmp_p
         open_loader(files, **{**CHANGING, "micro_batch_tokens": 11})
 
 
-# -- stream hash ---------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 4), seq_len=st.integers(1, 9), first=st.integers(0, 2**40))
 def test_the_hash_sees_every_bit(data: st.DataObject, rows: int, seq_len: int, first: int) -> None:
@@ -190,9 +182,6 @@ def test_the_hash_sees_every_bit(data: st.DataObject, rows: int, seq_len: int, f
     at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
     block[at] ^= 1 << data.draw(st.integers(0, 15))
     assert got != train_gpt.hash_sequences(first, block)
-
-
-# -- seek and resume -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -243,9 +232,6 @@ def test_a_staged_batch_is_next(shards: list[Any], prefetch: bool, monkeypatch: 
         assert np.array_equal(rows, expected) and loader.stream_hash == expected_hash
 
 
-# -- documents -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> None:
     ids = np.random.default_rng(0).integers(1, 5, 2000)
@@ -259,9 +245,6 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
             assert batch.starts.tolist() == expected.tolist()
     with open_loader(files, train_prefetch=prefetch, doc_mask=False) as loader:
         assert loader.next_batch().starts.tolist() == [0, 16, 32, 48, 64]
-
-
-# -- timing of the stages ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("slow", "depth"), [("disk", 1), ("stage", 3), ("step", 1), ("random", 3)])
@@ -285,7 +268,9 @@ def test_no_stage_can_change_the_stream_by_its_speed(
     assert np.array_equal(np.concatenate(rows), expected)
 
 
-def test_the_next_shard_alone_is_read_ahead(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_shard_alone_is_read_ahead_and_holds_nothing_up(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """While the first shard is in use the second is read; the third only when the first is done with."""
     reads: list[Path] = []
     on_read(monkeypatch, reads.append)
@@ -296,10 +281,7 @@ def test_the_next_shard_alone_is_read_ahead(shards: list[Any], monkeypatch: pyte
         assert len(reads) == 2
         visits = train_gpt.shard_visits(loader.config, shards, 0)
         assert reads == [next(visits).shard.path for _ in range(2)]
-
-
-def test_a_shard_that_takes_long_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second shard's read is held until the last batch of the first is delivered: none waits for it."""
+    # The second shard's read is held until the last batch of the first is delivered: none waits for it.
     files = write_shards(tmp_path / "two", (16 * 40 + 1, 16 * 40 + 1))
     gate = threading.Event()
     seen: list[Path] = []
@@ -317,7 +299,9 @@ def test_a_shard_that_takes_long_holds_nothing_up(tmp_path: Path, monkeypatch: p
         loader.next_batch()
 
 
-def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
+def test_batches_belong_to_the_caller_and_their_waits_are_told(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kept for as long as one likes, a batch is never written again."""
     with open_loader(shards) as loader:
         kept = [loader.next_batch() for _ in range(40)]
@@ -326,9 +310,6 @@ def test_batches_belong_to_the_caller(shards: list[Any]) -> None:
         for batch, (inputs_BT, targets_BT, starts) in zip(kept, copies, strict=True):
             assert torch.equal(batch.inputs_BT, inputs_BT) and torch.equal(batch.targets_BT, targets_BT)
             assert torch.equal(batch.starts, starts)
-
-
-def test_data_wait_is_the_wait_for_all_batches(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with open_loader(shards, train_prefetch=False) as loader:
         # Of a clock that goes on by a millisecond whenever it is read, as every wait does twice.
         ticks = itertools.count()
@@ -340,9 +321,6 @@ def test_data_wait_is_the_wait_for_all_batches(shards: list[Any], monkeypatch: p
         take(loader, 1)
         assert loader.take_wait_ms() == pytest.approx(1), "each wait is reported once"
         assert loader.take_wait_ms() == 0.0
-
-
-# -- faults --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -457,10 +435,9 @@ def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, mes
     assert "fineweb_train_000000.bin" in str(error.value)
 
 
-# -- close ---------------------------------------------------------------------------------------------------
-
-
-def test_closing_in_any_state_leaves_nothing(shards: list[Any]) -> None:
+def test_closing_in_any_state_leaves_nothing_and_is_bounded(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for state in ("fresh", "used", "full", "moved", "synchronous") * 5:
         loader = open_loader(shards, train_prefetch_queue=2, train_prefetch=state != "synchronous")
         if state in ("used", "full", "synchronous"):
@@ -474,9 +451,6 @@ def test_closing_in_any_state_leaves_nothing(shards: list[Any]) -> None:
         with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
             loader.next_batch()
     wait_until(lambda: not loader_threads())
-
-
-def test_close_with_a_hanging_reader_is_bounded(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     on_read(monkeypatch, lambda path: gate.wait(DEADLINE_SECONDS))
     loader = open_loader(shards)
@@ -536,9 +510,6 @@ def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
     assert [int(code) for code in out.split()] == [code for _, _, code in ENDS], err
 
 
-# -- long runs -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batches", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_batches_are_the_oracles_with_flat_memory(shards: list[Any], batches: int) -> None:
     """Threads and resident memory after the first tenth are those at the end; the bytes are the oracle's."""
@@ -551,9 +522,6 @@ def test_batches_are_the_oracles_with_flat_memory(shards: list[Any], batches: in
         assert loader.stream_hash == oracle.stream_hash
         assert threading.active_count() == threads
         assert rss_bytes() - memory < 4 << 20
-
-
-# -- single parts --------------------------------------------------------------------------------------------
 
 
 def test_ids_of_all_16_bits_survive(tmp_path: Path) -> None:
@@ -577,9 +545,6 @@ def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None
     assert got.tokens.dtype == np.uint16
     assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
     assert bool(got.mark) == bool(targets)
-
-
-# -- on the GPU ----------------------------------------------------------------------------------------------
 
 
 class CallsOfCuda(train_gpt.Machine):

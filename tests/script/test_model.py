@@ -474,9 +474,6 @@ def test_calibration_follows_a_changed_activation(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(hidden, written, rtol=1e-4, atol=1e-5)
 
 
-# --- attention kernels, by stand-ins that know each package's way of speaking ---
-
-
 def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, groups: bool) -> Tensor:
     """Varlen attention, one document after the other; heads must match unless `groups`."""
     assert groups or q.size(1) == k.size(1), "this version knows no grouped heads"

@@ -215,16 +215,13 @@ def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(fault: str,
     assert ended.summary["steps"] == 2 and not [*ended.directory.glob("*checkpoint*")]
 
 
-def test_a_full_disk_at_the_end_is_told_and_the_end_can_be_repeated(lab: Lab, finished: Ended) -> None:
+def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab, finished: Ended) -> None:
     ended = lab.run(fault=FULL_DISK.replace("NAME", "summary.json"))
     assert ended.status == 1 and "Traceback" not in ended.err
     assert "summary.json" in ended.err and "No space left" in ended.err
     assert not (ended.directory / "summary.json").exists()
     assert not [*ended.directory.glob(".*")]
     assert_same_result(lab.succeed(RESUME=ended.directory), finished)
-
-
-def test_an_artifact_that_its_disk_has_no_room_for_is_kept_elsewhere(lab: Lab, finished: Ended) -> None:
     elsewhere = lab.folder / "elsewhere"
     elsewhere.mkdir()
     fault = FULL_DISK.replace("NAME", "/.model.bin")

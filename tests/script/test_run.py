@@ -162,7 +162,7 @@ os._exit = tell
 """
 
 
-def test_an_artifact_alone_finds_how_it_was_scored_and_opens_nothing_else(finished: Ended, lab: Lab) -> None:
+def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finished: Ended, lab: Lab) -> None:
     """EVAL_ONLY=runs/x/model.bin and nothing more: the same scores, from two files of that directory."""
     model = finished.directory / "model.bin"
     alone = lab.succeed(fault=WATCH, **lab.nothing_but(EVAL_ONLY=model, RUNS_DIR=lab.folder / "runs"))
@@ -172,9 +172,6 @@ def test_an_artifact_alone_finds_how_it_was_scored_and_opens_nothing_else(finish
     beside = [Path(path).name for path in opened if Path(path).parent == finished.directory]
     assert beside == ["config.env", "model.bin"]
     assert not [line for line in alone.out.splitlines() if line.startswith("warning:")]
-
-
-def test_settings_that_an_artifact_overrides_are_named(finished: Ended, lab: Lab) -> None:
     model = finished.directory / "model.bin"
     ended = lab.succeed(EVAL_ONLY=model, MODEL_DIM=64, EVAL_STRIDE=0, TTT_ENABLED=0)
     warnings = [line for line in ended.out.splitlines() if line.startswith("warning:")]
@@ -182,10 +179,17 @@ def test_settings_that_an_artifact_overrides_are_named(finished: Ended, lab: Lab
     assert ended.summary["config"]["MODEL_DIM"] == "32"
 
 
-def test_its_config_starts_the_run_again(finished: Ended, lab: Lab) -> None:
+def test_its_config_starts_the_run_again_and_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
     config = finished.directory / "config.env"
     again = lab.succeed(**lab.nothing_but(CONFIG=config, RUNS_DIR=lab.folder / "runs"))
     assert results(again) == results(finished) and again.directory.name != "run"
+    other = lab.succeed(SEED=1338, MATRIX_BITS=5, EVAL_SEQ_LEN=64, ITERATIONS=1)
+    assert other.summary["stream_hash"] != finished.summary["stream_hash"]
+    assert results(other)[0][0][1] != results(finished)[0][0][1], "the loss of the first step"
+    # Lines are named by the setting, also where the rate control makes the codes of two the same width.
+    assert "final_int5_roundtrip_exact " in other.out and "Serialized model int5+rans: " in other.out
+    # Evaluation may see more context than training.
+    assert set(other.summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
 
 
 @pytest.mark.parametrize("changes", [
@@ -215,16 +219,6 @@ def assert_float_weights(ended: Ended) -> None:
         assert weights[name].dtype == torch.float32
         error = (parameter - weights[name]).norm() / weights[name].norm().clamp(min=1e-9)
         assert error < 0.3, name
-
-
-def test_another_seed_is_another_run_and_other_settings_are_told(finished: Ended, lab: Lab) -> None:
-    other = lab.succeed(SEED=1338, MATRIX_BITS=5, EVAL_SEQ_LEN=64, ITERATIONS=1)
-    assert other.summary["stream_hash"] != finished.summary["stream_hash"]
-    assert results(other)[0][0][1] != results(finished)[0][0][1], "the loss of the first step"
-    # Lines are named by the setting, also where the rate control makes the codes of two the same width.
-    assert "final_int5_roundtrip_exact " in other.out and "Serialized model int5+rans: " in other.out
-    # Evaluation may see more context than training.
-    assert set(other.summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
 
 
 def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:

@@ -61,19 +61,13 @@ def test_nothing_has_to_be_decoded_or_looked_up_below(finds: Callable[[str], lis
     assert finds(source) == []
 
 
-def test_sections_stand_in_order_and_say_what_they_guarantee(source: str) -> None:
+def test_sections_signatures_and_marks(source: str, tree: ast.Module) -> None:
     sections = plainness.sections(source)
     assert [section.name for section in sections] == SECTIONS
     assert all(section.guarantee.endswith(".") for section in sections)
-
-
-def test_private_and_autograd_names_apart_every_signature_is_annotated(tree: ast.Module) -> None:
     kernels = {f for f in functions(tree) if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)}
     bare = [f.name for f in functions(tree) if f not in kernels and f.returns is None]
     assert bare == []
-
-
-def test_nothing_is_marked_as_unfinished(source: str) -> None:
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", source)
 
 

@@ -156,7 +156,9 @@ def test_it_is_written_when_the_last_step_ends_and_not_again(tmp_path: Path, pat
     assert steps(read(path)) == [2, 3]
 
 
-def test_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_no_run_and_off_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(target))
 
@@ -164,6 +166,18 @@ def test_a_full_disk_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     trace = make_trace(tmp_path)
     trace.begin(1)
     trace.finish()
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    trace = Trace(directory=tmp_path)
+    trace.begin(1)
+    with trace.span("work", "main"):
+        assert not trace.under_way
+    trace.add("work", "main", 0.0, 1.0)
+    trace.finish()
+    assert not trace.recording and not trace.events and [*tmp_path.iterdir()] == []
+    never = make_trace(tmp_path, 100, 110)  # its steps never came
+    never.begin(1)
+    never.finish()
     assert [*tmp_path.iterdir()] == []
 
 
@@ -193,21 +207,6 @@ def test_what_overlaps_its_steps_stays(tmp_path: Path, path: Path, monkeypatch: 
     for span in spans(read(path), "work"):
         kept[tuple(span["args"]["span"])] = (span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6)
     assert kept == expected and len(kept) < len(every)
-
-
-def test_off_nothing_is_asked_kept_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
-    trace = Trace(directory=tmp_path)
-    trace.begin(1)
-    with trace.span("work", "main"):
-        assert not trace.under_way
-    trace.add("work", "main", 0.0, 1.0)
-    trace.finish()
-    assert not trace.recording and not trace.events and [*tmp_path.iterdir()] == []
-    never = make_trace(tmp_path, 100, 110)  # its steps never came
-    never.begin(1)
-    never.finish()
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("text", ["5", "3:", ":3", "3:3", "4:2", "-1:2", "a:b", "1:2:3", " 1:2", "1_0:20"])
@@ -269,7 +268,7 @@ def test_every_step_and_its_parts_are_there_and_spans_nest(whole: tuple[Ended, l
             assert first["ts"] + first["dur"] <= second["ts"] + 1e-3, (first, second)
 
 
-def test_only_the_steps_asked_for_are_written(lab: Lab) -> None:
+def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab) -> None:
     """With a reader and a stage that read and gather in the step itself, and every shard read again."""
     changes = {"TRAIN_PREFETCH": 0, "VAL_LOSS_EVERY": 1, "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
     _, events = traced(lab, TRACE_STEPS="3:5", **changes)
@@ -281,10 +280,7 @@ def test_only_the_steps_asked_for_are_written(lab: Lab) -> None:
     begin, after = first["ts"], last["ts"] + last["dur"]
     inner = [event for event in events if event["ph"] == "X"]
     assert all(begin - 1e3 <= event["ts"] <= event["ts"] + event["dur"] <= after + 1e3 for event in inner)
-
-
-def test_a_shard_that_is_read_in_a_step_is_on_the_lane_disk(lab: Lab) -> None:
-    """Steps that are so large that each shard is read in one, and the data more than once."""
+    # Steps that are so large that each shard is read in one, and the data more than once.
     size = {"TRAIN_BATCH_TOKENS": 4096, "MICRO_BATCH_TOKENS": 4096, "ITERATIONS": 10, "GPTQ": 0}
     _, events = traced(lab, TRAIN_PREFETCH=0, EVAL_STRIDE=0, TTT_ENABLED=0, **size)
     loads = spans(events, "disk_load", "disk")

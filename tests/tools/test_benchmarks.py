@@ -28,11 +28,8 @@ from tools.prove import tiny
 from tools.prove.probes import make_subject
 
 
-def test_the_page_follows_from_the_raw_figures() -> None:
+def test_the_page_follows_from_the_raw_figures_and_says_where_and_when() -> None:
     assert not refresh(results.block(), check=True), "run `make docs`"
-
-
-def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
     stored = list(results.stored(results.FOLDER).values())
     sections = re.findall(r"^## .+\n\n(.+)$", results.page(), re.MULTILINE)
     assert stored and sorted(sections) == sorted(results.described(one["conditions"]) for one in stored)
@@ -383,9 +380,15 @@ def test_a_setting_that_does_not_fit_is_told_before_anything_is_measured(
         race(RACED, "--theirs", setting, "--only", *only)
 
 
-def test_an_ancestor_s_script_needs_its_config(race: Any) -> None:
+def test_what_does_not_fit_a_race_is_told(race: Any) -> None:
     with pytest.raises(SystemExit, match="which config is this script in ours"):
         race(RACED, file="pr549_train_gpt.py")
+    shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
+    with pytest.raises(SystemExit, match="shuffles by itself"):
+        race(shuffling, "--only", "theirs shuffled")
+    assert race(RACED, "--only", "theirs shuffled")["theirs-shuffled"]["last_bpb"] == pytest.approx(
+        race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9
+    )
 
 
 def test_shuffled_batches_are_those_of_ours(tmp_path: Path, dataset: Path) -> None:
@@ -407,15 +410,6 @@ def test_shuffled_batches_are_those_of_ours(tmp_path: Path, dataset: Path) -> No
             assert torch.equal(inputs_BT, torch.cat([batch.inputs_BT for batch in batches]))
             assert torch.equal(targets_BT, torch.cat([batch.targets_BT for batch in batches]))
     assert not torch.equal(inputs_BT, next(race.batches())[0])
-
-
-def test_a_script_that_shuffles_is_not_shuffled_once_more(race: Any) -> None:
-    shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
-    with pytest.raises(SystemExit, match="shuffles by itself"):
-        race(shuffling, "--only", "theirs shuffled")
-    assert race(RACED, "--only", "theirs shuffled")["theirs-shuffled"]["last_bpb"] == pytest.approx(
-        race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9
-    )
 
 
 def test_the_loader_is_timed_by_its_own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

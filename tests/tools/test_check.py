@@ -158,16 +158,13 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     assert claim.level(Mode.STRICT) is Level.WARN and fails(compared) == []
 
 
-def test_files_that_were_not_packed_are_named(packed: Path) -> None:
+def test_files_and_authors_are_named(packed: Path) -> None:
     for name in ("extra.bin", "notes.md", "linked.md", "curve.png", "more.py"):
         (packed / name).write_text("x")
     with (packed / "README.md").open("a") as file:
         file.write('\n[more](linked.md) <img src="curve.png"> [code](more.py)\n')
     found = {f.where for f in audit(Folder(packed)) if "was not packed" in f.text}
     assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
-
-
-def test_a_record_of_ours_names_its_author(packed: Path) -> None:
     submission(packed, author="", github_id="", blurb="")
     missing = [f"`{key}` is absent" for key in ("author", "github_id", "blurb")]
     assert not [f.text for f in fails(packed) for text in missing if text in f.text]
@@ -196,10 +193,13 @@ def test_the_source_that_tracks_share_is_audited_like_one_in_the_folder(tmp_path
     assert any("is neither in the folder nor in ../../scripts/" in finding.text for finding in fails(folder))
 
 
-def test_a_folder_of_another_format_is_named_with_what_to_do(packed: Path) -> None:
+def test_a_folder_of_another_format_or_without_its_mark(packed: Path) -> None:
     submission(packed, format="records/1")
     (finding,) = fails(packed)
     assert "'records/1'" in finding.text and "pack the runs again" in finding.remedy
+    edit(packed, "submission.json", '"format"', '"form"')
+    edit(packed, *CODE_EDIT)
+    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
 
 
 def test_prose_around_the_generated_part_is_free_and_a_line_of_it_that_differs_is_shown(packed: Path) -> None:
@@ -224,15 +224,6 @@ def test_any_change_of_a_derived_value_is_caught(packed: Path) -> None:
     for key, value in zip(2 * DERIVED, values, strict=False):  # two kinds of value each
         submission(packed, **{**pristine, key: value})
         assert fails(packed), f"{key}={value}"
-
-
-def test_packed_folder_without_its_mark_is_still_audited_as_packed(packed: Path) -> None:
-    edit(packed, "submission.json", '"format"', '"form"')
-    edit(packed, *CODE_EDIT)
-    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
-
-
-# ---- as other people submit
 
 
 def public(tmp_path: Path, logs: dict[str, str], script: str = SOURCE, **more: Any) -> Path:
@@ -330,9 +321,6 @@ def test_any_submission_is_judged_without_a_crash(tmp_path: Path, value: dict[st
     assert not [f.text for f in audit(Folder(folder)) if f.check == checks.UNFINISHED]
 
 
-# ---- code that is run
-
-
 @pytest.fixture
 def network_is_cut() -> None:
     if not execute.network_can_be_cut():
@@ -368,9 +356,6 @@ def runs(process: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-# ---- what somebody may try
 
 
 @pytest.mark.parametrize(
@@ -652,9 +637,6 @@ def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_
     found = fails(public_a(tmp_path, hardware=hardware))
     assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
     assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
-
-
-# ---- what a folder may do to the audit
 
 
 def test_one_folder_that_fails_loses_no_other_report(

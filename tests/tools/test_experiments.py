@@ -126,15 +126,12 @@ def test_runs_are_measured_once_seeds_first_and_a_claimed_one_by_another(fake: F
     assert named <= kept["conditions"].keys()
 
 
-def test_an_arm_that_fails_costs_the_others_nothing(fake: Fake, tmp_path: Path) -> None:
+def test_what_fails_or_differs_costs_the_others_nothing(fake: Fake, tmp_path: Path) -> None:
     fake.fails.add("a")
     arms = {"one": arm("a"), "two": arm("bb"), "of it": arm("a", of="one")}
     mine = Experiment(tmp_path, arms, Budget(5), {})
     mine.share(["one", "two", "of it"], [1])
     assert mine.failed == ["one, seed 1"] and list(mine.rows()) == ["two"]
-
-
-def test_other_settings_and_unlike_conditions_are_refused(fake: Fake, tmp_path: Path) -> None:
     Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).share(["a", "b"], [1])
     other = Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(6), {})
     with pytest.raises(ExperimentError, match=r"has settings .*name another --runs"):

@@ -177,7 +177,7 @@ def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(on_gpu: FakeTen
 SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
 
 
-def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell() -> None:
+def test_the_table_has_every_launch_in_its_part() -> None:
     for found, part in (
         (launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16"), "products of the head"),
         (launch("product", "mm.out", "(98304, 2048)@(2048, 512) bfloat16"), "products of the MLP"),
@@ -192,9 +192,6 @@ def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell() -> Non
         (launch("generated", "triton_poi_fused_add_mul_1"), "residual, norms, scales"),
     ):
         assert summary.part_of(found, SIZES).startswith(part)
-
-
-def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
     head = launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16")
     attention = launch("attention", "torch_attn._varlen_attn.default")
     outputs = [{"name": "a", "shape": [2], "dtype": "bfloat16", "size_bytes": 2**30}]

@@ -86,12 +86,18 @@ def test_odd_numbers() -> None:
     assert log.seed is None and not log.train and not log.finals
 
 
-def test_source_with_log_lines_in_it_is_no_source() -> None:
+def test_lines_that_look_like_others() -> None:
     mangled = DIALECT_A.replace(
         "import torch\n", "import torch\nstep:3/20000 train_loss:6.1 train_time:9ms\n"
     )
     log = parse_log(mangled, Path("train.log"))
     assert log.source is None and [point.step for point in log.train] == [3, 1]
+    for line, label in (
+        ("final_int8_zlib_roundtrip_exact val_loss:2.0594 val_bpb:1.2197", "final_int8_zlib_roundtrip_exact"),
+        ("final eval (int6): step:3 chunk:4 val_loss: 2.0594 val_bpb: 1.2197", "final eval (int6)"),
+    ):
+        (final,) = parse_log(line, Path("x.log")).finals
+        assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")
 
 
 @pytest.mark.parametrize("length", [60_000, 3_900])
@@ -114,12 +120,3 @@ def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path, monkeypatch: pytest
     with path.open("ab") as file:
         file.truncate(10_001)
     assert "bytes" in (read_log(path).unread or "")
-
-
-def test_scoring_lines_are_read() -> None:
-    for line, label in (
-        ("final_int8_zlib_roundtrip_exact val_loss:2.0594 val_bpb:1.2197", "final_int8_zlib_roundtrip_exact"),
-        ("final eval (int6): step:3 chunk:4 val_loss: 2.0594 val_bpb: 1.2197", "final eval (int6)"),
-    ):
-        (final,) = parse_log(line, Path("x.log")).finals
-        assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")

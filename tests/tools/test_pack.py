@@ -239,16 +239,11 @@ def test_unfit_and_mixed_runs_are_refused_with_every_reason(
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
-def test_total_over_the_cap_is_told_with_excess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_submission_and_the_excess_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config={"ARTIFACT_BYTES_MAX": "301000"})
     excess = 300_000 + len(SOURCE.encode()) - 301_000
     message = refusal(capsys, tmp_path / "records", [run], "--track", "track_demo")
     assert f"{excess:,} over the cap of 301,000" in message
-
-
-def test_the_submission_is_printed_and_never_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     runs = make_runs(tmp_path / "runs", 1)
     folder = pack(tmp_path / "records", runs, "--json")
     before = (folder / "submission.json").read_bytes()

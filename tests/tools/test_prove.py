@@ -72,9 +72,6 @@ def failures(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level(Mode.AGREED) is Level.FAIL]
 
 
-# --- mutants ---
-
-
 def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None:
     assert len(mutants.MUTANTS) >= 16 + 30
     asked = {mutant.probe for mutant in mutants.MUTANTS.values()}
@@ -104,10 +101,15 @@ def test_all_mutants_are_killed_by_their_probes(folder: Path) -> None:
     print(f"{len(mutants.MUTANTS)} mutants, {time.process_time() - before:.0f} s of CPU")
 
 
-def test_the_mould_of_the_mutants_is_legal(short: None) -> None:
+def test_the_mould_of_the_mutants_and_our_scorer_of_documents_are_legal(short: None) -> None:
     script = mutants.load_script(SCRIPT)
     trial.scorer(trial.honest)(script)
     assert not failures(asked(probes.make_subject(script), [32]))
+    documents = probes.make_subject(train_gpt, **tiny.LORA)
+    findings = [*asked(documents, [32]), *probes.document_isolation(documents)]
+    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
+    asked_of = {finding.check for finding in findings}
+    assert asked_of == {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"}
 
 
 def test_a_flip_does_not_see_all(subject: probes.Subject) -> None:
@@ -124,9 +126,6 @@ def test_a_flip_does_not_see_all(subject: probes.Subject) -> None:
     repeats = questions.Case(case.ask, questions.repeating(case.tokens), 12, case.place)
     assert not failures(list(questions.kraft(case, [77])))
     assert failures(list(questions.kraft(repeats, [77])))
-
-
-# --- what is legal ---
 
 
 def asked(subject: probes.Subject, targets: list[int]) -> list[Finding]:
@@ -174,7 +173,9 @@ def test_another_split_by_ranks_is_legal(name: str, tmp_path: Path, monkeypatch:
     assert len(findings) == 3 and not failures(findings), findings
 
 
-def test_equal_bits_are_asked_of_equal_batches_alone(subject: probes.Subject) -> None:
+def test_equal_bits_are_asked_of_equal_batches_and_nothing_is_read_before_timers(
+    subject: probes.Subject
+) -> None:
     nats = [1.0, 2.0]
     alone = {"a": {"nats": nats, "batches": ["x", "y"], "learns": False}}
     moved = [1.0, 2.0 + 1e-6]
@@ -182,6 +183,8 @@ def test_equal_bits_are_asked_of_equal_batches_alone(subject: probes.Subject) ->
     others = [{"a": {"nats": moved, "batches": [batch], "learns": False}} for batch in "xz"]
     assert failures(ranks.compare(subject, alone, same))
     assert not failures(ranks.compare(subject, alone, others))
+    (finding,) = probes.evaluation_warmup(subject)
+    assert finding.level(Mode.AGREED) is Level.INFO and finding.text.startswith("0 ")
 
 
 @pytest.mark.slow
@@ -190,9 +193,6 @@ def test_equal_bits_are_asked_of_equal_batches_alone(subject: probes.Subject) ->
 def test_no_false_alarm(seed: int, settings: dict[str, str]) -> None:
     subject = probes.make_subject(train_gpt, seed, **settings)
     assert not failures(list(prove.scoring(subject, thorough=True)))
-
-
-# --- our own script ---
 
 
 def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,14 +205,6 @@ def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch
     assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
 
 
-def test_our_scorer_of_documents_is_not_refuted(short: None) -> None:
-    documents = probes.make_subject(train_gpt, **tiny.LORA)
-    findings = [*asked(documents, [32]), *probes.document_isolation(documents)]
-    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
-    asked_of = {finding.check for finding in findings}
-    assert asked_of == {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"}
-
-
 @pytest.mark.slow
 def test_our_scorer_of_documents_passes_at_the_edges() -> None:
     documents = probes.make_subject(train_gpt, **tiny.LORA)
@@ -222,12 +214,7 @@ def test_our_scorer_of_documents_passes_at_the_edges() -> None:
     assert isolated == {"tiny: roundtrip", "tiny: legal_ttt"}
 
 
-def test_our_evaluation_reads_nothing_before_its_timers(subject: probes.Subject) -> None:
-    (finding,) = probes.evaluation_warmup(subject)
-    assert finding.level(Mode.AGREED) is Level.INFO and finding.text.startswith("0 ")
-
-
-def test_our_defaults_keep_every_feature_when_they_are_shrunk() -> None:
+def test_our_defaults_and_configs_are_shrunk_and_keep_their_features(repo: Path) -> None:
     default = train_gpt.Config()
     settings, shrunk = tiny.shrink(default, tiny.FOR_SCORER)
     small = train_gpt.Config.from_env(settings)
@@ -242,6 +229,10 @@ def test_our_defaults_keep_every_feature_when_they_are_shrunk() -> None:
     named = {entry.split()[0] for entry in shrunk}
     changed = {name for name, value in small.as_env().items() if value != default.as_env()[name]}
     assert changed - set(tiny.PRIVATE) == named
+    for path in repo.glob("configs/*.env"):
+        config = train_gpt.Config.from_env({"CONFIG": str(path)})
+        for size in (tiny.FOR_SCORER, tiny.FOR_RUN):
+            train_gpt.Config.from_env(tiny.shrink(config, size)[0])
 
 
 def shrunk(**given: str) -> tuple[train_gpt.Config, train_gpt.Config]:
@@ -262,13 +253,6 @@ def test_lengths_keep_their_order_when_they_are_shrunk() -> None:
     assert two.length_parts == [(8, 0.333), (16, 1.0)]
     _, three = shrunk(TRAIN_SEQ_LENS="1024:0.1 2048:0.7 3072", TRAIN_SEQ_LEN="3072")
     assert three.length_parts == [(4, 0.1), (8, 0.7), (16, 1.0)]
-
-
-def test_every_config_here_can_be_asked_for_proofs(repo: Path) -> None:
-    for path in repo.glob("configs/*.env"):
-        config = train_gpt.Config.from_env({"CONFIG": str(path)})
-        for size in (tiny.FOR_SCORER, tiny.FOR_RUN):
-            train_gpt.Config.from_env(tiny.shrink(config, size)[0])
 
 
 def test_case_data_is_counted_by_a_sidecar_and_who_audits_it_is_told(
@@ -316,9 +300,6 @@ def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> Non
     )
     found = probes.round_trip(subject, config, ["Große"], Lossy())
     assert found.level(Mode.AGREED) is not Level.INFO
-
-
-# --- verdicts ---
 
 
 def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Finding:
@@ -439,9 +420,6 @@ def test_a_quick_proof_of_a_config_says_so(repo: Path, capsys: pytest.CaptureFix
     assert "proven;" not in last
 
 
-# --- whole runs ---
-
-
 def test_a_run_whose_quantization_is_not_felt_proves_nothing_about_it(folder: Path, repo: Path) -> None:
     """8 bits change the weights of the baseline by less than one part in a hundred: they are made fewer."""
     laboratory = mutants.laboratory_in(folder)
@@ -456,8 +434,6 @@ def test_a_run_whose_quantization_is_not_felt_proves_nothing_about_it(folder: Pa
     (unfelt,) = rehearsal.quantization_felt(script, fixed)
     assert unfelt.text.startswith("not checked")
 
-
-# --- scripts of another kind ---
 
 FOREIGN = '''
 import numpy as np, torch

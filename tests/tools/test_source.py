@@ -38,11 +38,16 @@ def test_the_form_that_our_runs_ship_is_read(repo: Path, tmp_path: Path) -> None
     assert len(optional) == 2 and all(call.detail == "guarded" for call in optional)
 
 
-def test_a_declared_encoding_is_no_way_around_reading(tmp_path: Path) -> None:
+def test_encodings_and_reading(tmp_path: Path) -> None:
     for cookie in ("latin-1", "utf-8", "no such codec", "base64", "undefined", "utf-16"):
         raw = f"# -*- coding: {cookie} -*-\nx = 'é'\n".encode("latin-1" if cookie == "latin-1" else "utf-8")
         (tmp_path / "a.py").write_bytes(raw)
         assert "x = 'é'" in read_script(tmp_path / "a.py").text, cookie
+    marker = tmp_path / "executed"
+    program = f"open({str(marker)!r}, 'w')\n" + SOURCE
+    (tmp_path / "train_gpt.py").write_bytes(wrap(program))
+    script = read_script(tmp_path / "train_gpt.py")
+    assert script.wrapped and same_program(script.text, program) and not marker.exists()
 
 
 def test_same_program_and_plain_scripts() -> None:
@@ -57,15 +62,7 @@ def test_same_program_and_plain_scripts() -> None:
     assert not same_program("x = 1\n", "x = (\n")
 
 
-def test_reading_never_executes(tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    program = f"open({str(marker)!r}, 'w')\n" + SOURCE
-    (tmp_path / "train_gpt.py").write_bytes(wrap(program))
-    script = read_script(tmp_path / "train_gpt.py")
-    assert script.wrapped and same_program(script.text, program) and not marker.exists()
-
-
-def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
+def test_closures(tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_text(
         "exec(open(__file__.replace('train_gpt.py', 'inner.py')).read())\n"
     )
@@ -77,6 +74,13 @@ def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
     scripts = {path: read_script(path) for path in files if path.suffix == ".py"}
     found = source.closure(scripts[tmp_path / "train_gpt.py"], scripts, files)
     assert [path.name for path in found] == ["inner.py", "helper.py", "fast.cpp"]
+    (tmp_path / "pkg" / "deep").mkdir(parents=True)
+    (tmp_path / "train_gpt.py").write_text("from pkg.deep import inner\nexec(open('weights.dat').read())\n")
+    for name in ("pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "pkg/deep/unused.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "weights.dat").write_text("x = 1\n")
+    expected = {"pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "weights.dat"}
+    assert _closure_of(tmp_path) == expected
 
 
 def test_imports_and_programs(tmp_path: Path) -> None:
@@ -118,16 +122,6 @@ def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Pat
     (tmp_path / "helper.py").write_text("x = 1\n")
     (tmp_path / "other.py").write_text("x = 1\n")
     assert _closure_of(tmp_path) == {"helper.py"}
-
-
-def test_packages_and_files_without_a_suffix_of_code_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "pkg" / "deep").mkdir(parents=True)
-    (tmp_path / "train_gpt.py").write_text("from pkg.deep import inner\nexec(open('weights.dat').read())\n")
-    for name in ("pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "pkg/deep/unused.py"):
-        (tmp_path / name).write_text("x = 1\n")
-    (tmp_path / "weights.dat").write_text("x = 1\n")
-    expected = {"pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "weights.dat"}
-    assert _closure_of(tmp_path) == expected
 
 
 def _shell(program: str) -> str:

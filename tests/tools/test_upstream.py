@@ -257,7 +257,7 @@ def test_what_no_replacement_fits_is_told(script: Path, found: str, instead: str
         Upstream(script)
 
 
-def test_settings_and_weights_that_do_not_fit_are_refused(script: Path) -> None:
+def test_settings_weights_and_failures_are_told(script: Path) -> None:
     with pytest.raises(UpstreamError, match="never reads WIDHT"):
         Upstream(script, {"WIDHT": "4", "WIDTH": "4"})
     with pytest.raises(UpstreamError, match="WARMUP_STEPS: fixed"):
@@ -267,9 +267,6 @@ def test_settings_and_weights_that_do_not_fit_are_refused(script: Path) -> None:
             miniature.set_weights({"table.weight": weights(0)["table.weight"], "tail": torch.zeros(1)})
         with pytest.raises(UpstreamError, match=r"table.weight has shape \(50, 4\), expected \(50, 8\)"):
             miniature.set_weights(weights(0, width=4))
-
-
-def test_the_script_s_own_failure_and_the_end_of_its_schedule_are_told(script: Path) -> None:
     with Upstream(script) as miniature:
         ids_BT = torch.full((1, 4), 50)
         with pytest.raises(UpstreamError, match="after 0 steps its main raised IndexError"):
