@@ -22,8 +22,6 @@ Runs are kept in DIR, and several processes started alike share the work. A resu
 name of your copy, `pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -9,8 +9,6 @@ beat; that of train_gpt.py can, because it learns one table per class of column.
 zstd and Brotli come from the packages `zstandard` and `brotli`; where one is missing, its row says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import bz2
 import contextlib

@@ -18,7 +18,7 @@ import torch
 
 import train_gpt
 from benchmarks import beside, coder, experiments, loader, picture, results, speed, ttt
-from benchmarks.turns import Turn, Turns, TurnsError
+from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from data.shards import write_shard
 from tests.support.tiny import environment
@@ -151,22 +151,6 @@ def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> N
         assert len(turn.ms) == len(turn.cpu_ms) == 4 and min(turn.ms) > 0
         with pytest.raises(TurnsError, match=r"(?s)ended instead of taking 1 steps:.*a message of mine"):
             mine.steps(1)
-
-
-def test_a_comparison_says_how_many_times_the_speed() -> None:
-    """Pairs of turns: what slows the machine for a while slows both."""
-    ours_ms = [10.0] * 5 + [30.0] * 5
-    theirs_ms = [1.5 * time_ms for time_ms in ours_ms]
-    ours = Turn(ours_ms, [8.0] * 10, [3.0] * 10)
-    theirs = Turn(theirs_ms, [10.0] * 10, [4.0] * 10)
-    measured = {
-        "config": "demo", "against": "old.py", "cores": 2, "tokens_per_step": 1024,
-        "taken": [ours._asdict(), theirs._asdict()],
-    }  # fmt: skip
-    text = "\n".join(speed.tables(measured))
-    assert "2 cores: 1.500 times the tokens per second (1.500 to 1.500" in text
-    assert "2 pairs of turns" in text and "by the CPU clock 1.250 times" in text
-    assert "| demo | old.py | 30.00 | 15.00 | 45.00 | 10.00 | 34,133 | 4.0000 | 10 |" in text
 
 
 def test_the_costs_of_a_text_are_a_table(
@@ -430,7 +414,7 @@ def test_the_loader_is_timed_by_its_own_functions(tmp_path: Path, monkeypatch: p
         assert len(loader.simulate(design, str(tmp_path), 0.0, steps=4)) == 3, design
 
 
-def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         "theirs": [tuned(1, 2.5), tuned(2, 2.6)], "ours as theirs": [tuned(1, 2.4)],
         "ours": [tuned(2, 2.25), tuned(1, 2.0)],
@@ -446,6 +430,3 @@ def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.M
     left, right = picture.draw().axes
     assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.4, 2.0], [2.6, 2.25]]
     assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
-    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path / "results.png")])
-    picture.main()
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
