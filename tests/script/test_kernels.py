@@ -636,7 +636,8 @@ mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
     hopper = capability == 90
     limit = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024  # bytes of shared memory
-    for blocks, tile in ((1, train_gpt.SMALL_TILE), *train_gpt.TILES.items()):
+    small = {} if hopper else {1: train_gpt.SMALL_TILE}
+    for blocks, tile in (*small.items(), *train_gpt.TILES.items()):
         sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
         options = {name: size for name, size in tile.items() if name not in sizes}
         for backward in (False, True):
@@ -690,8 +691,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
                           timeout=DEADLINE_SECONDS)  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
-    # Three tiles of the MLP, heads and XSA, each forward and backward; heads also with values used once.
-    assert set(spilled) == {("0", "0")} and len(spilled) == 11
+    # Tiles of the MLP, heads and XSA, each forward and backward; heads also with values used once.
+    assert set(spilled) == {("0", "0")} and len(spilled) == (9 if capability == "90" else 11)
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or

@@ -345,10 +345,10 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(
 
 @pytest.mark.parametrize("mode", ["lora", "sgd"])
 def test_a_rehearsal_leaves_nothing_behind(mode: str, tmp_path: Path) -> None:
-    changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_SIZE": 8, "EVAL_STRIDE": 8, "VOCAB_SIZE": 4096}
+    changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_SIZE": 8, "EVAL_STRIDE": 8}
     config = tiny_config(**changes, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64)
     run = train_gpt.Run(train_gpt.Machine())
-    training = train_gpt.Training(config, run, write_shards(tmp_path), None, train_gpt.Ops(), {})  # type: ignore[arg-type]
+    training = train_gpt.Training(config, run, write_shards(tmp_path, (300,)), None, train_gpt.Ops(), {})  # type: ignore[arg-type]
 
     def trace() -> list[Any]:
         state = {**training.state(), "seconds": 0.0}

@@ -25,7 +25,7 @@ ASKED_BELOW = {"learning-rate-picked-in-private", "one-token-past-the-chunk", "l
 LONG = {"adapters-drawn-by-row", "chunks-by-document-length", "first-adapters-that-learn"}
 QUICK = [
     *sorted({*mutants.SELF_TEST, *mutants.DOCUMENTS} - ASKED_BELOW - LONG),
-    "next-chunk-in-the-second-epoch", "attention-looks-ahead", "counts-carried-legal-roundtrip-sliding",
+    "next-chunk-in-the-second-epoch", "counts-carried-legal-roundtrip-sliding",
     "pick-carried-sliding-legal-roundtrip", "weights-carried-roundtrip-legal-sliding", "expert-by-hindsight",
     "shift-on-scored-targets", "learning-rate-picked-by-score", "shorter-text", "dropped-tail", "more-bytes",
     "flattering-log", "last-chunk-first", "other-weights-scored", "cross-document-attention",
