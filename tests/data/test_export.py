@@ -264,8 +264,7 @@ def test_resumed_from_a_kill_at_any_operation_gives_the_same_bytes(
         assert contents(tmp_path / f"killed{stop}") == contents(tmp_path / "whole"), f"{stop} of {total}"
 
 
-def test_workers_do_not_outlive_a_killed_parent(repo: Path, models: dict[str, Path], docs: Path,
-                                                tmp_path: Path) -> None:
+def test_workers_end_with_parent(repo: Path, models: dict[str, Path], docs: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     lines = [line for line in docs.read_text(encoding="utf-8").split("\n") if line]
     big.write_text("\n".join(lines * 300), encoding="utf-8")
@@ -324,9 +323,7 @@ def test_a_finished_export_is_confirmed_and_other_settings_are_refused(
     assert str(shard) in error_of(command)
 
 
-def test_foreign_files_are_kept_and_one_export_runs_at_once(
-    docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails
-) -> None:
+def test_files_are_kept_locked(docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
     shard = tmp_path / "a" / "datasets" / "set" / "fineweb_train_000000.bin"
     model = tmp_path / "b" / "tokenizers" / models["plain"].name
     for mine in (shard, model):
@@ -373,9 +370,7 @@ def test_bad_documents_are_named(models: dict[str, Path], tmp_path: Path, error_
         assert f"{path}: document 30" in error and expected in error, line
 
 
-def test_too_few_documents_and_unfit_tokenizers_are_refused(
-    docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails
-) -> None:
+def test_unfit_input_is_refused(docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
     again = docs.parent / "." / "sub" / ".." / docs.name
     (docs.parent / "sub").mkdir()
     command = arguments(docs, models["plain"], tmp_path)

@@ -265,9 +265,7 @@ def test_verify_tells_of_training_on_validation_documents(hub: Hub, tmp_path: Pa
     assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
 
 
-def test_what_is_mine_is_not_overwritten_and_revisions_do_not_mix(
-    hub: Hub, tmp_path: Path, error_of: Fails, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mine_is_kept(hub: Hub, tmp_path: Path, error_of: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"
     tokenizer.parent.mkdir()
     tokenizer.write_text("mine")

@@ -184,8 +184,7 @@ def changed_manifest(built: Path, out: Path, **changes: Any) -> Path:
     return dataset(out)
 
 
-def test_training_on_validation_documents_is_an_error(built: Path, tmp_path: Path,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_on_validation_text(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, stop = shards.read_manifest(dataset(built))["files"][VAL]["documents"]
     directory = changed_manifest(built, tmp_path, documents=[stop - 1, stop + 60])
     (problem,) = shards.verify_dataset(directory)

@@ -152,9 +152,7 @@ PLAIN_CASES: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("changes", PLAIN_CASES, ids=str)
-def test_scores_are_those_of_a_plain_loop_over_documents(
-    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_a_plain_loop_s(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     if changes.get("TTT_CHUNK_SIZE") == 4:  # a constant of AdamW, at a value that counts in each step
         monkeypatch.setattr(Config, "ttt_weight_decay", 2.0)
     lab = subject(**changes)
@@ -535,9 +533,7 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     assert counts == sorted(counts) and counts[0] == 260 and counts[-1] == len(tokens) - 1, counts
 
 
-def test_a_slow_rank_learns_less_and_without_learning_chunks_are_half_a_window(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rank_learns_less_and_plain_chunks_are_half_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = many_documents()
     worked = Worked(monkeypatch)

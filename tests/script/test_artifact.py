@@ -71,9 +71,7 @@ def tiny_file(tiny: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("size", "bits_per_weight", "passes"),  # coarse steps: ragged sizes
     [((1, 32, 128), 1.7, 8), ((2, 64, 256), 1.7, 8), ((2, 64, 256), 3.5, 5)],
 )
-def test_budget_is_filled(
-    size: tuple[int, int, int], bits_per_weight: float, passes: int, tmp_path: Path
-) -> None:
+def test_full_budget(size: tuple[int, int, int], bits_per_weight: float, passes: int, tmp_path: Path) -> None:
     env = plain_settings(*size)
     table = train_gpt.parameter_table(Config.from_env(env))
     weights = sum(math.prod(parameter.shape) for parameter in table.values())

@@ -102,9 +102,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "told"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_a_sidecar_that_does_not_fit_is_refused(
-    settings: dict[str, str], damage: Callable[[Path], None], told: str
-) -> None:
+def test_wrong_sidecar_refused(settings: dict[str, str], damage: Callable[[Path], None], told: str) -> None:
     folder = Path(settings["DATA_PATH"])
     damage(folder)
     with pytest.raises(DataError, match=f"{told}.*get the data again"):

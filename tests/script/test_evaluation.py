@@ -136,9 +136,7 @@ def test_windows_and_chunks_have_the_published_counts() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.randoms())
-def test_rows_cover_each_target_once_with_its_context(
-    targets: int, stride: int, strides: int, contexts: int, random: Any
-) -> None:
+def test_rows_cover_each_target(targets: int, stride: int, strides: int, contexts: int, random: Any) -> None:
     context = stride * strides
     starts = np.array([random.random() < 0.05 for _ in range(targets)])
     begins = np.maximum.accumulate(np.where(starts, np.arange(targets), 0))
@@ -333,9 +331,7 @@ def test_progress_is_told_with_what_all_of_evaluation_should_come_to(monkeypatch
 @pytest.mark.parametrize(
     ("every", "told_at"), [("0", []), ("1", [32, 64, 96, 128, 149]), ("2", [64, 128, 149]), ("9", [149])]
 )
-def test_progress_comes_every_so_many_seconds_and_at_the_end(
-    every: str, told_at: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_comes_in_time(every: str, told_at: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second a chunk of 32 targets. No score depends on the lines."""
     lab = subject(VAL_PROGRESS_LOG_EVERY=every, VAL_BATCH_SIZE="1", EVAL_STRIDE="16")
     text = Validation(lab.tokens(), 321, "")
@@ -379,9 +375,7 @@ def test_compiled_scoring_and_learning_give_the_same_ledgers() -> None:
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
 
 
-def test_with_sgd_learning_stops_where_the_clock_has_time_for_scoring_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_sgd_learning_stops_where_time_is_for_scoring_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk takes a second to score and five to learn from; there are five chunks."""
     now = [0.0]
     score, learn = train_gpt.WindowScorer.score, train_gpt.learn
@@ -424,9 +418,7 @@ def test_ranks_learn_together_by_the_clock_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize(("limit", "left_out"), [("0", 0), ("16", 0), ("14", 1), ("9", 2)])
-def test_diagnostics_follow_the_score_that_ranks_if_there_is_time(
-    limit: str, left_out: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diagnostics_follow_in_time(limit: str, left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them has five chunks of a second."""
     lab = subject(VAL_BATCH_SIZE="1", MAX_EVAL_SECONDS=limit)
     tick_each_record(1.0, monkeypatch)

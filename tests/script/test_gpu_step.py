@@ -397,9 +397,7 @@ def test_training_ends_in_time_although_recurrence_makes_steps_longer(
     assert device.free >= 12 - 2 - 4 * slower * plain_seconds
 
 
-def test_a_wait_is_of_its_own_step_and_late_recurrence_stays_within_the_reserve(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_of_its_own_step_and_late_recurrence_in_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are read two steps later, when other steps have waited as well."""
     config = tiny_config(MAX_WALLCLOCK_SECONDS=0, ITERATIONS=7, TRAIN_LOG_EVERY=0)
     device = Device(0.1, 0.1)

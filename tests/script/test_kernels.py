@@ -340,9 +340,7 @@ def test_attention_that_looks_across_documents_is_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("doc_mask", [False, True])
-def test_attention_on_the_first_tokens_of_a_row_shows_what_is_wrong_with_it(
-    doc_mask: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_on_the_first_tokens_shows_faults(doc_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of long rows only so many are compared: right forms agree to rounding, and wrong ones do not pass."""
     monkeypatch.setattr(train_gpt, "ATTENTION_CHECK_TOKENS", 24)
     settings: dict[str, Any] = dict(
@@ -734,9 +732,7 @@ def around_attention(heads: Any, xsa: Any, rotary: Tensor, uses: int = 2) -> Cal
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", HEAD_SHAPES, ids=str)
 @pytest.mark.parametrize("uses", [1, 2])
-def test_heads_and_xsa_are_as_exact_as_their_twins(
-    shape: tuple[int, ...], dtype: torch.dtype, uses: int, poisoned: None
-) -> None:
+def test_heads_and_xsa_exactly(shape: tuple[int, ...], dtype: torch.dtype, uses: int, poisoned: None) -> None:
     tensors, rotary = random_heads(*shape)
     rotary = rotary.to(DEVICE)
     if uses == 1 or dtype == torch.float16:

@@ -146,9 +146,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize(("world_size", "prefetch", "depth"), [(1, True, 1), (2, False, 2), (4, True, 7)])
-def test_a_length_cuts_the_tokens_that_any_other_would_have_had(
-    shards: list[Any], world_size: int, prefetch: bool, depth: int
-) -> None:
+def test_lengths_cut_the_same_tokens(shards: list[Any], world_size: int, prefetch: bool, depth: int) -> None:
     """In every geometry: a run of the least common multiple, in its order, in shorter cuts."""
     segments, segments_hash = stream(shards, 12, **{**CHANGING, "train_seq_lens": ""}, train_prefetch=False)
     geometry = {"train_prefetch": prefetch, "train_prefetch_queue": depth}
@@ -299,9 +297,7 @@ def test_the_next_shard_alone_is_read_ahead_and_holds_nothing_up(
         loader.next_batch()
 
 
-def test_batches_belong_to_the_caller_and_their_waits_are_told(
-    shards: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept for as long as one likes, a batch is never written again."""
     with open_loader(shards) as loader:
         kept = [loader.next_batch() for _ in range(40)]
@@ -435,9 +431,7 @@ def test_bad_shards_are_refused_at_the_start(tmp_path: Path, content: bytes, mes
     assert "fineweb_train_000000.bin" in str(error.value)
 
 
-def test_closing_in_any_state_leaves_nothing_and_is_bounded(
-    shards: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_in_any_state_leaves_nothing(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for state in ("fresh", "used", "full", "moved", "synchronous") * 5:
         loader = open_loader(shards, train_prefetch_queue=2, train_prefetch=state != "synchronous")
         if state in ("used", "full", "synchronous"):
@@ -619,9 +613,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_stream", [True, False])
-def test_copies_overlap_the_step_and_bring_no_poisoned_value(
-    shards: list[Any], poisoned: None, copy_stream: bool
-) -> None:
+def test_copies_overlap_and_bring_no_poison(shards: list[Any], poisoned: None, copy_stream: bool) -> None:
     """A long kernel goes ahead of each batch on the compute stream: the host runs far ahead of the GPU.
 
     In the profiler's timeline most copies of a copy stream run while such a kernel runs.

@@ -104,9 +104,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_summary_is_true_and_scores_are_per_byte_of_the_decoded_text(
-    finished: Ended, dataset: Path
-) -> None:
+def test_the_summary_is_true_and_scores_are_per_byte_of_text(finished: Ended, dataset: Path) -> None:
     summary = finished.summary
     model, shipped = finished.directory / "model.bin", finished.directory / "train_gpt.shipped.py"
     assert set(summary) >= set(SUMMARY_KEYS.split())

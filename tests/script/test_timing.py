@@ -156,9 +156,7 @@ def test_it_is_written_when_the_last_step_ends_and_not_again(tmp_path: Path, pat
     assert steps(read(path)) == [2, 3]
 
 
-def test_a_full_disk_costs_no_run_and_off_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_no_run_off_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(target))
 
@@ -311,9 +309,7 @@ def gpu_trace(
 PARTS = ("forward", "backward", "optimizer", "grad_clip", "optimizer")
 
 
-def test_the_compute_stream_shows_what_the_gpu_did_and_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compute_stream_shows_what_the_gpu_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
     # Also what the GPU does of these steps when the host is already further, and nothing else.
     cut = gpu_trace(FakeGpu(), tmp_path, monkeypatch, window=(2, 4))

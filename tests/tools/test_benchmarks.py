@@ -357,9 +357,7 @@ def test_each_side_is_trained_and_scored(race: Any, capsys: pytest.CaptureFixtur
     ("WIDTH=4", [*beside.SIDES], "WIDTH=4: no setting here"),
     ("MATRIX_LR=much", ["ours as theirs"], "MATRIX_LR='much'"),
 ])  # fmt: skip
-def test_a_setting_that_does_not_fit_is_told_before_anything_is_measured(
-    race: Any, setting: str, only: list[str], told: str
-) -> None:
+def test_a_setting_that_does_not_fit_is_told(race: Any, setting: str, only: list[str], told: str) -> None:
     with pytest.raises(SystemExit, match=told):
         race(RACED, "--theirs", setting, "--only", *only)
 

@@ -639,9 +639,7 @@ def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_
     assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
 
 
-def test_one_folder_that_fails_loses_no_other_report(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_folder_is_alone(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = public_a(tmp_path)
     (broken / "submission.json").write_text("[" * 100_000)
     assert main(["check", str(tmp_path / "absent"), str(broken), str(packed)]) == 1
@@ -687,9 +685,7 @@ def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
     assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6
 
 
-def test_a_report_is_json_where_it_is_asked_for_and_never_steers_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_json_or_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = public_a(tmp_path, date="\x1b[2J\ud800\n  0 FAIL", val_bpb=1.2152)
     main(["check", str(folder)])
     shown = capsys.readouterr().out

@@ -91,9 +91,7 @@ def test_kinds_of_score_are_compared_kind_by_kind(two: tuple[Path, Path], told: 
     assert re.search(r"^val_bpb, test-time training .* – +–$", unlike, re.MULTILINE)
 
 
-def test_other_texts_are_not_compared_and_steps_are_of_the_whole_run(
-    two: tuple[Path, Path], told: Callable[..., str]
-) -> None:
+def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Callable[..., str]) -> None:
     log = two[1] / "log.txt"
     half = re.sub(r"val_bytes:(\d+)", lambda found: f"val_bytes:{int(found[1]) // 2}", log.read_text())
     log.write_text(half)

@@ -193,9 +193,7 @@ def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
     assert subprocess.run(command, check=False).returncode == 3
 
 
-def test_a_run_is_the_script_s_own_and_its_artifact_is_scored_once_more(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_scored_once_more(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forked(command: list[str], env: dict[str, str], **_: Any) -> Any:
         ended = Started(env, tuple(command[2:]), tmp_path, "", Path(command[1])).wait()
         return types.SimpleNamespace(returncode=ended.status, stdout=ended.out, stderr=ended.err)

@@ -83,9 +83,7 @@ def test_a_planted_fault_is_found(fault: str, stage: str, told: str, checked: Ch
     assert any(line.startswith(f"- {stage}: ") and told in line for line in page.splitlines()), page
 
 
-def test_a_stage_that_fails_or_hangs_hides_no_other(
-    checked: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_hide_no_other(checked: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, time\nif sys.argv[1] == 'run':\n    print('begun', flush=True)\n    time.sleep(600)\n"

@@ -207,9 +207,7 @@ def test_the_table_has_every_launch_in_its_part() -> None:
     assert "x_fwd0: new outputs 1.00 GiB" in lines[6]
 
 
-def test_without_a_fitting_torch_or_a_compiler_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, repo: Path, tmp_path: Path
-) -> None:
+def test_without_torch_or_compiler(monkeypatch: pytest.MonkeyPatch, repo: Path, tmp_path: Path) -> None:
     for version in ("2.9.1+cpu", "2.13.0+cu130"):
         monkeypatch.setattr(fake_gpu.importlib.metadata, "version", lambda _, found=version: found)
         with pytest.raises(fake_gpu.Unavailable, match=re.escape(version)):

@@ -130,9 +130,7 @@ def test_more_files_join_the_record_replace_none(tmp_path: Path, capsys: pytest.
     assert "no such file" in refusal(capsys, tmp_path / "again", [run], "--with", missing)
 
 
-def test_a_record_of_the_challenge_is_refused_without_its_author_and_others_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_of_the_challenge_has_an_author(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
     message = refusal(capsys, tmp_path / "records", [run], "--author", "A")
     assert "needs --github-id --blurb" in message and not list(tmp_path.glob("records/track_*/*"))
@@ -214,9 +212,7 @@ def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, capsys: pytest
     assert "is no program for Python" in message and "(3.11.7)" in message
 
 
-def test_unfit_and_mixed_runs_are_refused_with_every_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, dict[str, Any]] = {
         "did not finish": {"exit": "signal"},
         "marked not comparable": {"comparable": False},
@@ -306,9 +302,7 @@ def test_what_is_no_record_whatever_its_own_limits(
     assert all(reason in message for reason in reasons), message
 
 
-def test_what_nobody_has_proved_is_told_with_the_command_that_proves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nobody_has_proved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("not proved legal by experiment yet: ")

@@ -70,9 +70,7 @@ def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: 
     assert sorted(record.iterdir()) == files
 
 
-def test_board_is_fresh_sorts_and_goes_stale(
-    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails when a folder was added or changed without `python -m tools board`."""
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
     records = tmp_path / "records"

@@ -173,9 +173,7 @@ def test_another_split_by_ranks_is_legal(name: str, tmp_path: Path, monkeypatch:
     assert len(findings) == 3 and not failures(findings), findings
 
 
-def test_equal_bits_are_asked_of_equal_batches_and_nothing_is_read_before_timers(
-    subject: probes.Subject
-) -> None:
+def test_equal_bits_are_asked_of_equal_batches_nothing_is_read_first(subject: probes.Subject) -> None:
     nats = [1.0, 2.0]
     alone = {"a": {"nats": nats, "batches": ["x", "y"], "learns": False}}
     moved = [1.0, 2.0 + 1e-6]
@@ -339,9 +337,7 @@ def proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Proved:
     return run
 
 
-def test_a_script_that_cannot_be_asked_is_told_what_was_not_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train_gpt.py"
     for text, why in (
         ("build_model = None\n", "has no Config, Ledger, Validation, evaluate"),

@@ -57,9 +57,7 @@ def test_commands_have_the_settings_of_version_0_5_4() -> None:
     [(549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
      (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536)],
 )  # fmt: skip
-def test_the_command_of_an_ancestor_is_its_configuration(
-    pull_request: int, name: str, parameters: int, repo: Path
-) -> None:
+def test_an_ancestor_is_its_configuration(pull_request: int, name: str, parameters: int, repo: Path) -> None:
     """Translated, or over its configuration: nothing differs but what names this one run."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     theirs = Config.from_env({"CONFIG": str(repo / "configs" / f"{name}.env")}).as_env()
@@ -114,9 +112,7 @@ def test_what_a_name_stands_for() -> None:
     assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
 
 
-def test_a_command_or_assignments_are_translated(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_translated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == 785]
     pairs = " ".join(f"{name}={value}" for name, value in command.settings.items())
     text = f"NCCL_NET=Socket {pairs} \\\n  torchrun --nproc_per_node=4 folder/train_gpt.py"
