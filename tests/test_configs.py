@@ -58,11 +58,10 @@ def test_a_configuration_names_only_what_differs_from_the_defaults(name: str, re
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-@pytest.mark.parametrize(
-    ("name", "system"),
-    [("upstream_baseline", "baseline"), ("pr549", "549"), ("pr591", "591"), ("pr785", "785"),
-     ("pr1493", "1493"), ("pr1493", "1532")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "system"), [
+    ("upstream_baseline", "baseline"), ("pr549", "549"), ("pr591", "591"), ("pr785", "785"),
+    ("pr1493", "1493"), ("pr1493", "1532"),
+])  # fmt: skip
 def test_an_ancestor_has_the_values_of_its_script(name: str, system: str, repo: Path) -> None:
     """The script's defaults and what its command sets; what it does not read is not compared."""
     theirs = dict(SYSTEMS[system])

@@ -358,11 +358,10 @@ def test_forged_settings_are_refused_before_they_cost_memory(tiny_file: Path, tm
         refused(reseal({**sections, "weights": sections["weights"][:cut]}), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"config": ["VOCAB_SIZE"]}, {"config": list(ModelSettings().as_env())}, {"config": None},
-     {"tokenizer": TOKENIZER}, {"VOCAB_SIZE": 32}, {"DOC_MASK": 1}, {"TRAIN_SEQ_LEN": {}}],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"config": ["VOCAB_SIZE"]}, {"config": list(ModelSettings().as_env())}, {"config": None},
+    {"tokenizer": TOKENIZER}, {"VOCAB_SIZE": 32}, {"DOC_MASK": 1}, {"TRAIN_SEQ_LEN": {}},
+])  # fmt: skip
 def test_headers_of_a_wrong_kind_are_refused(change: dict[str, Any], tiny_file: Path, tmp_path: Path) -> None:
     sections = sections_of(tiny_file)
     header = json.loads(zlib.decompress(sections["config"]))

@@ -284,11 +284,10 @@ def attention_of(
     return chosen.ops.attend, chosen.report, looked_at
 
 
-@pytest.mark.parametrize(
-    ("doc_mask", "tried"),
-    [(True, "fa3"), (True, "fa3 varlen"), (True, "fa3 varlen fa2"), (True, "fa3 varlen fa2 sdpa"),
-     (False, "fa3"), (False, "fa3 sdpa")],
-)  # fmt: skip
+@pytest.mark.parametrize(("doc_mask", "tried"), [
+    (True, "fa3"), (True, "fa3 varlen"), (True, "fa3 varlen fa2"), (True, "fa3 varlen fa2 sdpa"),
+    (False, "fa3"), (False, "fa3 sdpa"),
+])  # fmt: skip
 def test_attention_is_tried_in_order(monkeypatch: pytest.MonkeyPatch, doc_mask: bool, tried: str) -> None:
     """The last one of these is installed and taken, those before it are not, those after it are not tried."""
     *absent, installed = tried.split()
@@ -587,13 +586,12 @@ def test_auto_keeps_only_heads_that_are_right(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(
-    ("is_cuda", "dtype", "blocks", "tile"),
-    [(True, torch.bfloat16, 1, train_gpt.TILES[1]),
-     (True, torch.float16, 2, train_gpt.TILES[2]),
-     (True, torch.float32, 2, train_gpt.SMALL_TILE),
-     (False, torch.bfloat16, 1, train_gpt.SMALL_TILE)],
-)  # fmt: skip
+@pytest.mark.parametrize(("is_cuda", "dtype", "blocks", "tile"), [
+    (True, torch.bfloat16, 1, train_gpt.TILES[1]),
+    (True, torch.float16, 2, train_gpt.TILES[2]),
+    (True, torch.float32, 2, train_gpt.SMALL_TILE),
+    (False, torch.bfloat16, 1, train_gpt.SMALL_TILE),
+])  # fmt: skip
 def test_large_tiles_are_for_tensor_cores(
     monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, blocks: int, tile: dict[str, int]
 ) -> None:
@@ -673,10 +671,9 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize(
-    "capability",
-    ["90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "89", "100", "120"))],
-)
+@pytest.mark.parametrize("capability", [
+    "90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "89", "100", "120")),
+])  # fmt: skip
 def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
     """Triton's compiler needs no GPU. Tiles fit in shared memory and in registers; Hopper gets TMA and its
     tensor cores."""

@@ -105,10 +105,9 @@ def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffl
     assert reached == seen  # without replaying
 
 
-@pytest.mark.parametrize(
-    ("world_size", "prefetch", "copy_stream", "depth"),
-    [(1, True, True, 1), (2, False, False, 2), (4, True, True, 1), (8, True, False, 3)],
-)
+@pytest.mark.parametrize(("world_size", "prefetch", "copy_stream", "depth"), [
+    (1, True, True, 1), (2, False, False, 2), (4, True, True, 1), (8, True, False, 3),
+])  # fmt: skip
 def test_every_geometry_sees_the_same_steps(
     shards: list[Any], world_size: int, prefetch: bool, copy_stream: bool, depth: int
 ) -> None:

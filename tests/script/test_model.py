@@ -448,11 +448,10 @@ def test_parameter_counts(name: str, reference: int, repo: Path) -> None:
         assert f"{count:,} parameters" in (repo / "configs" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    ["NUM_HEADS=5", "NUM_KV_HEADS=3", "ROPE_DIMS=5", "ROPE_DIMS=10", "LOOP_END=6", "LOOP_START=3",
-     "BIGRAM_VOCAB_SIZE=1", "VE_ENABLED=1 VE_LAYERS=4,6", "VE_ENABLED=1 VE_LAYERS=4,04"],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    "NUM_HEADS=5", "NUM_KV_HEADS=3", "ROPE_DIMS=5", "ROPE_DIMS=10", "LOOP_END=6", "LOOP_START=3",
+    "BIGRAM_VOCAB_SIZE=1", "VE_ENABLED=1 VE_LAYERS=4,6", "VE_ENABLED=1 VE_LAYERS=4,04",
+])  # fmt: skip
 def test_impossible_shapes_are_refused_by_name(settings: str) -> None:
     with pytest.raises(ConfigError, match=settings.split()[-1]):
         tiny(**dict(one.split("=") for one in settings.split()))

@@ -116,11 +116,9 @@ def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum
     return weight
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0}],
-    ids=["default", "plain"],
-)
+@pytest.mark.parametrize("changes", [
+    {}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0},
+], ids=["default", "plain"])  # fmt: skip
 def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
     momentum = 0.9
     config = three_layers(GRAD_CLIP_NORM=0, **changes)
@@ -211,12 +209,10 @@ def test_orthogonalised_singular_values_are_near_one(
     assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar, dtype).float(), torch.zeros(shape))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
-     {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
+    {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1},
+], ids=str)  # fmt: skip
 def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
     config = three_layers(**changes)
     model = build_model(config)

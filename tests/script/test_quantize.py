@@ -197,11 +197,9 @@ def inputs_by_table(name: str, parameter: train_gpt.Parameter) -> list[tuple[str
     return keys
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1}, {"PARALLEL_MODE": "gptj"}, {"NUM_LOOPS": 0}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {}, {"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1}, {"PARALLEL_MODE": "gptj"}, {"NUM_LOOPS": 0},
+], ids=str)  # fmt: skip
 def test_the_table_names_what_each_matrix_multiplies(changes: dict[str, object]) -> None:
     """Every input that the table names is observed, nothing else is, and it is that matrix's own input.
 

@@ -200,12 +200,11 @@ torch.save = no_memory
 """
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [(FULL_DISK.replace("NAME", "checkpoint.pt"), "No space left"),
-     (NO_MEMORY.replace("ERROR", "MemoryError()"), "MemoryError()"),
-     (NO_MEMORY.replace("ERROR", "torch.cuda.OutOfMemoryError('none is left')"), "none is left")],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "told"), [
+    (FULL_DISK.replace("NAME", "checkpoint.pt"), "No space left"),
+    (NO_MEMORY.replace("ERROR", "MemoryError()"), "MemoryError()"),
+    (NO_MEMORY.replace("ERROR", "torch.cuda.OutOfMemoryError('none is left')"), "none is left"),
+])  # fmt: skip
 def test_a_full_disk_or_no_memory_costs_a_checkpoint_and_not_the_run(fault: str, told: str, lab: Lab) -> None:
     ended = lab.succeed(
         fault=fault, CHECKPOINT_EVERY_SECONDS=0.001, ITERATIONS=2, EVAL_STRIDE=0, TTT_ENABLED=0

@@ -52,11 +52,10 @@ def test_commands_have_the_settings_of_version_0_5_4() -> None:
             assert translated(command.settings).overrides() == entry["settings"], command.folder
 
 
-@pytest.mark.parametrize(
-    ("pull_request", "name", "parameters"),
-    [(549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
-     (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536)],
-)  # fmt: skip
+@pytest.mark.parametrize(("pull_request", "name", "parameters"), [
+    (549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
+    (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536),
+])  # fmt: skip
 def test_an_ancestor_is_its_configuration(pull_request: int, name: str, parameters: int, repo: Path) -> None:
     """Translated, or over its configuration: nothing differs but what names this one run."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
