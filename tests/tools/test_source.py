@@ -53,7 +53,10 @@ def test_encodings_and_reading(tmp_path: Path) -> None:
 def test_same_program_and_plain_scripts() -> None:
     assert unwrap(SOURCE) is None
     assert unwrap("DATA = " + repr("ab" * 4000) + "\n") is None
-    assert not same_program("def f(a: int): pass\n", "def f(a: str): pass\n")  # a decorator may read them
+    decorated = "@jit\ndef f(a: {}): pass\n"  # a decorator may read the types
+    assert not same_program(decorated.format("int"), decorated.format("str"))
+    assert same_program("def f(a: list[int | None]) -> None: pass\n", "def f(a): pass\n")
+    assert not same_program("def f(a: exec('1')): pass\n", "def f(a): pass\n")
     assert same_program("x = 1  # one\n", "x=1\n")
     documented = '"""A."""\ndef f():\n    """One."""\n    return "one"\nclass E(Exception):\n    """E."""\n'
     assert same_program(documented, 'def f():\n    return "one"\nclass E(Exception):\n    pass\n')

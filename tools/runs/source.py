@@ -243,7 +243,7 @@ def parses(text: str) -> bool:
 
 
 def same_program(first: str, second: str) -> bool:
-    """Whether two texts are one program: equal but for layout, comments and docstrings.
+    """Whether two texts are one program: equal but for layout, comments, docstrings and types of functions.
 
     That is what a wrapped script goes without (`shipped_code` of train_gpt.py).
     """
@@ -256,10 +256,11 @@ def same_program(first: str, second: str) -> bool:
 
 
 def _program(source: str) -> str:
-    """The syntax tree as text, without docstrings."""
+    """The syntax tree as text, without docstrings and the types of functions."""
     tree = parsed(source)
     for node in ast.walk(tree):
         remove_docstring(node)
+        remove_types(node)
     return ast.dump(tree)
 
 
@@ -269,6 +270,29 @@ def remove_docstring(node: ast.AST) -> None:
         if ast.get_docstring(node) is not None:
             del node.body[0]
         node.body = node.body or [ast.Pass()]
+
+
+# Nodes of a type that does nothing when Python evaluates it.
+PLAIN_TYPES = (
+    ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.BitOr,
+    ast.expr_context,
+)  # fmt: skip
+
+
+def remove_types(node: ast.AST) -> None:
+    """Those of an undecorated function's arguments and result; a type that could do something stays."""
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return
+    if _is_plain_type(node.returns):
+        node.returns = None
+    for argument in node.args.args:
+        if _is_plain_type(argument.annotation):
+            argument.annotation = None
+
+
+def _is_plain_type(annotation: ast.expr | None) -> bool:
+    """Whether evaluating it can only look names up."""
+    return annotation is not None and all(isinstance(node, PLAIN_TYPES) for node in ast.walk(annotation))
 
 
 def _longest_literal(text: str) -> bytes | None:
