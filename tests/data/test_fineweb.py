@@ -273,9 +273,9 @@ def test_mine_is_kept(hub: Hub, tmp_path: Path, error_of: Fails, monkeypatch: py
     mine = directory(tmp_path / "mine")
     shards.write_manifest(mine, {"version": shards.MANIFEST_VERSION, "name": "mine"})
     assert "was not downloaded" in error_of(tmp_path / "mine")
-    assert fineweb.main(command(tmp_path)) == 0
+    assert fineweb.main(command(tmp_path / "more")) == 0
     monkeypatch.setattr(hub_server, "COMMIT", "badcab" + "1" * 34)
-    assert "must not be mixed" in error_of(tmp_path, "--revision", "main")
+    assert "must not be mixed" in error_of(tmp_path / "more", "--revision", "main")
 
 
 def test_a_disk_too_small_names_the_shards_that_fit(hub: Hub, files: dict[str, bytes], tmp_path: Path,

@@ -132,14 +132,16 @@ def test_what_fails_or_differs_costs_the_others_nothing(fake: Fake, tmp_path: Pa
     mine = Experiment(tmp_path, arms, Budget(5), {})
     mine.share(["one", "two", "of it"], [1])
     assert mine.failed == ["one, seed 1"] and list(mine.rows()) == ["two"]
-    Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).share(["a", "b"], [1])
-    other = Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(6), {})
+    fake.fails.clear()
+    again = tmp_path / "again"
+    Experiment(again, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).share(["a", "b"], [1])
+    other = Experiment(again, {"a": arm("a"), "b": arm("b")}, Budget(6), {})
     with pytest.raises(ExperimentError, match=r"has settings .*name another --runs"):
         other.share(["a"], [1])
-    path = tmp_path / "b-seed1.json"
+    path = again / "b-seed1.json"
     path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     with pytest.raises(ExperimentError, match="dtype is bfloat16 here and float32 there"):
-        Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).rows()
+        Experiment(again, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).rows()
 
 
 def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fake, tmp_path: Path) -> None:

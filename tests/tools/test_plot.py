@@ -25,7 +25,7 @@ def test_series_come_from_metrics_and_the_log_alike_and_the_last_step_counts(tmp
     assert [sample.value for sample in train_loss(run)] == pytest.approx(exact, abs=1e-4)
     assert [sample.step for sample in validation_bpb(run)] == [200, 400]
     # A resumed run does the steps after its checkpoint again.
-    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
+    run = load_group(make_run(tmp_path / "b", 1)).runs[0]
     before = train_loss(run)
     again = [event for event in run.events if event.kind == "train" and event.number("step") == 100]
     run.events.append(replace(again[0], values={**again[0].values, "train_loss": 9.0}))
