@@ -224,6 +224,7 @@ def test_a_full_disk_at_the_end_costs_neither_the_end_nor_the_artifact(lab: Lab,
     elsewhere = lab.folder / "elsewhere"
     elsewhere.mkdir()
     fault = FULL_DISK.replace("NAME", "/.model.bin")
+    lab = lab.elsewhere("again")
     ended = lab.run(fault=f"{fault}import tempfile\ntempfile.tempdir = {str(elsewhere)!r}\n")
     (kept,) = elsewhere.glob("*model.bin")
     assert ended.status == 1 and f"EVAL_ONLY={kept} scores it" in ended.err and "No space left" in ended.err

@@ -171,7 +171,7 @@ def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finish
     assert beside == ["config.env", "model.bin"]
     assert not [line for line in alone.out.splitlines() if line.startswith("warning:")]
     model = finished.directory / "model.bin"
-    ended = lab.succeed(EVAL_ONLY=model, MODEL_DIM=64, EVAL_STRIDE=0, TTT_ENABLED=0)
+    ended = lab.elsewhere("other").succeed(EVAL_ONLY=model, MODEL_DIM=64, EVAL_STRIDE=0, TTT_ENABLED=0)
     warnings = [line for line in ended.out.splitlines() if line.startswith("warning:")]
     assert warnings == ["warning: MODEL_DIM=64 has no effect: the artifact has 32"]
     assert ended.summary["config"]["MODEL_DIM"] == "32"
@@ -181,7 +181,7 @@ def test_its_config_starts_the_run_again_and_another_seed_is_another_run(finishe
     config = finished.directory / "config.env"
     again = lab.succeed(**lab.nothing_but(CONFIG=config, RUNS_DIR=lab.folder / "runs"))
     assert results(again) == results(finished) and again.directory.name != "run"
-    other = lab.succeed(SEED=1338, MATRIX_BITS=5, EVAL_SEQ_LEN=64, ITERATIONS=1)
+    other = lab.elsewhere("other").succeed(SEED=1338, MATRIX_BITS=5, EVAL_SEQ_LEN=64, ITERATIONS=1)
     assert other.summary["stream_hash"] != finished.summary["stream_hash"]
     assert results(other)[0][0][1] != results(finished)[0][0][1], "the loss of the first step"
     # Lines are named by the setting, also where the rate control makes the codes of two the same width.

@@ -280,7 +280,8 @@ def test_only_the_steps_asked_for_are_written_and_shards_read_in_a_step(lab: Lab
     assert all(begin - 1e3 <= event["ts"] <= event["ts"] + event["dur"] <= after + 1e3 for event in inner)
     # Steps that are so large that each shard is read in one, and the data more than once.
     size = {"TRAIN_BATCH_TOKENS": 4096, "MICRO_BATCH_TOKENS": 4096, "ITERATIONS": 10, "GPTQ": 0}
-    _, events = traced(lab, TRAIN_PREFETCH=0, EVAL_STRIDE=0, TTT_ENABLED=0, **size)
+    large = lab.elsewhere("large")
+    _, events = traced(large, TRAIN_PREFETCH=0, EVAL_STRIDE=0, TTT_ENABLED=0, **size)
     loads = spans(events, "disk_load", "disk")
     assert len(loads) == len(spans(events, "disk_load"))
     assert {span["args"]["shard"] for span in loads} == {f"fineweb_train_00000{n}.bin" for n in range(2)}
