@@ -112,13 +112,14 @@ class Race:
             **dict(item.split("=", 1) for item in arguments.set),
         }  # fmt: skip
         source = (REPO / "train_gpt.py").read_bytes()
-        self.code_bytes = len(train_gpt.shipped_code(source))
+        shipped = train_gpt.shipped_code(source)
         # Whole sequences, so that both score the same targets with the same context.
         length = Config.from_env(self.ours).train_seq_len
         self.ours["VAL_TOKENS_LIMIT"] = str(arguments.val_tokens // length * length)
         self.seconds: float = arguments.seconds
         self.ours.update(experiments.seconds_of_training(self.seconds, self.ours))
         self.config = Config.from_env(self.ours)
+        self.code_bytes = len(train_gpt.with_settings(shipped, self.config))
         fixed = sorted(self.settings_of_theirs.keys() & {*self.geometry(), "SEED"})
         if fixed:
             raise UpstreamError(

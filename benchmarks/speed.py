@@ -63,7 +63,8 @@ def timed_steps(training: Training, count: int) -> Steps:
         start = time.perf_counter()
         loss, _ = train_gpt.train_step(training, PROGRESS).tolist()
         taken.ms.append(1e3 * (time.perf_counter() - start))
-        taken.wait_ms.append(training.loader.take_wait_ms())
+        taken.wait_ms.append(training.loader.wait_ms)
+        training.loader.wait_ms = 0.0
         taken.losses.append(loss)
         training.step += 1
     return taken
@@ -99,8 +100,8 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         config = Config.from_env(env)
         run = train_gpt.Run(train_gpt.this_machine(config, {}))
         run.log = lambda *line, **event: None  # type: ignore[method-assign]
-        inputs = train_gpt.preflight(config, run)
-        train_gpt.open_run(config, run, inputs)
+        inputs = train_gpt.preflight(config, run, "")
+        train_gpt.open_run(config, run, inputs, [])
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes
         )

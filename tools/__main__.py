@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from data.files import DataError
 from tools import REPO
 from tools.runs.errors import RecordError
+from tools.runs.writing import Terminal, printable
 
 VERBS: dict[str, tuple[str, str]] = {
     "pack": ("tools.pack.pack", "turn finished runs into a records folder"),
@@ -77,9 +79,10 @@ def _run(args: argparse.Namespace) -> int:
     """Run the verb, and turn what it raises into an exit status."""
     module_name, _ = VERBS[args.verb]
     try:
-        return int(importlib.import_module(module_name).run(args))
+        with contextlib.redirect_stdout(Terminal(sys.stdout)):  # what it prints may come from anybody
+            return int(importlib.import_module(module_name).run(args))
     except (RecordError, DataError) as error:
-        print(f"tools {args.verb}: {error}", file=sys.stderr)
+        print(printable(f"tools {args.verb}: {error}"), file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

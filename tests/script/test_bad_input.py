@@ -236,7 +236,7 @@ CASES = [
     data_file(VAL, None, "fineweb_val_|no token shard", "set DATA_PATH"),
     data_file(VAL, b"<!DOCTYPE html><html><body>404</body></html>", VAL, FETCH),
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
-    case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320"),
+    case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|manifest"),
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
     case("no BOS", no_document_begins, f"{TRAIN}|begins with id", "expected BOS=1|export it again"),
     case("no text", validation_without_text, "validation tokens stand for no text", ""),
@@ -248,7 +248,7 @@ CASES = [
     case("no JSON", manifest_without_json, "manifest.json: Expecting", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
-    setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024", VOCAB_SIZE=1024),
+    setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024|manifest.json", VOCAB_SIZE=1024),
     data_file("tokenizer.model", b"a tokenizer, it says", "TOKENIZER_PATH=", "see data/"),
     case("of the manifest", manifest_of_another_tokenizer, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
     # artifacts
@@ -263,7 +263,7 @@ CASES = [
     case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file|Not a directory", ""),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
-    case("too small", disk_with_no_room, "RUNS_DIR=|a run needs", "make room"),
+    case("too small", disk_with_no_room, "a run needs", "make room|RUNS_DIR"),
     case("full", mkdir_fails, "No space left", ""),
 ]
 

@@ -125,4 +125,4 @@ def test_ranks_count_the_same_bytes_and_compute_alike(name: str, theirs: str, ma
             return [mine, mine]
 
     with pytest.raises(train_gpt.ConfigError, match=re.escape(f"{name} is {theirs} on rank 1")):
-        train_gpt.preflight(Config.from_env(made), train_gpt.Run(Two()))
+        train_gpt.preflight(Config.from_env(made), train_gpt.Run(Two()), "")

@@ -5,10 +5,13 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch
 
+import train_gpt
 from tests.support.clock import in_phase
 from tests.support.processes import SCRIPT, Ended, Lab, train_losses
 from tests.support.waiting import DEADLINE_SECONDS, TIME_SCALE
@@ -37,7 +40,9 @@ def finish(lab: Lab, count: int, **changes: object) -> Ended:
 
 def test_ranks_together_give_the_losses_of_one(finished: Ended, lab: Lab) -> None:
     ended = finish(lab, 4)
-    assert ended.summary["hardware"]["world_size"] == 4
+    hardware = ended.summary["hardware"]
+    assert (hardware["world_size"], hardware["dtype"], hardware["threads"]) == (4, "torch.float32", 1)
+    assert hardware["device"].endswith(" CPU")
     assert "world_size:4 grad_accum_steps:1" in ended.out
     assert ended.summary["stream_hash"] == finished.summary["stream_hash"]
     assert train_losses(ended) == pytest.approx(train_losses(finished), rel=1e-4)
@@ -149,6 +154,23 @@ def test_a_rank_that_stalls_ends_its_peers(lab: Lab) -> None:
         assert time.monotonic() - begin_s > timeout_s / 2  # it did not give up at once
     assert "legal_ttt_exact" in ended.out
     assert ended.err.splitlines()[-1].endswith(f"EVAL_ONLY={ended.directory / 'model.bin'}")
+
+
+def test_a_rank_that_waits_for_another_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def connect(*_given: object, **_more: object) -> None:
+        while len(lines) < 2:
+            time.sleep(0.01)
+
+    wait = threading.Event.wait
+    monkeypatch.setattr(threading.Event, "wait", lambda event, seconds=None: wait(event, seconds and 0.01))
+    monkeypatch.setattr(train_gpt, "print_line", lambda line, stream: lines.append(line))
+    monkeypatch.setattr(train_gpt.Machine, "gather", lambda machine, value: [value] * machine.world_size)
+    monkeypatch.setattr(torch.distributed, "init_process_group", connect)
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
+    assert train_gpt.this_machine(train_gpt.Config(device="cpu"), environ).rank == 1
+    assert all("rank 1: waits for all 2 ranks" in line and "node1" in line for line in lines)
 
 
 # A node whose disk is another one.

@@ -93,7 +93,7 @@ def test_an_epoch_has_all_once(sizes: list[int], seq_len: int, seed: int, shuffl
     all_shards = [train_gpt.Shard(Path(f"{number}"), size) for number, size in enumerate(sizes)]
     config = make_config(train_seq_len=seq_len, seed=seed, shuffle=shuffle)
     if max(sizes) <= seq_len:
-        with pytest.raises(train_gpt.DataError, match=f"holds {seq_len + 1} tokens: TRAIN_SEQ_LEN"):
+        with pytest.raises(train_gpt.DataError, match=f"holds {seq_len + 1} tokens, TRAIN_SEQ_LEN"):
             next(train_gpt.shard_visits(config, all_shards, 0))
         return
     expected = [(number, i) for number, size in enumerate(sizes) for i in range((size - 1) // seq_len)]
@@ -120,52 +120,12 @@ def test_every_geometry_sees_the_same_steps(
         assert stream_hash == expected_hash
 
 
-CHANGING = {"train_seq_len": 12, "train_seq_lens": "4:0.2 6:0.6 12", "train_batch_tokens": 384,
-            "micro_batch_tokens": 48}  # fmt: skip
-
-
-def length_at(step: int) -> int:
-    """The length that these tests ask for in a step: 96 sequences in three steps, 64 in six, then 32."""
-    return 4 if step < 3 else 6 if step < 9 else 12
-
-
-def steps_of(
-    shards: list[Any], count: int, world_size: int = 1, **changes: Any
-) -> tuple[list[np.ndarray], int]:
-    """The sequences of each step, of all ranks, and the sum of their hashes; as CHANGING but for changes."""
-    ranks = [open_loader(shards, rank, world_size, **{**CHANGING, **changes}) for rank in range(world_size)]
-    steps = []
-    for step in range(count):
-        parts = [take(loader, loader.micro_steps, length_at(step)) for loader in ranks]
-        steps.append(np.concatenate(parts))
-    total = sum(loader.stream_hash for loader in ranks) % 2**64
-    for loader in ranks:
-        loader.close()
-    return steps, total
-
-
-@pytest.mark.parametrize(("world_size", "prefetch", "depth"), [(1, True, 1), (2, False, 2), (4, True, 7)])
-def test_lengths_cut_the_same_tokens(shards: list[Any], world_size: int, prefetch: bool, depth: int) -> None:
-    """In every geometry: a run of the least common multiple, in its order, in shorter cuts."""
-    segments, segments_hash = stream(shards, 12, **{**CHANGING, "train_seq_lens": ""}, train_prefetch=False)
-    geometry = {"train_prefetch": prefetch, "train_prefetch_queue": depth}
-    for micro_batch_tokens in (12, 48, 400):
-        steps, stream_hash = steps_of(
-            shards, 12, world_size, micro_batch_tokens=micro_batch_tokens, **geometry)
-        for step, rows in enumerate(steps):
-            length = length_at(step)
-            of_step = segments[32 * step : 32 * (step + 1)]
-            cuts = [one[at : at + length + 1].tolist() for one in of_step for at in range(0, 12, length)]
-            assert rows.tolist() == cuts
-        assert stream_hash == segments_hash, "the hash is of segments, however they are cut"
-
-
-def test_shards_and_batches_that_are_too_small_for_all_lengths_are_refused(tmp_path: Path) -> None:
+def test_shards_and_batches_that_are_too_small_are_refused(tmp_path: Path) -> None:
     files = write_shards(tmp_path / "small", (12,))
-    with pytest.raises(train_gpt.DataError, match="holds 13 tokens: TRAIN_SEQ_LEN, or the least common"):
-        next(train_gpt.shard_visits(make_config(**CHANGING), files, 0))
-    with pytest.raises(train_gpt.ConfigError, match="12 tokens"):
-        open_loader(files, **{**CHANGING, "micro_batch_tokens": 11})
+    with pytest.raises(train_gpt.DataError, match="holds 13 tokens, TRAIN_SEQ_LEN and one"):
+        next(train_gpt.shard_visits(make_config(train_seq_len=12), files, 0))
+    with pytest.raises(train_gpt.ConfigError, match="TRAIN_SEQ_LEN=12 tokens"):
+        open_loader(files, train_seq_len=12, train_batch_tokens=384, micro_batch_tokens=11)
 
 
 @settings(max_examples=20, deadline=None)
@@ -235,8 +195,8 @@ def test_batches_carry_their_document_starts(tmp_path: Path, prefetch: bool) -> 
     write_shard(tmp_path / "fineweb_train_000000.bin", ids)
     files = train_gpt.open_shards(str(tmp_path / "*.bin"))
     with open_loader(files, train_prefetch=prefetch) as loader:
-        for number in range(60):
-            batch = loader.next_batch((16, 8, 1)[number % 3])
+        for _ in range(60):
+            batch = loader.next_batch()
             assert batch.starts.dtype == torch.int32
             expected = train_gpt.document_starts(batch.inputs_BT.numpy(), loader.config)
             assert batch.starts.tolist() == expected.tolist()
@@ -298,6 +258,15 @@ def test_the_next_shard_alone_is_read_ahead_and_holds_nothing_up(
 
 def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept for as long as one likes, a batch is never written again."""
+    with open_loader(shards, train_prefetch=False) as loader:
+        # Of a clock that goes on by a millisecond whenever it is read: by a wait, and by the staging in it.
+        ticks = itertools.count()
+        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(ticks) / 1e3)
+        steps = 3
+        take(loader, steps * loader.micro_steps)
+        assert loader.micro_steps > 1
+        assert loader.wait_ms == pytest.approx(3 * steps * loader.micro_steps)
+        assert loader.stage_ms == pytest.approx(1)
     with open_loader(shards) as loader:
         kept = [loader.next_batch() for _ in range(40)]
         copies = [(b.inputs_BT.clone(), b.targets_BT.clone(), b.starts.clone()) for b in kept]
@@ -305,17 +274,6 @@ def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch:
         for batch, (inputs_BT, targets_BT, starts) in zip(kept, copies, strict=True):
             assert torch.equal(batch.inputs_BT, inputs_BT) and torch.equal(batch.targets_BT, targets_BT)
             assert torch.equal(batch.starts, starts)
-    with open_loader(shards, train_prefetch=False) as loader:
-        # Of a clock that goes on by a millisecond whenever it is read, as every wait does twice.
-        ticks = itertools.count()
-        monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(ticks) / 1e3)
-        steps = 3
-        take(loader, steps * loader.micro_steps)
-        assert loader.micro_steps > 1
-        assert loader.take_wait_ms() == pytest.approx(steps * loader.micro_steps)
-        take(loader, 1)
-        assert loader.take_wait_ms() == pytest.approx(1), "each wait is reported once"
-        assert loader.take_wait_ms() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -324,7 +282,7 @@ def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch:
 def test_an_error_in_the_disk_stage_arrives_in_order(
     shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All good batches first, then a LoaderError with rank, shard, position and the origin's traceback."""
+    """All good batches first, then a DataError with rank, shard, position and the origin's traceback."""
     expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
     (_, _, sequences), (_, bad, _) = itertools.islice(train_gpt.shard_visits(make_config(), shards, 0), 2)
 
@@ -377,7 +335,7 @@ def test_a_stall_ends_in_an_error(shards: list[Any], monkeypatch: pytest.MonkeyP
     on_read(monkeypatch, lambda path: gate.wait(DEADLINE_SECONDS))
     monkeypatch.setattr(train_gpt, "LOADER_TIMEOUT_SECONDS", 1.0)
     with open_loader(shards) as loader:
-        with pytest.raises(train_gpt.LoaderError, match=r"fineweb_train_.*TimeoutError"):
+        with pytest.raises(train_gpt.DataError, match=r"fineweb_train_.*TimeoutError"):
             within(DEADLINE_SECONDS, loader.next_batch)
         gate.set()
 
@@ -407,7 +365,7 @@ def test_an_id_beyond_the_vocabulary_is_found_where_it_stands(tmp_path: Path) ->
     write_shard(tmp_path / "fineweb_train_000000.bin", ids)
     files = train_gpt.open_shards(str(tmp_path / "*.bin"))
     with open_loader(files, vocab_size=512) as loader, pytest.raises(
-        train_gpt.LoaderError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
+        train_gpt.DataError, match=r"token 321, byte 1666: id 512, expected below VOCAB_SIZE=512"
     ):
         within(DEADLINE_SECONDS, loader.next_batch)
 
@@ -441,7 +399,7 @@ def test_closing_in_any_state_leaves_nothing(shards: list[Any], monkeypatch: pyt
             loader.seek(5)
         within(DEADLINE_SECONDS / 2, loader.close)
         loader.close()
-        with pytest.raises(train_gpt.LoaderError, match="StopIteration"):
+        with pytest.raises(train_gpt.DataError, match="StopIteration"):
             loader.next_batch()
     wait_until(lambda: not loader_threads())
     gate = threading.Event()
@@ -534,7 +492,7 @@ def test_validation_tokens_are_the_shards_joined(lab: Lab, targets: int) -> None
     write_shard(lab.dataset / "fineweb_val_000001.bin", ids[500:])
     (lab.dataset / "manifest.json").unlink()
     config = train_gpt.Config.from_env(lab.settings(VAL_TOKENS_LIMIT=targets))
-    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine())).validation
+    got = train_gpt.preflight(config, train_gpt.Run(train_gpt.Machine()), "").validation
     assert got.tokens.dtype == np.uint16
     assert np.array_equal(got.tokens, ids[: targets + 1] if targets else ids)
     assert bool(got.mark) == bool(targets)
@@ -565,23 +523,24 @@ class CallsOfCuda(train_gpt.Machine):
         def event(enable_timing: bool) -> Any:
             return SimpleNamespace(record=lambda: cls.asked.append("mark"), elapsed_time=lambda later: 1.0)
 
-        stream = SimpleNamespace(synchronize=lambda: cls.asked.append("copied"))
+        stream = SimpleNamespace(synchronize=lambda: pytest.fail("the host waited for a copy"))
+        step = SimpleNamespace(name="the step", wait_event=lambda event: cls.asked.append("the step waits"))
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(torch.cuda, "Event", event)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "stream", on_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "step")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: step)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: cls.asked.append("thread on its GPU"))
         monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda self, stream: cls.asked.append(f"kept for the {stream}")
+            torch.Tensor, "record_stream", lambda self, stream: cls.asked.append(f"kept for {stream.name}")
         )
 
 
 @pytest.mark.parametrize(("copy_stream", "expected"), [
-    (True, "pinned:True|on the copy stream|mark|mark|copied|off|kept for the step"),
+    (True, "pinned:True|on the copy stream|mark|mark|off|the step waits|kept for the step"),
     (False, "pinned:True|mark|mark"),
 ])  # fmt: skip
-def test_a_batch_is_handed_over_when_its_copy_is_complete_and_kept_for_the_step(
+def test_the_step_waits_for_the_copy_of_its_batch_and_keeps_it_and_the_host_does_not(
     shards: list[Any], copy_stream: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, _ = stream(shards, 2, train_prefetch=False)

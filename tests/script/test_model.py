@@ -436,7 +436,7 @@ def test_a_shorter_input_is_rotated_as_in_training(trained: int) -> None:
     ("pr1493.env", 35_944_536),
     # Of #1855's table of lane scalars only the rows of the layers that have two lanes exist.
     ("", 35_945_671 - (66 - 18)),
-    *((f"{name}.env", 0) for name in "cpu_demo gpu_demo h200_1gpu frontier_1855 frontier_2014".split()),
+    *((f"{name}.env", 0) for name in "cpu_demo gpu_demo h200_1gpu frontier_1855".split()),
 ])  # fmt: skip
 def test_parameter_counts(name: str, reference: int, repo: Path) -> None:
     """Those of the public systems, where there is one, and those that each file states."""

@@ -14,7 +14,7 @@ import pytest
 import train_gpt
 from tests.support import tiny
 from tests.support.clock import FORWARD_SECONDS, counted_clock, in_phase, signal_at_step
-from tests.support.processes import SCRIPT, Ended, Lab, results, train_losses
+from tests.support.processes import SCRIPT, Ended, Lab, train_losses
 
 # Its steps would count as well, and the signal come in one of them.
 NO_WARMUP = {"WARMUP_STEPS": 0}
@@ -99,14 +99,6 @@ def test_the_clock_goes_on_where_it_stopped(lab: Lab) -> None:
     assert shown == [15, 20]  # the console keeps its interval
     again = lab.run(RESUME=last.directory, **changes)  # it is finished: nothing may touch it
     assert again.status == 1 and "RESUME" in again.err and last.summary == again.summary
-
-
-def test_lengths_that_grow_go_on_where_they_stopped(lab: Lab) -> None:
-    """Stopped in the second of three lengths."""
-    lengths = {"TRAIN_SEQ_LENS": "8:0.3 16:0.7 32", "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
-    ended = stop_at(lab, 3, **lengths)
-    last = lab.succeed(RESUME=ended.directory, **lengths)
-    assert results(last) == results(lab.elsewhere("straight").succeed(**lengths))
 
 
 def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: Lab) -> None:
@@ -341,7 +333,5 @@ def remove(self, *given):
 torch.optim.AdamW.step = remove
 """
     ended = lab.succeed(fault=fault, EVAL_STRIDE=0, TTT_ENABLED=0)
-    told = f"warning: {ended.directory} was removed while the run was under way: it is made again"
-    assert told in ended.err
     assert ended.summary["artifact"] == finished.summary["artifact"]
     assert ended.summary["losses"]["roundtrip"] == finished.summary["losses"]["roundtrip"]

@@ -114,7 +114,9 @@ def test_the_summary_is_true_and_scores_are_per_byte_of_text(finished: Ended, da
     assert summary["code"]["sha256"] == sha256(SCRIPT)
     assert summary["code"]["bytes"] == SCRIPT.stat().st_size
     assert summary["code"]["bytes_wrapped"] == shipped.stat().st_size
-    assert shipped.read_bytes() == train_gpt.shipped_code(SCRIPT.read_bytes())
+    config = train_gpt.Config.from_values(summary["config"])
+    plain = train_gpt.shipped_code(SCRIPT.read_bytes())
+    assert shipped.read_bytes() == train_gpt.with_settings(plain, config)
     assert summary["data"]["hashes"]["tokenizer"] == sha256(dataset / "tokenizer.model")
     assert set(summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
     assert {"setup", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress, train_length
+from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress
 
 PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
 
@@ -106,10 +106,3 @@ def test_every_machine_follows_one_curve() -> None:
         moments = [muon_momentum(share, 1, config) for share in shares]
         curves.append([*rates, *moments, *(loop_is_on(share, config) for share in shares)])
     assert curves[0] == pytest.approx(curves[1]) and curves[0] == pytest.approx(curves[2])
-
-
-def test_sequences_grow_with_the_share_of_the_run() -> None:
-    growing = Config(train_seq_len=3072, train_seq_lens="1024:0.1 2048:0.7 3072")
-    shares = {0.0: 1024, 0.099: 1024, 0.1: 2048, 0.699: 2048, 0.7: 3072, 1.0: 3072, 1.2: 3072}
-    assert {share: train_length(share, growing) for share in shares} == shares
-    assert train_length(0.0, Config()) == train_length(1.0, Config()) == 2048

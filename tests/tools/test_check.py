@@ -146,7 +146,8 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     bpbs = [score + 0.1 for score in value["comparison"]["baseline_val_bpb"]]
     name, losses = value["comparison"]["baseline"], value["comparison"]["baseline_val_loss"]
     value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses))
-    (compared / "README.md").write_text(readme.render(value, Folder(compared).summaries, READABLE))
+    page = readme.render(value, Folder(compared).summaries, READABLE, baked=False)
+    (compared / "README.md").write_text(page)
     (found,) = fails(compared)
     assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
     elsewhere = compared.parents[1] / "track_other"
@@ -374,6 +375,28 @@ def test_weights_that_the_script_names_count(line: str, name: str, tmp_path: Pat
     assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(Folder(folder)))
 
 
+@pytest.mark.parametrize(
+    ("name", "line"), [("README.md", "open('README.md', 'rb')"), ("NOTES.md", "glob.glob('*.md')")]
+)
+def test_weights_in_a_note_that_the_script_reads_count(name: str, line: str, tmp_path: Path) -> None:
+    folder = public_a(tmp_path, script=filled(f"{line}\n"))
+    (folder / name).write_bytes(bytes(900_000))
+    (found,) = fails(folder)
+    assert found.check == "A9" and "+ files it runs or reads 900,000 = 16,763,489" in found.text
+
+
+def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -> None:
+    logs = of_a_seed(1, *drawn(1)) | of_a_seed(42, *drawn(2))
+    (again,) = of_a_seed(42, *drawn(3)).values()
+    logs["train_seed1.log"] = logs["train_seed1.log"].replace("seed:1\n", "seed:1\ngate:init norm=1.2345\n")
+    logs["train_seed42.log"] = logs["train_seed42.log"].replace(
+        "seed:42\n", "seed:42\ngate:init norm=1.2444\n"
+    )
+    logs["train_seed42_rerun.log"] = again
+    results = {str(seed): {"val_bpb": A_SCORE["val_bpb"]} for seed in (1, 42)}
+    assert fails(public(tmp_path, logs, CODE, **A_SCORE, seed_results=results)) == []
+
+
 ON_VALIDATION = [
     "train_files = os.path.join(data_path, 'fineweb_val_*.bin')",
     "class A:\n    train_files: str = f'{path}/fineweb_val_*.bin'",
@@ -430,6 +453,13 @@ SCRIPTS = {
     "import ctypes; ctypes.CDLL('/opt/fast.so')": ("A10", "FAIL", ""),
     "import sys; sys.path.insert(0, '../shared')": ("A10", "WARN", ""),
     "exec(open(name + kind).read())": ("A10", "WARN", ""),
+    "import numpy as np; np.load('/data/prior.npy')": ("A10", "WARN", "names `/data/prior.npy`"),
+    "import torch; torch.hub.load('a/b', 'c')": ("A11", "WARN", "`torch.hub` loads from the network"),
+    "import importlib as i; i.import_module('url' + 'lib')": ("A11", "WARN", "imports urllib"),
+    "import importlib as i; i.import_module(name)": ("A11", "WARN", "`import_module(name)` loads what no"),
+    "import transformers": ("A11", "WARN", "imports transformers"),
+    "import ctypes; ctypes.CDLL(None).socket(2, 1, 0)": ("A11", "WARN", "`CDLL(None)` loads what no"),
+    "print('another program')": ("A6", "WARN", "but the script has no word `final`: what wrote it?"),
     wrapped("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
     wrapped(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
 }  # fmt: skip
@@ -446,8 +476,66 @@ def test_what_a_script_does_is_named(tmp_path: Path) -> None:
 
 DOUBLE_COUNTED = f"{1.21972502 * 151_080_891 / 176_332_748:.8f}"
 SLIDING = "\nfinal_int6_sliding_window val_loss:2.0400 val_bpb:1.2082"
+EXACT = "1.21972502"
+STEP = "step:1/20000 train_loss:6.9334 train_time:76ms step_avg:75.51ms"
+DONE = "ttt_sliding:done val_loss=2.0698 val_bpb=1.2258 elapsed=1s"
+WHOLE = "scored_tokens:62021632 val_bytes:151080891"
+POST_EMA = "DIAGNOSTIC post_ema val_loss:2.1300 val_bpb:1.2616"
+HALFWAY = "val_progress:roundtrip 100% partial_mean_loss:2.1011 tokens_seen:62021632 eta:0s"
+FEWER_BYTES = (
+    f"final_int6_sliding_window val_loss:2.00000000 val_bpb:{2 * 1.21972502 / 2.0594546 * (1 - 8e-5):.8f}"
+)
+ONCE_MORE = "diagnostic quantized val_loss:2.05945460 val_bpb:1.21972502"
 # What a log says instead, and what is found in it.
 LOGS = [
+    (
+        {EXACT: f"{EXACT}\nfinal_int8_zlib_roundtrip val_loss:2.0389 val_bpb:1.2075"},
+        "C7",
+        "WARN",
+        "2 scores under",
+    ),
+    (
+        {
+            EXACT: f"{EXACT}\nlegal_ttt val_loss:2.0400 val_bpb:1.2082",
+            "seed:1337": "seed:1337\nttt_enabled:False",
+        },
+        "C7",
+        "FAIL",
+        "ttt_enabled is False",
+    ),
+    (
+        {"final_int8_zlib_roundtrip val": f"{DONE}\nfinal_int8_zlib_roundtrip val"},
+        "C7",
+        "FAIL",
+        "ended with 1.2258",
+    ),
+    ({EXACT: f"{EXACT} {WHOLE}\n{HALFWAY}"}, "C7", "FAIL", "ended with a loss of 2.1011"),
+    (
+        {"Serialized model int8": f"{POST_EMA}\nSerialized model int8"},
+        "C9",
+        "WARN",
+        "is better than `DIAGNOSTIC post_ema`",
+    ),
+    (
+        {STEP: f"{STEP}\nstep:2/20000 train_loss:6.9 train_time:70ms step_avg:35.00ms"},
+        "C2",
+        "WARN",
+        "runs backwards",
+    ),
+    (
+        {STEP: "step:13000/20000 train_loss:2.1 train_time:600000ms step_avg:46.15ms"},
+        "C2",
+        "WARN",
+        "780 steps after",
+    ),
+    ({"seed:1337": "seed:1337\nmodel_params:350000000"}, "C9", "WARN", "are 0.36 bits each"),
+    ({EXACT: f"{EXACT}\n{ONCE_MORE}\n{FEWER_BYTES}"}, "C1", "WARN", "more bytes for its tokens"),
+    (
+        {EXACT: "".join(chr(0x660 + int(digit)) if digit != "." else "." for digit in EXACT)},
+        "A4",
+        "FAIL",
+        "`val_bpb` 1.21972502, but the logs give 1.2197",
+    ),
     ({"1.21972502": DOUBLE_COUNTED, "bpb:1.2197 ": f"bpb:{DOUBLE_COUNTED} "}, "C1", "FAIL", "#1719"),
     ({"loss:2.05945460": "loss:nan", "loss:2.0595": "loss:nan"}, "C1", "WARN", "imply no number of bytes"),
     ({"1.21972502": "1.21942502"}, "C1", "FAIL", "the line `final_int8_zlib_roundtrip` before it"),
@@ -467,6 +555,26 @@ def test_faults_of_a_log(changes: dict[str, str], check: str, level: str, text: 
         log = log.replace(old, new)
     found = [finding for finding in audit(Folder(public_a(tmp_path, log))) if text in finding.text]
     assert [(finding.check, finding.level(Mode.AGREED).name) for finding in found] == [(check, level)]
+
+
+# What submission.json says, and what is told of it.
+SUBMISSIONS = [
+    ({"date": "2126-01-01"}, "WARN", "of a day up to today"),
+    ({"date": "2026-02-31"}, "WARN", "of a day up to today"),
+    ({"bytes_total": "15863489"}, "WARN", "`bytes_total` is the text '15863489'"),
+    ({'val_bpb": 1.0, "val_bpb': 1.21972502}, "FAIL", "`val_bpb` stands there twice"),
+]
+
+
+@pytest.mark.parametrize(("changes", "level", "text"), SUBMISSIONS)
+def test_what_a_submission_says_is_named(
+    changes: dict[str, Any], level: str, text: str, tmp_path: Path
+) -> None:
+    folder = public_a(tmp_path, **changes)
+    file = folder / "submission.json"
+    file.write_text(file.read_text().replace('\\"', '"'))
+    found = [(f.check, f.level(Mode.AGREED).name) for f in audit(Folder(folder)) if text in f.text]
+    assert found == [("A3", level)]
 
 
 # What a log no longer holds, and the check that is then open.

@@ -47,6 +47,31 @@ def test_published_p_values_and_margins() -> None:
     ]
 
 
+def test_what_others_wrote_reaches_nothing_outside_and_does_not_steer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "credentials"
+    secret.write_text("KEY=secret\n")
+    runs = [make_run(tmp_path / name, 1) for name in ("a$b", "c$d")]
+    packed = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1, 2), name="Linked")
+    for folder in (runs[1], packed):
+        (folder / "config.env").unlink()
+        (folder / "config.env").symlink_to(secret)
+    (runs[0] / "config.env").write_text("MATRIX_LR=\x1b[2J0.5\n")
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    (runs[0] / "summary.json").write_text(json.dumps({**summary, "phases": {"train": "long", "eval": [1]}}))
+    page = tmp_path / "page.html"
+    for new in (runs[1], packed):
+        assert main(["diff", str(runs[0]), str(new)]) == 0
+        assert main(["diff", str(runs[0]), str(new), "--html", str(page)]) == 0
+        shown = capsys.readouterr().out
+        assert "secret" not in shown + page.read_text() and "\x1b" not in shown
+    assert "\\x1b[2J0.5" in shown or "MATRIX_LR" not in shown
+    assert main(["plot", *map(str, runs), "--out", str(tmp_path / "plot.png")]) == 0
+    assert main(["runs", *map(str, runs)]) == 0
+    assert "secret" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
     """A packed base of three seeds, wrapped; a run that differs in code, a setting and its losses."""
@@ -58,6 +83,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def told(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What the command prints of both."""
+
     def text(*options: str) -> str:
         capsys.readouterr()
         assert main(["diff", *map(str, two), *options]) == 0
@@ -105,6 +131,20 @@ def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Ca
     assert any(line.startswith(last_step) for line in lines)
     log.write_text("".join(line for line in lines if not line.startswith((last_step, "stopping_early"))))
     assert re.search(r"^steps .* \+0\.0$", told("--no-code"), re.MULTILINE)
+
+
+def test_unlike_conditions_are_named(two: tuple[Path, Path], told: Callable[..., str]) -> None:
+    assert "unlike conditions" not in told("--no-code")
+    log = two[1] / "log.txt"
+    text = log.read_text()
+    for there in ("dtype:torch.float32", "threads:2", "world_size:1"):
+        assert there in text
+        text = text.replace(there, there[:-1] + "8")
+    log.write_text(text)
+    line = next(line for line in told("--no-code").splitlines() if "unlike conditions" in line)
+    for part in ("dtype torch.float32 against torch.float38", "threads 2 against 8", "world_size 1 against"):
+        assert part in line
+    assert "device" not in line and json.loads(told("--json"))["unlike_conditions"] == line
 
 
 def test_page_is_self_contained_and_escaped(two: tuple[Path, Path], tmp_path: Path) -> None:

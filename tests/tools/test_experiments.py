@@ -150,8 +150,9 @@ def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fak
     patched = tmp_path / "patched" / PATCHES[0] / "train_gpt.py"
     scripts = {"a": experiments.REPO / "train_gpt.py", "bb": patched}
     for name, script in scripts.items():
-        code_bytes = len(train_gpt.shipped_code(script.read_bytes()))
-        assert int(fake.settings[name, "1"]["ARTIFACT_BYTES_MAX"]) - code_bytes == 100_000
+        config = train_gpt.Config.from_env(fake.settings[name, "1"])
+        shipped = train_gpt.with_settings(train_gpt.shipped_code(script.read_bytes()), config)
+        assert config.artifact_bytes_max - len(shipped) == 100_000
     assert len({path.read_bytes() for path in scripts.values()}) == 2
 
 

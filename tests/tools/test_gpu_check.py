@@ -21,7 +21,7 @@ CLOCK_SECONDS = DEFAULT.max_wallclock_seconds - DEFAULT.gptq_reserve_seconds  # 
 SETTINGS: dict[str, object] = {
     "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_BATCH_SIZE": 4, "EVAL_STRIDE": 16,
     "VAL_BATCH_SIZE": 16_384, "TRAIN_BATCH_TOKENS": 512, "ARTIFACT_BYTES_MAX": 1_000_000,
-    "TRAIN_SEQ_LENS": "16:0.2 32", "OMP_NUM_THREADS": 1,
+    "OMP_NUM_THREADS": 1,
 }  # fmt: skip
 # A check with arguments, on a card with this fault: exit status and page.
 Checked = Callable[..., tuple[int, str]]
@@ -126,7 +126,7 @@ def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> 
 
 def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """If all documents are scored: an eighth of what it took."""
-    config = Config.from_env(tiny.environment(**{**SETTINGS, "TRAIN_SEQ_LENS": ""}))
+    config = Config.from_env(tiny.environment(**SETTINGS))
     text = np.full(400, BOS_ID + 1)
     text[[0, 150, 250, 399]] = BOS_ID
     monkeypatch.setattr(gpu_check.ttt, "official_text", lambda: text)

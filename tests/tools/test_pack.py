@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import lzma
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from data.files import sha256_file
 from tests.support import case
+from tests.support.processes import Lab, results
 from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, pack, wrap
 from tools.__main__ import main
 from tools.check.checks import audit
@@ -228,8 +230,12 @@ def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
         make_run(tmp_path / "runs" / "a", 1),
         make_run(tmp_path / "runs" / "b", 1, source=SOURCE + "\n"),
         make_run(tmp_path / "runs" / "c", 2, config={"MATRIX_LR": "0.03"}),
+        make_run(tmp_path / "runs" / "scored", 3, summary_changes={"config": {**CONFIG, "EVAL_ONLY": "x"}}),
+        make_run(tmp_path / "runs" / "under way", 4),
     ]
+    (runs[-1] / "summary.json").unlink()
     message = refusal(capsys, tmp_path / "records", runs)
+    assert "scored an artifact" in message and "under way" in message and message.count("MATRIX_LR") == 1
     assert "seed 1 comes more than once" in message
     assert "ran other code" in message
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
@@ -324,3 +330,28 @@ def test_each_seed_has_its_stages_and_reviewers_their_means(tmp_path: Path) -> N
     lines = (folder / "README.md").read_text("utf-8").splitlines()
     row = next(line for line in lines if line.startswith(f"| 2 | {stages['quantized']:.6f}"))
     assert row.endswith(f"{-gain:+.6f} |")
+
+
+def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
+    """In a clone of the challenge, with nothing set; a run of it with other settings ships those."""
+    clone = lab.elsewhere("challenge")
+    data = shutil.copytree(lab.dataset, clone.folder / "data/datasets/tiny").relative_to(clone.folder)
+    settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "VAL_TOKENS_LIMIT": 0}
+    run = clone.succeed(**settings, TTT_ENABLED=0, EVAL_STRIDE=0)
+    folder = pack(clone.folder / "records", [run.directory])
+    assert main(["check", str(folder)]) == 0
+    assert "\nSEED=1337 python train_gpt.py\n" in (folder / "README.md").read_text()
+    shipped = folder / "train_gpt.py"
+    inside = Lab(folder, lab.dataset)
+    again = inside.succeed(script=shipped, **inside.nothing_but())
+    assert results(again) == results(run)
+    assert again.summary["config"] == {**run.summary["config"], "RUN_ID": "", "RUNS_DIR": "runs"}
+    assert (again.directory / "train_gpt.shipped.py").read_bytes() == shipped.read_bytes()
+
+    shorter = inside.elsewhere("shorter")
+    other = shorter.succeed(script=shipped, **inside.nothing_but(ITERATIONS=1))
+    assert other.summary["steps"] == 1
+    changed = (other.directory / "train_gpt.shipped.py").read_bytes()
+    assert changed == shipped.read_bytes().replace(b"'ITERATIONS': '6'", b"'ITERATIONS': '1'")
+    shipped.write_bytes(changed)
+    assert any("train_gpt.py starts with {" in finding.text for finding in audit(Folder(folder)))

@@ -86,6 +86,12 @@ def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, capsys: pytest.C
     submission = (better / "submission.json").read_text()
     (better / "submission.json").write_text(submission.replace('"author": "A"', '"author": "B"'))
     assert main([*arguments, "--check"]) == 1
+    hostile = {"author": f"a\n{board.END}<b>|[x](javascript:y)", "val_bpb_std": "1", "bytes_total": "2"}
+    (better / "submission.json").write_text(json.dumps({**json.loads(submission), **hostile}))
+    for _ in range(2):  # the marks stand as they were
+        assert main(arguments) == 0
+    text = (records / "README.md").read_text()
+    assert text.count(board.END) == 1 and "<b>" not in text and "](javascript" not in text
     (records / "README.md").write_text("nothing\n")
     assert main(arguments) == 2 and "lacks the marks" in capsys.readouterr().err
 

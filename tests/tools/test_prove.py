@@ -247,10 +247,6 @@ def test_lengths_keep_their_order_when_they_are_shrunk() -> None:
             was = np.sign(getattr(before, smaller) - getattr(before, larger))
             assert np.sign(getattr(after, smaller) - getattr(after, larger)) == was
         assert (after.eval_stride == 0) == (before.eval_stride == 0)
-    _, two = shrunk(TRAIN_SEQ_LENS="1024:0.333 2048", TRAIN_SEQ_LEN="2048")
-    assert two.length_parts == [(8, 0.333), (16, 1.0)]
-    _, three = shrunk(TRAIN_SEQ_LENS="1024:0.1 2048:0.7 3072", TRAIN_SEQ_LEN="3072")
-    assert three.length_parts == [(4, 0.1), (8, 0.7), (16, 1.0)]
 
 
 def test_case_data_is_counted_by_a_sidecar_and_who_audits_it_is_told(

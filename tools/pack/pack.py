@@ -69,11 +69,12 @@ from tools.runs.runs import (
     load_group,
     settings_that_differ,
 )
-from tools.runs.source import decoded, parses, same_program, unwrap
+from tools.runs.source import decoded, parses, read_script, same_program, unwrap
 from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 TRACK = re.compile(r"track_[A-Za-z0-9_]+")
+UNLIKE_SETTINGS_MAX = 10  # that a refusal names
 IMPORTED = ("torch", "numpy", "sentencepiece", "triton")  # by a shipped script
 BUILD = re.compile(r"cpu|cu\d+")  # of torch, which has an index of its own: torch 2.13.0+cu128
 TORCH_INDEX = "https://download.pytorch.org/whl/"
@@ -280,22 +281,51 @@ def _check_record(runs: Sequence[RunDirectory]) -> None:
 
 def refuse(runs: Sequence[RunDirectory]) -> list[str]:
     """Why these runs are no record; empty when they are. Every reason is listed, not only the first."""
-    reasons = [reason for directory in runs for reason in _refuse_one(directory)]
+    reasons = []
+    trained = []
+    for directory in runs:
+        try:
+            if nested(directory.summary, "config", "EVAL_ONLY"):
+                reasons.append(f"{directory.path} scored an artifact with EVAL_ONLY: leave it out")
+                continue
+            reasons += _refuse_one(directory)
+            trained.append(directory)
+        except RecordError as error:
+            reasons.append(str(error))
+    if trained:
+        reasons += _refuse_together(trained)
+    return reasons
+
+
+def _refuse_together(runs: Sequence[RunDirectory]) -> list[str]:
+    """Why these runs are not the seeds of one record."""
+    reasons = []
     seeds = [directory.seed for directory in runs]
     reasons += [
         f"seed {seed} comes more than once: give one run per seed" for seed in sorted(_repeated(seeds))
     ]
     first = runs[0]
-    for other in runs[1:]:
-        if other.script.sha256 != first.script.sha256:
-            reasons.append(f"{other.path} ran other code than {first.path}: all seeds must run one script")
-        reasons += [
-            f"{key} is {first.config.get(key, 'unset')} in {first.path},"
-            f" {other.config.get(key, 'unset')} in {other.path}"
-            for key in sorted({*first.config, *other.config} - PER_RUN_SETTINGS)
-            if first.config.get(key) != other.config.get(key)
-        ]
-    return reasons
+    others = [str(other.path) for other in runs if other.script.sha256 != first.script.sha256]
+    if others:
+        reasons.append(f"{', '.join(others)} ran other code than {first.path}: all seeds must run one script")
+    return reasons + unlike_settings(runs)
+
+
+def unlike_settings(runs: Sequence[RunDirectory]) -> list[str]:
+    """One line for each setting that the runs do not share: its values, each with its runs."""
+    lines = []
+    for name in sorted({name for directory in runs for name in directory.config} - PER_RUN_SETTINGS):
+        runs_by_value: dict[str, list[str]] = {}
+        for directory in runs:
+            value = directory.config.get(name, "unset")
+            runs_by_value.setdefault(value, []).append(str(directory.path))
+        if len(runs_by_value) > 1:
+            places = [f"{value} in {', '.join(paths)}" for value, paths in runs_by_value.items()]
+            lines.append(f"{name} is {'; '.join(places)}")
+    if len(lines) > UNLIKE_SETTINGS_MAX:
+        more = len(lines) - UNLIKE_SETTINGS_MAX
+        lines[UNLIKE_SETTINGS_MAX:] = [f"{more} more settings differ: these are runs of several records"]
+    return lines
 
 
 def _repeated(values: Sequence[int | None]) -> set[int]:
@@ -351,7 +381,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     if wrapped and shipped == source:
         from tools.runs.script import shipped_code  # loads torch, which nothing else here needs
 
-        shipped = shipped_code(source)
+        shipped = shipped_code(source).replace(b"SHIPPED_SETTINGS={}\n", b"")  # older ones read none
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))
@@ -361,7 +391,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
             f"{counted} is no program for Python {platform.python_version()}: scripts until 22 November 2026"
             f" wrote what only the Python of the run reads; pack with that one ({made_by})"
         )
-    if inner is None or not same_program(inner, source.decode()):
+    if inner is None or not same_program(inner, directory.script.text):
         raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
     return ShippedCode(shipped, source)
 
@@ -407,7 +437,8 @@ def write_folder(
         )
     write_text(folder / SUBMISSION, json_text(packed))
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
-    write_text(folder / README, readme.render(packed, summaries, source_link(readable)))
+    baked = read_script(folder / SCRIPT).shipped_settings is not None
+    write_text(folder / README, readme.render(packed, summaries, source_link(readable), baked))
     return packed
 
 

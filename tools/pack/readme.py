@@ -28,10 +28,13 @@ PACKED_NOTE = (
 )
 
 
-def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], source: str) -> str:
+def render(
+    submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], source: str, baked: bool
+) -> str:
     """Markdown from the begin mark to the end mark, both included.
 
-    source: the path of the readable source of a wrapped script; empty where there is none.
+    source: the path of the readable source of a wrapped script; empty where there is none. baked: whether the
+    script has the run's settings as its defaults.
     """
     sections = [
         BEGIN,
@@ -49,7 +52,7 @@ def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
         "## Run",
         PACKED_NOTE.format(source=source) if source else "",
         _facts(submission, summaries),
-        _command(summaries),
+        _command(summaries, baked),
         _settings(summaries),
         _comparison(submission),
         END,
@@ -237,13 +240,15 @@ def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
     return "\n".join(lines)
 
 
-def _command(summaries: Mapping[int, Mapping[str, Any]]) -> str:
+def _command(summaries: Mapping[int, Mapping[str, Any]], baked: bool) -> str:
     first = next(iter(summaries.values()))
     world = nested(first, "hardware", "world_size")
     many = isinstance(world, int) and world > 1
     launch = f"torchrun --standalone --nproc_per_node={world}" if many else "python"
-    commands = "\n".join(f"CONFIG=config.env SEED={seed} {launch} train_gpt.py" for seed in summaries)
-    return f"From inside this folder:\n\n```bash\n{commands}\n```"
+    settings = "" if baked else "CONFIG=config.env "
+    commands = "\n".join(f"{settings}SEED={seed} {launch} train_gpt.py" for seed in summaries)
+    note = "; the settings of these runs are the script's defaults" if baked else ""
+    return f"From inside this folder{note}:\n\n```bash\n{commands}\n```"
 
 
 def _settings(summaries: Mapping[int, Mapping[str, Any]]) -> str:

@@ -186,8 +186,7 @@ def hardware(summary: Mapping[str, Any], log: RunLog) -> str:
         return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
     cores = nested(summary, "hardware", "cores")
     device = f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU"
-    if log.device is not None:
-        device = log.device
+    device = log.conditions.get("device", device)
     return device + (f", {cores} cores" if cores else "")
 
 
