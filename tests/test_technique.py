@@ -1,4 +1,4 @@
-"""The patch of docs/technique.md and the examples of docs/changing.md, applied to copies, do what they say."""
+"""The patch of docs/technique.md and the examples of docs/changing.md do what they say, on copies."""
 
 import ast
 import re
