@@ -37,6 +37,7 @@ DEPTH_MAX = 8  # of folders in a folder
 TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
 LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
 SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
+PROOF = "proof.json"  # what `prove --json` printed about the source
 MANIFEST = "manifest.json"  # of the shards, as it stood beside them
 ASIDE_SUFFIXES = (".md", ".json", ".log", ".model", ".vocab", ".env")  # a script may name them uncounted,
 TOKENIZER_SUFFIXES = (".model", ".vocab")
