@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    draw().savefig(results.FOLDER / "results.png", dpi=110)
+    main()
