@@ -44,6 +44,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -55,12 +56,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor, nn
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from numpy.lib.stride_tricks import sliding_window_view
+    from torch import Tensor, nn
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {sys.executable} has no {error.name}; use Python 3.10 or later with requirements.txt")
 
 try:
     import triton
@@ -80,11 +84,7 @@ class ConfigError(ValueError):
 
 
 class DataError(RuntimeError):
-    """A shard or tokenizer is missing, damaged, of another kind, or does not fit the run."""
-
-
-class LoaderError(RuntimeError):
-    """The data loader failed or stalled; the message holds shard, position and the original traceback."""
+    """A shard or tokenizer is missing, damaged, of another kind, or does not fit; or their loader stalled."""
 
 
 class ArtifactError(RuntimeError):
@@ -139,7 +139,7 @@ class ModelSettings:
     """
 
     # The text.
-    train_seq_len: int = setting(2048, "tokens of a training sequence; last of TRAIN_SEQ_LENS", 1, 1 << 20)
+    train_seq_len: int = setting(2048, "tokens of a training sequence", 1, 1 << 20)
     doc_mask: bool = setting(True, "attention and token shifts stay inside a document")
     vocab_size: int = setting(8192, "tokens in the vocabulary", 4, 65_536)
     # Size.
@@ -200,6 +200,11 @@ class ModelSettings:
         return int(self.mlp_mult * self.model_dim)
 
     @property
+    def activation_number(self) -> float:
+        """What `activation` gets beside its input, in the model and where a fused form is tried."""
+        return self.leaky_slope
+
+    @property
     def rotated_dims(self) -> int:
         """Channels of a head that the rotary embedding turns."""
         return self.rope_dims or self.head_dim
@@ -257,10 +262,6 @@ class TrainingSettings(ModelSettings):
     """The settings that decide the trained weights. A checkpoint stores them, so a resumed run keeps them."""
 
     # Which tokens, how many, for how long.
-    train_seq_lens: str = setting(
-        "", "LENGTH:UNTIL ... LENGTH, as 1024:0.1 2048:0.7 3072; sequences grow, each length until a share "
-        "of the run; empty: TRAIN_SEQ_LEN all along",
-        pattern="|([1-9][0-9]{0,7}:0?[.][0-9]+ )+[1-9][0-9]{0,7}")  # fmt: skip
     seed: int = setting(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = setting(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = setting(True, "permute shards and sequences by SEED; 0: file order")
@@ -294,30 +295,6 @@ class TrainingSettings(ModelSettings):
     warmdown_frac: float = setting(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = setting(-1, "steps of that fall, at the mean step time; 0: none; -1: fraction", -1)
     min_lr: float = setting(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
-
-    @property
-    def length_parts(self) -> list[tuple[int, float]]:
-        """The lengths of sequences (PR #2014), each with the share of the run at which it ends."""
-        parts = []
-        for entry in (self.train_seq_lens or str(self.train_seq_len)).split():
-            length, _, until = entry.partition(":")
-            parts.append((int(length), float(until or 1)))
-        return parts
-
-    @property
-    def segment_tokens(self) -> int:
-        """Tokens of a segment, the unit of shuffling: a whole number of sequences of every length."""
-        return math.lcm(*(length for length, _ in self.length_parts))
-
-    def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
-        parts = self.length_parts
-        lengths_grow = all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(parts))
-        return [
-            *super().rules(),
-            (lengths_grow, "TRAIN_SEQ_LENS with growing lengths and growing shares of the run"),
-            (parts[-1][0] == self.train_seq_len, "TRAIN_SEQ_LEN as the last of TRAIN_SEQ_LENS"),
-        ]
 
 
 @dataclass(frozen=True)
@@ -521,8 +498,9 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             near = similar_setting(name) or "one that --help lists"
-            raise ConfigError(f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you "
-                              f"mean {near}? Version 0.5.4 reads files of 0.5.4 and older")
+            raise ConfigError(
+                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? A "
+                "run's file is for the script beside it, files of 0.5.4 and older are for that version")
         values[name] = value
     return values
 
@@ -592,15 +570,15 @@ def public_answers(environ: Mapping[str, str]) -> list[str]:
 def micro_steps_per_step(config: Config, world_size: int) -> int:
     """Micro-batches of one rank per optimizer step. ConfigError when the batch does not split evenly."""
     wanted = config.train_batch_tokens
-    length = config.segment_tokens
-    # As many whole segments as one forward pass may hold, and no more than the step gives a rank.
-    micro_segments = min(config.micro_batch_tokens // length, wanted // length // world_size)
-    tokens_together = world_size * max(1, micro_segments) * length
-    if micro_segments == 0 or wanted % tokens_together != 0:
+    length = config.train_seq_len
+    # As many whole sequences as one forward pass may hold, and no more than the step gives a rank.
+    micro_sequences = min(config.micro_batch_tokens // length, wanted // length // world_size)
+    tokens_together = world_size * max(1, micro_sequences) * length
+    if micro_sequences == 0 or wanted % tokens_together != 0:
         raise ConfigError(
             f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {tokens_together}, {world_size} ranks by "
-            f"the segments of {length} tokens (TRAIN_SEQ_LEN, or the common multiple of TRAIN_SEQ_LENS) "
-            f"that fit in MICRO_BATCH_TOKENS={config.micro_batch_tokens}, one at least")  # fmt: skip
+            f"the sequences of TRAIN_SEQ_LEN={length} tokens that fit in "
+            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}, one at least")  # fmt: skip
     return wanted // tokens_together
 
 
@@ -629,8 +607,10 @@ class Machine:
 
     @property
     def device_name(self) -> str:
-        """What the device is called in the log."""
-        return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
+        """What the device is called: a GPU by its name, a CPU by the instructions that torch uses there."""
+        if self.on_gpu:
+            return torch.cuda.get_device_name(self.device)
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} CPU"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
@@ -1245,7 +1225,7 @@ class GPT(nn.Module):
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
     ) -> Tensor:
         """x plus the output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
-        slope = self.settings.leaky_slope
+        slope = self.settings.activation_number
         up_FD = context.weights["mlp_up_bank"][layer]
         down_DF = context.weights["mlp_down"][layer]
         y_BTD = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, down_DF, scale, slope).view_as(x_BTD)
@@ -1795,7 +1775,7 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     if setting == "fused_mlp":
 
         def mlp(model: GPT, *tensors: Tensor) -> Tensor:
-            return model.ops.mlp(*tensors, 0.5, c.leaky_slope)
+            return model.ops.mlp(*tensors, 0.5, c.activation_number)
 
         x_ND = normal(math.prod(shape_BT), c.model_dim)
         return mlp, [x_ND, normal(c.mlp_dim, c.model_dim), normal(c.model_dim, c.mlp_dim)]
@@ -1923,7 +1903,7 @@ def fast_ops(c: Config, machine: Machine) -> ChosenOps:
 
 def ready_model(model: GPT, machine: Machine, ops: Ops) -> GPT:
     """Move a model to this rank's device, and give it the operations of the run."""
-    # Each length of TRAIN_SEQ_LENS is a graph with and one without loops; torch gives up after eight.
+    # Training, windows and adapters have graphs of the same functions; torch gives up after eight.
     torch._dynamo.config.recompile_limit = 64
     model.to(machine.device)
     model.machine = machine
@@ -2189,14 +2169,6 @@ def loop_is_on(progress: float, c: ModelSettings) -> bool:
     return c.num_loops > 0 and c.enable_looping_at < 1 and progress >= c.enable_looping_at
 
 
-def train_length(progress: float, c: TrainingSettings) -> int:
-    """Tokens of a sequence at this share of the run: the first of TRAIN_SEQ_LENS that has not ended."""
-    for length, until in c.length_parts:
-        if progress < until:
-            return length
-    return c.train_seq_len
-
-
 # ============================================================================================================
 # RUN — device and ranks, run directory, log and clock: the same on a laptop and on many nodes.
 # ============================================================================================================
@@ -2240,13 +2212,23 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
+    # A rank that waits for others says so every ten seconds.
+    connected = threading.Event()
+
+    def say_that_it_waits() -> None:
+        while not connected.wait(10):
+            print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
+                       f"{environ['MASTER_ADDR']}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+
     if world_size > 1:
+        threading.Thread(target=say_that_it_waits, daemon=True).start()
         # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(
             backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS), device_id=device if on_gpu else None)
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
+    connected.set()
     return machine
 
 
@@ -2264,19 +2246,15 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # The run directory was deleted mid-run: recreate it rather than lose the weights.
-        if not path.parent.exists():
-            print_line(f"warning: {path.parent} was removed while the run was under way: it is made again, "
-                       "and its log begins here", sys.stderr)
-            path.parent.mkdir(parents=True)
+        # Somebody may have removed the run directory: weights are not lost with it.
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room there, or set another "
-                          "RUNS_DIR") from error
+        raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
 
 
 @dataclass
@@ -2337,7 +2315,7 @@ class Run:
             self.exit_by_signal(number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint; a second signal ends at once, without one", sys.stderr)
+                   "checkpoint if no rank is gone; a second signal ends at once, without one", sys.stderr)
 
     def exit_by_signal(self, number: int) -> None:
         """End this process, and print how to continue."""
@@ -2552,18 +2530,18 @@ class Shard(NamedTuple):
 
 
 class ShardVisit(NamedTuple):
-    """One pass over a shard, as a part of the stream of segments."""
+    """One pass over a shard, as a part of the stream of sequences."""
 
-    begin: int  # its first segment's position in the stream
+    begin: int  # its first sequence's position in the stream
     shard: Shard
-    order: Array  # the numbers of its segments, in the order in which they come
+    order: Array  # the numbers of its sequences, in the order in which they come
 
 
 class StagedBatch(NamedTuple):
-    """A micro-batch of segments on its way to the device, not yet cut into sequences."""
+    """A micro-batch on its way to the device."""
 
-    ids_NM: Tensor  # uint16, of M + 1 columns: inputs and targets overlap
-    starts: Array  # where segments and documents begin in the flattened inputs, then N M; int32
+    ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
+    starts: Array  # `document_starts` of the inputs
     sequence_hash: int
     copy: CopyMarks | None
 
@@ -2591,8 +2569,8 @@ def open_shards(pattern: str) -> list[Shard]:
                             "file of this size; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: no token shard; set DATA_PATH, fetch shards with data/fineweb.py, or "
-                        "try `make demo`")
+        raise DataError(f"{pattern}: no token shard; set DATA_PATH to a folder of them, fetch shards "
+                        "with data/fineweb.py, or try `make demo`")
     return shards
 
 
@@ -2608,7 +2586,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; set it and DATA_PATH for one tokenizer")
+                        f"expected below VOCAB_SIZE={vocab_size}; manifest.json beside it has the number")
     return ids
 
 
@@ -2628,18 +2606,17 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
 
 
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
-    """The stream of training tokens in segments, without end, from the shard that holds `position` on.
+    """The stream of training sequences, without end, from the shard that holds `position` on.
 
-    A segment is a sequence; with TRAIN_SEQ_LENS its length M is the least common multiple of the lengths:
-    each of them cuts it into whole sequences. Each epoch permutes the shards and, within each, its segments.
-    Segment i of a shard is its tokens i M … (i + 1) M inclusive; a partial segment at the end is skipped. Any
-    position is reached in O(shards). Raises DataError if no shard holds a whole segment.
+    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
+    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
+    Raises DataError if no shard holds a whole sequence.
     """
-    length = config.segment_tokens
+    length = config.train_seq_len
     usable = [shard for shard in shards if shard.tokens > length]
     if not usable:
-        raise DataError(f"no training shard holds {length + 1} tokens: TRAIN_SEQ_LEN, or the least common "
-                        "multiple of TRAIN_SEQ_LENS, and one; fetch more, or set shorter sequences")
+        raise DataError(f"no training shard holds {length + 1} tokens, TRAIN_SEQ_LEN and one; fetch more, or "
+                        "set shorter sequences")
     sizes = [(shard.tokens - 1) // length for shard in usable]
     epoch_size = sum(sizes)
     for epoch in itertools.count(position // epoch_size):
@@ -2673,7 +2650,7 @@ def hash_sequences(first: int, ids_BT: Array) -> int:
 class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
-    A step has S segments, TRAIN_BATCH_TOKENS together: step k has the segments [k S, (k + 1) S) of
+    A step has S sequences, TRAIN_BATCH_TOKENS together: step k has the sequences [k S, (k + 1) S) of
     `shard_visits` on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
     time. So the stream is a pure function of shards and SEED. Raises ConfigError if a step does not divide.
     """
@@ -2690,10 +2667,10 @@ class Loader:
         machine = self.machine
         if config.train_copy_stream and machine.on_gpu:
             self.stream = torch.cuda.Stream(machine.device)
-        # Of each step a rank has so many segments, in so many micro-batches of so many.
+        # Of each step a rank has so many sequences, in so many micro-batches of so many.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
-        self.step_segments = config.train_batch_tokens // config.segment_tokens // machine.world_size
-        self.micro_segments = self.step_segments // self.micro_steps
+        self.step_sequences = config.train_batch_tokens // config.train_seq_len // machine.world_size
+        self.micro_sequences = self.step_sequences // self.micro_steps
         self.seek(0)
 
     def seek(self, step: int, stream_hash: int = 0) -> None:
@@ -2727,52 +2704,52 @@ class Loader:
         return in_order()
 
     def _position(self, index: int) -> int:
-        """Position in the stream of the first segment of a micro-batch of this rank."""
+        """Position in the stream of the first sequence of a micro-batch of this rank."""
         step, micro_step = divmod(index, self.micro_steps)
         rank_part = step * self.machine.world_size + self.machine.rank
-        return rank_part * self.step_segments + micro_step * self.micro_segments
+        return rank_part * self.step_sequences + micro_step * self.micro_sequences
 
     def _read(self, first: int) -> Iterator[tuple[Array, Array]]:
-        """Disk stage: the segments of each shard (N, M + 1), and the numbers of this rank's in order."""
-        length = self.config.segment_tokens
+        """Disk stage: the sequences of each shard (N, T + 1), and the numbers of this rank's in order."""
+        length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
             with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
                 tokens = read_tokens(visit.shard, self.config.vocab_size)
-            segments_NM = sliding_window_view(tokens, length + 1)[::length]
+            sequences_NT = sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
-            # Each step is cut into one run of segments for each rank.
-            owner = positions // self.step_segments % self.machine.world_size
+            # Each step is cut into one run of sequences for each rank.
+            owner = positions // self.step_sequences % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
             with self.trace.span("disk_idle", "disk", ready=visit.shard.path.name):
-                yield segments_NM, visit.order[mine]
+                yield sequences_NT, visit.order[mine]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        # One after the other, (M + 1,) each.
-        segments = (segments_NM[number] for segments_NM, order in visits for number in order)
+        # One after the other, (T + 1,) each.
+        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order)
         for index in itertools.count(first):
             began = time.perf_counter()
             with self.trace.span("stage", "stage", batch=index):
-                batch = self._stage_batch(segments, index)
+                batch = self._stage_batch(sequences, index)
             self.stage_ms = 1e3 * (time.perf_counter() - began)
             yield batch
 
-    def _stage_batch(self, segments: Iterator[Array], index: int) -> StagedBatch:
-        """The micro-batch of this number, made of the next segments.
+    def _stage_batch(self, sequences: Iterator[Array], index: int) -> StagedBatch:
+        """The micro-batch of this number, made of the next sequences.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
         The next batch is gathered while this one is copied: only the stream of the step waits for a copy.
         """
         ids = torch.empty(
-            self.micro_segments, self.config.segment_tokens + 1,
+            self.micro_sequences, self.config.train_seq_len + 1,
             dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
-        ids_NM = ids.numpy()  # the same memory
-        np.concatenate(list(itertools.islice(segments, self.micro_segments)), out=ids_NM.reshape(-1))
+        ids_BT = ids.numpy()  # the same memory
+        np.concatenate(list(itertools.islice(sequences, self.micro_sequences)), out=ids_BT.reshape(-1))
         # The hash reads the very memory that is copied.
-        sequence_hash = hash_sequences(self._position(index), ids_NM)
-        starts = document_starts(ids_NM[:, :-1], self.config)
+        sequence_hash = hash_sequences(self._position(index), ids_BT)
+        starts = document_starts(ids_BT[:, :-1], self.config)
         copy = None
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -2787,19 +2764,11 @@ class Loader:
         marks.end.record()
         return ids, marks
 
-    def next_batch(self, length: int = 0) -> Batch:
-        """The next micro-batch, cut into sequences of `length` tokens; 0: of whole segments.
-
-        Raises LoaderError with the place in the stream and the original traceback.
-        """
+    def next_batch(self) -> Batch:
+        """The next micro-batch. DataError has the place in the stream and the original traceback."""
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
         self.wait_ms += 1e3 * (time.perf_counter() - asked)
-        if 0 < length < self.config.segment_tokens:
-            # Rows begin inside of segments, too. A document that begins with its row is listed once: kernels
-            # get no document of no tokens.
-            rows = np.arange(0, host_starts[-1], length, dtype=np.int32)
-            host_starts = np.union1d(host_starts, rows)
         # On a CPU the copy is the widening; a GPU's copies have events of their own.
         lane = "main" if self.machine.on_gpu else "copy"
         with self.trace.span("gpu_transfer", lane, batch=self.index):
@@ -2811,27 +2780,27 @@ class Loader:
             elif self.machine.on_gpu:
                 ids, copy = self._copy(ids)
             # Widened on the device: two bytes a token cross the bus, not sixteen.
-            inputs_BT = ids[:, :-1].long().view(-1, length or self.config.segment_tokens)
-            targets_BT = ids[:, 1:].long().view_as(inputs_BT)
+            inputs_BT = ids[:, :-1].long()
+            targets_BT = ids[:, 1:].long()
             starts = starts_to_device(host_starts, self.machine.device)
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
-        """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        """Wait until the next batch is staged, and keep it for `next_batch`. Raises DataError."""
         self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
-        """Wait for the next batch of the workers. Raises LoaderError."""
+        """Wait for the next batch of the workers. Raises DataError."""
         try:
             return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
-            # The shard that holds the batch's last segment is the one it was read from last.
-            last = self._position(self.index) + self.micro_segments - 1
+            # The shard that holds the batch's last sequence is the one it was read from last.
+            last = self._position(self.index) + self.micro_sequences - 1
             path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise LoaderError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
-                              f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
+            raise DataError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
+                            f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -2926,11 +2895,11 @@ def load_tokenizer(config: Config) -> Any:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the one that made "
-                        f"the shards of DATA_PATH={config.data_path}, see data/README.md") from error
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name that of the shards, "
+                        "see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
-                        f"VOCAB_SIZE={config.vocab_size}")
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
+                        f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
     return pieces
 
 
@@ -4469,15 +4438,13 @@ def train_step(training: Training, progress: float) -> Tensor:
     config = training.config
     loader = training.loader
     timer = training.timer
-    # Both are the same on all ranks, as progress is.
-    looping = loop_is_on(progress, config)
-    length = train_length(progress, config)
+    looping = loop_is_on(progress, config)  # the same on all ranks, as progress is
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
     timer.begin(training.step + 1 if training.run.training else None)
     for _ in range(loader.micro_steps):
-        batch = loader.next_batch(length)
+        batch = loader.next_batch()
         timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
         # Gradients add up: each micro-batch gives its part of a mean.
@@ -4542,16 +4509,14 @@ def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
     after = resumed or training.state()
     if config.warmup_steps > 0:
         rehearse_end(training)
-    # A graph has one length, with or without loops. Both change at these shares of the run, and at no others.
-    shares = {0.0, config.enable_looping_at, *(until for _, until in config.length_parts)}
-    graphs = {(train_length(share, config), loop_is_on(share, config)): share for share in sorted(shares)}
-    for (length, looping), share in graphs.items():
+    # A graph runs with loops or without: it changes at this share of the run, if at all.
+    graphs = {loop_is_on(share, config): share for share in (0.0, config.enable_looping_at)}
+    for looping, share in graphs.items():
         training.loader.seek(0)
         with run.phase("warmup"):
             for number in range(1, config.warmup_steps + 1):
                 train_step(training, share)
-                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d} "
-                        f"train_seq_len:{length}")
+                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d}")
     training.load_state(after)
     if resumed:
         run.log(f"resumed:{run.directory} step:{training.step} "
@@ -4772,7 +4737,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, run.on_signal)
         whole_run(config, run, answers)
         return 0
-    except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError, OSError) as error:
+    except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
@@ -4899,9 +4864,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         write_whole(path, data)
     except ConfigError as error:
         for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
-            spare = Path(folder) / f"{path.parent.name}.{path.name}"
-            if spare.exists():
-                continue
+            spare = Path(folder) / f"{path.parent.name}.{os.getpid()}.{path.name}"
             try:
                 write_whole(spare, data)
             except ConfigError:
@@ -4910,7 +4873,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         raise
 
 
-def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
+def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
 
     tokenizer_sha256: of the artifact that EVAL_ONLY names. Raises ConfigError, DataError, ArtifactError.
@@ -4954,9 +4917,9 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
         micro_steps_per_step(config, machine.world_size)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
-    directory = choose_directory(config, machine)
     return Inputs(
-        directory, train_shards, validation, source, shipped, hashes, fast_ops(config, machine), checkpoint)
+        choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
+        fast_ops(config, machine), checkpoint)  # fmt: skip
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -5005,12 +4968,11 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if shutil.disk_usage(place).free < needed:
-            raise ConfigError(f"RUNS_DIR={config.runs_dir}: a run needs {needed >> 20} MiB on {place}; make "
-                              "room, or set another RUNS_DIR")  # fmt: skip
+            raise ConfigError(f"{place}: a run needs {needed >> 20} MiB; make room, or set another RUNS_DIR")
     return directory
 
 
-def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = ()) -> None:
+def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
     """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
 
     All ranks call it together. answers: lines for the log, about settings.
@@ -5046,8 +5008,8 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then "
-        f"{len(data.tokens) - 1} targets in {config.max_eval_seconds:g}s; 0: no limit",
+        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then scores of "
+        f"{len(data.tokens) - 1} targets, {config.max_eval_seconds:g}s; quick: TTT_ENABLED=0 EVAL_STRIDE=0",
         f"seed:{config.seed}",
         f"train_io:prefetch:{config.train_prefetch} "
         f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
@@ -5084,7 +5046,6 @@ def summarize(
         run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}")
 
     data = inputs.validation
-    gpus = machine.gather(machine.device_name) if machine.on_gpu else []
     summary = {
         "run_id": inputs.directory.name,
         "seed": config.seed,
@@ -5101,7 +5062,14 @@ def summarize(
             "cuda": torch.version.cuda,
             "triton": getattr(triton, "__version__", None),
         },
-        "hardware": {"gpus": gpus, "world_size": machine.world_size, "cores": os.cpu_count()},
+        "hardware": {
+            "gpus": machine.gather(machine.device_name) if machine.on_gpu else [],
+            "world_size": machine.world_size,
+            "cores": os.cpu_count(),
+            "device": machine.device_name,
+            "dtype": f"{machine.dtype}",
+            "threads": torch.get_num_threads(),
+        },
         "phases": run.phases,
         "artifact": about._asdict(),
         "comparable": not data.mark,

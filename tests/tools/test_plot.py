@@ -1,10 +1,9 @@
 """Curves, the causes of slow steps, the figure, and the board."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,29 @@ from tools.pack import board
 from tools.runs.runs import load_group
 
 
-def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:
+def test_series_come_from_metrics_and_the_log_alike_and_the_last_step_counts(tmp_path: Path) -> None:
     run = load_group(make_run(tmp_path / "a", 1)).runs[0]
     exact = [sample.value for sample in train_loss(run)]
     assert [s.tokens for s in train_loss(run)][:2] == [20 * 2048, 40 * 2048]
     run.events = []
     assert [sample.value for sample in train_loss(run)] == pytest.approx(exact, abs=1e-4)
     assert [sample.step for sample in validation_bpb(run)] == [200, 400]
+    # A resumed run does the steps after its checkpoint again.
+    run = load_group(make_run(tmp_path / "b", 1)).runs[0]
+    before = train_loss(run)
+    again = [event for event in run.events if event.kind == "train" and event.number("step") == 100]
+    run.events.append(replace(again[0], values={**again[0].values, "train_loss": 9.0}))
+    after = train_loss(run)
+    assert [s.step for s in after] == [s.step for s in before]
+    assert [s.value for s in after if s.step == 100] == [9.0]
 
 
-def test_a_slow_step_is_called_shard_where_the_loader_stalled(tmp_path: Path) -> None:
+def test_causes_of_slow_steps(tmp_path: Path) -> None:
     run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "shard")]
     for event in run.events:
         event.values["data_wait_max_ms"] = 0.02
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "other")]
-
-
-def test_shard_grid_of_public_logs() -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 
@@ -51,9 +55,35 @@ def test_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ".png or .svg" in capsys.readouterr().err
 
 
-def test_a_figure_goes_into_its_run_and_never_into_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_under_way_is_drawn_until_it_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = make_run(tmp_path / "a", 1)
+    finished = {name: (run / name).read_text() for name in ("summary.json", "metrics.jsonl", "log.txt")}
+    first_steps = "".join(finished["metrics.jsonl"].splitlines(keepends=True)[:3])
+    stages = iter([{"metrics.jsonl": first_steps}, finished])
+    for name in finished:
+        (run / name).unlink()
+    (run / "log.txt").write_text("")
+    results = []
+
+    def next_stage(_seconds: float) -> None:
+        for name, text in next(stages).items():
+            (run / name).write_text(text)
+
+    monkeypatch.setattr(plot.time, "sleep", next_stage)
+
+    def draw(runs: list[Any], out: Path) -> None:
+        plot.panels(runs)
+        results.append(plot.result_of(runs[0]))
+
+    monkeypatch.setattr(plot, "draw", draw)
+    assert main(["plot", "--follow", str(run)]) == 0
+    assert results[0] == "no score; 60 steps" and "bits per byte" in results[1] and len(results) == 2
+    assert "nothing to draw yet" in capsys.readouterr().out
+
+
+def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plot, "write_figure", lambda path, figure, dpi: path.touch())
     one, two = make_runs(tmp_path / "runs", 1, 2)
@@ -69,12 +99,9 @@ def test_a_figure_goes_into_its_run_and_never_into_a_record(
     assert sorted(record.iterdir()) == files
 
 
-def test_board_of_this_repository_is_fresh(repo: Path) -> None:
+def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails when a folder was added or changed without `python -m tools board`."""
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
-
-
-def test_board_sorts_and_goes_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     worse = pack(records, make_runs(tmp_path / "a", 1), name="Worse")
     better = pack(records, make_runs(tmp_path / "b", 1, gain=0.1), name="Better")
@@ -106,9 +133,7 @@ def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("what", ["whole", "no validations", "no slow step", "a log without clocks"])
-def test_no_panel_is_empty_and_every_point_shown(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_panel_lacks_a_point(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", 1, slow_step=None if what == "no slow step" else 300)
     metrics, log = run / "metrics.jsonl", run / "log.txt"
     if what == "no validations":
@@ -145,12 +170,43 @@ def test_smoothing_keeps_a_line_and_takes_the_noise() -> None:
     assert [s.value for s in smoothed(damaged)] == [s.value for s in smoothed(line)]
 
 
-def test_a_step_that_was_done_twice_is_drawn_as_it_was_done_last(tmp_path: Path) -> None:
-    """A resumed run does the steps after its checkpoint again."""
-    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
-    before = train_loss(run)
-    again = [event for event in run.events if event.kind == "train" and event.number("step") == 100]
-    run.events.append(replace(again[0], values={**again[0].values, "train_loss": 9.0}))
-    after = train_loss(run)
-    assert [s.step for s in after] == [s.step for s in before]
-    assert [s.value for s in after if s.step == 100] == [9.0]
+class Recorder:
+    """Stands for the package of TensorBoard or wandb, and keeps what it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.given: list[Any] = []
+        self.__dict__ |= attributes
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values, **named: self.given.append((name, *values, named))
+
+
+def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a", 1)
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"event": "final", "name": "legal_ttt_exact", "bits_per_byte": 1.5}\n{"event": "tr')
+    board_writer, wandb_run = Recorder(), Recorder()
+    board_package = Recorder(SummaryWriter=lambda folder: board_writer)
+    wandb_package = Recorder(init=lambda **named: wandb_run.start(**named) or wandb_run)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board_package)
+    monkeypatch.setitem(sys.modules, "wandb", wandb_package)
+    for program in ("tensorboard", "wandb"):
+        assert main(["export", str(run), "--to", program]) == 0
+    scalars = {(name, step): value for kind, name, value, step, _ in board_writer.given[:-2]}
+    assert len([name for name, _ in scalars if name == "train/train_loss"]) == 20
+    assert scalars["val/val_bpb", 200] > scalars["final/legal_ttt_exact/bits_per_byte", 400] == 1.5
+    seconds = [named["walltime"] for *_, named in board_writer.given[:-2]]
+    assert seconds == sorted(seconds) and seconds[-1] == pytest.approx(20, abs=1)
+    assert board_writer.given[-2][:2] == ("add_text", "config") and board_writer.given[-1][0] == "close"
+    _, settings = wandb_run.given[0]
+    assert settings["mode"] == "offline" and settings["config"]["MATRIX_LR"] == "0.02"
+    logged = {named["step"]: values for _, values, named in wandb_run.given[1:-1]}
+    assert list(logged) == sorted(logged) and logged[200].keys() >= {"train/train_loss", "val/val_loss"}
+
+
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["export", str(make_run(tmp_path / "a", 1)), "--to", "wandb"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err
