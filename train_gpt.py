@@ -1341,7 +1341,7 @@ if triton is not None:
 
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, factors, given, out, more, M, N, K, slope, GIVEN: tl.constexpr,
+        a, b, factors, given, out, more, M, N, K, scale, slope, GIVEN: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
@@ -1385,7 +1385,8 @@ if triton is not None:
                         value = p * steep
                     else:
                         value *= 2.0 * factor * steep
-                        tl.atomic_add(more + rows, tl.sum(value * p, 1), rows < M)
+                        sums = tl.sum(factor * value * p, 1) / (-K * scale * scale)
+                        tl.atomic_add(more + rows, sums, rows < M)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
     @triton.jit
@@ -1395,8 +1396,8 @@ if triton is not None:
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
         # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
-        # gradients in q, k, v and own_v, and writes those of qkv and, for each token, of the gain. All is
-        # computed in fp32: Triton converts what meets an fp32 value.
+        # gradients in q, k, v and own_v, and writes those of qkv and, summed over these tokens, of the gain.
+        # All is computed in fp32: Triton converts what meets an fp32 value.
         head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -1436,7 +1437,7 @@ if triton is not None:
                 d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x, inside)
                 if head < H:
-                    tl.store(d_gain + token * H + head, along * inverse, token < tokens)
+                    tl.store(d_gain + tl.program_id(0) * H + head, tl.sum(along * inverse))
             else:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
@@ -1480,11 +1481,13 @@ if triton is not None:
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor], slope: float, blocks: int
-) -> list[Tensor]:
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor],
+    scale: float, slope: float, blocks: int,
+) -> list[Tensor]:  # fmt: skip
     """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
 
-    None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and the sum of G P in each row.
+    None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
+    the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
     X and Y: A Bᵀ + factors X + Y. factors: one for each row. blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
@@ -1505,7 +1508,7 @@ def linear_leaky_square(
     # The kernel has one order of three pointers: P or X, the output, the sums or Y or nothing.
     pointers = [*given[:1], *results, *given[1:], None]
     linear_leaky_square_kernel[(programs,)](
-        a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], slope,
+        a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
         GIVEN=len(given), **TILES[blocks])  # fmt: skip
     return results
 
@@ -1533,22 +1536,21 @@ class FusedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x_ND, up_FD, down_DF, scale, *options = inputs
-        norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
+        x_ND, up_FD, down_DF, *options = inputs
+        norm_N = options[0] * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
         pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
-        ctx.options = scale, *options
+        ctx.options = options
         # Not as two matrices: the compiler would add x in the product, for which torch first copies it.
         return (x_ND + F.linear(act_NF, down_DF)[None])[0]
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
         x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
-        scale, *options = ctx.options
-        # The gradient of X Upᵀ, as norm_N multiplies it behind the product.
-        d_product_NF, sums_N = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, [pre_NF], *options)
-        # A longer row has a smaller factor: this much of x itself is in its gradient.
-        along_N = -norm_N * sums_N / (x_ND.size(1) * scale * scale)
+        options = ctx.options
+        # The gradient of X Upᵀ, as norm_N multiplies it behind the product. A longer row has a smaller
+        # norm_N: along_N of x itself is in its gradient.
+        d_product_NF, along_N = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, [pre_NF], *options)
         d_x_ND = linear_leaky_square(d_product_NF, up_FD.t(), along_N, [x_ND, d_out_ND], *options)[0]
         # Where adapters learn, nobody asks for the last two: the compiler leaves them out.
         return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None, None
@@ -1575,7 +1577,7 @@ def launch_heads(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of `heads_plain`. Given `gradients` of Heads: the gradients of qkv and of the gain.
 
-    The gradient of the gain is one for each token, (B, T, H) in fp32.
+    The gradient of the gain comes in one part for each program, (programs, H) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
@@ -1602,7 +1604,8 @@ def heads_shapes(
     B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
     if gradients:
-        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(B, T, H, dtype=torch.float32)
+        programs = -(-B * T // HEAD_ROWS)
+        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(programs, H, dtype=torch.float32)
     return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
 
 
@@ -1620,8 +1623,8 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_BTNE, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_BTH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
-        return d_qkv_BTNE, d_gain_BTH.sum((0, 1)).to(gain_H.dtype), None
+        d_qkv_BTNE, d_gain_PH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
+        return d_qkv_BTNE, d_gain_PH.sum(0).to(gain_H.dtype), None
 
 
 def heads_fused(*inputs: Tensor) -> Heads:
@@ -2035,16 +2038,18 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same for any world size; all ranks call it together."""
+        momenta = [whole for _, whole in self._gather(self.momenta)]
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(),
-            "momenta": [whole for _, whole in self._gather(self.momenta)],
+            "momenta": momenta,
         })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`, on any world size."""
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
-        torch._foreach_copy_(self.momenta, [self._part(whole) for whole in state["momenta"]])
+        for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
+            buffer.copy_(self._part(whole))
         self.adam.load_state_dict(state["adam"])
 
     def _reduce(self) -> tuple[list[Tensor], list[Tensor]]:

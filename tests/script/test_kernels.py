@@ -123,22 +123,22 @@ def test_operands_may_lie_anywhere_and_none_is_kept_alive() -> None:
     """Layouts that TMA cannot read are brought into order; the product of the forward pass may be refused."""
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     norm_N = x_ND.norm(dim=1)
-    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, [], 0.5, 1)
+    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, [], SCALE, 0.5, 1)
     offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
     for x in (offset, x_ND.t().contiguous().t()):
-        found = train_gpt.linear_leaky_square(x, up_FD, norm_N, [], 0.5, 1)
+        found = train_gpt.linear_leaky_square(x, up_FD, norm_N, [], SCALE, 0.5, 1)
         assert all(map(torch.equal, found, expected))
     pre_NF = x_ND @ up_FD.t()
-    expected = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [pre_NF], 0.5, 1)
+    expected = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [pre_NF], SCALE, 0.5, 1)
     turned = pre_NF.t().contiguous().t()
-    found = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [turned], 0.5, 1)
+    found = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [turned], SCALE, 0.5, 1)
     assert all(map(torch.equal, found, expected))
     beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
     with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
-        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [beside], 0.5, 1)
+        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [beside], SCALE, 0.5, 1)
     # Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long.
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), [], 0.5, 1)
+    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), [], SCALE, 0.5, 1)
     operand = weakref.ref(x_ND)
     del x_ND
     gc.collect()
@@ -604,7 +604,7 @@ def test_the_blocks_of_a_multiprocessor_choose_the_tile(
     kernel = mock.MagicMock()
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
     a, b = (torch.zeros(8, 16).as_subclass(Card) for _ in range(2))
-    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), [], 0.5, blocks)
+    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), [], SCALE, 0.5, blocks)
     kernel.__getitem__.assert_called_once_with((7 * blocks if is_cuda else blocks,))
     assert kernel.__getitem__().call_args.kwargs == {"GIVEN": 0, **train_gpt.TILES[blocks]}
 
@@ -627,7 +627,7 @@ def build(kernel, types, constants, capability, **options):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 mlp_types = dict.fromkeys(["a", "b", "given", "out"], "*bf16") | dict.fromkeys("MNK", "i32")
-mlp_types |= {"factors": "*fp32", "slope": "fp32"}
+mlp_types |= {"factors": "*fp32", "scale": "fp32", "slope": "fp32"}
 mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
     hopper = capability == 90
