@@ -83,7 +83,7 @@ def test_every_torch_that_is_promised_is_traced(repo: Path) -> None:
     assert f"Traced: torch {', '.join(traced[:-1])} and {traced[-1]}." in page("docs/running.md")
 
 
-FIGURE = re.compile(r"(?<![\w.#:-])[-+−]?\d{1,3}(?:,\d{3})*(?:\.\d+)?(?![\w.:]*\d)")
+FIGURE = re.compile(r"(?<![\w.#:-])[-+−]?\d{1,3}(?:,\d{3})*(?:\.\d+)?(?![\w.:]*\d|\.[a-z])")
 VERSIONS = re.compile(r"arXiv [\d.]+|(?:torch|Python|version|up to) \d\.[\d.]+(?:(?:,| and| to) \d\.[\d.]+)*")
 PUBLIC = r"#\d|nanochat|record 72|[Mm]odelled|[Ee]stimate"
 PUBLISHED = ("estimate", "test_time_training")
