@@ -49,9 +49,6 @@ DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 ALONE = train_gpt.Machine()
 
 
-# -- the others, written from their descriptions -------------------------------------------------------------
-
-
 def load_shard(shard: Any, latency_seconds: float) -> np.ndarray:
     """A whole shard into memory, as the baseline does it."""
     time.sleep(latency_seconds)
@@ -133,9 +130,6 @@ class Ahead:
 
     def next(self) -> Any:
         return self.queue.get()
-
-
-# -- the measurements ----------------------------------------------------------------------------------------
 
 
 def make_config(**changes: Any) -> Any:
