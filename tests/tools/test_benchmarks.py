@@ -410,21 +410,3 @@ def test_the_loader_is_timed_by_its_own_functions(tmp_path: Path, monkeypatch: p
     assert len(loader.handover_ms(shards, batches=5)) == 5
     for design in loader.DESIGNS:
         assert len(loader.simulate(design, str(tmp_path), 0.0, steps=4)) == 3, design
-
-
-def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {
-        "theirs": [tuned(1, 2.5), tuned(2, 2.6)], "ours as theirs": [tuned(1, 2.4)],
-        "ours": [tuned(2, 2.25), tuned(1, 2.0)],
-    }  # fmt: skip
-    scores: list[dict[str, Any]] = [{"row": "SGD", "documents": 100, "bits_per_byte": 9.0}]  # not shown
-    for place, row in enumerate(picture.WAYS):
-        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place})
-    stored = {
-        picture.BESIDE: {"measured": {"seconds": 180.0, "rows": rows}},
-        picture.SCORING: {"measured": {"scores": scores}},
-    }
-    monkeypatch.setattr(results, "latest", stored.__getitem__)
-    left, right = picture.draw().axes
-    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.4, 2.0], [2.6, 2.25]]
-    assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
