@@ -51,7 +51,7 @@ def test_every_torch_that_is_promised_is_traced(readme: str, repo: Path) -> None
     assert f"Traced: torch {', '.join(traced[:-1])} and {traced[-1]}." in readme
 
 
-def test_every_figure_is_from_a_log_a_setting_or_a_rule(readme: str, repo: Path) -> None:
+def test_figures_and_log_lines_are_of_the_records(readme: str, repo: Path) -> None:
     """Numbers with three decimals or thousands; those in code are settings and log lines, checked apart."""
     prose = re.sub(r"```.*?```|`[^`]*`|arXiv [0-9.]+", "", readme, flags=re.DOTALL)
     for mark in ("settings", "results"):
@@ -59,9 +59,6 @@ def test_every_figure_is_from_a_log_a_setting_or_a_rule(readme: str, repo: Path)
         prose = prose.split(begin)[0] + prose.split(end)[1]
     allowed = {f"{ARTIFACT_BYTES_MAX:,}"}
     assert set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.\d{3,}", prose)) <= allowed
-
-
-def test_the_log_line_that_is_explained_is_from_a_log(readme: str, repo: Path) -> None:
     (line,) = re.findall(r"^step:\d+/.+$", readme, re.MULTILINE)
     logs = (repo / "records").glob("track_*/*/train_seed*.log")
     assert any(line in log.read_text(encoding="utf-8").splitlines() for log in logs)

@@ -113,7 +113,7 @@ def test_a_paid_training_begins_unless_its_file_cannot_fit(rate_control: int) ->
         train_gpt.check_budget(config, -5)  # the code alone is larger
 
 
-def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
+def test_the_estimate_brackets_what_is_written_and_bits_are_as_given(tmp_path: Path) -> None:
     env = plain_settings(2, 64, 256)
     high, *_, low = train_gpt.expected_bytes(Config.from_env(env), train_gpt.MULTIPLIERS)
     _, about, _ = write(tmp_path / "model.bin", Config.from_env(env))
@@ -121,9 +121,6 @@ def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
     tight = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(int(1.3 * low))})
     _, about, _ = write(tmp_path / "tight.bin", tight)
     assert about.bytes <= 1.3 * low and max(bits_of(tmp_path / "tight.bin").values()) <= 4
-
-
-def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> None:
     env = plain_settings(
         2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3
     )
@@ -467,7 +464,7 @@ def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
     assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
 
 
-def test_wrapped_code_holds_any_byte() -> None:
+def test_wrapped_code_holds_any_byte_and_the_script_is_a_third() -> None:
     escapes: set[bytes] = set()
     held: set[int] = set()
     for seed in range(20):
@@ -481,9 +478,6 @@ def test_wrapped_code_holds_any_byte() -> None:
     assert {b"x00", b"r", b"'", b"\\"} <= escapes, "each escape was needed somewhere"
     assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
     assert held == set(range(256)) - {0, 13}
-
-
-def test_the_script_is_shipped_as_the_same_program_in_a_third_of_the_bytes() -> None:
     source = Path(train_gpt.__file__).read_bytes()
     wrapped = train_gpt.shipped_code(source)
     assert len(wrapped) < 42_500

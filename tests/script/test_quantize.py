@@ -89,7 +89,7 @@ def test_zero_and_tiny_rows_are_safe(with_hessian: bool) -> None:
     assert (scales > 0).all() and scales.isfinite().all() and (codes[0, 2:4] == 0).all()
 
 
-def test_scales_are_sound_and_of_the_clip_that_was_asked_for() -> None:
+def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
     weights, _ = correlated_bank(1, 64, 128)
     codes, scales = quantize(weights, None, 6, 11.5)
     assert codes.dtype == torch.int8 and codes.abs().max() <= 31
@@ -97,10 +97,7 @@ def test_scales_are_sound_and_of_the_clip_that_was_asked_for() -> None:
     assert ((scales.float() / asked).log2().abs() < 1 / 15).all()
     scales = torch.exp2(torch.arange(-128, 128, dtype=torch.int8) / 8).half()
     assert scales.isfinite().all() and (scales > 0).all()
-
-
-def test_what_is_restored_is_codes_times_scales() -> None:
-    """Matrix by matrix, for a bank, one matrix, a row and a single number."""
+    # Matrix by matrix, for a bank, one matrix, a row and a single number.
     random_bits = torch.Generator().manual_seed(0)
     for shape in ((3, 4, 5), (4, 5), (5,), (1,)):
         matrices, rows, columns = train_gpt.bank_shape(shape)
