@@ -141,9 +141,11 @@ def test_the_hash_sees_every_bit(data: st.DataObject, rows: int, seq_len: int, f
     got = train_gpt.hash_sequences(first, block)
     alone = [train_gpt.hash_sequences(first + i, row[None]) for i, row in enumerate(block)]
     assert got == sum(alone) % 2**64
-    at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
-    block[at] ^= 1 << data.draw(st.integers(0, 15))
-    assert got != train_gpt.hash_sequences(first, block)
+    row, bit = data.draw(st.integers(0, rows - 1)), 1 << data.draw(st.integers(0, 15))
+    for place in range(seq_len + 1):
+        block[row, place] ^= bit
+        assert got != train_gpt.hash_sequences(first, block)
+        block[row, place] ^= bit
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
