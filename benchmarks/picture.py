@@ -1,51 +1,139 @@
-"""results.png, the picture of README: drawn from the raw figures of results/, like the tables of RESULTS.md.
+"""The pictures of README.md and RESULTS.md, drawn from raw figures and from the table of docs/estimate.md.
 
-Left: a public script and this one after the same seconds of one thread, a line for each seed. Right: the ways
-of scoring the same weights, a point for each seed. The lower, the better. `python -m benchmarks.picture`
+    python -m benchmarks.picture [--out benchmarks/results]
+
+ladder.png: the estimate for 8 GPUs, part by part, between two public records. results.png, left: a public
+script and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a
+seed, a bar is a mean. Lower is better.
 """
 
+import argparse
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import results
+from tools import REPO
 
 BESIDE = "beside-fineweb_sample_sp1024-180s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
-SIDES = {"theirs": "challenge's\nown script", "ours as theirs": "its settings\nin this file",
-         "theirs shuffled": "own script,\nshuffled", "ours": "this one"}  # fmt: skip
+ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
+PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
+BESIDE_THE_AXES = ("axes fraction", "data")
+RUNGS = {
+    "before quantization": "#1855 before quantization", "MATRIX_LR": "higher learning rate",
+    "quantization": "quantization", "adapters": "test-time adapters", "estimate": "estimate",
+}  # fmt: skip
+SIDES = {
+    "theirs": "the challenge's script", "ours as theirs": "its settings in this file",
+    "theirs shuffled": "the challenge's script,\non shuffled data", "ours": "this file's demo recipe",
+}  # fmt: skip
 
 
-def draw() -> Figure:
-    """The picture, from what is stored."""
-    figure = Figure((10.0, 3.6), layout="constrained")
+def rungs() -> list[tuple[str, float, float]]:
+    """Name, mBPB (of the estimate: bits per byte) and half-width of each row that moves the estimate."""
+    text = ESTIMATE.read_text(encoding="utf-8").split("## The estimate")[1].split("\n## ")[0]
+    found = []
+    for line in re.findall(r"^\|.*\|$", text, re.MULTILINE):
+        name, *_, of_default = [cell.strip(" *`") for cell in line.split("|")[1:-1]]
+        figures = re.findall(r"[+-]?\d+\.\d+", of_default)
+        for key, label in RUNGS.items():
+            if figures and name.startswith(key):
+                found.append((label, float(figures[0]), float(figures[1]) if figures[1:] else 0.0))
+    return found
+
+
+def draw_ladder(axes: Axes) -> None:
+    """Each part of the estimate as a bar from the sum before it to the sum after it."""
+    rows = rungs()
+    at = rows[0][1] / 1000  # bits per byte
+    axes.plot([at], [0], "o", color="black")
+    texts = [f"{at:.4f}"]
+    for place, (_, value, half) in list(enumerate(rows))[1:-1]:
+        color = "tab:red" if value > 0 else "tab:green"
+        axes.barh(place, value / 1000, left=at, height=0.5, color=color, alpha=0.8)
+        texts.append(f"{value / 1000:+.4f} ± {half / 1000:.4f}")
+        at += value / 1000
+    _, total, half = rows[-1]
+    axes.errorbar([total], [len(rows) - 1], xerr=[half], fmt="o", color="black", capsize=4)
+    texts.append(f"{total:.4f} ± {half:.4f}")
+    for place, text in enumerate(texts):
+        axes.annotate(text, (1.01, place), xycoords=BESIDE_THE_AXES, va="center", fontsize=9)
+    for name, score in PUBLIC.items():
+        axes.axvline(score, color="tab:blue", linestyle=":")
+        label = f"{name}\n{score:.4f}"
+        axes.annotate(label, (score, 1.02), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(1.055, 1.074)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("bits per byte, lower is better. An estimate: no GPU has run it")
+
+
+def draw_rows(axes: Axes, rows: dict[str, list[float]], told: dict[str, str]) -> None:
+    """A row for each name: a dot for each seed, a bar at their mean, and a text at the right."""
+    for place, (name, scores) in enumerate(rows.items()):
+        axes.plot(scores, [place] * len(scores), "o", color="tab:blue", alpha=0.6)
+        axes.plot([statistics.mean(scores)], [place], "|", color="black", markersize=18)
+        axes.annotate(told[name], (1.02, place), xycoords=BESIDE_THE_AXES, va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.1)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("bits per byte, lower is better")
+
+
+def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
+    """All sides after the same seconds; difference to the first, and the bytes of the weights."""
+    runs = {SIDES[side]: measured["rows"][side] for side in SIDES if side in measured["rows"]}
+    scores = {name: [run["val_bpb"] for run in of] for name, of in runs.items()}
+    first = statistics.mean(scores[SIDES["theirs"]])
+    told: dict[str, str] = {}
+    for name, of in runs.items():
+        mean, size = statistics.mean(scores[name]), statistics.mean(run["bytes"] for run in of)
+        minus = f" ({mean - first:+.3f})" if told else ""
+        told[name] = f"{mean:.3f}{minus}\n{size / 1000:.0f} kB"
+    draw_rows(axes, scores, told)
+    axes.set_title(f"after {measured['seconds']:g} s of training on one core", fontsize=10)
+
+
+def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
+    """The same model, by each way of scoring all documents, with the seconds that it needs."""
+    of_all, told = {}, {}
+    for row in WAYS:
+        found = [s for s in scores if s["row"] == row and s["documents"] == 0]
+        if found:
+            of_all[row] = [one["bits_per_byte"] for one in found]
+            seconds = statistics.mean(one["seconds"] for one in found)
+            told[row] = f"{statistics.mean(of_all[row]):.3f}\n{seconds:.0f} s"
+    draw_rows(axes, of_all, told)
+    axes.set_title("one model, scored in four ways; SGD and LoRA learn while scoring", fontsize=10)
+
+
+def draw() -> dict[str, Figure]:
+    """The pictures by the names of their files, from what is stored."""
+    ladder = Figure((9.0, 3.0), layout="constrained")
+    draw_ladder(ladder.subplots())
+    figure = Figure((12.0, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    measured = results.latest(BESIDE)["measured"]
-    rows = {side: measured["rows"][side] for side in SIDES if side in measured["rows"]}
-    for seed in dict.fromkeys(run["seed"] for runs in rows.values() for run in runs):
-        places = []
-        scores = []
-        for place, runs in enumerate(rows.values()):
-            of_seed = [run["val_bpb"] for run in runs if run["seed"] == seed]
-            places += [place] * len(of_seed)
-            scores += of_seed
-        left.plot(places, scores, "o-", label=f"seed {seed}")
-    left.set_xticks(range(len(rows)), [SIDES[side] for side in rows])
-    left.set_title(f"after {measured['seconds']:g} s of training on one core", fontsize=10)
-    left.legend(fontsize=8)
-    scored = results.latest(SCORING)["measured"]["scores"]
-    for place, way in enumerate(WAYS):
-        found = [one["bits_per_byte"] for one in scored if one["row"] == way and one["documents"] == 0]
-        right.plot([place] * len(found), found, "o", color="tab:blue", alpha=0.7)
-        right.annotate(f"{sum(found) / len(found):.3f}", (place, min(found)), (0, -12),
-                       textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-    right.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS])
-    right.margins(x=0.15, y=0.25)
-    right.set_title("the same weights, scored in four ways", fontsize=10)
-    for axes in (left, right):
-        axes.set_ylabel("bits per byte")
-        axes.grid(axis="y", alpha=0.3)
-    return figure
+    draw_beside(left, results.latest(BESIDE)["measured"])
+    draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
+    return {"ladder.png": ladder, "results.png": figure}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    arguments = parser.parse_args()
+    for name, figure in draw().items():
+        figure.savefig(arguments.out / name, dpi=110)
+        print(arguments.out / name)
 
 
 if __name__ == "__main__":
-    draw().savefig(results.FOLDER / "results.png", dpi=110)
+    main()

@@ -93,9 +93,10 @@ def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: st
     assert stated == defaults
 
 
-def test_the_rows_of_the_estimate_add_up(page: str) -> None:
+def test_the_rows_of_the_estimate_add_up(repo: Path) -> None:
     """Of each column: its parts are its sum, their half-widths as squares that of the sum."""
-    table = page.split("## What the default should reach")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
+    page = (repo / "docs/estimate.md").read_text(encoding="utf-8")
+    table = page.split("## The estimate")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
     *rows, total = ([cell.strip(" *") for cell in line.split("|")[2:4]] for line in table.splitlines())
     for column, stated in enumerate(total):
         parts = [re.fullmatch(r"([+-]?[\d.]+)?(?: ?± ([\d.]+))?|-", row[column]) for row in rows]

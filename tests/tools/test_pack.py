@@ -5,6 +5,8 @@ import hashlib
 import json
 import lzma
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +357,60 @@ def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
     assert changed == shipped.read_bytes().replace(b"'ITERATIONS': '6'", b"'ITERATIONS': '1'")
     shipped.write_bytes(changed)
     assert any("train_gpt.py starts with {" in finding.text for finding in audit(Folder(folder)))
+
+
+HUB = """
+import fnmatch, pathlib
+def snapshot_download(repo, repo_type, revision, local_dir, allow_patterns):
+    assert (repo, repo_type, revision) == ("kevclark/parameter-golf", "dataset", "abc")
+    shards = [*(f"fineweb_train_{n:06d}.bin" for n in range(9)), "fineweb_val_000000.bin"]
+    names = [f"datasets/{folder}/{name}" for folder in ("fineweb10B_sp8192", "other") for name in shards]
+    for name in [*names, "tokenizers/fineweb_8192_bpe.model"]:
+        path = pathlib.Path(local_dir, "datasets", name)
+        if any(fnmatch.fnmatch(f"datasets/{name}", pattern) for pattern in allow_patterns):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+"""
+
+
+def test_the_data_command_needs_nothing_of_ours(tmp_path: Path) -> None:
+    """In a clone of the challenge, with its hub's client, it fetches the shards of the run and no more."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "huggingface_hub.py").write_text(HUB)
+    data = {"source": "kevclark/parameter-golf", "dataset": "fineweb10B_sp8192", "revision": "abc",
+            "train_shards": 2, "tokenizer": "fineweb_8192_bpe.model"}  # fmt: skip
+    command = readme.hub_command(data).replace("python3", sys.executable)
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True)
+    fetched = {path.name for path in tmp_path.glob("data/datasets/fineweb10B_sp8192/*")}
+    assert fetched == {f"fineweb_{name}.bin" for name in ("train_000000", "train_000001", "val_000000")}
+    assert (tmp_path / "data/tokenizers/fineweb_8192_bpe.model").is_file()
+    assert not (tmp_path / "data/datasets/other").exists()
+    assert readme.hub_command({**data, "source": "somebody/else"}) == ""
+
+
+def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"NUM_LOOPS": "2", "LOOP_START": "3", "LOOP_END": "5", "MUON_WD": "0.5"}
+    config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
+    runs = [make_run(tmp_path / "runs" / "a", 1, config=config)]
+    report = {"sha256": sha256_file(runs[0] / "train_gpt.py"), "verdict": "proven", "findings": [
+        {"check": "B5", "level": "INFO"}, {"check": "B15", "level": "WARN"}]}  # fmt: skip
+    proof = tmp_path / "proof.json"
+    proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
+    assert "the proof is of a script" in refusal(capsys, tmp_path / "other", runs, "--proof", str(proof))
+    proof.write_text(json.dumps(report))
+    other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
+    folder = pack(tmp_path / "records", runs, "--proof", str(proof), "--baseline", str(other))
+    submission = Folder(folder).submission
+    assert submission["proof"] == {"verdict": "proven", "score_first": "proven", "no_network": "not proven"}
+    assert submission["technique_summary"] == "layers 3 to 5 run 2 more times"
+    assert submission["attribution"]["MUON_WD EMBED_WD ADAM_WD"].startswith("changed here; PRs #1218")
+    assert ["MUON_WD", "–", "0.5"] in submission["comparison"]["settings"]
+    page = (folder / "README.md").read_text()
+    for told in ("## Compliance", "(B15): not proven", "| MUON_WD | – | 0.5 |",
+                 "| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` | PRs #1204"):  # fmt: skip
+        assert told in page, told
+    assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
+    (folder / "proof.json").write_text(json.dumps({**report, "findings": []}))
+    assert any("`proof.score_first` is 'proven'" in finding.text for finding in audit(Folder(folder)))

@@ -15,7 +15,7 @@ from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
 from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, data_facts, mapping, nested, submission
+from tools.runs.derive import Evidence, compare_with, data_facts, mapping, nested, proof_facts, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     CASEOPS,
@@ -26,6 +26,7 @@ from tools.runs.folder import (
     MANIFEST,
     PER_RUN_SETTINGS,
     PICTURE_SUFFIXES,
+    PROOF,
     PROSE_SUFFIXES,
     READABLE_SCRIPT,
     README,
@@ -257,7 +258,11 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     manifest = read_object(folder.file(MANIFEST)) if folder.has(MANIFEST) else None
     data = data_facts(evidences[0].summary, manifest, folder.has(CASEOPS))
     try:
-        expected = submission(folder.submission, evidences, folder.script.bytes, files, None, data, form)
+        report = read_object(folder.file(PROOF)) if folder.has(PROOF) else None
+        source = read_script(folder.readable) if folder.readable is not None else folder.script
+        proof = proof_facts(report, source.sha256)
+        size = folder.script.bytes
+        expected = submission(folder.submission, evidences, size, files, None, data, form, proof)
     except RecordError as error:
         yield fail("C10", str(error), folder.name, REMEDY)
         return
@@ -315,7 +320,11 @@ def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any])
     losses = _numbers(comparison.get("baseline_val_loss"))
     if not (bpbs and losses):
         return None
-    return compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+    derived = compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+    settings = comparison.get("settings")
+    if isinstance(settings, list):  # of the baseline, which may not be here
+        derived["settings"] = [row for row in settings if isinstance(row, list)]
+    return derived
 
 
 def _numbers(value: Any) -> list[float]:

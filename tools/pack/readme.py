@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from data import sample
-from data.fineweb import VARIANTS
+from data.fineweb import REMOTE_ROOT, VARIANTS
 from tools.markdown import table
 from tools.runs.derive import mapping, nested
-from tools.runs.folder import PER_RUN_SETTINGS, number
+from tools.runs.folder import FORMAT, PER_RUN_SETTINGS, PROOF, number
 from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import MARGIN_NATS, VALIDATION_BYTES
 
@@ -46,8 +46,10 @@ def render(
         _stage_table(submission),
         "## Phases",
         _phase_table(summaries),
-        "## Limits",
+        "## Compliance" if submission["format"] == FORMAT else "## Limits",
         _limit_table(summaries),
+        _proof(submission),
+        _architecture(submission, summaries),
         _data(submission),
         "## Run",
         PACKED_NOTE.format(source=source) if source else "",
@@ -163,6 +165,38 @@ def _limit_table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     )
 
 
+def _proof(submission: Mapping[str, Any]) -> str:
+    """What was proved about the score; empty in older folders."""
+    if submission["format"] != FORMAT:
+        return ""
+    proof = submission["proof"]
+    if not proof:
+        return (
+            "The runs measured these limits. That every token is scored before anything learns from it, and"
+            " that no network is used, was not asked of `python -m tools prove`."
+        )
+    return (
+        "The runs measured these limits. `python -m tools prove` asked the source in shrunk sizes"
+        f" (`{PROOF}`): {proof['verdict']}.\n\n"
+        f"- every token is scored before anything learns from it (B5): {proof['score_first']}\n"
+        f"- no network (B15): {proof['no_network']}"
+    )
+
+
+def _architecture(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]]) -> str:
+    """The settings that came from a pull request, with it; empty in older folders."""
+    sources = submission.get("attribution")
+    if submission["format"] != FORMAT or not isinstance(sources, Mapping) or not sources:
+        return ""
+    config = mapping(next(iter(summaries.values())), "config")
+    rows = []
+    for names, source in sources.items():
+        settings = " ".join(f"`{name}={config.get(name)}`" for name in str(names).split())
+        rows.append([settings, source])
+    heading = f"## Architecture and training\n\n{submission['technique_summary']}."
+    return f"{heading}\n\n{table(['settings', 'source'], rows)}"
+
+
 def _shown(value: Any) -> str | None:
     shown = number(value)
     return f"{shown:,.10g}" if shown is not None else None
@@ -186,7 +220,10 @@ def _data(submission: Mapping[str, Any]) -> str:
         f"- a byte: {_byte_of(data)}",
     ]
     command = fetch_command(data)
-    if command:
+    clone = submission["format"] == FORMAT and hub_command(data)
+    if clone:
+        lines.append(f"- to get it, in a clone of the challenge:\n\n```bash\n{clone}\n```")
+    elif command:
         lines.append(f"- to get it, in the repository of this script: `{command}`")
     return "## Data\n\n" + "\n".join(lines)
 
@@ -219,6 +256,28 @@ def fetch_command(data: Mapping[str, Any]) -> str:
     if revision.startswith("sha256:"):
         return f"python data/export.py --docs {source} --name {dataset} --tokenizer {data.get('tokenizer')}"
     return ""
+
+
+def hub_command(data: Mapping[str, Any]) -> str:
+    """A command that puts a published data set where the challenge's scripts look, from any clone of it.
+
+    Exactly the shards of the run: another number of them is another order. Empty where none is published.
+    """
+    known = any(
+        (data.get("source"), data.get("dataset")) == (variant.repo, variant.dataset)
+        for variant in VARIANTS.values()
+    )
+    if not known:
+        return ""
+    dataset = data["dataset"]
+    shards = f"[f'*/{dataset}/fineweb_train_{{n:06d}}.bin' for n in range({data['train_shards']})]"
+    rest = f"['*/{dataset}/fineweb_val_*', '*/{data['tokenizer']}']"
+    return (
+        "python3 -c \"from huggingface_hub import snapshot_download as get;"
+        f" get('{data['source']}', repo_type='dataset', revision='{data['revision']}',"
+        f" local_dir='data/download', allow_patterns={shards} + {rest})\"\n"
+        f"cp -r data/download/{REMOTE_ROOT}/* data/"
+    )
 
 
 def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]]) -> str:
@@ -278,5 +337,14 @@ def _comparison(submission: Mapping[str, Any]) -> str:
     return (
         f"## Against {verdict['baseline']}\n\n"
         f"Gain {verdict['gain_bpb']:+.8f} bits per byte ({verdict['seeds_new']} seeds against"
-        f" {verdict['seeds_base']}); {shown}. `baseline.diff` holds the change of the source."
+        f" {verdict['seeds_base']}); {shown}.{_change(verdict)}"
     )
+
+
+def _change(verdict: Mapping[str, Any]) -> str:
+    """What is new beside the baseline: a diff of the source, or of another family of scripts the settings."""
+    if "settings" not in verdict:
+        return " `baseline.diff` holds the change of the source."
+    if not verdict["settings"]:
+        return ""
+    return "\n\n" + table(["setting", "there", "here"], verdict["settings"])
