@@ -106,7 +106,7 @@ bench: $(READY) ## print what loader, coder, steps and kernels cost (KEEP=1: put
 	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py $(KEEP_OPTION) || exit 1; done
 	@$(RUN) benchmarks/kernels.py $(KEEP_OPTION) || test $$? -eq 2  # 2: no GPU, and it says so
 
-docs: $(READY) ## write every generated table of README.md, records/README.md and benchmarks/RESULTS.md
+docs: $(READY) ## write every generated table of the pages
 	@$(RUN) -m tools docs
 
 lint: $(READY) ## style and types

@@ -108,9 +108,10 @@ def test_the_data_that_configurations_name_are_those_that_the_tool_fetches(repo:
         assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
 
 
-def test_the_rows_of_the_estimate_add_up(page: str) -> None:
+def test_the_rows_of_the_estimate_add_up(repo: Path) -> None:
     """Of each column: its parts are its sum, their half-widths as squares that of the sum."""
-    table = page.split("## What the default should reach")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
+    page = (repo / "docs/estimate.md").read_text(encoding="utf-8")
+    table = page.split("## The estimate")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
     *rows, total = ([cell.strip(" *") for cell in line.split("|")[2:4]] for line in table.splitlines())
     for column, stated in enumerate(total):
         parts = [re.fullmatch(r"([+-]?[\d.]+)?(?: ?± ([\d.]+))?|-", row[column]) for row in rows]

@@ -1,4 +1,4 @@
-"""The README's technique, applied to a copy of the whole repository, passes what a change must pass."""
+"""The patch of docs/technique.md, applied to a copy of the repository, passes what a change must pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.script import test_style
 
 PARTS = (
-    "benchmarks", "configs", "data", "tests", "tools", "train_gpt.py", "pyproject.toml", "README.md",
+    "benchmarks", "configs", "data", "docs", "tests", "tools", "train_gpt.py", "pyproject.toml", "README.md",
     "Makefile",
 )  # fmt: skip
 MADE_BY_RUNS = shutil.ignore_patterns("__pycache__", "datasets", "tokenizers", "downloads", "results")
@@ -30,8 +30,8 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(repo / name, tree / name, ignore=MADE_BY_RUNS)
         else:
             shutil.copy(repo / name, tree / name)
-    readme = (repo / "README.md").read_text("utf-8")
-    patch = readme.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
+    page = (repo / "docs/technique.md").read_text("utf-8")
+    patch = page.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
     subprocess.run(["git", "apply", "-"], cwd=tree, input=patch, text=True, check=True)
     return tree
 

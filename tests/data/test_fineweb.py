@@ -205,7 +205,7 @@ def test_gated_missing_and_unreachable_hubs_are_told_apart(hub: Hub, tmp_path: P
     hub.faults.error_code = None
     assert "no such revision" in error_of(tmp_path, "--revision", "elsewhere")
     hub.faults.status, hub.faults.error_code = 403, "GatedRepo"
-    assert "ask for access" in error_of(tmp_path)
+    assert "request access" in error_of(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "run the same command again" in error_of(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import beside, coder, experiments, loader, paired, picture, results, speed, ttt
+from benchmarks import answers, beside, coder, experiments, loader, paired, picture, results, speed, ttt
 from benchmarks.turns import Turn, Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from data.shards import write_shard
@@ -459,15 +459,45 @@ def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.M
     }  # fmt: skip
     scores: list[dict[str, Any]] = [{"row": "SGD", "documents": 100, "bits_per_byte": 9.0}]  # not shown
     for place, row in enumerate(picture.WAYS):
-        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place})
+        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place, "seconds": 1.0})
     stored = {
         picture.BESIDE: {"measured": {"seconds": 180.0, "rows": rows}},
         picture.SCORING: {"measured": {"scores": scores}},
     }
     monkeypatch.setattr(results, "latest", stored.__getitem__)
-    left, right = picture.draw().axes
-    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.4, 2.0], [2.6, 2.25]]
-    assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
-    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path / "results.png")])
+    pictures = picture.draw()
+    left, right = pictures["results.png"].axes
+    shown = [sorted(line.get_xdata()) for line in left.lines]  # of each row its seeds, then their mean
+    assert shown == [[2.5, 2.6], [2.55], [2.4], [2.4], [2.0, 2.25], [2.125]]
+    assert [float(line.get_xdata()[0]) for line in right.lines[::2]] == [2.0, 3.0, 4.0, 5.0]
+    # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.
+    (ladder,) = pictures["ladder.png"].axes
+    start, *_, (_, total, _) = picture.rungs()
+    assert start[1] / 1000 + sum(bar.get_width() for bar in ladder.patches) == pytest.approx(total, abs=1e-4)
+    assert len(ladder.patches) == 3
+    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path)])
     picture.main()
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_is_read_from_its_table_with_a_corrected_p() -> None:
+    text = """## Other
+| row | minus base | its error | n |
+|---|---|---|---|
+| a | +1.0 | 0.1 | 3 |
+
+## Asked: here-2
+3.5 bits a weight:
+
+| row | seconds | minus base | its error | its error | n |
+|---|---|---|---|---|---|
+| base | 1 | - | - | - | 5 |
+| a | 2 | -0.0222 | 0.0035 | 9 | 5 |
+| b | 3 | +0.0010 | 0.0014 | 9 | 5 |
+"""
+    asked = answers.Asked("Why?", "Asked: here-2", "minus base", ("b", "a"), "more")
+    question, answer, sure, limit = answers.answer(asked, "page.md", answers.sections(text)[asked.section])
+    assert question == "[Why?](page.md#asked-here-2)" and limit == "more"
+    assert answer.split("<br>")[1] == "a, 3.5 bits a weight: -0.0222 ± 0.0035"
+    p = paired.p_of(-0.0222, 0.0035, 5)
+    assert 0.003 < p < 0.0035 and sure.split("<br>")[1] == f"5 seeds, p **{p:.2g}** ({2 * p:.2g})"

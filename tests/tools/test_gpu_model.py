@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
-from benchmarks import kernels
+from benchmarks import answers, kernels
 from benchmarks.gpu_model import (
     accounting,
     calibration,
@@ -54,17 +54,17 @@ def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itsel
     assert roofline.launch_seconds(H100, a_second, its_flop, rate, 4 * slots) == pytest.approx(4 + 3e-6)
 
 
-def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs(repo: Path) -> None:
+def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs() -> None:
     factor = calibration.logged_over_modelled()
     stacks = {anchor.stack for anchor in calibration.ANCHORS}
     assert calibration.NEAREST_STACK in stacks and factor.least < factor.likely < factor.most
     without, with_loop = calibration.STEP_MS
-    page = " ".join((repo / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").split())
-    assert f"is modelled at {without:.1f} ms, with recurrence at {with_loop:.1f}." in page
-    assert f"have {factor.least:.2f} to {factor.most:.2f} times" in page
-    assert f"and {factor.likely:.2f} times for the nearest one" in page
-    assert f"likely needs {calibration.expected_ms(without)}" in page
-    assert f"with recurrence {calibration.expected_ms(with_loop)}." in page
+    told = " ".join(answers.modelled().split())
+    assert f"modelled at {without:.1f} ms" in told
+    assert f"{factor.least:.2f} to {factor.most:.2f} times" in told
+    for modelled_ms, before in ((without, "likely needs"), (with_loop, "with recurrence")):
+        expected = calibration.expected_ms(modelled_ms)
+        assert expected.least < expected.likely < expected.most and f"{before} {expected}" in told
 
 
 def test_loops_of_a_kernel_count_as_often_as_they_run() -> None:

@@ -131,7 +131,7 @@ def test_what_a_name_stands_for() -> None:
             assert found[name] == value, line
     # Our own name wins, and that is told.
     both = translate({"MATRIX_CLIP_SIGMAS": "12.85", "MLP_CLIP_SIGMAS": "10"})
-    assert "MLP_CLIP_SIGMAS=10 is given, too, and wins" in "".join(both.notes)
+    assert "MLP_CLIP_SIGMAS=10 is given as well and wins" in "".join(both.notes)
     assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
 
 

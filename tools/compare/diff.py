@@ -30,7 +30,7 @@ CURVE_ROWS = 12  # steps at which the text compares losses
 
 @dataclass(frozen=True)
 class Difference:
-    """All that differs between two groups; `reruns` compares sets of logs that a folder holds beside its own.
+    """All differences between two groups; `reruns` compares further sets of logs in a folder.
 
     `comparison` is None where a side has no score, or the sides have scored different texts.
     """
@@ -133,7 +133,7 @@ def _conditions(group: Group, name: str) -> set[str]:
 
 
 def _scored_bytes(runs: Sequence[Run]) -> int | None:
-    """Bytes of the text that the first run with a score has scored; None where nothing tells."""
+    """Bytes of the text that the first run with a score has scored; None where they are unknown."""
     for run in runs:
         if run.score is not None:
             counted = run.score.val_bytes or nested(run.summary, "data", "val_bytes")
@@ -142,7 +142,7 @@ def _scored_bytes(runs: Sequence[Run]) -> int | None:
 
 
 def labels(group: Group) -> str:
-    """What the scores of a group are called in its logs."""
+    """The names of a group's scores in its logs."""
     names = sorted({run.score.label.removesuffix(EXACT) for run in group.runs if run.score})
     return " / ".join(names)
 
@@ -247,7 +247,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def sentence(found: Difference) -> str:
-    """The whole comparison in a few sentences: the gain, whether it is significant, and what differs."""
+    """The comparison in a few sentences: the gain, its significance, and the differences."""
     comparison = found.comparison
     plus, minus = changed_lines(found.code)
     settings = len(found.settings)

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--author", default="", help="author's name")
     parser.add_argument("--github-id", default="", help="author's GitHub id")
-    parser.add_argument("--blurb", default="", help="one paragraph: what is new and what it brought")
+    parser.add_argument("--blurb", default="", help="one paragraph: what is new, and its gain")
     parser.add_argument("--baseline", type=Path, help="records folder to compare with and to diff against")
     parser.add_argument(
         "--with", nargs="+", type=Path, default=[], dest="also", metavar="FILE",
@@ -260,7 +260,7 @@ def _setting(directory: RunDirectory, name: str) -> float | None:
 
 
 def no_record_because(directory: RunDirectory) -> list[str]:
-    """What keeps a run out of the record track; empty for a run by its rules."""
+    """The reasons that keep a run out of the record track; empty for a run by its rules."""
     reasons = []
     world = nested(directory.summary, "hardware", "world_size")
     gpus = nested(directory.summary, "hardware", "gpus")
@@ -396,7 +396,7 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """What goes into the folder: `train_gpt.py`'s bytes, and the readable source beside it when wrapped."""
+    """The script of the folder: `train_gpt.py`'s bytes, and the readable source beside it when wrapped."""
 
     script: bytes
     readable: bytes | None

@@ -1,4 +1,4 @@
-"""What a packed folder claims, derived from logs and summaries: pack writes it, check derives it again."""
+"""The claims of a packed folder, derived from logs and summaries, by pack and again by check."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stage_scores(log: RunLog) -> dict[str, float]:
 
 
 def stage_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The means over seeds that reviewers of the challenge ask for; None where a seed lacks a stage."""
+    """The means over seeds that reviewers of the challenge want to see; None where a seed lacks a stage."""
 
     def mean_of(stage: str) -> float | None:
         values = [result["stages"].get(stage) for result in results]

@@ -52,7 +52,7 @@ FORMAT = "records/3"  # value of submission.json's `format` in folders that `pac
 
 @dataclass(frozen=True)
 class SeedRun:
-    """A log taken as the evidence of one seed; `named_seed` is what its file name says."""
+    """The log of one seed; `named_seed` is the seed in its file name."""
 
     log: RunLog
     named_seed: int | None
@@ -169,7 +169,7 @@ class Folder:
 
     @property
     def ours(self) -> bool:
-        """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
+        """Whether `pack` wrote this folder; its summaries show it even if the mark was removed."""
         return self.submission.get("format") in FORMATS or bool(self.summaries)
 
     @cached_property
@@ -237,7 +237,7 @@ class Folder:
 
     @cached_property
     def models(self) -> list[Path]:
-        """Files with exactly the bytes of a model that a log counts: taken for what a run left."""
+        """Files with exactly the bytes of a model that a log counts: regarded as output of a run."""
         sizes = {count.bytes for log in self.logs for count in log.byte_counts if count.what == MODEL_BYTES}
         scripts = self.scripts
         return [path for path in self.files() if path not in scripts and path.stat().st_size in sizes]
@@ -468,7 +468,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _variant(run: SeedRun) -> str:
-    """The file name without its seed: what tells reruns apart."""
+    """The file name without its seed, which distinguishes reruns."""
     stem = run.log.path.stem
     return stem if run.named_seed is None else stem.replace(str(run.named_seed), "*", 1)
 

@@ -53,7 +53,7 @@ DEVICE_LINE = re.compile(
     r"( dtype:(?P<dtype>\S+) compile:(?P<compile>\S+) threads:(?P<threads>\S+))?$"
 )
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
-CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script tells it when all is done
+CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script prints it at the end
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 # Lines that tell a score once more, while it is made.
 DONE_LINE = re.compile(rf"^(\w{{1,80}}):done val_loss=({NUMBER}) val_bpb=({NUMBER})(?:\s|$)")
@@ -93,7 +93,7 @@ class Pace:
     average_unit_ms: float
 
     def fits(self, steps: float, time_ms: float) -> bool:
-        """Whether `steps` of the mean time make `time_ms`, but for what rounding explains."""
+        """Whether `steps` of the mean time make `time_ms`, apart from rounding."""
         slack_ms = abs(steps) * self.average_unit_ms + 2 * self.time_unit_ms
         return abs(steps * self.average_ms - time_ms) <= slack_ms
 
@@ -207,7 +207,7 @@ class RunLog:
     conditions: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
-    clock_seconds: Located | None = None  # the training clock at its end, as our script tells it
+    clock_seconds: Located | None = None  # the training clock at its end, as our script prints it
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
     source: str | None = None  # the script's text, where the log begins with it
@@ -255,7 +255,7 @@ class RunLog:
 
     @property
     def steps(self) -> int | None:
-        """Steps up to the last line that tells them."""
+        """Steps up to the last line that has them."""
         if self.stop:
             return self.stop.step
         reached = [point.step for point in (*self.train, *self.validation)]
@@ -288,7 +288,7 @@ class RunLog:
 
     @property
     def clock_is_whole(self) -> bool:
-        """Whether the training clock is told to the end: where training stopped, or at the last step."""
+        """Whether the log has the training clock to the end: where training stopped, or at the last step."""
         if self._seconds_past_its_lines is not None:
             return True
         points = (*self.train, *self.validation)

@@ -34,7 +34,7 @@ LAYERS_MAX = 4  # of encodings and compressions in one wrapper
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
 BROTLI_PORTION_BYTES = 64
 LZMA_MEMORY_BYTES_MAX = 128 * 2**20  # twice what the strongest preset needs
-WRAPPER_CODE_BYTES_MAX = 4_000  # what is left of a wrapper without its payload
+WRAPPER_CODE_BYTES_MAX = 4_000  # of a wrapper without its payload
 NETWORK_MODULES = {
     "urllib",
     "requests",
