@@ -278,7 +278,7 @@ def end_to_end(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
     return waits
 
 
-# -- steps of a run, in turns ---------------------------------------------------------------------------------
+# -- steps of a run, in turns --------------------------------------------------------------------------------
 
 
 def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any, runs: str) -> Any:

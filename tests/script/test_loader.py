@@ -333,6 +333,16 @@ def test_data_wait_is_what_was_waited_for_all_batches(
         assert loader.stage_ms == pytest.approx(1)
 
 
+def test_the_thread_that_stages_wakes_when_the_step_has_its_batch(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(shards) as loader:
+        woken: list[int] = []
+        monkeypatch.setattr(loader, "refill", lambda: woken.append(loader.index))
+        take(loader, 2)
+        assert woken == [1, 2], "after the batch was counted as taken"
+
+
 # -- faults --------------------------------------------------------------------------------------------------
 
 
