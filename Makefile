@@ -1,6 +1,6 @@
 # `make` alone lists the targets: the text behind ## of each.
 .DEFAULT_GOAL := help
-.PHONY: help demo seeds test test-slow test-torch gpu-check soak bench docs lint clean
+.PHONY: help demo seeds test test-slow test-torch gpu-check bench docs lint clean
 
 # The Python that makes the environment.
 PYTHON ?= python3
@@ -17,7 +17,6 @@ NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 NAME := $(NAME)
 SEEDS ?= 1337 42 2025
 TEST_WORKERS ?= 2
-SOAK_SECONDS ?= 1200
 KEEP ?= 0
 KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
 
@@ -97,9 +96,6 @@ test-torch: ## the graphs of a GPU on every promised torch (TORCH_VERSIONS="2.11
 gpu-check: $(READY) ## whether this GPU runs the script as it should: ten minutes, one page, PASS or FAIL
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/gpu_check.py
-
-soak: $(READY) ## a long run under faults (SOAK_SECONDS=1200)
-	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/faults/soak.py
 
 bench: $(READY) ## print what loader, coder, steps and kernels cost (KEEP=1: put it into benchmarks/, too)
 	@$(RUN) data/sample.py

@@ -199,6 +199,11 @@ class ModelSettings:
         return int(self.mlp_mult * self.model_dim)
 
     @property
+    def activation_number(self) -> float:
+        """What `activation` gets beside its input, in the model and where a fused form is tried."""
+        return self.leaky_slope
+
+    @property
     def rotated_dims(self) -> int:
         """Channels of a head that the rotary embedding turns."""
         return self.rope_dims or self.head_dim
@@ -1210,7 +1215,7 @@ class GPT(nn.Module):
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
     ) -> Tensor:
         """The output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
-        slope = self.settings.leaky_slope
+        slope = self.settings.activation_number
         up_FD = context.weights["mlp_up_bank"][layer]
         y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], scale, slope)
         y_BTD = y_ND.view_as(x_BTD)
@@ -1759,7 +1764,7 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     if setting == "fused_mlp":
 
         def mlp(model: GPT, *tensors: Tensor) -> Tensor:
-            return model.ops.mlp(*tensors, 0.5, c.leaky_slope)
+            return model.ops.mlp(*tensors, 0.5, c.activation_number)
 
         x_ND = normal(math.prod(shape_BT), c.model_dim)
         return mlp, [x_ND, normal(c.mlp_dim, c.model_dim), normal(c.model_dim, c.mlp_dim)]

@@ -22,8 +22,6 @@ Runs are kept in DIR, and several processes started alike share the work. A resu
 name of your copy, `pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -165,8 +163,7 @@ class Race:
         """Endlessly: the shards in their order, again after the last one."""
         c = self.config
         while True:
-            yield from batches(
-                Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
+            yield from batches(Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
 
     def shuffled_batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: what ours trains on with this seed, each step in one batch."""

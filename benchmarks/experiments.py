@@ -15,8 +15,6 @@ Several processes share the work: each run is claimed by one. Runs of another sc
 other settings are refused. Seeds are the outer loop, so an early end leaves whole rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -14,8 +14,6 @@ A stage that fails does not stop the others. An interrupted check prints what it
 stages passed, 1 if not, 2 without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

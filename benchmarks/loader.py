@@ -14,8 +14,6 @@ ahead) and PR #1532 (a shard drawn by weight for every sequence, rows to int64, 
 Pinning and the bus are left out: they need a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

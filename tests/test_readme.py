@@ -1,7 +1,5 @@
 """The pages are true: tables are generated, links lead somewhere, figures stand in the sources they link."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -188,13 +186,6 @@ def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
         assert row[column] == f"{mean:.4f} ± {spread:.4f}", name
     most = max(summary["limits"]["artifact_bytes"]["value"] for summary in summaries)
     assert row["code and weights"] == f"{most:,}"
-
-
-def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
-    makefile = (repo / "Makefile").read_text(encoding="utf-8")
-    listed = re.findall(r"for bench in ([a-z ]+);", makefile)
-    names = [*listed[0].split(), *re.findall(r"benchmarks/(\w+)\.py", makefile)]
-    assert "kernels" in names and [n for n in names if not (repo / "benchmarks" / f"{n}.py").is_file()] == []
 
 
 def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:

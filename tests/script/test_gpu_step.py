@@ -3,8 +3,6 @@
 Nothing here runs on a device: graphs are traced and give zeros, and time is counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -85,9 +83,6 @@ def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPat
     with NoWaits() as operations:
         values = train_gpt.train_step(training, progress)
     assert values.shape == (2,) and operations.count > 500
-
-
-# --- what is compiled, and when ---
 
 
 def open_sizes(graph: Any, arguments: list[Any]) -> dict[Any, int]:
@@ -219,13 +214,20 @@ def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
         assert calls.count(name) == visits, name
 
 
+PR549 = {
+    "BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0",
+    "CHANNEL_SMEAR_ENABLED": 1, "TIE_EMBEDDINGS": 0,
+}  # fmt: skip
+
+
 def test_attention_and_all_kernels_are_one_graph(attention: str, new_graphs: Callable[[], int]) -> None:
-    """Forward and backward pass, whatever number of documents."""
-    config = one_layer()
+    """Forward and backward pass, whatever number of documents; once with all of PR #549, loop off and on."""
+    everything = attention == "sdpa"
+    config = one_layer(**PR549, NUM_LOOPS=1) if everything else one_layer()
     model = ready(train_gpt.build_model(config), attention)
-    train_on_other_documents(model, config, looping=(False,))
+    train_on_other_documents(model, config, looping=(False, True) if everything else (False,))
     assert_kernels_in(Compiler.graphs[0], attention, visits=1)
-    assert new_graphs() == 2
+    assert new_graphs() == (4 if everything else 2)
 
 
 def one_layer(**changes: object) -> Config:
@@ -273,9 +275,6 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
-# --- adapters ---
-
-
 def adapters_config() -> Config:
     """TTT_MODE=lora, with more context than in training."""
     return one_layer(
@@ -293,9 +292,7 @@ def text_of(documents: int, length: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
-    attention: str, new_graphs: Callable[[], int]
-) -> None:
+def test_no_length_of_a_document_needs_another_graph(attention: str, new_graphs: Callable[[], int]) -> None:
     """Other numbers of documents, other lengths and other rows, again and again."""
     config = adapters_config()
     model = ready(train_gpt.build_model(config), attention)
@@ -312,9 +309,7 @@ def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
 
 
 @pytest.mark.slow
-def test_warm_up_compiles_all_that_training_meets(
-    new_graphs: Callable[[], int], tmp_path: Path
-) -> None:
+def test_warm_up_compiles_all_that_training_meets(new_graphs: Callable[[], int], tmp_path: Path) -> None:
     config = tiny_config(
         VOCAB_SIZE=4096, ENABLE_LOOPING_AT=0.5, ITERATIONS=20,
         MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
@@ -328,9 +323,6 @@ def test_warm_up_compiles_all_that_training_meets(
         for step in range(config.iterations):
             train_gpt.train_step(training, step / config.iterations)
         assert new_graphs() == 0
-
-
-# --- the clock ---
 
 
 class Device:
@@ -404,23 +396,18 @@ def test_training_ends_in_time_although_recurrence_makes_steps_longer(
     assert device.free >= 12 - 2 - 4 * slower * plain_seconds
 
 
-def test_a_wait_for_batches_is_told_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_of_its_own_step_and_late_recurrence_in_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are read two steps later, when other steps have waited as well."""
     config = tiny_config(MAX_WALLCLOCK_SECONDS=0, ITERATIONS=7, TRAIN_LOG_EVERY=0)
     device = Device(0.1, 0.1)
     assert train_on(device, config, monkeypatch) == 7
     assert [(result.step, result.wait_ms) for result in device.told] == [(n, n) for n in range(1, 8)]
-
-
-def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one moment at which a longer step cannot be known before it is over."""
+    # The one moment at which a longer step cannot be known before it is over.
     for switch in np.linspace(0.94, 1.0, 13):
         device = Device(0.1, 0.2)
         train_on(device, twelve_seconds(round(float(switch), 4)), monkeypatch)
         assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
 
-
-# --- kernels are chosen once ---
 
 COUNTED_CHOICES = """
 import torch

@@ -1,7 +1,5 @@
 """The script can be loaded anywhere: as a module that nobody registers, plain and wrapped, by old Pythons."""
 
-from __future__ import annotations
-
 import ast
 import bz2
 import subprocess

@@ -1,7 +1,5 @@
 """Settings: what is wrong is refused by name before anything starts; what is right survives being written."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -165,16 +163,13 @@ def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_pat
     assert config.data_path == "/x/a#b c ü"
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
-        ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
-        ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
-        ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-        ("MUON_MIXTURE=0", "MUON_MIXTURE.* script beside it, files of 0.5.4 and older"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "named"), [
+    ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
+    ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
+    ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
+    ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
+    ("MUON_MIXTURE=0", "MUON_MIXTURE.* script beside it, files of 0.5.4 and older"),
+])  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"
     if content is not None:
@@ -264,34 +259,26 @@ def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str
         assert Config.from_env(config.as_env()) == config
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks"),
-    [
-        ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
-        ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "ranks"), [
+    ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
+    ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
+])  # fmt: skip
 def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[str, str], ranks: int) -> None:
     config = Config.from_env(settings)
     with pytest.raises(ConfigError, match=r"TRAIN_BATCH_TOKENS.*TRAIN_SEQ_LEN.*MICRO_BATCH_TOKENS"):
         train_gpt.micro_steps_per_step(config, ranks)
 
 
-def test_micro_steps_are_those_that_fill_the_batch() -> None:
+def test_micro_steps_are_those_that_fill_the_batch_and_few_settings_decide_the_weights() -> None:
     assert [train_gpt.micro_steps_per_step(Config(), ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
     rounded = Config(micro_batch_tokens=100_000)  # whole sequences count
     assert train_gpt.micro_steps_per_step(rounded, 1) == 8
-
-
-def test_the_model_settings_are_those_that_decide_the_weights() -> None:
     stored = set(Config().as_env(train_gpt.ModelSettings))
     assert set("TRAIN_SEQ_LEN DOC_MASK VOCAB_SIZE MODEL_DIM LOGIT_SOFTCAP NUM_LOOPS".split()) <= stored
     assert not {"MATRIX_LR", "SEED", "DATA_PATH", "TTT_LR", "MATRIX_BITS"} & stored
 
 
-def test_finding_a_path_looks_upward_from_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path
-) -> None:
+def test_a_path_is_found_upwards_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert train_gpt.find_path("configs").samefile(repo / "configs")
     (tmp_path / "configs").mkdir(parents=True)

@@ -113,8 +113,6 @@ class FakeEvent:
         return self.gpu.rate * (later.ns - self.ns) / 1e6
 
 
-# --- the card on which gpu-check is rehearsed: a CPU that calls itself a GPU, with kernels of its own ---
-
 # Both passes of each form.
 ATTENTION_US = {"fa3": 500, "varlen": 800, "sdpa": 2000}
 KERNEL_US = {"mlp": 900, "heads": 450}

@@ -1,7 +1,5 @@
 """Loaders over tiny shards whose every token tells where it stands, and faults for their stages."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """Run directories as train_gpt.py leaves them, generated for the tests of the tools."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """What pack writes, proves and refuses."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -71,7 +69,6 @@ def test_what_the_script_imports_is_required_in_the_build_that_ran(tmp_path: Pat
         "flash_attn_3",
     ]
 
-
     versions = {"torch": "2.13.0+git1a2b3c", "numpy": "2.4.6", "triton": None}  # an own build
     assert requirements(tmp_path / "own", versions) == ["torch==2.13.0", "numpy==2.4.6", "sentencepiece"]
 
@@ -86,9 +83,7 @@ def run_on(folder: Path, environment: dict[str, str], **data: int) -> Path:
     return make_run(folder / "a", 1, config=paths, summary_changes=changes)
 
 
-def test_a_record_on_case_marks_holds_what_proves_its_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = case.make_dataset(tmp_path, "caseops")
     run = run_on(tmp_path / "runs", environment, val_tokens=1234, val_bytes=5678)
     folder = pack(tmp_path / "records", [run])
@@ -124,9 +119,7 @@ def test_the_command_that_gets_the_data() -> None:
         assert readme.fetch_command(data) == command
 
 
-def test_more_files_are_part_of_the_record_and_replace_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_files_join_the_record_replace_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     maker = tmp_path / "prepare_data.py"
     maker.write_text("print('tokens')\n")
@@ -141,9 +134,7 @@ def test_more_files_are_part_of_the_record_and_replace_none(
     assert "no such file" in refusal(capsys, tmp_path / "again", [run], "--with", missing)
 
 
-def test_a_record_of_the_challenge_is_refused_without_its_author_and_others_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_of_the_challenge_has_an_author(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
     message = refusal(capsys, tmp_path / "records", [run], "--author", "A")
     assert "needs --github-id --blurb" in message and not list(tmp_path.glob("records/track_*/*"))
@@ -188,9 +179,7 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: 
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 
-def test_records_that_share_scripts_keep_a_source_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_that_share_scripts_keep_one_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     (records / "scripts").mkdir(parents=True)
     folders = []
@@ -213,9 +202,7 @@ def test_records_that_share_scripts_keep_a_source_once(
     assert shared.read_text() == "another script" and not list(records.rglob("*_Late"))
 
 
-def test_form_that_the_run_counted_is_shipped_if_it_is_the_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     shipped = run / "train_gpt.shipped.py"
     shipped.write_bytes(wrap(SOURCE))
@@ -229,7 +216,7 @@ def test_form_that_the_run_counted_is_shipped_if_it_is_the_program(
     assert "is no program for Python" in message and "(3.11.7)" in message
 
 
-def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, dict[str, Any]] = {
         "did not finish": {"exit": "signal"},
         "marked not comparable": {"comparable": False},
@@ -241,9 +228,6 @@ def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for number, (message, change) in enumerate(changes.items()):
         run = make_run(tmp_path / "runs" / str(number), 42, summary_changes=change)
         assert message in refusal(capsys, tmp_path / "records", [run])
-
-
-def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         make_run(tmp_path / "runs" / "a", 1),
         make_run(tmp_path / "runs" / "b", 1, source=SOURCE + "\n"),
@@ -259,18 +243,11 @@ def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
-def test_total_over_the_cap_is_refused_with_the_excess(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_submission_and_the_excess_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config={"ARTIFACT_BYTES_MAX": "301000"})
     excess = 300_000 + len(SOURCE.encode()) - 301_000
     message = refusal(capsys, tmp_path / "records", [run], "--track", "track_demo")
     assert f"{excess:,} over the cap of 301,000" in message
-
-
-def test_the_submission_is_printed_and_never_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     runs = make_runs(tmp_path / "runs", 1)
     folder = pack(tmp_path / "records", runs, "--json")
     before = (folder / "submission.json").read_bytes()
@@ -314,19 +291,16 @@ def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
         assert folder.submission["track"] == track.removeprefix("track_")
 
 
-@pytest.mark.parametrize(
-    ("config", "summary", "reasons"),
-    [
-        ({}, {"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 601.0}}, ["for 601.00 s"]),
-        ({}, {"train_seconds": 601.5}, ["it trained for 601.50 s", "track_8xh100_10min_16mb"]),
-        # A demo, and the same name on boards with less memory bandwidth or power.
-        ({"MAX_WALLCLOCK_SECONDS": "60.0"}, {"hardware": {"gpus": [], "cores": 2, "world_size": 1}},
-         ["it ran on x86_64 CPU, 2 cores, not on 8 x H100", "track_cpu_60s"]),
-        ({}, {"hardware": {"gpus": ["NVIDIA H100 PCIe"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-        ({}, {"hardware": {"gpus": ["NVIDIA H100 NVL"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-        ({}, {"hardware": {"gpus": ["NVIDIA H200"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "summary", "reasons"), [
+    ({}, {"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 601.0}}, ["for 601.00 s"]),
+    ({}, {"train_seconds": 601.5}, ["it trained for 601.50 s", "track_8xh100_10min_16mb"]),
+    # A demo, and the same name on boards with less memory bandwidth or power.
+    ({"MAX_WALLCLOCK_SECONDS": "60.0"}, {"hardware": {"gpus": [], "cores": 2, "world_size": 1}},
+     ["it ran on x86_64 CPU, 2 cores, not on 8 x H100", "track_cpu_60s"]),
+    ({}, {"hardware": {"gpus": ["NVIDIA H100 PCIe"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
+    ({}, {"hardware": {"gpus": ["NVIDIA H100 NVL"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
+    ({}, {"hardware": {"gpus": ["NVIDIA H200"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
+])  # fmt: skip
 def test_what_is_no_record_whatever_its_own_limits(
     config: dict, summary: dict, reasons: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,15 +310,7 @@ def test_what_is_no_record_whatever_its_own_limits(
     assert all(reason in message for reason in reasons), message
 
 
-def test_a_baseline_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "runs" / "a", 1)
-    message = refusal(capsys, tmp_path / "records", [run], "--baseline", str(tmp_path))
-    assert "is no run and no record" in message
-
-
-def test_what_nobody_has_proved_is_told_with_the_command_that_proves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nobody_has_proved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("not proved legal by experiment yet: ")
