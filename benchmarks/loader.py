@@ -55,6 +55,7 @@ HASH, STARTS = "ours: stream hash", "ours: document starts"
 DOCUMENT_TOKENS = 1000  # about the mean of FineWeb
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 ALONE = train_gpt.Machine()
+UNWRITTEN = Path(tempfile.gettempdir()) / "turns"  # the same on all ranks
 
 
 # -- the others, written from their descriptions -------------------------------------------------------------
@@ -279,10 +280,10 @@ def end_to_end(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
 # -- steps of a run, in turns --------------------------------------------------------------------------------
 
 
-def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any, runs: str) -> Any:
-    """A training that is ready for its first step."""
+def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any) -> Any:
+    """A training that is ready for its first step, and writes nothing."""
     more = {"TRAIN_PREFETCH": str(prefetch), "RUN_ID": f"prefetch{prefetch}", "WARMUP_STEPS": "0"}
-    config = train_gpt.Config.from_env(speed.settings(arguments.config, Path(runs), arguments.set, **more))
+    config = train_gpt.Config.from_env(speed.settings(arguments.config, UNWRITTEN, arguments.set, **more))
     run = train_gpt.Run(machine or train_gpt.this_machine(config, os.environ))
     run.log = lambda *line, **event: None  # type: ignore[method-assign]
     inputs = train_gpt.preflight(config, run, "")
@@ -310,14 +311,13 @@ def in_turns(arguments: argparse.Namespace, steps: int = 10) -> str:
         return real(*args, **options)
 
     train_gpt.read_tokens = slow
-    with tempfile.TemporaryDirectory() as runs:
-        without = prepared(arguments, 0, None, runs)
-        machine = without.run.machine
-        ways = {0: without, 1: prepared(arguments, 1, machine, runs)}
-        taken: dict[int, list[Any]] = {0: [], 1: []}
-        for number in range(arguments.turns + 1):
-            for way in (0, 1) if number % 2 else (1, 0):
-                taken[way].append(turn(ways[way], steps))
+    without = prepared(arguments, 0, None)
+    machine = without.run.machine
+    ways = {0: without, 1: prepared(arguments, 1, machine)}
+    taken: dict[int, list[Any]] = {0: [], 1: []}
+    for number in range(arguments.turns + 1):
+        for way in (0, 1) if number % 2 else (1, 0):
+            taken[way].append(turn(ways[way], steps))
     hashes = [training.stream_hash() for training in ways.values()]
     if len(set(hashes)) > 1 or [t[3] for t in taken[0]] != [t[3] for t in taken[1]]:
         raise SystemExit(f"TRAIN_PREFETCH changes the run: stream hashes {hashes}")
@@ -397,7 +397,9 @@ def main() -> None:
         print(json.dumps(simulate(design, place, float(latency), int(steps))))
         return
     if arguments.turns:
-        print(in_turns(arguments))
+        found = in_turns(arguments)
+        if found:
+            print(found)
         return
     before = results.conditions()
     with tempfile.TemporaryDirectory() as name:
