@@ -2690,13 +2690,18 @@ class Loader:
         # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
 
+        def refill() -> None:
+            pending.append(pool.submit(next, items))
+
         def in_order() -> Iterator[Any]:
             while True:
                 # A worker's error is raised here, in its place among the items.
                 item = pending.popleft().result(LOADER_TIMEOUT_SECONDS)
-                pending.append(pool.submit(next, items))
+                if stage == "disk":
+                    refill()
                 yield item
 
+        self.refill = refill  # of the stage that was begun last
         return in_order()
 
     def _position(self, index: int) -> int:
@@ -2781,6 +2786,9 @@ class Loader:
             starts = starts_to_device(host_starts, self.machine.device)
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
+        if self.config.train_prefetch:
+            # The thread wakes now that the step has its batch: both want the interpreter.
+            self.refill()
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:

@@ -283,6 +283,16 @@ def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch:
             assert torch.equal(batch.starts, starts)
 
 
+def test_the_thread_that_stages_wakes_when_the_step_has_its_batch(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(shards) as loader:
+        woken: list[int] = []
+        monkeypatch.setattr(loader, "refill", lambda: woken.append(loader.index))
+        take(loader, 2)
+        assert woken == [1, 2], "after the batch was counted as taken"
+
+
 @pytest.mark.parametrize(
     ("fault", "prefetch"), [(OSError("disk on fire"), False), (KeyError("k"), True), (SystemExit(3), True)]
 )
