@@ -45,6 +45,7 @@ RUN_BY = [
     ("tools board", FIRST_HOUR), ("tools diff", FIRST_HOUR),
     ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),
     ("tools sweep", "tools/test_sweep.py::test_a_sweep_killed_twice_ends_as_any_other"),
+    ("tools export", "tools/test_plot.py::test_steps_are_exported"),
     ("tools plot", FIRST_HOUR), ("tools timeline", FIRST_HOUR), ("tools generate", FIRST_HOUR),
     ("tools summary", FIRST_HOUR),
     ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),

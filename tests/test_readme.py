@@ -12,6 +12,7 @@ import pytest
 from benchmarks import ttt
 from benchmarks.gpu_model import memory, subject
 from tests.support.processes import Ended, Lab, train_losses
+from tools import __main__ as tools
 from tools import docs
 from tools.markdown import refresh
 from tools.runs.folder import Folder
@@ -135,6 +136,18 @@ def test_the_costs_of_test_time_training_are_what_its_program_counts(repo: Path)
     for run in ttt.LOGGED:
         logged = ", ".join(f"{seconds:.0f}" for seconds in run.seconds)
         assert re.search(rf"{run.name} \|[^|]+\| {logged} \|", text)
+
+
+def test_the_audit_that_is_shown_is_what_check_prints(
+    readme: str, repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo)
+    (folder,) = re.findall(r"^python -m tools check (\S+)$", readme, re.MULTILINE)
+    assert tools.main(["check", folder]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (shown,) = re.findall(rf"```text\n({re.escape(folder)}\n.*?)```", readme, re.DOTALL)
+    for line in shown.splitlines():
+        assert any(one.startswith(line.removesuffix("…").rstrip()) for one in printed), line
 
 
 def test_the_memory_of_smaller_micro_batches_is_what_the_formula_gives() -> None:
