@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         cells = ["–" if cell is None else str(cell) for cell in row]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def plain(text: str) -> str:
+    """A text of somebody else as one line of a table that shows it as it is: no mark, link or tag."""
+    line = " ".join(text.split())
+    return re.sub(r"[\\`\[\]<>|&]", lambda mark: f"&#{ord(mark[0])};", line)
 
 
 class Parts(NamedTuple):
@@ -42,7 +49,7 @@ def split_at_marks(text: str, begin: str, end: str) -> Parts | None:
 
 @dataclass(frozen=True)
 class Block:
-    """A generated part of a file: where it stands, and what makes its text."""
+    """A generated part of a file: its place, and the function that makes its text."""
 
     path: Path
     begin: str

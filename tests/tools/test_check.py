@@ -1,7 +1,5 @@
 """The audit: a packed folder passes, each alteration is named, public layouts get no false FAIL."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json
@@ -148,7 +146,8 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     bpbs = [score + 0.1 for score in value["comparison"]["baseline_val_bpb"]]
     name, losses = value["comparison"]["baseline"], value["comparison"]["baseline_val_loss"]
     value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses))
-    (compared / "README.md").write_text(readme.render(value, Folder(compared).summaries, READABLE))
+    page = readme.render(value, Folder(compared).summaries, READABLE, baked=False)
+    (compared / "README.md").write_text(page)
     (found,) = fails(compared)
     assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
     elsewhere = compared.parents[1] / "track_other"
@@ -160,16 +159,13 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     assert claim.level(Mode.STRICT) is Level.WARN and fails(compared) == []
 
 
-def test_files_that_were_not_packed_are_named(packed: Path) -> None:
+def test_files_and_authors_are_named(packed: Path) -> None:
     for name in ("extra.bin", "notes.md", "linked.md", "curve.png", "more.py"):
         (packed / name).write_text("x")
     with (packed / "README.md").open("a") as file:
         file.write('\n[more](linked.md) <img src="curve.png"> [code](more.py)\n')
     found = {f.where for f in audit(Folder(packed)) if "was not packed" in f.text}
     assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
-
-
-def test_a_record_of_ours_names_its_author(packed: Path) -> None:
     submission(packed, author="", github_id="", blurb="")
     missing = [f"`{key}` is absent" for key in ("author", "github_id", "blurb")]
     assert not [f.text for f in fails(packed) for text in missing if text in f.text]
@@ -198,10 +194,13 @@ def test_the_source_that_tracks_share_is_audited_like_one_in_the_folder(tmp_path
     assert any("is neither in the folder nor in ../../scripts/" in finding.text for finding in fails(folder))
 
 
-def test_a_folder_of_another_format_is_named_with_what_to_do(packed: Path) -> None:
+def test_a_folder_of_another_format_or_without_its_mark(packed: Path) -> None:
     submission(packed, format="records/1")
     (finding,) = fails(packed)
     assert "'records/1'" in finding.text and "pack the runs again" in finding.remedy
+    edit(packed, "submission.json", '"format"', '"form"')
+    edit(packed, *CODE_EDIT)
+    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
 
 
 def test_prose_around_the_generated_part_is_free_and_a_line_of_it_that_differs_is_shown(packed: Path) -> None:
@@ -226,15 +225,6 @@ def test_any_change_of_a_derived_value_is_caught(packed: Path) -> None:
     for key, value in zip(2 * DERIVED, values, strict=False):  # two kinds of value each
         submission(packed, **{**pristine, key: value})
         assert fails(packed), f"{key}={value}"
-
-
-def test_packed_folder_without_its_mark_is_still_audited_as_packed(packed: Path) -> None:
-    edit(packed, "submission.json", '"format"', '"form"')
-    edit(packed, *CODE_EDIT)
-    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
-
-
-# ---- as other people submit
 
 
 def public(tmp_path: Path, logs: dict[str, str], script: str = SOURCE, **more: Any) -> Path:
@@ -332,9 +322,6 @@ def test_any_submission_is_judged_without_a_crash(tmp_path: Path, value: dict[st
     assert not [f.text for f in audit(Folder(folder)) if f.check == checks.UNFINISHED]
 
 
-# ---- code that is run
-
-
 @pytest.fixture
 def network_is_cut() -> None:
     if not execute.network_can_be_cut():
@@ -350,9 +337,7 @@ def test_audited_code_runs_only_when_asked(tmp_path: Path, network_is_cut: None)
     assert marker.exists()
 
 
-def test_code_that_is_run_has_no_network_and_cannot_fill_the_disk_or_stay(
-    tmp_path: Path, network_is_cut: None
-) -> None:
+def test_code_that_is_run_has_no_network_no_disk_and_no_stay(tmp_path: Path, network_is_cut: None) -> None:
     number = tmp_path / "number"
     popen = "subprocess.Popen(['sleep', '987'])"
     for script, told in (
@@ -374,9 +359,6 @@ def runs(process: int) -> bool:
     return state != "Z"
 
 
-# ---- what somebody may try
-
-
 @pytest.mark.parametrize(
     "name", ["prior.pt", "more/prior.npz", "prior.bin", "prior.safetensors", "prior.model"]
 )
@@ -391,6 +373,28 @@ def test_weights_that_the_script_names_count(line: str, name: str, tmp_path: Pat
     (found,) = fails(folder)
     assert found.check == "A9" and "+ files it runs or reads 12,000,000 = 27,863,489" in found.text
     assert any(f.check == "A10" and f"also reads {name}" in f.text for f in audit(Folder(folder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("README.md", "open('README.md', 'rb')"), ("NOTES.md", "glob.glob('*.md')")]
+)
+def test_weights_in_a_note_that_the_script_reads_count(name: str, line: str, tmp_path: Path) -> None:
+    folder = public_a(tmp_path, script=filled(f"{line}\n"))
+    (folder / name).write_bytes(bytes(900_000))
+    (found,) = fails(folder)
+    assert found.check == "A9" and "+ files it runs or reads 900,000 = 16,763,489" in found.text
+
+
+def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -> None:
+    logs = of_a_seed(1, *drawn(1)) | of_a_seed(42, *drawn(2))
+    (again,) = of_a_seed(42, *drawn(3)).values()
+    logs["train_seed1.log"] = logs["train_seed1.log"].replace("seed:1\n", "seed:1\ngate:init norm=1.2345\n")
+    logs["train_seed42.log"] = logs["train_seed42.log"].replace(
+        "seed:42\n", "seed:42\ngate:init norm=1.2444\n"
+    )
+    logs["train_seed42_rerun.log"] = again
+    results = {str(seed): {"val_bpb": A_SCORE["val_bpb"]} for seed in (1, 42)}
+    assert fails(public(tmp_path, logs, CODE, **A_SCORE, seed_results=results)) == []
 
 
 ON_VALIDATION = [
@@ -449,6 +453,13 @@ SCRIPTS = {
     "import ctypes; ctypes.CDLL('/opt/fast.so')": ("A10", "FAIL", ""),
     "import sys; sys.path.insert(0, '../shared')": ("A10", "WARN", ""),
     "exec(open(name + kind).read())": ("A10", "WARN", ""),
+    "import numpy as np; np.load('/data/prior.npy')": ("A10", "WARN", "names `/data/prior.npy`"),
+    "import torch; torch.hub.load('a/b', 'c')": ("A11", "WARN", "`torch.hub` loads from the network"),
+    "import importlib as i; i.import_module('url' + 'lib')": ("A11", "WARN", "imports urllib"),
+    "import importlib as i; i.import_module(name)": ("A11", "WARN", "`import_module(name)` loads what no"),
+    "import transformers": ("A11", "WARN", "imports transformers"),
+    "import ctypes; ctypes.CDLL(None).socket(2, 1, 0)": ("A11", "WARN", "`CDLL(None)` loads what no"),
+    "print('another program')": ("A6", "WARN", "but the script has no word `final`: what wrote it?"),
     wrapped("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
     wrapped(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
 }  # fmt: skip
@@ -465,8 +476,66 @@ def test_what_a_script_does_is_named(tmp_path: Path) -> None:
 
 DOUBLE_COUNTED = f"{1.21972502 * 151_080_891 / 176_332_748:.8f}"
 SLIDING = "\nfinal_int6_sliding_window val_loss:2.0400 val_bpb:1.2082"
+EXACT = "1.21972502"
+STEP = "step:1/20000 train_loss:6.9334 train_time:76ms step_avg:75.51ms"
+DONE = "ttt_sliding:done val_loss=2.0698 val_bpb=1.2258 elapsed=1s"
+WHOLE = "scored_tokens:62021632 val_bytes:151080891"
+POST_EMA = "DIAGNOSTIC post_ema val_loss:2.1300 val_bpb:1.2616"
+HALFWAY = "val_progress:roundtrip 100% partial_mean_loss:2.1011 tokens_seen:62021632 eta:0s"
+FEWER_BYTES = (
+    f"final_int6_sliding_window val_loss:2.00000000 val_bpb:{2 * 1.21972502 / 2.0594546 * (1 - 8e-5):.8f}"
+)
+ONCE_MORE = "diagnostic quantized val_loss:2.05945460 val_bpb:1.21972502"
 # What a log says instead, and what is found in it.
 LOGS = [
+    (
+        {EXACT: f"{EXACT}\nfinal_int8_zlib_roundtrip val_loss:2.0389 val_bpb:1.2075"},
+        "C7",
+        "WARN",
+        "2 scores under",
+    ),
+    (
+        {
+            EXACT: f"{EXACT}\nlegal_ttt val_loss:2.0400 val_bpb:1.2082",
+            "seed:1337": "seed:1337\nttt_enabled:False",
+        },
+        "C7",
+        "FAIL",
+        "ttt_enabled is False",
+    ),
+    (
+        {"final_int8_zlib_roundtrip val": f"{DONE}\nfinal_int8_zlib_roundtrip val"},
+        "C7",
+        "FAIL",
+        "ended with 1.2258",
+    ),
+    ({EXACT: f"{EXACT} {WHOLE}\n{HALFWAY}"}, "C7", "FAIL", "ended with a loss of 2.1011"),
+    (
+        {"Serialized model int8": f"{POST_EMA}\nSerialized model int8"},
+        "C9",
+        "WARN",
+        "is better than `DIAGNOSTIC post_ema`",
+    ),
+    (
+        {STEP: f"{STEP}\nstep:2/20000 train_loss:6.9 train_time:70ms step_avg:35.00ms"},
+        "C2",
+        "WARN",
+        "runs backwards",
+    ),
+    (
+        {STEP: "step:13000/20000 train_loss:2.1 train_time:600000ms step_avg:46.15ms"},
+        "C2",
+        "WARN",
+        "780 steps after",
+    ),
+    ({"seed:1337": "seed:1337\nmodel_params:350000000"}, "C9", "WARN", "are 0.36 bits each"),
+    ({EXACT: f"{EXACT}\n{ONCE_MORE}\n{FEWER_BYTES}"}, "C1", "WARN", "more bytes for its tokens"),
+    (
+        {EXACT: "".join(chr(0x660 + int(digit)) if digit != "." else "." for digit in EXACT)},
+        "A4",
+        "FAIL",
+        "`val_bpb` 1.21972502, but the logs give 1.2197",
+    ),
     ({"1.21972502": DOUBLE_COUNTED, "bpb:1.2197 ": f"bpb:{DOUBLE_COUNTED} "}, "C1", "FAIL", "#1719"),
     ({"loss:2.05945460": "loss:nan", "loss:2.0595": "loss:nan"}, "C1", "WARN", "imply no number of bytes"),
     ({"1.21972502": "1.21942502"}, "C1", "FAIL", "the line `final_int8_zlib_roundtrip` before it"),
@@ -479,15 +548,33 @@ LOGS = [
 
 
 @pytest.mark.parametrize(("changes", "check", "level", "text"), LOGS)
-def test_what_a_log_says_is_named(
-    changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path
-) -> None:
+def test_faults_of_a_log(changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path) -> None:
     log = PLAIN_A
     for old, new in changes.items():
         assert old in log
         log = log.replace(old, new)
     found = [finding for finding in audit(Folder(public_a(tmp_path, log))) if text in finding.text]
     assert [(finding.check, finding.level(Mode.AGREED).name) for finding in found] == [(check, level)]
+
+
+# What submission.json says, and what is told of it.
+SUBMISSIONS = [
+    ({"date": "2126-01-01"}, "WARN", "of a day up to today"),
+    ({"date": "2026-02-31"}, "WARN", "of a day up to today"),
+    ({"bytes_total": "15863489"}, "WARN", "`bytes_total` is the text '15863489'"),
+    ({'val_bpb": 1.0, "val_bpb': 1.21972502}, "FAIL", "`val_bpb` stands there twice"),
+]
+
+
+@pytest.mark.parametrize(("changes", "level", "text"), SUBMISSIONS)
+def test_what_a_submission_says_is_named(
+    changes: dict[str, Any], level: str, text: str, tmp_path: Path
+) -> None:
+    folder = public_a(tmp_path, **changes)
+    file = folder / "submission.json"
+    file.write_text(file.read_text().replace('\\"', '"'))
+    found = [(f.check, f.level(Mode.AGREED).name) for f in audit(Folder(folder)) if text in f.text]
+    assert found == [("A3", level)]
 
 
 # What a log no longer holds, and the check that is then open.
@@ -569,9 +656,6 @@ def test_steps_are_those_that_the_clock_allows(tmp_path: Path) -> None:
     text = text.replace("step:13780/20000 val", "step:14000/20000 val")
     (found_last,) = fails(public_a(tmp_path, text))
     assert "step 14,000 at 43.54 ms per step makes 609.6 s, train_time says 600.0 s" in found_last.text
-
-
-def test_mean_times_of_a_window_and_of_a_resumed_run_are_no_contradiction(tmp_path: Path) -> None:
     windows = [(time - before) / 500 for time, before in zip(CLOCK, [0.0, *CLOCK], strict=False)]
     assert fails(public_a(tmp_path, paced(STEPS, CLOCK, windows))) == []
     since = [step - 6_250 * (step > 6_250) for step in STEPS]
@@ -640,20 +724,10 @@ def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
         assert f"the {what} of train_seed2.log" in found.text
 
 
-def test_declared_bytes_of_code(tmp_path: Path) -> None:
+def test_declared_bytes_and_links(tmp_path: Path) -> None:
     for declared, level in ((47_642, []), (40_000, ["FAIL"]), (60_000, ["WARN"]), (47_600, ["WARN"])):
         found = audit(Folder(public_a(tmp_path, bytes_code=declared)))
         assert [f.level(Mode.AGREED).name for f in found if "`bytes_code`" in f.text] == level, declared
-
-
-@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
-def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
-    found = fails(public_a(tmp_path, hardware=hardware))
-    assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
-    assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
-
-
-def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) -> None:
     folder = public_a(tmp_path)
     outside = tmp_path / "outside.log"
     outside.write_text("not JSON")
@@ -666,12 +740,14 @@ def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) 
     assert ("A2", "FAIL") in levels(folder) and not any("cannot be read" in f.text for f in fails(folder))
 
 
-# ---- what a folder may do to the audit
+@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
+def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
+    found = fails(public_a(tmp_path, hardware=hardware))
+    assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
+    assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
 
 
-def test_one_folder_that_fails_loses_no_other_report(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_folder_is_alone(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = public_a(tmp_path)
     (broken / "submission.json").write_text("[" * 100_000)
     assert main(["check", str(tmp_path / "absent"), str(broken), str(packed)]) == 1
@@ -717,9 +793,7 @@ def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
     assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6
 
 
-def test_a_report_is_json_where_it_is_asked_for_and_never_steers_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_json_or_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = public_a(tmp_path, date="\x1b[2J\ud800\n  0 FAIL", val_bpb=1.2152)
     main(["check", str(folder)])
     shown = capsys.readouterr().out

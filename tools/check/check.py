@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,8 +14,8 @@ from tools.check.apart import Auditor
 from tools.check.execute import check_starts
 from tools.check.findings import Finding, Level, Mode
 from tools.runs.folder import Folder
+from tools.runs.writing import printable
 
-CONTROL_CHARACTER = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 EXIT_UNUSABLE = 2  # a path that is no folder; the others are audited all the same
 
 
@@ -58,19 +57,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(listed, indent=2))
     else:
         for path, found in reports.items():
-            print(printable(render(path, found, mode, args.quiet)))
+            print(render(path, found, mode, args.quiet))
     for refusal in refusals:
         print(printable(f"tools check: {refusal}"), file=sys.stderr)
     levels = {finding.level(mode) for found in reports.values() for finding in found}
     if Level.FAIL in levels:
         return 1
     return EXIT_UNUSABLE if refusals else 0
-
-
-def printable(text: str) -> str:
-    """`text` for a terminal: what a folder holds may be no valid Unicode, or steer the terminal."""
-    shown = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return CONTROL_CHARACTER.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
 
 
 def render(path: str, findings: list[Finding], mode: Mode, quiet: bool) -> str:

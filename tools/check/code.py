@@ -70,6 +70,11 @@ def check_imports(folder: Folder) -> Iterator[Finding]:
                 where,
                 "move downloads to a separate script",
             )
+    for call in source.unseen_imports(script):
+        what = f"`{call.name}({call.detail})` loads what no reading of the text shows"
+        if not call.detail:
+            what = f"`{call.name}` loads from the network"
+        yield warn("A11", what, script.where(call.line), "import by name; evaluation may not use the network")
 
 
 def check_programs(folder: Folder) -> Iterator[Finding]:
@@ -141,6 +146,9 @@ def check_outside(folder: Folder) -> Iterator[Finding]:
                 script.where(call.line),
                 "all counted code lives in train_gpt.py; put it there",
             )
+        for call in source.outside_weights(script):
+            text = f"names `{call.detail}`, outside the folder: not decidable whether a run reads it"
+            yield warn("A10", text, script.where(call.line), "what a run reads is in the folder, and counts")
         for call in source.hidden_code(script):
             yield warn(
                 "A10",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Iterator
 
 from tools.check.budget import is_record
+from tools.check.claims import CODE_FIELDS, TOTAL_FIELDS
 from tools.check.findings import Finding, contested, fail, info, warn
 from tools.runs.folder import DEPTH_MAX, FILES_MAX, README, SCRIPT, SUBMISSION, Folder, number
 from tools.runs.rules import RECORD_TEXT, TOKENIZER_TOLERANCE, TOKENIZERS, bytes_per_token
@@ -15,7 +17,7 @@ FOLDER_NAME = re.compile(r"^\d{4}-\d\d-\d\d_[A-Za-z0-9._+-]+$")
 TRACK_NAME = re.compile(r"^track_\w+$")
 REQUIRED_TEXT = ("author", "github_id", "name", "date")
 SCORE_ALIASES = ("mean_val_bpb", "mean_bpb", "bpb", "score")
-DATE = re.compile(r"^\d{4}-\d\d-\d\d")
+DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?![0-9])")
 
 
 def check_name(folder: Folder) -> Iterator[Finding]:
@@ -65,9 +67,23 @@ def check_submission(folder: Folder) -> Iterator[Finding]:
         if not isinstance(submission.get(key), str) or not submission[key]:
             report = fail if key in needed else warn
             yield report("A3", f"`{key}` is absent or no text", name, f"add `{key}`")
-    if isinstance(submission.get("date"), str) and not DATE.match(submission["date"]):
-        yield warn("A3", f"date `{submission['date']}` is not YYYY-MM-DD", name, "write an ISO date")
+    if isinstance(submission.get("date"), str) and not _is_past_day(submission["date"]):
+        text = f"date `{submission['date']}` is not YYYY-MM-DD of a day up to today"
+        yield warn("A3", text, name, "write an ISO date")
+    for key in (*TOTAL_FIELDS, *CODE_FIELDS, "val_loss", "val_bpb_std"):
+        if isinstance(submission.get(key), str):
+            text = f"`{key}` is the text {submission[key]!r}: no number is compared with the logs"
+            yield warn("A3", text, name, "write a number")
     yield from _check_score(folder, name)
+
+
+def _is_past_day(text: str) -> bool:
+    """Whether a text begins with the ISO date of a day that has come."""
+    found = DATE.match(text)
+    try:
+        return found is not None and datetime.date.fromisoformat(found[0]) <= datetime.date.today()
+    except ValueError:  # no such day, as 31 February
+        return False
 
 
 def _check_score(folder: Folder, name: str) -> Iterator[Finding]:

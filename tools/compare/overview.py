@@ -16,7 +16,7 @@ from tools.compare.diff import columns
 from tools.compare.settings import UNSET, plain_values
 from tools.runs.derive import nested, stage_scores
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, read_object
+from tools.runs.folder import CONFIG, PER_RUN_SETTINGS, SETTINGS_OF_A_START, is_own, read_object
 from tools.runs.logs import STAGES, read_log
 from tools.runs.runs import FINISHED, LOG, SUMMARY, settings_of
 from tools.runs.writing import json_text
@@ -27,7 +27,7 @@ SORT_KEYS = ("name", "steps", "ms", "val_bpb", "bytes")
 
 @dataclass(frozen=True)
 class Row:
-    """One run directory; what it has not reached is None or missing."""
+    """One run directory; later stages that it lacks are None or missing."""
 
     path: Path
     settings: dict[str, str]
@@ -80,19 +80,19 @@ def run_directories(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise RecordError(f"{folder}: no such folder; give run directories, or a folder that holds some")
-        if (folder / LOG).is_file():
+        if is_own(folder / LOG):
             found.append(folder)
         else:
-            found += sorted(path for path in folder.iterdir() if (path / LOG).is_file())
+            found += sorted(path for path in folder.iterdir() if is_own(path / LOG))
     return found
 
 
 def read_row(path: Path) -> Row:
     """The row of a run directory, from its summary if it has one, else from its log."""
     log = read_log(path / LOG)
-    summary: dict[str, Any] = read_object(path / SUMMARY) or {}
+    summary: dict[str, Any] = (read_object(path / SUMMARY) if is_own(path / SUMMARY) else None) or {}
     config = path / CONFIG
-    settings = plain_values(settings_of(config) if config.is_file() else {})
+    settings = plain_values(settings_of(config) if is_own(config) else {})
     seed = settings.get("SEED", UNSET)
     for name in PER_RUN_SETTINGS | SETTINGS_OF_A_START:
         settings.pop(name, None)
@@ -102,7 +102,7 @@ def read_row(path: Path) -> Row:
 
 
 def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
-    """How a run stands: finished, with the limits that failed; or how far it came, and how to go on."""
+    """The state of a run: finished, with the limits that failed, or its last step and how to continue."""
     if summary.get("exit") == FINISHED:
         failed = failed_limits(summary)
         return "finished" + (f", over {', '.join(failed)}" if failed else "")

@@ -18,7 +18,7 @@ from tools.compare import curves
 from tools.runs.errors import RecordError
 from tools.runs.logs import EXACT
 from tools.runs.runs import Run, load_group, output_path
-from tools.runs.writing import figure_path, json_text, write_figure
+from tools.runs.writing import figure_path, json_text, pyplot_without_display, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_statistics(found: Run) -> dict[str, Any]:
-    """Median step time, how many logged intervals are slow and why, and what they cost."""
+    """Median step time, the number of slow intervals with their causes, and their cost."""
     times = curves.step_times(found)
     median = statistics.median(t.ms for t in times) if times else None
     return {
@@ -75,11 +75,7 @@ Panel = Callable[["Axes"], None]
 
 def draw(runs: Sequence[Run], out: Path) -> None:
     """Write the figure atomically; no display is needed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_without_display()
     rows = [row for row in panels(runs) if row]
     columns = math.lcm(*map(len, rows))
     figure = pyplot.figure(figsize=(15, 3.7 * len(rows)), constrained_layout=True)

@@ -37,9 +37,12 @@ DEPTH_MAX = 8  # of folders in a folder
 TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
 LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
 SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
+PROOF = "proof.json"  # what `prove --json` printed about the source
 MANIFEST = "manifest.json"  # of the shards, as it stood beside them
 ASIDE_SUFFIXES = (".md", ".json", ".log", ".model", ".vocab", ".env")  # a script may name them uncounted,
-ASIDE_BYTES_MAX = 2**20  # up to this size: no tokenizer of 8,192 pieces has half of it
+TOKENIZER_SUFFIXES = (".model", ".vocab")
+ASIDE_BYTES_MAX = 2**20  # a tokenizer up to this size: none of 8,192 pieces has half of it
+NOTE_BYTES_MAX = 2**16  # all others up to this size: the longest public note has 58,269 bytes
 PROSE_SUFFIXES = (".md", ".txt", ".html")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 CASEOPS = "caseops.py"  # the transform of the text, where the tokenizer has case marks
@@ -49,7 +52,7 @@ FORMAT = "records/3"  # value of submission.json's `format` in folders that `pac
 
 @dataclass(frozen=True)
 class SeedRun:
-    """A log taken as the evidence of one seed; `named_seed` is what its file name says."""
+    """The log of one seed; `named_seed` is the seed in its file name."""
 
     log: RunLog
     named_seed: int | None
@@ -166,7 +169,7 @@ class Folder:
 
     @property
     def ours(self) -> bool:
-        """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
+        """Whether `pack` wrote this folder; its summaries show it even if the mark was removed."""
         return self.submission.get("format") in FORMATS or bool(self.summaries)
 
     @cached_property
@@ -234,7 +237,7 @@ class Folder:
 
     @cached_property
     def models(self) -> list[Path]:
-        """Files with exactly the bytes of a model that a log counts: taken for what a run left."""
+        """Files with exactly the bytes of a model that a log counts: regarded as output of a run."""
         sizes = {count.bytes for log in self.logs for count in log.byte_counts if count.what == MODEL_BYTES}
         scripts = self.scripts
         return [path for path in self.files() if path not in scripts and path.stat().st_size in sizes]
@@ -311,15 +314,20 @@ class Folder:
 
     def _claimed_runs(self) -> list[SeedRun]:
         """The logs that print each submitted seed's `val_bpb`; empty unless every seed has one."""
-        claimed = []
+        claimed: list[SeedRun] = []
+        taken: set[Path] = set()
         for seed, result in self.submitted_seeds().items():
             value = result.get("val_bpb")
             if not isinstance(value, float):
                 return []
             places = decimals(str(value))
             found = [log for log in self.logs if any(f"{f.bpb:.{places}f}" == str(value) for f in log.finals)]
+            # Two seeds may print one score: each gets a log of its own, that of the seed before others.
+            found = [log for log in found if log.path not in taken]
+            found.sort(key=lambda log: _seed_run(log).seed != seed)
             if not found:
                 return []
+            taken.add(found[0].path)
             claimed.append(SeedRun(found[0], seed))
         return claimed
 
@@ -399,7 +407,8 @@ def number(value: Any) -> float | None:
 
 def _is_aside(path: Path) -> bool:
     """Whether a file is a tokenizer, a note or a manifest, by its name and size."""
-    return path.suffix in ASIDE_SUFFIXES and path.stat().st_size <= ASIDE_BYTES_MAX
+    bytes_max = ASIDE_BYTES_MAX if path.suffix in TOKENIZER_SUFFIXES else NOTE_BYTES_MAX
+    return path.suffix in ASIDE_SUFFIXES and path.stat().st_size <= bytes_max
 
 
 def _within(paths: list[Path], bytes_max: int, read_max: int) -> list[Path]:
@@ -413,6 +422,11 @@ def _within(paths: list[Path], bytes_max: int, read_max: int) -> list[Path]:
     return kept
 
 
+def is_own(path: Path) -> bool:
+    """Whether there is a regular file, and it is in its folder: no link that leads out of it."""
+    return path.is_file() and _stays_in(path, path.parent.resolve())
+
+
 def _stays_in(link: Path, root: Path) -> bool:
     """Whether a link leads to something inside `root`."""
     try:
@@ -422,17 +436,26 @@ def _stays_in(link: Path, root: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises ValueError on one that holds none, is too large or too deep."""
+    """The value in a JSON file. ValueError where there is none, it is too large, deep, or has a key twice."""
     try:
         with path.open("rb") as file:
             data = file.read(TEXT_BYTES_MAX + 1)
         if len(data) > TEXT_BYTES_MAX:
             raise ValueError(f"more than {TEXT_BYTES_MAX:,} bytes")
-        return json.loads(data.decode("utf-8"))
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_each_key_once)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file; of a key that stands twice, readers would not agree which value holds."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"`{twice[0]}` stands there twice")
+    return value
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -445,7 +468,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _variant(run: SeedRun) -> str:
-    """The file name without its seed: what tells reruns apart."""
+    """The file name without its seed, which distinguishes reruns."""
     stem = run.log.path.stem
     return stem if run.named_seed is None else stem.replace(str(run.named_seed), "*", 1)
 

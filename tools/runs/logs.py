@@ -23,8 +23,9 @@ LINES_MAX = 100_000  # of a log
 LINE_CHARACTERS_MAX = 4_000  # a longer line is part of a script's source and says nothing about the run
 DECIMALS_MAX = 20  # more digits than any number here has
 
-NUMBER = r"-?(?:\d{1,40}(?:\.\d{1,40})?(?:[eE][-+]?\d{1,4})?|nan|inf)"
-COUNT = r"\d{1,15}"
+# Digits are those that scripts print: `\d` would also read Arabic and full-width ones.
+NUMBER = r"-?(?:[0-9]{1,40}(?:\.[0-9]{1,40})?(?:[eE][-+]?[0-9]{1,4})?|nan|inf)"
+COUNT = r"[0-9]{1,15}"
 STEP_LINE = re.compile(rf"^(?:step:)?\s*({COUNT})/({COUNT})\s+(.*)$")
 PAIR = re.compile(r"(?<![\w/])([A-Za-z_][\w/]*)[:=]\s*(\S+)")
 SCORES = re.compile(rf"\sval_loss:\s*({NUMBER})\s+val_bpb:\s*({NUMBER})\b")
@@ -47,10 +48,18 @@ VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 # What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
-DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
+DEVICE_LINE = re.compile(
+    r"^Running Python \S+ PyTorch (?P<PyTorch>\S+) on (?P<device>.+?)"
+    r"( dtype:(?P<dtype>\S+) compile:(?P<compile>\S+) threads:(?P<threads>\S+))?$"
+)
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
-CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script tells it when all is done
+CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script prints it at the end
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
+# Lines that tell a score once more, while it is made.
+DONE_LINE = re.compile(rf"^(\w{{1,80}}):done val_loss=({NUMBER}) val_bpb=({NUMBER})(?:\s|$)")
+PROGRESS_LINE = re.compile(
+    rf"^val_progress:(\w{{1,80}}) 100% partial_mean_loss:({NUMBER}) tokens_seen:({COUNT})\b"
+)
 MODEL_BYTES = "Serialized model"  # begins a line of bytes
 FENCE = "=" * 100
 # The scores of a run in order; those after the first are named by the rank of their label.
@@ -84,7 +93,7 @@ class Pace:
     average_unit_ms: float
 
     def fits(self, steps: float, time_ms: float) -> bool:
-        """Whether `steps` of the mean time make `time_ms`, but for what rounding explains."""
+        """Whether `steps` of the mean time make `time_ms`, apart from rounding."""
         slack_ms = abs(steps) * self.average_unit_ms + 2 * self.time_unit_ms
         return abs(steps * self.average_ms - time_ms) <= slack_ms
 
@@ -158,6 +167,17 @@ class ByteCount:
     line: int
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a log says of a score while it is made; bits per byte and tokens where the line has them."""
+
+    name: str
+    loss_text: str
+    bpb_text: str | None
+    tokens: int | None
+    line: int
+
+
 @dataclass(frozen=True)
 class Stop:
     """Why and when training stopped early."""
@@ -178,14 +198,16 @@ class RunLog:
     train: list[Point] = field(default_factory=list)
     validation: list[Point] = field(default_factory=list)
     finals: list[Final] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     byte_counts: list[ByteCount] = field(default_factory=list)
     settings: dict[str, Located] = field(default_factory=dict)
     versions: dict[str, Located] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
-    device: str | None = None  # of rank 0, as our script names it: `x86_64 CPU`
+    # Of rank 0, as our script prints them: PyTorch, device, dtype, compile, threads.
+    conditions: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
-    clock_seconds: Located | None = None  # the training clock at its end, as our script tells it
+    clock_seconds: Located | None = None  # the training clock at its end, as our script prints it
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
     source: str | None = None  # the script's text, where the log begins with it
@@ -233,7 +255,7 @@ class RunLog:
 
     @property
     def steps(self) -> int | None:
-        """Steps up to the last line that tells them."""
+        """Steps up to the last line that has them."""
         if self.stop:
             return self.stop.step
         reached = [point.step for point in (*self.train, *self.validation)]
@@ -266,7 +288,7 @@ class RunLog:
 
     @property
     def clock_is_whole(self) -> bool:
-        """Whether the training clock is told to the end: where training stopped, or at the last step."""
+        """Whether the log has the training clock to the end: where training stopped, or at the last step."""
         if self._seconds_past_its_lines is not None:
             return True
         points = (*self.train, *self.validation)
@@ -412,13 +434,17 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
     elif match := VERSION_LINE.match(line):
         log.versions.setdefault(match[1].lower(), Located(match[2], number))
         if named := DEVICE_LINE.match(line):
-            log.device = named[1].partition(" dtype:")[0]
+            log.conditions = {name: value for name, value in named.groupdict().items() if value}
     elif match := ATTENTION_LINE.match(line):
         log.attention.append(match[1])
     elif match := HESSIAN_LINE.search(line):
         log.hessian_seconds = Located(match[1], number)
     elif match := CLOCK_LINE.match(line):
         log.clock_seconds = Located(match[1], number)
+    elif match := DONE_LINE.match(line):
+        log.told.append(Told(match[1], match[2], match[3], None, number))
+    elif match := PROGRESS_LINE.match(line):
+        log.told.append(Told(match[1], match[2], None, int(match[3]), number))
     elif match := TOTAL_EVAL_LINE.match(line):
         log.total_eval_seconds = Located(match[1], number)
     elif not log.train and SETTINGS_LINE.match(line) and not INPUT_LINE.match(line):

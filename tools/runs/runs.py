@@ -20,8 +20,10 @@ from tools.runs.folder import (
     SCRIPT,
     SETTINGS_OF_A_START,
     SUBMISSION,
+    TEXT_BYTES_MAX,
     Folder,
     SeedRun,
+    is_own,
     read_object,
 )
 from tools.runs.logs import Final, RunLog, read_log
@@ -33,7 +35,8 @@ METRICS = "metrics.jsonl"
 SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
 OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
-LOGS_MAX = 20  # that are read to tell whether a folder is a record
+METRICS_CHARACTERS_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
+LOGS_MAX = 20  # that are read to decide whether a folder is a record
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class RunDirectory:
     """Lazy view of a run directory. Raises RecordError where log or summary is missing."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / LOG).is_file():
+        if not is_own(path / LOG):
             raise RecordError(f"{path} is no run directory: it has no {LOG}; give runs/<RUN_ID>")
         self.path = path
 
@@ -67,7 +70,8 @@ class RunDirectory:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        summary = read_object(self.path / SUMMARY)
+        path = self.path / SUMMARY
+        summary = read_object(path) if is_own(path) else None
         if summary is None:
             raise RecordError(
                 f"{self.path / SUMMARY} is missing or no JSON object: the run did not finish; rerun it"
@@ -87,7 +91,7 @@ class RunDirectory:
     def config_lines(self) -> list[str]:
         """KEY=VALUE lines of config.env, comments and blank lines left out."""
         path = self.path / CONFIG
-        if not path.is_file():
+        if not is_own(path):
             raise RecordError(f"{path} is missing: the run directory is not complete")
         return settings_lines(path)
 
@@ -98,7 +102,7 @@ class RunDirectory:
     @cached_property
     def script(self) -> Script:
         path = self.path / SCRIPT
-        if not path.is_file():
+        if not is_own(path):
             raise RecordError(f"{path} is missing: the run directory does not hold the source that ran")
         return read_script(path)
 
@@ -109,7 +113,8 @@ class RunDirectory:
 
 def settings_lines(path: Path) -> list[str]:
     """KEY=VALUE lines of a config.env, comments and blank lines left out."""
-    return settings_in(path.read_text(encoding="utf-8", errors="replace"))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return settings_in(file.read(TEXT_BYTES_MAX))
 
 
 def settings_of(path: Path) -> dict[str, str]:
@@ -134,10 +139,12 @@ def settings_that_differ(written: Mapping[str, Any], ran: Mapping[str, Any]) -> 
 
 def read_events(path: Path) -> list[Event]:
     """Events of a metrics.jsonl; a torn last line, as a killed run leaves it, is skipped."""
-    if not path.is_file():
+    if not is_own(path):
         return []
     events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read(METRICS_CHARACTERS_MAX).splitlines()
+    for line in lines:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
@@ -160,7 +167,7 @@ class Run:
 
 @dataclass
 class Group:
-    """What one argument of diff or plot names: the seeds of a folder, or a single run."""
+    """The runs that one argument of diff or plot names: the seeds of a folder, or a single run."""
 
     name: str
     runs: list[Run]
@@ -195,7 +202,7 @@ def load_group(path: Path) -> Group:
         run = Run(path.stem, log, log.headline, [], {})
         script = Script(path, log.source.encode(), log.source, wrapped=False) if log.source else None
         return Group(f"{path.parent.name}/{path.name}", [run], _settings(Path(), log), script, {})
-    if (path / LOG).is_file():
+    if is_own(path / LOG):
         return _group_of_run(RunDirectory(path))
     folder = Folder(path)
     if not _is_record(path):
@@ -240,10 +247,11 @@ def _seed_of_folder(folder: Folder, seed: SeedRun) -> Run:
 
 
 def _group_of_run(directory: RunDirectory) -> Group:
-    summary = read_object(directory.path / SUMMARY) or {}
+    path = directory.path / SUMMARY
+    summary = (read_object(path) if is_own(path) else None) or {}
     run = Run(directory.path.name, directory.log, directory.log.headline, directory.events, summary)
     config = _settings(directory.path / CONFIG, directory.log)
-    script = directory.script if (directory.path / SCRIPT).is_file() else None
+    script = directory.script if is_own(directory.path / SCRIPT) else None
     return Group(directory.path.name, [run], config, script, {})
 
 
@@ -253,7 +261,7 @@ def _readable(folder: Folder) -> Script | None:
 
 def _settings(path: Path, log: RunLog) -> dict[str, str]:
     """Settings of config.env, or those that the log prints, without what differs between seeds."""
-    found = settings_of(path) if path.is_file() else _printed_config(log)
+    found = settings_of(path) if is_own(path) else _printed_config(log)
     return {name: value for name, value in found.items() if name not in PER_RUN_SETTINGS}
 
 

@@ -34,7 +34,7 @@ LAYERS_MAX = 4  # of encodings and compressions in one wrapper
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
 BROTLI_PORTION_BYTES = 64
 LZMA_MEMORY_BYTES_MAX = 128 * 2**20  # twice what the strongest preset needs
-WRAPPER_CODE_BYTES_MAX = 4_000  # what is left of a wrapper without its payload
+WRAPPER_CODE_BYTES_MAX = 4_000  # of a wrapper without its payload
 NETWORK_MODULES = {
     "urllib",
     "requests",
@@ -45,13 +45,21 @@ NETWORK_MODULES = {
     "aiohttp",
     "boto3",
     "ftplib",
+    "transformers",
+    "datasets",
+    "kagglehub",
+    "modelscope",
+    "gdown",
 }
+HUBS = {"hub", "model_zoo"}  # of torch: what they load comes from the network
+WEIGHT_SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".ptz", ".bin", ".ckpt", ".safetensors", ".pkl", ".gguf")
 
 # FineWeb files, without what follows a point, and what upstream's scripts call their patterns.
 DATA_FILE = re.compile(r"fineweb_[\w*?!\[\]-]{0,64}|\b(?:train|val)_files\b")
 OTHER_THAN_TRAINING = re.compile(r"val|eval|test|ttt", re.IGNORECASE)  # in a name that also says `train`
 CODE_SUFFIXES = (".py", ".pyc", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so", ".pt2")
 PATH_CHARACTERS_MAX = 256
+WILDCARD = re.compile(r"[*?\[]")
 EXECUTES = re.compile(r"(?<![.\w])(?:exec|eval|compile|execfile)\s*\(|\b(?:marshal|builtins|__builtins__)\b")
 LOADERS = {  # calls that run the file which their arguments name
     "exec",
@@ -64,6 +72,9 @@ LOADERS = {  # calls that run the file which their arguments name
     "load_dynamic",
     "execfile",
 }
+
+
+SHIPPED_SETTINGS = re.compile(rb"^SHIPPED_SETTINGS=(\{.{0,16384}\})$", re.MULTILINE)  # of a wrapper
 
 
 class UnwrapError(ValueError):
@@ -100,6 +111,15 @@ class Script:
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.raw).hexdigest()
+
+    @cached_property
+    def shipped_settings(self) -> dict[str, str] | None:
+        """The defaults that a run wrote into the wrapper; None where it has none, as before version 0.6."""
+        found = SHIPPED_SETTINGS.search(self.raw) if self.wrapped else None
+        try:
+            return dict(ast.literal_eval(found[1].decode("ascii"))) if found else None
+        except (SyntaxError, TypeError, ValueError):  # the latter is UnicodeDecodeError's base
+            return {}
 
     @cached_property
     def tree(self) -> ast.Module | SyntaxError:
@@ -458,7 +478,8 @@ def import_statements(script: Script) -> list[Import]:
             relative = node.level > 0
             found.append(Import(node.module or "", names, node.lineno, id(node) in guarded, relative))
         elif isinstance(node, ast.Call) and _called(node) in ("__import__", "import_module") and node.args:
-            for name in _literal_words(node.args[0])[:1]:
+            name = _joined(node.args[0])
+            if name:
                 found.append(Import(name, (), node.lineno, id(node) in guarded, False))
     return found
 
@@ -549,7 +570,7 @@ def _called(node: ast.Call) -> str:
 
 
 def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path]) -> list[Path]:
-    """Files among `files` that `script` imports, executes or names, through `scripts`; not itself.
+    """Files among `files` that `script` imports, executes or names, also by a pattern, through `scripts`.
 
     Whether a file that is named is read as code, as weights or not at all, its text does not tell.
     """
@@ -561,12 +582,15 @@ def closure(script: Script, scripts: Mapping[Path, Script], files: Iterable[Path
     pending = [script]
     while pending:
         for name in sorted(_file_names(pending.pop())):
-            found = by_ending.get(name)
-            if found is None or found in seen:
-                continue
-            seen[found] = None
-            if found in scripts:
-                pending.append(scripts[found])
+            fitting = [by_ending[name]] if name in by_ending else []
+            if WILDCARD.search(name):
+                fitting = [path for end, path in by_ending.items() if fnmatch.fnmatchcase(end, name)]
+            for found in fitting:
+                if found in seen:
+                    continue
+                seen[found] = None
+                if found in scripts:
+                    pending.append(scripts[found])
     return [path for path in seen if path != script.path]
 
 
@@ -615,6 +639,50 @@ def leaving_paths(script: Script) -> list[Call]:
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str) and _leaves(inner.value):
                 found.append(Call(name, inner.value, node.lineno))
     return found
+
+
+def outside_weights(script: Script) -> list[Call]:
+    """Literal paths of weights or tables outside the script's folder; shards of FineWeb are none."""
+    found = []
+    for value, line in _literals(script):
+        if _leaves(value) and value.endswith(WEIGHT_SUFFIXES) and not DATA_FILE.search(value):
+            found.append(Call("path", value, line))
+    return found
+
+
+def unseen_imports(script: Script) -> list[Call]:
+    """Imports by a name that no literal tells, what torch loads from a hub, and calls of a library in C.
+
+    `name` is the call. Text that is put together from literals is read as one.
+    """
+    found = []
+    for node in script.nodes:
+        if isinstance(node, ast.Attribute) and node.attr in HUBS and ast.unparse(node.value) == "torch":
+            found.append(Call(f"torch.{node.attr}", "", node.lineno))
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        called = _called(node)
+        unseen = called in ("__import__", "import_module") and not _joined(node.args[0])
+        library = called in ("CDLL", "PyDLL", "LoadLibrary") and not _names_own_library(node.args[0])
+        if unseen or library:
+            found.append(Call(called, ast.unparse(node.args[0])[:80], node.lineno))
+    return found
+
+
+def _joined(node: ast.expr) -> str:
+    """The text of a literal, or of literals that are added; empty for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _joined(node.left), _joined(node.right)
+        return left + right if left and right else ""
+    return ""
+
+
+def _names_own_library(node: ast.expr) -> bool:
+    """Whether what a library is loaded from is a path that the script makes, or a file beside it."""
+    name = _joined(node)
+    return not (isinstance(node, ast.Constant) and node.value is None) and (not name or "/" in name)
 
 
 def _is_search_path(function: ast.expr) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO
 
 from data.files import write_bytes
 from tools.runs.errors import RecordError
@@ -14,6 +17,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIGURE_FORMATS = (".png", ".svg")
+CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and the ends of lines
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what a folder holds may be no valid Unicode, or steer the terminal."""
+    shown = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return CONTROL_CHARACTER.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
+
+
+class Terminal(io.TextIOBase):
+    """A stream that prints what is written to it without steering the terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -24,6 +54,15 @@ def write_text(path: Path, text: str) -> None:
 def json_text(value: Any) -> str:
     """Indented JSON with a newline at its end."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def pyplot_without_display() -> ModuleType:
+    """matplotlib's pyplot, for files; names show as they are: a dollar sign begins no formula."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def write_figure(path: Path, figure: Figure, dpi: int) -> None:

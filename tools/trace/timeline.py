@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.runs.errors import RecordError
-from tools.runs.writing import figure_path, json_text, write_figure, write_text
+from tools.runs.folder import number
+from tools.runs.writing import figure_path, json_text, pyplot_without_display, write_figure, write_text
 
 COLOURS = {
-    "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
+    "disk_load": "tab:red", "disk_idle": "mistyrose", "stage": "tab:orange", "gpu_transfer": "tab:purple",
+    "gpu_queue_wait": "black",
     "chunk": "lightgray", "forward": "tab:blue", "backward": "tab:cyan", "grad_clip": "tab:pink",
     "optimizer": "tab:green", "val": "tab:olive",
 }  # fmt: skip
@@ -57,12 +60,26 @@ def trace_files(directory: Path) -> list[Path]:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Events of a Chrome trace. Raises RecordError when the file is not one."""
+    """Well-formed events of a Chrome trace. Raises RecordError when the file is not one."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path}: not a trace ({error!r}), expected one that TRACE_STEPS wrote") from error
-    return [event for event in events if isinstance(event, dict)]
+    if not isinstance(events, list):
+        raise RecordError(f"{path}: `traceEvents` is no list; expected a trace that TRACE_STEPS wrote")
+    return [event for event in events if isinstance(event, dict) and _is_whole(event)]
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether an event that is drawn has all its parts, each of the kind that TRACE_STEPS writes."""
+    if event.get("name") == "thread_name":
+        args = event.get("args")
+        named = isinstance(args, dict) and isinstance(args.get("name"), str)
+        return named and all(isinstance(event.get(key), int) for key in ("pid", "tid"))
+    if event.get("ph") != "X":
+        return True
+    times = [number(event.get(key)) for key in ("pid", "tid", "ts", "dur")]
+    return isinstance(event.get("name"), str) and all(t is not None and math.isfinite(t) for t in times)
 
 
 class Window(NamedTuple):
@@ -100,11 +117,11 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
         if window is None or overlaps(span, window):
             found[event["pid"], event["tid"]].append(span)
     spans = {}
-    for rank, number in sorted(found):
-        lane = lanes.get((rank, number), str(number))
+    for rank, thread in sorted(found):
+        lane = lanes.get((rank, thread), str(thread))
         if several_ranks:
             lane = f"rank {rank} {lane}"
-        spans[lane] = found[rank, number]
+        spans[lane] = found[rank, thread]
     return spans
 
 
@@ -136,11 +153,7 @@ def span_table(spans: dict[str, list[Span]]) -> list[dict[str, Any]]:
 
 def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
     """One row per lane, a bar per span, coloured by name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_without_display()
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
     legend: dict[str, Any] = {}  # per name: its first bar
     for row, found in enumerate(spans.values()):
