@@ -27,7 +27,8 @@ PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
 BESIDE_THE_AXES = ("axes fraction", "data")
 RUNGS = {
     "before quantization": "#1855 before quantization", "MATRIX_LR": "higher learning rate",
-    "quantization": "quantization", "adapters": "test-time adapters", "estimate": "estimate",
+    "quantization": "quantization by GPTQ", "trellis": "trellis, column steps",
+    "adapters": "test-time adapters", "estimate": "estimate",
 }  # fmt: skip
 SIDES = {
     "theirs": "the challenge's script", "ours as theirs": "its settings in this file",

@@ -13,7 +13,6 @@ from tests.support.models import plain_settings, random_batches, tiny_config, tr
 from tests.support.ranks import on_ranks
 from train_gpt import ArtifactError, Config, Machine
 
-
 PLAIN = Config(trellis=False, column_steps=0.0)  # whole steps, as large in all columns
 
 
