@@ -71,7 +71,7 @@ def draw_ladder(axes: Axes) -> None:
         axes.annotate(label, (score, 1.02), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(1.055, 1.074)
+    axes.set_xlim(1.053, 1.074)
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("bits per byte, lower is better. An estimate: no GPU has run it")
 
