@@ -113,7 +113,8 @@ def measure(run: Path, bits: list[float], targets: int, batches: int) -> dict[st
             print(rows[-1], file=sys.stderr, flush=True)
     return {"parameters": weights, "targets": targets, "nats_before": nats_before, "rows": rows,
             "calibration_tokens": batches * config.micro_batch_tokens, "data": folder.name,
-            "iterations": config.iterations, "tokens_a_step": config.train_batch_tokens, "seed": config.seed}  # fmt: skip
+            "iterations": config.iterations, "tokens_a_step": config.train_batch_tokens,
+            "seed": config.seed}  # fmt: skip
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
@@ -127,12 +128,13 @@ def tables(measured: dict[str, Any]) -> list[str]:
             f"| {row['arm']} | {row['bits']:g} | {row['bytes']:,} | {row['divergence']:.5f} | {share:.2f} | "
             f"{row['nats_lost']:+.5f} | {row['passes']} | {seconds['write_artifact']:.0f} | "
             f"{seconds['quantize']:.0f} | {seconds['encode']:.0f} | {seconds['decode']:.0f} |")
-    header = ("| arm | bits a weight | bytes | divergence | of the first arm's | nats lost | passes | CPU s | of "
-              "them rounding | coding | decoding |")  # fmt: skip
+    header = (
+        "| arm | bits a weight | bytes | divergence | of the first arm's | nats lost | passes | CPU s | of "
+        "them rounding | coding | decoding |")
     return [
         f"One model of {measured['parameters']:,} weights on `{measured['data']}`, seed {measured['seed']}, "
-        f"{measured['iterations']} steps of {measured['tokens_a_step']:,} tokens, {measured['nats_before']:.4f} "
-        f"nats before quantization. Hessians of {measured['calibration_tokens']:,} tokens, "
+        f"{measured['iterations']} steps of {measured['tokens_a_step']:,} tokens. Before quantization it has "
+        f"{measured['nats_before']:.4f} nats. Hessians of {measured['calibration_tokens']:,} tokens, "
         f"{measured['targets']:,} validation targets.",
         "", *table(header, lines)]  # fmt: skip
 
