@@ -310,8 +310,8 @@ class Config(TrainingSettings):
     mlp_clip_sigmas: float = setting(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
     attn_clip_sigmas: float = setting(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = setting(14.0, "clip of embeddings", 0.1)
-    trellis: bool = setting(False, "codes on two grids half a step apart (TCQ); 0: one grid")
-    column_steps: float = setting(0.0, "power of the GPTQ factor in column steps; 0: one step a row", 0, 1)
+    trellis: bool = setting(True, "codes on two grids half a step apart (TCQ); 0: one grid")
+    column_steps: float = setting(0.5, "power of the GPTQ factor in column steps; 0: one step a row", 0, 1)
     gptq: bool = setting(True, "round with second-order information; 0: to nearest, all else alike")
     gptq_damping: float = setting(0.01, "share of the mean diagonal added to Hessians", 1e-6)
     gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
@@ -3784,7 +3784,7 @@ def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tens
     return weights_RNC.transpose(0, 1).reshape(shape)
 
 
-# --- only TRELLIS=1: codes on two grids, half a step apart --------------------------------------------------
+# --- the trellis: codes on two grids, half a step apart -----------------------------------------------------
 #
 # Weights that are rounded one by one have errors that fill a cube, of a mean square of step² / 12. A ball of
 # the same volume has 1.53 dB less, and no code of the same entropy can gain more: 0.25 bits a weight.

@@ -114,7 +114,7 @@ def test_a_paid_training_begins_unless_its_file_cannot_fit(rate_control: int) ->
 
 
 def test_the_estimate_brackets_what_is_written_and_bits_are_as_given(tmp_path: Path) -> None:
-    env = plain_settings(2, 64, 256)
+    env = plain_settings(2, 64, 256, TRELLIS=0, COLUMN_STEPS=0)
     high, *_, low = train_gpt.expected_bytes(Config.from_env(env), train_gpt.MULTIPLIERS)
     _, about, _ = write(tmp_path / "model.bin", Config.from_env(env))
     assert low < about.bytes and abs(about.bytes / high - 1) < 0.05
@@ -122,8 +122,9 @@ def test_the_estimate_brackets_what_is_written_and_bits_are_as_given(tmp_path: P
     _, about, _ = write(tmp_path / "tight.bin", tight)
     assert about.bytes <= 1.3 * low and max(bits_of(tmp_path / "tight.bin").values()) <= 4
     env = plain_settings(
-        2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3
-    )
+        2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3,
+        TRELLIS=0, COLUMN_STEPS=0,
+    )  # fmt: skip
     _, _, line = write(tmp_path / "model.bin", Config.from_env(env))
     bits = bits_of(tmp_path / "model.bin")
     assert bits.pop("token_embedding_VD") in {4, 5}
@@ -226,7 +227,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> None:
     """BigramHash, value embedding, smear by channel, and a head of its own."""
     config = Config.from_env(plain_settings(
-        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TIE_EMBEDDINGS=0, CHANNEL_SMEAR_ENABLED=1,
+        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TRELLIS=0, TIE_EMBEDDINGS=0, CHANNEL_SMEAR_ENABLED=1,
         BIGRAM_VOCAB_SIZE=48, BIGRAM_DIM=8, VE_ENABLED=1, VE_DIM=8, VE_LAYERS="0,1",
     ))  # fmt: skip
     model = trained_like(config)
