@@ -190,8 +190,6 @@ def test_a_page_is_short_and_plain(path: Path) -> None:
     assert path.parent.name != "docs" or lines <= 200
 
 
-
-
 def test_the_log_line_that_is_explained_is_from_a_log(repo: Path) -> None:
     (line,) = re.findall(r"^step:\d+/.+$", page("docs/logs.md"), re.MULTILINE)
     logs = (repo / "records").glob("track_*/*/train_seed*.log")
