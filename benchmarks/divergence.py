@@ -99,8 +99,9 @@ def measure(run: Path, bits: list[float], targets: int, batches: int) -> dict[st
             with contextlib.ExitStack() as stack:
                 for owner, name in WATCHED:
                     stack.enter_context(clock.watched(owner, name))
-                data, _ = train_gpt.write_artifact(
-                    model, Config.from_env(settings), hessians, "", int(weights * size / 8))
+                arm_config = Config.from_env(settings)
+                known = hessians if arm_config.gptq else {}
+                data, _ = train_gpt.write_artifact(model, arm_config, known, "", int(weights * size / 8))
                 read, _ = train_gpt.load_artifact(Path(arm), data)
             train_gpt.ready_model(read, machine, train_gpt.Ops())
             after_NV = torch.cat(list(predictions(read, tokens, config)))
