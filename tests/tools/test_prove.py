@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,23 @@ import pytest
 
 import train_gpt
 from data import shards
+from tests.support.processes import Lab
 from tests.tools.conftest import SHIPPED_CODE
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
-from tools.prove import casing, foreign, mutants, network, probes, prove, questions, ranks, rehearsal, tiny
+from tools.prove import (
+    casing,
+    foreign,
+    mutants,
+    network,
+    probes,
+    prove,
+    questions,
+    ranks,
+    rehearsal,
+    replay,
+    tiny,
+)
 from tools.prove.mutants import trial
 from tools.prove.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS, OF_RANKS
 
@@ -519,3 +533,29 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
     file.write_text("x = 1\n")
     with pytest.raises(foreign.RecordError, match="no class Adapter"):
         foreign.load_adapter(file, SCRIPT)
+
+
+def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    run = lab.succeed(**adapters, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
+    assert main(["prove", "--replay", str(run), "--documents", "3"]) == 0
+    out = capsys.readouterr().out
+    print(out)
+    assert "sliding_window" in out
+
+    def told(name: str, old: bytes, new: bytes) -> set[str]:
+        """What a copy says in which a file has these other bytes."""
+        copy = Path(shutil.copytree(run, run.with_name("copy"), dirs_exist_ok=True))
+        content = (copy / name).read_bytes()
+        assert old in content
+        (copy / name).write_bytes(content.replace(old, new))
+        found = replay.findings(copy, 3, 0, {})
+        return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
+
+    nats = np.fromfile(run / "nats_roundtrip.bin")
+    assert told("nats_roundtrip.bin", nats.tobytes(), (0.99 * nats).tobytes()) == {"roundtrip", "roundtrip, log.txt"}
+    assert told("log.txt", b"roundtrip_exact val_loss:5", b"roundtrip_exact val_loss:4") == {"roundtrip, log.txt"}
+    cheat = b"return nats.cpu().numpy() * 0.999"
+    assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == {"roundtrip", "sliding_window"}

@@ -26,7 +26,6 @@ from tools import REPO
 from tools.check.findings import Finding, Level, Mode, fail, info, warn
 from tools.prove import network
 from tools.runs.errors import RecordError
-from tools.runs.load import load_script
 from tools.runs.source import read_script
 from tools.runs.writing import json_text
 
@@ -38,23 +37,43 @@ PROOFS = {
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
     "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact",
     "B13": "rank invariance", "B14": "determinism", "B15": "no network", "B16": "mutants",
-    "B17": "full size",
+    "B17": "full size", "B18": "execution",
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=Path, metavar="PATH", help="a train_gpt.py")
+    parser.add_argument("script", type=Path, nargs="?", metavar="PATH", help="a train_gpt.py")
+    parser.add_argument(
+        "--replay", type=Path, metavar="FOLDER", help="score documents of a run again: a run directory"
+    )
+    parser.add_argument("--documents", type=int, default=8, metavar="N", help="for --replay: how many")
     parser.add_argument("--config", type=Path, metavar="FILE", help="prove these settings, not the defaults")
     parser.add_argument("--adapter", type=Path, metavar="FILE", help="for a script of another kind: README")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model and stream")
     parser.add_argument(
         "--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run"
     )
+    parser.add_argument(
+        "--only", type=checks_in, metavar="B5,B9", help="only these checks, and what they need; no verdict"
+    )
     parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
+def checks_in(text: str) -> list[str]:
+    """The checks in the text of an option. ValueError for one that there is not."""
+    checks = text.upper().split(",")
+    unknown = [check for check in checks if check not in PROOFS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no check {unknown[0]}; there are {' '.join(PROOFS)}")
+    return checks
+
+
 def run(args: argparse.Namespace) -> int:
+    if (args.script is None) == (args.replay is None):
+        raise RecordError("name a train_gpt.py, or --replay with a run directory")
+    if args.replay is not None:
+        return _replay(args)
     path = args.script.resolve()
     if not path.is_file():
         raise RecordError(f"{args.script}: no such file; name a train_gpt.py")
@@ -78,11 +97,30 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def _replay(args: argparse.Namespace) -> int:
+    """Print what a folder's documents are when they are scored again; exit status REFUTED if they differ."""
+    if not args.replay.is_dir():
+        raise RecordError(f"--replay {args.replay}: no such folder")
+    with tempfile.TemporaryDirectory() as folder:
+        data = {key: os.environ[key] for key in ("DATA_PATH", "TOKENIZER_PATH") if key in os.environ}
+        order = Order(str(args.replay.resolve()), args.seed, settings=data, documents=args.documents)
+        findings = _in_own_process(order, Path(folder), "replay")
+    differs = exit_status(findings)
+    words = {PROVEN: "the run is repeated", REFUTED: "differs", UNCHECKED: "not all could be repeated"}[differs]
+    if args.json:
+        listed = [finding.as_json(Mode.AGREED) for finding in findings]
+        print(json_text({"folder": str(args.replay), "status": differs, "findings": listed}), end="")
+    else:
+        print(f"{render(findings)}\n{args.replay}: {words}")
+    return differs
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """What a worker is to do; its fields are what JSON can hold.
 
-    settings: of a CONFIG file and of the environment; None: the script's defaults.
+    settings: of a CONFIG file and of the environment; None: the script's defaults. only: the checks that are
+    asked for; none: all.
     """
 
     path: str
@@ -92,6 +130,12 @@ class Order:
     settings: dict[str, str] | None = None
     settings_name: str = "defaults"
     adapter: str = ""
+    only: list[str] = dataclasses.field(default_factory=list)
+    documents: int = 0  # to be scored again, of a run directory
+
+    def wants(self, *checks: str) -> bool:
+        """Whether one of these checks is asked for; what is run is asked for with all checks, too."""
+        return not self.only or "B18" in self.only or bool(set(checks) & set(self.only))
 
     @staticmethod
     def of_arguments(args: argparse.Namespace, path: Path) -> Order:
@@ -102,7 +146,8 @@ class Order:
             settings = {**settings_around(path), "CONFIG": str(args.config.resolve())}
             name = args.config.name
         adapter = str(args.adapter.resolve()) if args.adapter is not None else ""
-        return Order(str(path), args.seed, args.quick, args.full_size, settings, name, adapter)
+        only = args.only or []
+        return Order(str(path), args.seed, args.quick, args.full_size, settings, name, adapter, only)
 
 
 def settings_around(path: Path) -> dict[str, str]:
@@ -162,11 +207,11 @@ NOTE = "B0"  # what a proof is about: no result
 # ======================================================================================================
 
 
-def _in_own_process(order: Order, folder: Path) -> list[Finding]:
+def _in_own_process(order: Order, folder: Path, what: str = "prove") -> list[Finding]:
     """The findings of a worker process; what ends it is a finding too."""
     out = folder / "findings.json"
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)))
-    command = [*network.namespace_command(), *_worker(folder, "prove")]
+    command = [*network.namespace_command(), *_worker(folder, what)]
     try:
         done = subprocess.run(
             command, env=_environment(), capture_output=True, text=True,
@@ -230,25 +275,29 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
     yield info(NOTE, f"not exercised: {tiny.NOT_EXERCISED}", configured.name)
     off = " ".join(tiny.switched_off(whole))
     yield info(NOTE, f"not exercised, as these settings are 0: {off}", configured.name)
-    yield from scoring(smallest, thorough=not order.quick)
-    yield from scoring(configured, thorough=False)
-    yield from probes.evaluation_warmup(smallest)
-    others = [configured]
+    subjects = [smallest, configured]
     if hasattr(whole, "ttt_mode"):  # a second way of test-time training
-        documents = probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA)
-        yield from scoring(documents, thorough=not order.quick)
-        yield from probes.evaluation_warmup(documents)
-        yield from probes.clock_alone(documents)
-        others.append(documents)
-    if not order.quick:
-        yield from rank_invariance(smallest, Path(order.path), folder, *others)
-    laboratory_folder = folder / "laboratory"
-    laboratory_folder.mkdir()
-    laboratory = rehearsal.build_laboratory(laboratory_folder)
-    yield from probes.byte_table(smallest, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
-    yield from casing.case_bytes(smallest, laboratory_folder)
-    if not order.quick:
-        yield from whole_runs(script, laboratory, whole, order.settings_name)
+        subjects.append(probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA))
+    for subject in subjects:
+        if order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
+            yield from scoring(subject, order, thorough=not order.quick and subject is not configured)
+        if order.wants("B7") and subject is not configured:
+            yield from probes.evaluation_warmup(subject)
+    for subject in subjects[2:]:
+        if order.wants("B1", "B5"):
+            yield from probes.clock_alone(subject)
+    if not order.quick and order.wants("B13"):
+        yield from rank_invariance(smallest, Path(order.path), folder, *subjects[1:])
+    runs = not order.quick and order.wants("B3", "B4", "B7", "B8", "B10", "B12", "B14")
+    if runs or order.wants("B10", "B11"):
+        laboratory_folder = folder / "laboratory"
+        laboratory_folder.mkdir()
+        laboratory = rehearsal.build_laboratory(laboratory_folder)
+        yield from probes.byte_table(smallest, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
+        yield from casing.case_bytes(smallest, laboratory_folder)
+        if runs:
+            yield from whole_runs(script, laboratory, whole, order.settings_name)
+    if not order.quick and (not order.only or "B16" in order.only):
         yield from surviving_mutants(Path(order.path), folder)
     if order.full_size:
         from tools.prove.full_size import full_size
@@ -256,33 +305,38 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         yield from full_size(script, whole.as_env(), order.seed)
 
 
-def scoring(subject: Any, thorough: bool) -> Iterator[Finding]:
+def scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
     """What is asked of a subject's `evaluate`, which each finding names; not thorough: at the edges alone."""
-    for finding in _scoring(subject, thorough):
+    for finding in _scoring(subject, order, thorough):
         if finding.where.startswith(subject.name):
             yield finding
         else:
             yield dataclasses.replace(finding, where=f"{subject.name}: {finding.where}")
 
 
-def _scoring(subject: Any, thorough: bool) -> Iterator[Finding]:
+def _scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
     from tools.prove import probes, questions
 
     case = subject.case()
     edges = [0, subject.config.ttt_chunk_tokens - 1, subject.config.ttt_chunk_tokens, 75]
     last = len(case.tokens) - 2
-    yield from probes.ledger_order(subject)
-    yield from questions.repetition(case)
-    yield from questions.kraft(case, probes.kraft_positions(subject) if thorough else [*edges, last])
-    suffixes = [35, 64, 118] if thorough else [64]
-    yield from questions.future(case, None if thorough else [20, 60, 140], suffixes)
+    if order.wants("B3", "B4", "B5", "B6"):
+        yield from probes.ledger_order(subject)
+    if order.wants("B14"):
+        yield from questions.repetition(case)
     repeating = dataclasses.replace(case, tokens=questions.repeating(case.tokens))
-    for finding in (
-        *questions.kraft(repeating, [50, 77, 140] if thorough else [77]),
-        *questions.future(repeating, [30, 100, 145], [80]),
-    ):
+    repeated: list[Finding] = []
+    if order.wants("B2"):
+        yield from questions.kraft(case, probes.kraft_positions(subject) if thorough else [*edges, last])
+        repeated += questions.kraft(repeating, [50, 77, 140] if thorough else [77])
+    if order.wants("B1"):
+        suffixes = [35, 64, 118] if thorough else [64]
+        yield from questions.future(case, None if thorough else [20, 60, 140], suffixes)
+        repeated += questions.future(repeating, [30, 100, 145], [80])
+    for finding in repeated:
         yield dataclasses.replace(finding, text=f"{finding.text}; phrases that repeat")
-    yield from probes.document_isolation(subject)
+    if order.wants("B9"):
+        yield from probes.document_isolation(subject)
 
 
 def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> Iterator[Finding]:
@@ -392,11 +446,14 @@ def _checked(order: Order, folder: Path) -> list[Finding]:
         from tools.prove import foreign
 
         return list(foreign.proofs(path, Path(order.adapter), order.seed))
+    from tools.prove import execution, tiny
+    from tools.prove.probes import ENTRY_POINT
+
     try:
-        script = load_script(path)
+        executed = execution.Execution(path)
     except BaseException as error:
         return not_checked(path, f"it does not load: {type(error).__name__}: {error}")
-    from tools.prove.probes import ENTRY_POINT
+    script = executed.module
 
     missing = [name for name in ENTRY_POINT if not hasattr(script, name)]
     if missing:
@@ -407,6 +464,13 @@ def _checked(order: Order, folder: Path) -> list[Finding]:
             findings.append(finding)
     except Exception as error:
         findings.append(_stopped(script, error, path))
+    if order.only:
+        findings = [finding for finding in findings if finding.check in (*order.only, NOTE)]
+    if not order.quick and order.wants("B18"):
+        for file in folder.glob("ran_*"):  # by ranks
+            executed.add(file)
+        config = script.Config.from_env(order.settings or {})
+        findings += execution.findings(executed, tiny.left_alone(script, config))
     return findings
 
 
@@ -430,13 +494,29 @@ def _main(arguments: list[str]) -> None:
     folder = Path(arguments[0])
     order = Order(**json.loads((folder / "order.json").read_text()))
     if arguments[1] == "rank":
-        from tools.prove import mutants, ranks
+        from tools.prove import execution, mutants, ranks
 
         path = Path(order.path)
-        script = mutants.mutated(path, arguments[4]) if arguments[4] else load_script(path)
-        ranks.answer(script, folder, int(arguments[2]), int(arguments[3]))
+        rank, world_size, mutant = int(arguments[2]), int(arguments[3]), arguments[4]
+        if mutant:
+            ranks.answer(mutants.mutated(path, mutant), folder, rank, world_size)
+            return
+        executed = execution.Execution(path)
+        ranks.answer(executed.module, folder, rank, world_size)
+        (folder / f"ran_{world_size}_{rank}").write_bytes(executed.ran)
         return
-    findings = [dataclasses.asdict(finding) for finding in _work(order, folder)]
+    if arguments[1] == "replay":
+        from tools.prove import replay
+
+        try:
+            found = list(replay.findings(Path(order.path), order.documents, order.seed, order.settings or {}))
+        except Exception as error:  # whatever its files hold
+            traceback.print_exc()
+            text = f"not checked: {type(error).__name__}: {error}"
+            found = [warn(replay.CHECK, text, Path(order.path).name, "see its message")]
+    else:
+        found = _work(order, folder)
+    findings = [dataclasses.asdict(finding) for finding in found]
     (folder / "findings.json").write_text(json.dumps(findings))
 
 

@@ -75,8 +75,16 @@ RUN = {
 NOT_EXERCISED = "another device, the compiler, bfloat16 and kernels for GPUs"
 
 # Where nothing of a user's run is to be read or written, whatever the settings say.
-PRIVATE = ("DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY", "VAL_TOKENS_LIMIT",
-           "TRACE_STEPS")
+PRIVATE = (
+    "DATA_PATH",
+    "TOKENIZER_PATH",
+    "RUN_ID",
+    "RUNS_DIR",
+    "RESUME",
+    "EVAL_ONLY",
+    "VAL_TOKENS_LIMIT",
+    "TRACE_STEPS",
+)
 
 
 class Size(NamedTuple):
@@ -110,6 +118,18 @@ def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
     values = {name: value for name, value in values.items() if name in before}
     changed = [f"{name} {before[name]} -> {value}" for name, value in values.items() if value != before[name]]
     return values, changed
+
+
+def left_alone(script: ModuleType, config: Any) -> set[str]:
+    """Names of the fields of a config that every proof of it leaves as a run has them."""
+    whole = config.as_env()
+    changed = {"SEED", *PRIVATE, *RUN}
+    for size in (FOR_SCORER, FOR_RUN):
+        settings, _ = shrink(config, size)
+        changed |= {
+            name for name, value in script.Config.from_env(settings).as_env().items() if value != whole[name]
+        }
+    return {name.lower() for name in whole.keys() - changed}
 
 
 def switched_off(config: Any) -> list[str]:
