@@ -19,8 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from tools import REPO
 from tools.check.findings import Finding, info, warn
+from tools.runs.writing import json_text, write_text
 
 MARKS = "__ran__"  # the name of the marks in the script
 ROOTS = ("evaluate", "rehearse_evaluation", "collect_hessians", "write_artifact", "load_artifact",
@@ -189,6 +192,14 @@ class Execution:
         self.ran = bytearray(len(self.marks))
         self.module = self._load(marked)
 
+    @staticmethod
+    def marks_of(path: Path) -> list[Mark]:
+        """The marks of a script, which is not run."""
+        source = path.read_text(encoding="utf-8")
+        marker = _Marker(source)
+        marker.visit(ast.parse(source))
+        return marker.marks
+
     def _load(self, marked: ast.AST) -> ModuleType:
         spec = importlib.util.spec_from_file_location("audited_script", self.path)
         assert spec is not None
@@ -218,21 +229,22 @@ class Execution:
             missing.append(mark)
         return missing
 
-    def branches_that_read(self) -> list[tuple[int, str, str]]:
-        """(line, what it reads, condition) of each comparison and branch on the path that reads such things."""
-        found = {}
-        for name, function in functions(self.tree).items():
-            if name not in self.on_path:
+
+def branches_that_read(path: Path) -> list[tuple[int, str, str]]:
+    """(line, what it reads, condition) of each comparison and branch on the path of a script that reads such."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    on_path = reachable(tree)
+    found = {}
+    for name, function in functions(tree).items():
+        for node in ast.walk(function) if name in on_path else ():
+            test = node.test if isinstance(node, ast.If | ast.IfExp | ast.While) else node
+            if not isinstance(test, ast.expr) or (test is node and not isinstance(test, ast.Compare)):
                 continue
-            for node in ast.walk(function):
-                test = node.test if isinstance(node, ast.If | ast.IfExp | ast.While) else node
-                if not isinstance(test, ast.expr) or (test is node and not isinstance(test, ast.Compare)):
-                    continue
-                text = ast.unparse(test)
-                reads = [what for what, words in READS.items() if re.search(words, text)]
-                if reads:
-                    found[test.lineno, text] = (test.lineno, ", ".join(reads), text)
-        return sorted(found.values())
+            text = ast.unparse(test)
+            reads = [what for what, words in READS.items() if re.search(words, text)]
+            if reads:
+                found[test.lineno, text] = (test.lineno, ", ".join(reads), text)
+    return sorted(found.values())
 
 
 def functions(tree: ast.AST, scope: str = "") -> dict[str, ast.FunctionDef]:
@@ -330,9 +342,26 @@ def by_settings(mark: Mark, same: set[str]) -> bool:
     return True
 
 
+def read_excuses() -> list[dict[str, Any]]:
+    """Reasons why some code is not run, each with the code by `Mark.key` and its digest."""
+    excuses: list[dict[str, Any]] = json.loads(EXCUSES.read_text(encoding="utf-8"))
+    return excuses
+
+
+def renewed(path: Path, excuses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The excuses with the digests of the script at `path`, without code that it has no more."""
+    digests = {mark.key: mark.digest for mark in Execution.marks_of(path)}
+    found = []
+    for entry in excuses:
+        code = {key: digests[key] for key in sorted(entry["code"]) if key in digests}
+        if code:
+            found.append({"reason": entry["reason"], "code": code})
+    return found
+
+
 def findings(execution: Execution, same: set[str]) -> Iterator[Finding]:
-    """B18: what did not run and no excuse explains, then the excuses that were needed. same: `by_settings`."""
-    excuses = json.loads(EXCUSES.read_text(encoding="utf-8")) if EXCUSES.is_file() else []
+    """B18: what did not run and no excuse explains, then the excuses. same: as in `by_settings`."""
+    excuses = read_excuses()[:EXCUSES_MAX]
     known = {key: (entry["reason"], digest) for entry in excuses for key, digest in entry["code"].items()}
     used: dict[str, int] = {}
     off = 0
@@ -354,5 +383,21 @@ def findings(execution: Execution, same: set[str]) -> Iterator[Finding]:
         for mark, ran in zip(execution.marks, execution.ran, strict=True)
         if mark.function in execution.on_path
     ]
-    text = f"{sum(on_path)} of {len(on_path)} branches of the path to a score ran; {off} are off by settings alone"
+    text = f"{sum(on_path)} of {len(on_path)} branches on the path ran; {off} are off by settings alone"
     yield info("B18", text, execution.path.name)
+    read = len(branches_that_read(execution.path))
+    yield info(
+        "B18",
+        f"{read} conditions on it read what a run has otherwise: --branches lists them",
+        execution.path.name,
+    )
+
+
+def main() -> None:
+    """Renew the digests of the excuses, once a person has read what `git diff train_gpt.py` shows of them."""
+    excuses = renewed(REPO / "train_gpt.py", read_excuses())
+    write_text(EXCUSES, json_text(excuses))
+
+
+if __name__ == "__main__":
+    main()

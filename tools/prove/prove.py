@@ -31,7 +31,7 @@ from tools.runs.writing import json_text
 
 SECONDS_MAX = 1800  # of the clock: a machine may be busy
 PROVEN, REFUTED, UNCHECKED = range(3)  # exit statuses
-RANKS = (2, 4)
+RANKS = (2, 3, 8)
 PROOFS = {
     "B1": "future independence", "B2": "normalisation", "B3": "coverage", "B4": "write-once scores",
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
@@ -56,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", type=checks_in, metavar="B5,B9", help="only these checks, and what they need; no verdict"
     )
+    parser.add_argument(
+        "--branches", action="store_true",
+        help="list what on the path to a score depends on sizes, counts, devices, places or time; run nothing",
+    )  # fmt: skip
     parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
@@ -77,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.script.resolve()
     if not path.is_file():
         raise RecordError(f"{args.script}: no such file; name a train_gpt.py")
+    if args.branches:
+        return _list_branches(path)
     for name in ("config", "adapter"):
         given = getattr(args, name)
         if given is not None and not given.is_file():
@@ -97,6 +103,15 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def _list_branches(path: Path) -> int:
+    """Print every condition of the path to a score that may be otherwise in a run than in a proof."""
+    from tools.prove.execution import branches_that_read
+
+    for line, reads, condition in branches_that_read(path):
+        print(f"{path.name}:{line}: {condition}  [{reads}]")
+    return PROVEN
+
+
 def _replay(args: argparse.Namespace) -> int:
     """Print what a folder's documents are when they are scored again; exit status REFUTED if they differ."""
     if not args.replay.is_dir():
@@ -106,7 +121,9 @@ def _replay(args: argparse.Namespace) -> int:
         order = Order(str(args.replay.resolve()), args.seed, settings=data, documents=args.documents)
         findings = _in_own_process(order, Path(folder), "replay")
     differs = exit_status(findings)
-    words = {PROVEN: "the run is repeated", REFUTED: "differs", UNCHECKED: "not all could be repeated"}[differs]
+    words = {PROVEN: "the run is repeated", REFUTED: "differs", UNCHECKED: "not all could be repeated"}[
+        differs
+    ]
     if args.json:
         listed = [finding.as_json(Mode.AGREED) for finding in findings]
         print(json_text({"folder": str(args.replay), "status": differs, "findings": listed}), end="")
@@ -253,9 +270,7 @@ def not_checked(path: Path, why: str) -> list[Finding]:
     remedy = (
         "offer Config.from_env, build_model, Ledger, Validation, evaluate and token_bytes, or an --adapter"
     )
-    return [
-        warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()
-    ]
+    return [warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()]
 
 
 # ======================================================================================================
@@ -280,20 +295,22 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         subjects.append(probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA))
     for subject in subjects:
         if order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
-            yield from scoring(subject, order, thorough=not order.quick and subject is not configured)
+            yield from scoring(subject, not order.quick and subject is not configured, order)
         if order.wants("B7") and subject is not configured:
             yield from probes.evaluation_warmup(subject)
+    if order.wants("B2"):
+        yield whole_vocabulary(script, whole, order.seed)
     for subject in subjects[2:]:
         if order.wants("B1", "B5"):
             yield from probes.clock_alone(subject)
     if not order.quick and order.wants("B13"):
-        yield from rank_invariance(smallest, Path(order.path), folder, *subjects[1:])
+        yield from rank_invariance(smallest, folder, *subjects[1:])
     runs = not order.quick and order.wants("B3", "B4", "B7", "B8", "B10", "B12", "B14")
     if runs or order.wants("B10", "B11"):
         laboratory_folder = folder / "laboratory"
         laboratory_folder.mkdir()
         laboratory = rehearsal.build_laboratory(laboratory_folder)
-        yield from probes.byte_table(smallest, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
+        yield from byte_tables(smallest, laboratory)
         yield from casing.case_bytes(smallest, laboratory_folder)
         if runs:
             yield from whole_runs(script, laboratory, whole, order.settings_name)
@@ -305,9 +322,40 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         yield from full_size(script, whole.as_env(), order.seed)
 
 
-def scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
-    """What is asked of a subject's `evaluate`, which each finding names; not thorough: at the edges alone."""
-    for finding in _scoring(subject, order, thorough):
+def whole_vocabulary(script: ModuleType, config: Any, seed: int) -> Finding:
+    """B2: over as many ids as a run has the probabilities sum to one, too."""
+    from tools.prove import full_size, probes
+
+    size = str(config.vocab_size)
+    subject = probes.make_subject(script, seed, f"tiny, {size} ids", VOCAB_SIZE=size)
+    _, found = full_size.kraft_at_full_size(subject, subject.model())
+    return dataclasses.replace(found, check="B2", where=subject.name)
+
+
+def byte_tables(subject: Any, laboratory: Any) -> Iterator[Finding]:
+    """B10 and B11 with both tokenizers of a laboratory, and B10 with many pieces."""
+    import sentencepiece
+
+    from tools.prove import probes, rehearsal
+
+    tokenizer = str(laboratory.tokenizer)
+    texts = rehearsal.TEXTS
+    yield from probes.byte_table(subject, tokenizer, texts, laboratory.pieces)
+    config = probes.with_tokenizer(subject.config, tokenizer, laboratory.pieces)
+    yield probes.round_trip(subject, config, texts, laboratory.pieces)
+    spaced = sentencepiece.SentencePieceProcessor(model_file=str(laboratory.spaced))
+    yield from probes.byte_table(subject, str(laboratory.spaced), texts, spaced)
+    many = laboratory.folder / "many"
+    many.mkdir(exist_ok=True)
+    yield from probes.many_ids(subject, many)
+
+
+def scoring(subject: Any, thorough: bool, order: Order | None = None) -> Iterator[Finding]:
+    """What is asked of a subject's `evaluate`, which each finding names; not thorough: at the edges alone.
+
+    order: which checks are asked for; None: all.
+    """
+    for finding in _scoring(subject, order or Order(""), thorough):
         if finding.where.startswith(subject.name):
             yield finding
         else:
@@ -345,6 +393,7 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
 
     settings, shrunk = rehearsal.settings_for_runs(script, config)
     yield info(NOTE, f"shrunk for whole runs: {'; '.join(shrunk)}", name)
+    files = rehearsal.data_files(laboratory)
     first = rehearsal.run_script(script, laboratory, "first", settings, forged=rehearsal.rising)
     yield from rehearsal.data_apart(laboratory, first)
     yield from rehearsal.one_score_each(laboratory, first)
@@ -356,33 +405,31 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     )
     yield from rehearsal.figures(laboratory, second)
     yield from rehearsal.unaware_of_validation(first, second)
-    warm = {**settings, "WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1"}
+    warm = {**settings, **rehearsal.WARM}
     warmed = rehearsal.run_script(script, laboratory, "warm", warm, forged=rehearsal.rising)
+    yield from rehearsal.data_apart(laboratory, warmed)
+    yield from rehearsal.one_score_each(laboratory, warmed)
     yield from rehearsal.same_result(first, warmed)
+    yield from rehearsal.limited(script, laboratory, settings, first)
+    yield rehearsal.data_untouched(laboratory, files)
 
 
-def rank_invariance(
-    subject: Any, path: Path, folder: Path, *more: Any, mutant: str = ""
-) -> Iterator[Finding]:
-    """B13: several ranks write the ledgers of one. mutant: one that the ranks are made."""
+def rank_invariance(subject: Any, folder: Path, *more: Any) -> Iterator[Finding]:
+    """B13: several ranks write the ledgers of one. Where one of them aborts, all try once more."""
     from tools.prove import ranks as several
 
     subjects = [several.in_small_batches(each) for each in (subject, *more)]
-    several.stored(subjects, folder)
-    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(Order(str(path)))))
     alone = [several.ask(each) for each in subjects]
     for ranks in RANKS:
-        children = []
-        for rank in range(ranks):
-            command = _worker(folder, "rank", str(rank), str(ranks), mutant)
-            environment = {**os.environ, **_environment()}
-            children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        codes = [child.wait(timeout=SECONDS_MAX) for child in children]
+        for attempt in range(2):
+            codes, found = several.answers(subjects, folder / f"ranks_{ranks}_{attempt}", ranks)
+            if not any(codes):
+                break
+            yield info("B13", f"{ranks} ranks ended with {codes}, attempt {attempt + 1}", "gloo, CPU")
         if any(codes):
-            text = f"{ranks} ranks ended with {codes}"
+            text = f"{ranks} ranks ended with {codes}, twice"
             yield fail("B13", text, "gloo, CPU", "let every rank join every collective")
             continue
-        found = [json.loads((folder / f"found_{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
         for number, each in enumerate(subjects):
             yield from several.compare(each, alone[number], [of_rank[number] for of_rank in found])
 
@@ -436,7 +483,8 @@ def _work(order: Order, folder: Path) -> list[Finding]:
     else:
         text = "not checked for child processes: no network namespace here; this process asked for no socket"
         findings.append(warn("B15", text, path.name, "run it on Linux with user namespaces"))
-    return sorted(findings, key=lambda finding: _number(finding.check))
+    # What was not run comes first: the rest is about what was.
+    return sorted(findings, key=lambda finding: (finding.check != "B18", _number(finding.check)))
 
 
 def _checked(order: Order, folder: Path) -> list[Finding]:
@@ -467,7 +515,7 @@ def _checked(order: Order, folder: Path) -> list[Finding]:
     if order.only:
         findings = [finding for finding in findings if finding.check in (*order.only, NOTE)]
     if not order.quick and order.wants("B18"):
-        for file in folder.glob("ran_*"):  # by ranks
+        for file in folder.glob("ranks_*/ran_*"):
             executed.add(file)
         config = script.Config.from_env(order.settings or {})
         findings += execution.findings(executed, tiny.left_alone(script, config))
@@ -487,24 +535,12 @@ def _stopped(script: ModuleType, error: Exception, path: Path) -> Finding:
 
 
 def _main(arguments: list[str]) -> None:
-    """What a worker does: FOLDER and then `prove` or `rank RANK RANKS MUTANT`."""
+    """What a worker does: FOLDER and then `prove` or `replay`."""
     import torch
 
     torch.set_num_threads(1)
     folder = Path(arguments[0])
     order = Order(**json.loads((folder / "order.json").read_text()))
-    if arguments[1] == "rank":
-        from tools.prove import execution, mutants, ranks
-
-        path = Path(order.path)
-        rank, world_size, mutant = int(arguments[2]), int(arguments[3]), arguments[4]
-        if mutant:
-            ranks.answer(mutants.mutated(path, mutant), folder, rank, world_size)
-            return
-        executed = execution.Execution(path)
-        ranks.answer(executed.module, folder, rank, world_size)
-        (folder / f"ran_{world_size}_{rank}").write_bytes(executed.ran)
-        return
     if arguments[1] == "replay":
         from tools.prove import replay
 

@@ -55,7 +55,7 @@ class Witness:
 
     @staticmethod
     def of_folder(folder: Path, data: Mapping[str, str]) -> Witness:
-        """data: DATA_PATH and TOKENIZER_PATH, if not those of the run. RecordError where the folder lacks what a replay needs."""
+        """data: DATA_PATH and TOKENIZER_PATH, if not those of the run. RecordError where a file is missing."""
         for name in (SCRIPT, ARTIFACT, CONFIG, LOG):
             if not (folder / name).is_file():
                 raise RecordError(f"{folder}: no {name}; --replay needs a run directory with its artifact")
@@ -144,7 +144,9 @@ def _figures(witness: Witness, label: str, nats: np.ndarray) -> Iterator[Finding
         bits = mean * targets / math.log(2) / witness.bytes_total
         line = lines[-1]
         if abs(mean - line.loss) > 1e-8 or abs(bits - line.bpb) > 1e-8:
-            text = f"the log says {line.loss} nats, {line.bpb} bits; the documents give {mean:.8f}, {bits:.8f}"
+            text = (
+                f"the log says {line.loss} nats, {line.bpb} bits; the documents give {mean:.8f}, {bits:.8f}"
+            )
             yield fail(CHECK, text, f"{label}, {LOG}:{line.line}", "keep the log as the script wrote it")
         else:
             text = f"{targets} targets and {witness.bytes_total} bytes: the log is the sum of the documents"

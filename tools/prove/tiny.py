@@ -18,11 +18,11 @@ MODEL = {
     "NUM_HEADS": "2",
     "NUM_KV_HEADS": "1",
     "MLP_MULT": "2",
-    "XSA_LAST_N": "2",
+    "XSA_LAST_N": "1",
     "ROPE_DIMS": "0",
     "NUM_LOOPS": "0",
     "PARALLEL_START_LAYER": "-1",
-    "TTT_EPOCHS": "1",
+    "TTT_EPOCHS": "2",  # so that rows are learned from again
     "TTT_BATCH_SEQS": "2",
 }
 
@@ -34,7 +34,7 @@ SCORER = {
     "MODEL_DIM": "16",
     "TRAIN_SEQ_LEN": "16",
     "EVAL_SEQ_LEN": "0",
-    "ROPE_TRAIN_SEQ_LEN": "0",
+    "ROPE_TRAIN_SEQ_LEN": "8",  # so that rotary bases are stretched
     "TRAIN_BATCH_TOKENS": "64",
     "MICRO_BATCH_TOKENS": "64",
     "VAL_BATCH_SIZE": "1024",
