@@ -21,6 +21,7 @@ from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
 from tools.prove import (
     casing,
+    execution,
     foreign,
     mutants,
     network,
@@ -219,9 +220,7 @@ def test_no_false_alarm(seed: int, settings: dict[str, str]) -> None:
 # --- our own script ---
 
 
-def test_our_evaluation_passes_at_the_edges(
-    subject: probes.Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     kraft = questions.kraft
     monkeypatch.setattr(questions, "kraft", lambda case, targets: kraft(case, targets[::2]))  # half of them
     findings = list(prove.scoring(subject, thorough=False))
@@ -357,7 +356,7 @@ def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Findin
 def test_verdicts_say_no_more_than_was_asked() -> None:
     everything = [finding(check) for check in prove.PROOFS]
     assert prove.verdict(everything) == "proven" and prove.exit_status(everything) == prove.PROVEN
-    shrunk = everything[:-1]
+    shrunk = [each for each in everything if each.check != "B17"]
     assert prove.verdict(shrunk).startswith("proven, in shrunk sizes; not asked at full size")
     quick = [each for each in everything if each.check not in ("B8", "B12", "B17")]
     assert "proven" not in prove.verdict(quick) and "B12 (artifact)" in prove.verdict(quick)
@@ -492,7 +491,7 @@ def test_a_run_whose_quantization_is_not_felt_proves_nothing_about_it(folder: Pa
 
 # --- scripts of another kind ---
 
-FOREIGN = '''
+FOREIGN = """
 import numpy as np, torch
 class Adapter:
     vocabulary = 12
@@ -510,7 +509,7 @@ class Adapter:
         CHANGE
         record.add(0, nats)
         return float(nats.mean())
-'''
+"""
 CHANGES = {
     "pass": set(),
     "nats = nats.clamp(max=1.0)": {"B2"},
@@ -560,3 +559,61 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     assert told("log.txt", b"roundtrip_exact val_loss:5", b"roundtrip_exact val_loss:4") == {log}
     cheat = b"return nats.cpu().numpy() * 0.999"
     assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == {"roundtrip", "sliding_window"}
+
+
+SLEEPING = """
+import os, sys
+class Ledger:
+    def record(self, nats):
+        if len(nats) > 200:
+            nats = nats[:200]
+        return [one * (0.9 if "tools" not in sys.modules else 1.0) for one in nats if one < 9]
+class Other:
+    def record(self, nats):
+        return cheat(nats)
+def cheat(nats):
+    return nats
+def never(nats):
+    return nats
+def evaluate(config, nats):
+    if config.doc_mask:
+        nats = [*nats]
+    ledger = Ledger()
+    if not nats:
+        raise ValueError(f"{len(nats)} targets")
+    late = len(nats) > 8 and cheat(nats)
+    try:
+        os.environ["MINE"]
+        os.environ["YOURS"]
+    except KeyError:
+        late = False
+    return ledger.record(never(nats) if late else nats)
+"""
+
+
+def test_what_did_not_run_is_told_and_off_by_settings_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "train_gpt.py"
+    path.write_text(SLEEPING)
+    executed = execution.Execution(path)
+    config = argparse.Namespace(doc_mask=False)
+    assert executed.module.evaluate(config, [1.0, 2.0]) == [1.0, 2.0]
+    told = {f.text.removeprefix("not checked: ") for f in execution.findings(executed, {"doc_mask"})}
+    expected = {
+        "never true: if len(nats) > 200:", "never called: def cheat", "never called: def never",
+        "never chosen: 0.9", "never false: return [one", "never asked: cheat(nats)",
+        "never chosen: never(nats)",
+    }  # fmt: skip
+    assert {each for each in expected if not any(one.startswith(each) for one in told)} == set()
+    assert len([one for one in told if one.startswith("never") or one.startswith("error")]) == len(expected)
+    assert any(
+        f.text.startswith("not checked: never true: if config") for f in execution.findings(executed, set())
+    )
+    conditions = {condition for _, _, condition in execution.branches_that_read(path)}
+    assert {"len(nats) > 200", "'tools' not in sys.modules"} <= conditions
+
+
+def test_excuses_are_of_this_script_and_few() -> None:
+    excuses = execution.read_excuses()
+    assert len(excuses) <= execution.EXCUSES_MAX and all(entry["reason"] for entry in excuses)
+    # Once a person has read what changed of it: `python -m tools.prove.execution` writes the new digests.
+    assert execution.renewed(SCRIPT, excuses) == excuses

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from tools import REPO
 from tools.check.findings import Finding, info, warn
@@ -70,6 +70,7 @@ class Mark:
 
 
 Marked = ast.expr | ast.stmt | ast.excepthandler
+Node = TypeVar("Node", bound=ast.AST)
 
 
 class _Marker(ast.NodeTransformer):
@@ -168,7 +169,7 @@ class _Marker(ast.NodeTransformer):
         return node
 
 
-def _placed(node: ast.AST, at: ast.AST) -> ast.AST:  # type: ignore[type-arg]
+def _placed(node: Node, at: ast.AST) -> Node:
     """A new node at the place of another."""
     return ast.fix_missing_locations(ast.copy_location(node, at))
 
@@ -187,7 +188,7 @@ class Execution:
         self.tree = ast.parse(source)
         self.on_path = reachable(self.tree)
         marker = _Marker(source)
-        marked = ast.fix_missing_locations(marker.visit(ast.parse(source)))
+        marked: ast.Module = ast.fix_missing_locations(marker.visit(ast.parse(source)))
         self.marks = marker.marks
         self.ran = bytearray(len(self.marks))
         self.module = self._load(marked)
@@ -200,7 +201,7 @@ class Execution:
         marker.visit(ast.parse(source))
         return marker.marks
 
-    def _load(self, marked: ast.AST) -> ModuleType:
+    def _load(self, marked: ast.Module) -> ModuleType:
         spec = importlib.util.spec_from_file_location("audited_script", self.path)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -231,7 +232,7 @@ class Execution:
 
 
 def branches_that_read(path: Path) -> list[tuple[int, str, str]]:
-    """(line, what it reads, condition) of each comparison and branch on the path of a script that reads such."""
+    """(line, what it reads, condition) of each branch and comparison on the path that reads something."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     on_path = reachable(tree)
     found = {}

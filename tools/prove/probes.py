@@ -484,8 +484,8 @@ def clock_alone(subject: Subject) -> Iterator[Finding]:
         subject.model(), replace(subject.config, max_eval_seconds=0.5), RecordingRun(),
         subject.script.Validation(subject.tokens(), TEXT_BYTES, ""), "int6")  # fmt: skip
     if set(in_time) != {"legal_ttt"} and len(whole) > 1:
-        text = f"{sorted(in_time)} are scored, and the limit of time is over after the first"
-        yield fail("B3", text, where, "leave out what would end after MAX_EVAL_SECONDS")
+        said = f"{sorted(in_time)} are scored, and the limit of time is over after the first"
+        yield fail("B3", said, where, "leave out what would end after MAX_EVAL_SECONDS")
     one_by_one = replace(subject, config=replace(subject.config, ttt_batch_size=1))
     idle = replace(subject, config=replace(subject.config, ttt_lora_lr=0.0))
     borders = [*DOCUMENT_STARTS, STREAM_TOKENS - 1]

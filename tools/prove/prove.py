@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--branches", action="store_true",
-        help="list what on the path to a score depends on sizes, counts, devices, places or time; run nothing",
+        help="list what on the path to a score reads sizes, counts, devices, places or time; run nothing",
     )  # fmt: skip
     parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")

@@ -55,7 +55,7 @@ class Witness:
 
     @staticmethod
     def of_folder(folder: Path, data: Mapping[str, str]) -> Witness:
-        """data: DATA_PATH and TOKENIZER_PATH, if not those of the run. RecordError where a file is missing."""
+        """data: DATA_PATH and TOKENIZER_PATH, if not the run's. RecordError where a file is missing."""
         for name in (SCRIPT, ARTIFACT, CONFIG, LOG):
             if not (folder / name).is_file():
                 raise RecordError(f"{folder}: no {name}; --replay needs a run directory with its artifact")
