@@ -1,6 +1,6 @@
 # `make` alone lists the targets: the text behind ## of each.
 .DEFAULT_GOAL := help
-.PHONY: help demo seeds test test-slow test-torch gpu-check soak bench docs lint clean
+.PHONY: help demo seeds test test-slow test-torch gpu-check bench docs lint clean
 
 # The Python that makes the environment.
 PYTHON ?= python3
@@ -17,7 +17,6 @@ NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 NAME := $(NAME)
 SEEDS ?= 1337 42 2025
 TEST_WORKERS ?= 2
-SOAK_SECONDS ?= 1200
 KEEP ?= 0
 KEEP_OPTION = $(if $(filter 1,$(KEEP)),--keep)
 
@@ -98,15 +97,12 @@ gpu-check: $(READY) ## whether this GPU runs the script as it should: ten minute
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/gpu_check.py
 
-soak: $(READY) ## a long run under faults (SOAK_SECONDS=1200)
-	@SECONDS=$(SOAK_SECONDS) $(RUN) tests/faults/soak.py
-
 bench: $(READY) ## print what loader, coder, steps and kernels cost (KEEP=1: put it into benchmarks/, too)
 	@$(RUN) data/sample.py
 	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py $(KEEP_OPTION) || exit 1; done
 	@$(RUN) benchmarks/kernels.py $(KEEP_OPTION) || test $$? -eq 2  # 2: no GPU, and it says so
 
-docs: $(READY) ## write every generated table of README.md, records/README.md and benchmarks/RESULTS.md
+docs: $(READY) ## write every generated table of the pages
 	@$(RUN) -m tools docs
 
 lint: $(READY) ## style and types

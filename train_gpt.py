@@ -44,6 +44,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import zlib
@@ -55,12 +56,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from numpy.lib.stride_tricks import sliding_window_view
-from torch import Tensor, nn
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from numpy.lib.stride_tricks import sliding_window_view
+    from torch import Tensor, nn
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {sys.executable} has no {error.name}; use Python 3.10 or later with requirements.txt")
 
 try:
     import triton
@@ -80,11 +84,7 @@ class ConfigError(ValueError):
 
 
 class DataError(RuntimeError):
-    """A shard or tokenizer is missing, damaged, of another kind, or does not fit the run."""
-
-
-class LoaderError(RuntimeError):
-    """The data loader failed or stalled; the message holds shard, position and the original traceback."""
+    """A shard or tokenizer is missing, damaged, of another kind, or does not fit; or their loader stalled."""
 
 
 class ArtifactError(RuntimeError):
@@ -139,7 +139,7 @@ class ModelSettings:
     """
 
     # The text.
-    train_seq_len: int = setting(2048, "tokens of a training sequence; last of TRAIN_SEQ_LENS", 1, 1 << 20)
+    train_seq_len: int = setting(2048, "tokens of a training sequence", 1, 1 << 20)
     doc_mask: bool = setting(True, "attention and token shifts stay inside a document")
     vocab_size: int = setting(8192, "tokens in the vocabulary", 4, 65_536)
     # Size.
@@ -199,6 +199,11 @@ class ModelSettings:
         return int(self.mlp_mult * self.model_dim)
 
     @property
+    def activation_number(self) -> float:
+        """What `activation` gets beside its input, in the model and where a fused form is tried."""
+        return self.leaky_slope
+
+    @property
     def rotated_dims(self) -> int:
         """Channels of a head that the rotary embedding turns."""
         return self.rope_dims or self.head_dim
@@ -256,10 +261,6 @@ class TrainingSettings(ModelSettings):
     """The settings that decide the trained weights. A checkpoint stores them, so a resumed run keeps them."""
 
     # Which tokens, how many, for how long.
-    train_seq_lens: str = setting(
-        "", "LENGTH:UNTIL ... LENGTH, as 1024:0.1 2048:0.7 3072; sequences grow, each length until a share "
-        "of the run; empty: TRAIN_SEQ_LEN all along",
-        pattern="|([1-9][0-9]{0,7}:0?[.][0-9]+ )+[1-9][0-9]{0,7}")  # fmt: skip
     seed: int = setting(1337, "initial weights and data order", 0, 2**63 - 1)
     train_batch_tokens: int = setting(786_432, "tokens; one optimizer step, all ranks together", 1)
     shuffle: bool = setting(True, "permute shards and sequences by SEED; 0: file order")
@@ -293,30 +294,6 @@ class TrainingSettings(ModelSettings):
     warmdown_frac: float = setting(0.85, "last part of the run in which learning rates fall", 0, 1)
     warmdown_iters: int = setting(-1, "steps of that fall, at the mean step time; 0: none; -1: fraction", -1)
     min_lr: float = setting(0.1, "floor of the falling learning rate, as a share of it", 0, 1)
-
-    @property
-    def length_parts(self) -> list[tuple[int, float]]:
-        """The lengths of sequences (PR #2014), each with the share of the run at which it ends."""
-        parts = []
-        for entry in (self.train_seq_lens or str(self.train_seq_len)).split():
-            length, _, until = entry.partition(":")
-            parts.append((int(length), float(until or 1)))
-        return parts
-
-    @property
-    def segment_tokens(self) -> int:
-        """Tokens of a segment, the unit of shuffling: a whole number of sequences of every length."""
-        return math.lcm(*(length for length, _ in self.length_parts))
-
-    def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
-        parts = self.length_parts
-        lengths_grow = all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(parts))
-        return [
-            *super().rules(),
-            (lengths_grow, "TRAIN_SEQ_LENS with growing lengths and growing shares of the run"),
-            (parts[-1][0] == self.train_seq_len, "TRAIN_SEQ_LEN as the last of TRAIN_SEQ_LENS"),
-        ]
 
 
 @dataclass(frozen=True)
@@ -520,17 +497,23 @@ def read_config_file(path: str) -> dict[str, str]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
             near = similar_setting(name) or "one that --help lists"
-            raise ConfigError(f"CONFIG={path} line {number}: {pair!r} is not KEY=VALUE of a setting; did you "
-                              f"mean {near}? Version 0.5.4 reads files of 0.5.4 and older")
+            raise ConfigError(
+                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? A "
+                "run's file is for the script beside it, files of 0.5.4 and older are for that version")
         values[name] = value
     return values
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError."""
-    path = environ.get("CONFIG") or "none"
-    in_file = {} if path == "none" else read_config_file(path)
-    return {**in_file, **environ}
+    """All variables of `environ`, over the settings in the file that it names as CONFIG. ConfigError.
+
+    Without CONFIG, a shipped script has the settings of its run, which its wrapper holds; CONFIG=none: none.
+    """
+    settings = globals().get("SHIPPED_SETTINGS", {})
+    path = environ.get("CONFIG")
+    if path:
+        settings = {} if path == "none" else read_config_file(path)
+    return {**settings, **environ}
 
 
 # main calls it once, after Config.from_env, and logs the lines: answers = public_answers(environ)
@@ -586,15 +569,15 @@ def public_answers(environ: Mapping[str, str]) -> list[str]:
 def micro_steps_per_step(config: Config, world_size: int) -> int:
     """Micro-batches of one rank per optimizer step. ConfigError when the batch does not split evenly."""
     wanted = config.train_batch_tokens
-    length = config.segment_tokens
-    # As many whole segments as one forward pass may hold, and no more than the step gives a rank.
-    micro_segments = min(config.micro_batch_tokens // length, wanted // length // world_size)
-    tokens_together = world_size * max(1, micro_segments) * length
-    if micro_segments == 0 or wanted % tokens_together != 0:
+    length = config.train_seq_len
+    # As many whole sequences as one forward pass may hold, and no more than the step gives a rank.
+    micro_sequences = min(config.micro_batch_tokens // length, wanted // length // world_size)
+    tokens_together = world_size * max(1, micro_sequences) * length
+    if micro_sequences == 0 or wanted % tokens_together != 0:
         raise ConfigError(
             f"TRAIN_BATCH_TOKENS={wanted}: expected a multiple of {tokens_together}, {world_size} ranks by "
-            f"the segments of {length} tokens (TRAIN_SEQ_LEN, or the common multiple of TRAIN_SEQ_LENS) "
-            f"that fit in MICRO_BATCH_TOKENS={config.micro_batch_tokens}, one at least")  # fmt: skip
+            f"the sequences of TRAIN_SEQ_LEN={length} tokens that fit in "
+            f"MICRO_BATCH_TOKENS={config.micro_batch_tokens}, one at least")  # fmt: skip
     return wanted // tokens_together
 
 
@@ -623,8 +606,10 @@ class Machine:
 
     @property
     def device_name(self) -> str:
-        """What the device is called in the log."""
-        return torch.cuda.get_device_name(self.device) if self.on_gpu else f"{platform.machine()} CPU"
+        """What the device is called: a GPU by its name, a CPU by the instructions that torch uses there."""
+        if self.on_gpu:
+            return torch.cuda.get_device_name(self.device)
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} CPU"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled where that is wanted: as one graph, as a break would cost more than we gain.
@@ -1230,7 +1215,7 @@ class GPT(nn.Module):
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
     ) -> Tensor:
         """The output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
-        slope = self.settings.leaky_slope
+        slope = self.settings.activation_number
         up_FD = context.weights["mlp_up_bank"][layer]
         y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], scale, slope)
         y_BTD = y_ND.view_as(x_BTD)
@@ -1779,7 +1764,7 @@ def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list
     if setting == "fused_mlp":
 
         def mlp(model: GPT, *tensors: Tensor) -> Tensor:
-            return model.ops.mlp(*tensors, 0.5, c.leaky_slope)
+            return model.ops.mlp(*tensors, 0.5, c.activation_number)
 
         x_ND = normal(math.prod(shape_BT), c.model_dim)
         return mlp, [x_ND, normal(c.mlp_dim, c.model_dim), normal(c.model_dim, c.mlp_dim)]
@@ -1907,7 +1892,7 @@ def fast_ops(c: Config, machine: Machine) -> ChosenOps:
 
 def ready_model(model: GPT, machine: Machine, ops: Ops) -> GPT:
     """Move a model to this rank's device, and give it the operations of the run."""
-    # Each length of TRAIN_SEQ_LENS is a graph with and one without loops; torch gives up after eight.
+    # Training, windows and adapters have graphs of the same functions; torch gives up after eight.
     torch._dynamo.config.recompile_limit = 64
     model.to(machine.device)
     model.machine = machine
@@ -2180,14 +2165,6 @@ def loop_is_on(progress: float, c: ModelSettings) -> bool:
     return c.num_loops > 0 and c.enable_looping_at < 1 and progress >= c.enable_looping_at
 
 
-def train_length(progress: float, c: TrainingSettings) -> int:
-    """Tokens of a sequence at this share of the run: the first of TRAIN_SEQ_LENS that has not ended."""
-    for length, until in c.length_parts:
-        if progress < until:
-            return length
-    return c.train_seq_len
-
-
 # ============================================================================================================
 # RUN — device and ranks, run directory, log and clock: the same on a laptop and on many nodes.
 # ============================================================================================================
@@ -2231,13 +2208,23 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     compiled = config.compile == "1" or (config.compile == "auto" and on_gpu)
     machine = Machine(rank, world_size, device, dtype, compiled)
+    # A rank that waits for others says so every ten seconds.
+    connected = threading.Event()
+
+    def say_that_it_waits() -> None:
+        while not connected.wait(10):
+            print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
+                       f"{environ['MASTER_ADDR']}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+
     if world_size > 1:
+        threading.Thread(target=say_that_it_waits, daemon=True).start()
         # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(
             backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS), device_id=device if on_gpu else None)
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
+    connected.set()
     return machine
 
 
@@ -2255,19 +2242,15 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # The run directory was deleted mid-run: recreate it rather than lose the weights.
-        if not path.parent.exists():
-            print_line(f"warning: {path.parent} was removed while the run was under way: it is made again, "
-                       "and its log begins here", sys.stderr)
-            path.parent.mkdir(parents=True)
+        # Somebody may have removed the run directory: weights are not lost with it.
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(f"RUNS_DIR: {path} cannot be written ({error}); make room there, or set another "
-                          "RUNS_DIR") from error
+        raise ConfigError(f"{path} cannot be written ({error}); make room or set another RUNS_DIR") from error
 
 
 @dataclass
@@ -2328,7 +2311,7 @@ class Run:
             self.exit_by_signal(number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint; a second signal ends at once, without one", sys.stderr)
+                   "checkpoint if no rank is gone; a second signal ends at once, without one", sys.stderr)
 
     def exit_by_signal(self, number: int) -> None:
         """End this process, and print how to continue."""
@@ -2351,7 +2334,7 @@ class Run:
 
 FIRST_STEPS = 10  # of a run: each has its lines, whatever the period
 # The rows of a trace: what the host does, by thread; what the GPU does, by stream.
-LANES = ("main", "disk", "stage", "copy_stream", "compute_stream")
+LANES = ("main", "disk", "stage", "copy", "compute_stream")
 
 
 class CopyMarks(NamedTuple):
@@ -2385,12 +2368,11 @@ class Trace:
     log: Callable[[str], None] = print
     recording: bool = False
     began: float = 0.0  # when the first step began
-    events: list[dict[str, Any]] = field(default_factory=list)
-    under_way: list[tuple[Any, ...]] = field(default_factory=list)  # without an end: name, lane, begin, args
-    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, and the events around it
+    spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
+    gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
-    def begin(self, step: int) -> None:
-        """Start of a step, counted from 1. Steps of the warm-up are not announced."""
+    def begin(self, step: int | None) -> None:
+        """Start of a step, counted from 1; None: one of the warm-up."""
         if step in self.steps and not self.recording:
             self.began = time.perf_counter()
             self.recording = True
@@ -2401,32 +2383,27 @@ class Trace:
         if not self.steps:
             yield
             return
-        begin = time.perf_counter()
         # Kept from its beginning on: the steps may begin or end in the middle of it.
-        span = (name, lane, begin, args)
-        self.under_way.append(span)
+        span = [name, lane, time.perf_counter(), math.inf, args]
+        self.spans.append(span)
         try:
             yield
         finally:
-            self.under_way.remove(span)
-            self.add(name, lane, begin, time.perf_counter(), **args)
-
-    def add(self, name: str, lane: str, begin: float, end: float, **args: Any) -> None:
-        """A span from begin to end, in seconds, if steps are being recorded."""
-        if self.recording:
-            begin = max(begin, self.began)
-            self.events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
-                                "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "args": args})
+            span[3] = time.perf_counter()
+            if not self.recording:
+                self.spans.remove(span)
 
     def add_step(self, step: int, laps: list[Lap]) -> None:
         """The spans of a step: `chunk` is all of it."""
         for before, lap in itertools.pairwise(laps):
             name = "gpu_queue_wait" if lap.name == "batch" else lap.name
             # What the host does: on a GPU it only asks for the work.
-            self.add(name, "main", before.host_seconds, lap.host_seconds, step=step)
+            self.spans.append([name, "main", before.host_seconds, lap.host_seconds, {"step": step}])
             if lap.event is not None and lap.name != "batch":
-                self.gpu_work.append((step, lap.name, before.event, lap.event))
-        self.add("chunk", "main", laps[0].host_seconds, laps[-1].host_seconds, step=step)
+                self.gpu_work.append((step, lap.name, "compute_stream", before.event, lap.event))
+            if lap.copy is not None:
+                self.gpu_work.append((step, "gpu_transfer", "copy", *lap.copy))
+        self.spans.append(["chunk", "main", laps[0].host_seconds, laps[-1].host_seconds, {"step": step}])
         if step + 1 not in self.steps:
             self.finish()
 
@@ -2441,18 +2418,22 @@ class Trace:
             last.record()
             last.synchronize()
         now = time.perf_counter()
-        for step, name, start, end in self.gpu_work:
+        for step, name, lane, start, end in self.gpu_work:
             ended = now - end.elapsed_time(last) / 1e3
-            self.add(name, "compute_stream", ended - start.elapsed_time(end) / 1e3, ended, step=step)
-        # What other threads have not finished is shown as far as it got.
-        for name, lane, begin, args in list(self.under_way):
-            self.add(name, lane, begin, now, **args)
+            self.spans.append([name, lane, ended - start.elapsed_time(end) / 1e3, ended, {"step": step}])
         self.recording = False
-        # The names of the rows come last: where they stand does not matter.
+        events = []
         for number, lane in enumerate(LANES, 1):
-            self.events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
-                                "args": {"name": lane}})
-        text = json.dumps({"traceEvents": self.events})
+            events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
+                           "args": {"name": lane}})  # fmt: skip
+        # What other threads have not finished is shown as far as it got.
+        for name, lane, begin, end, args in list(self.spans):
+            begin = max(begin, self.began)
+            seconds = min(end, now) - begin
+            if seconds >= 0:
+                events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
+                               "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})  # fmt: skip
+        text = json.dumps({"traceEvents": events})
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
@@ -2463,9 +2444,10 @@ class Trace:
 class StepTimer:
     """`timing_breakdown` lines of the first steps and of each `every`-th; 0: of none. Laps for the trace.
 
-    All in milliseconds. Fields up to `backward` are means over the micro-steps, the others sums over the step
-    (as in PR #591). `batch_cpu` is host time; `batch_h2d` is the copy to the GPU, which is no part of the
-    step if it was made ahead; the rest is device time. The host waits for the device at the end of a reported
+    All in milliseconds. Fields of batches and of `forward` and `backward` are means over the micro-steps, the
+    others sums over the step (as in PR #591). `batch_wait` is how long the host waited for a batch.
+    `batch_cpu` is how long the host made the last one, `batch_h2d` its copy to the GPU: no parts of the step
+    if they were made ahead. The rest is device time. The host waits for the device at the end of a reported
     step, and of no other.
     """
 
@@ -2474,25 +2456,22 @@ class StepTimer:
     trace: Trace = field(default_factory=Trace)
     # Of the step under way.
     reported: bool = False
-    timed: bool = False
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
     def begin(self, step: int | None) -> None:
         """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
-        self.reported = False
-        if step is not None:
-            self.trace.begin(step)
-            self.reported = self.every > 0 and (step <= FIRST_STEPS or step % self.every == 0)
-        self.timed = self.reported or self.trace.recording
+        self.trace.begin(step)
         self.step = step or 0
+        counted = step is not None and self.every > 0
+        self.reported = counted and (self.step <= FIRST_STEPS or self.step % self.every == 0)
         self.laps = []
         self.lap("begin")  # where the first part starts
 
     def lap(self, name: str, copy: CopyMarks | None = None) -> None:
         """Mark the end of a part of the step: batch, forward, backward, grad_clip or optimizer."""
-        if not self.timed:
+        if not (self.reported or self.trace.recording):
             return
         # An event is a mark in the stream of the GPU: nobody waits for it.
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
@@ -2500,14 +2479,13 @@ class StepTimer:
         if event is not None:
             event.record()
 
-    def end(self) -> str:
-        """End of a step, for the trace too: its line, empty if it is not reported."""
+    def end(self, stage_ms: float) -> str:
+        """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
         if not self.reported:
             return ""
         total_ms: dict[str, float] = defaultdict(float)
-        copy_ms = 0.0
         # The last event comes after all others in the stream.
         if self.laps[-1].event is not None:
             self.laps[-1].event.synchronize()
@@ -2518,14 +2496,15 @@ class StepTimer:
             else:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
             if lap.copy is not None:
-                copy_ms += lap.copy.begin.elapsed_time(lap.copy.end)
+                total_ms["copy"] += lap.copy.begin.elapsed_time(lap.copy.end)
         micro_steps = [lap.name for lap in self.laps].count("batch")
         return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
-                f"batch_cpu_ms:{total_ms['batch'] / micro_steps:.2f} "
-                f"batch_h2d_ms:{copy_ms / micro_steps:.2f} "
+                f"batch_cpu_ms:{stage_ms:.2f} "
+                f"batch_h2d_ms:{total_ms['copy'] / micro_steps:.2f} "
                 f"forward_ms:{total_ms['forward'] / micro_steps:.2f} "
                 f"backward_ms:{total_ms['backward'] / micro_steps:.2f} "
-                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f}")
+                f"grad_clip_ms:{total_ms['grad_clip']:.2f} optimizer_ms:{total_ms['optimizer']:.2f} "
+                f"batch_wait_ms:{total_ms['batch'] / micro_steps:.2f}")
 
 
 # ============================================================================================================
@@ -2547,18 +2526,18 @@ class Shard(NamedTuple):
 
 
 class ShardVisit(NamedTuple):
-    """One pass over a shard, as a part of the stream of segments."""
+    """One pass over a shard, as a part of the stream of sequences."""
 
-    begin: int  # its first segment's position in the stream
+    begin: int  # its first sequence's position in the stream
     shard: Shard
-    order: Array  # the numbers of its segments, in the order in which they come
+    order: Array  # the numbers of its sequences, in the order in which they come
 
 
 class StagedBatch(NamedTuple):
-    """A micro-batch of segments on its way to the device, not yet cut into sequences."""
+    """A micro-batch on its way to the device."""
 
-    ids_NM: Tensor  # uint16, of M + 1 columns: inputs and targets overlap
-    starts: Array  # where segments and documents begin in the flattened inputs, then N M; int32
+    ids_BT: Tensor  # uint16, of T + 1 columns: inputs and targets overlap
+    starts: Array  # `document_starts` of the inputs
     sequence_hash: int
     copy: CopyMarks | None
 
@@ -2586,8 +2565,8 @@ def open_shards(pattern: str) -> list[Shard]:
                             "file of this size; fetch it again")
         shards.append(Shard(path, tokens))
     if not shards:
-        raise DataError(f"{pattern}: no token shard; set DATA_PATH, fetch shards with data/fineweb.py, or "
-                        "try `make demo`")
+        raise DataError(f"{pattern}: no token shard; set DATA_PATH to a folder of them, fetch shards "
+                        "with data/fineweb.py, or try `make demo`")
     return shards
 
 
@@ -2603,7 +2582,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; set it and DATA_PATH for one tokenizer")
+                        f"expected below VOCAB_SIZE={vocab_size}; manifest.json beside it has the number")
     return ids
 
 
@@ -2623,18 +2602,17 @@ def permutation(config: TrainingSettings, count: int, *key: int) -> Array:
 
 
 def shard_visits(config: TrainingSettings, shards: list[Shard], position: int) -> Iterator[ShardVisit]:
-    """The stream of training tokens in segments, without end, from the shard that holds `position` on.
+    """The stream of training sequences, without end, from the shard that holds `position` on.
 
-    A segment is a sequence; with TRAIN_SEQ_LENS its length M is the least common multiple of the lengths:
-    each of them cuts it into whole sequences. Each epoch permutes the shards and, within each, its segments.
-    Segment i of a shard is its tokens i M … (i + 1) M inclusive; a partial segment at the end is skipped. Any
-    position is reached in O(shards). Raises DataError if no shard holds a whole segment.
+    Each epoch permutes the shards and, within each, its sequences. Sequence i of a shard is its tokens
+    i T … (i + 1) T inclusive; a partial one at the end is skipped. Any position is reached in O(shards).
+    Raises DataError if no shard holds a whole sequence.
     """
-    length = config.segment_tokens
+    length = config.train_seq_len
     usable = [shard for shard in shards if shard.tokens > length]
     if not usable:
-        raise DataError(f"no training shard holds {length + 1} tokens: TRAIN_SEQ_LEN, or the least common "
-                        "multiple of TRAIN_SEQ_LENS, and one; fetch more, or set shorter sequences")
+        raise DataError(f"no training shard holds {length + 1} tokens, TRAIN_SEQ_LEN and one; fetch more, or "
+                        "set shorter sequences")
     sizes = [(shard.tokens - 1) // length for shard in usable]
     epoch_size = sum(sizes)
     for epoch in itertools.count(position // epoch_size):
@@ -2668,7 +2646,7 @@ def hash_sequences(first: int, ids_BT: Array) -> int:
 class Loader:
     """Micro-batches of one rank, without end: disk → stage → `next_batch`; without threads the same bytes.
 
-    A step has S segments, TRAIN_BATCH_TOKENS together: step k has the segments [k S, (k + 1) S) of
+    A step has S sequences, TRAIN_BATCH_TOKENS together: step k has the sequences [k S, (k + 1) S) of
     `shard_visits` on any number of ranks. Rank r takes the r-th equal part of them, MICRO_BATCH_TOKENS at a
     time. So the stream is a pure function of shards and SEED. Raises ConfigError if a step does not divide.
     """
@@ -2685,10 +2663,10 @@ class Loader:
         machine = self.machine
         if config.train_copy_stream and machine.on_gpu:
             self.stream = torch.cuda.Stream(machine.device)
-        # Of each step a rank has so many segments, in so many micro-batches of so many.
+        # Of each step a rank has so many sequences, in so many micro-batches of so many.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
-        self.step_segments = config.train_batch_tokens // config.segment_tokens // machine.world_size
-        self.micro_segments = self.step_segments // self.micro_steps
+        self.step_sequences = config.train_batch_tokens // config.train_seq_len // machine.world_size
+        self.micro_sequences = self.step_sequences // self.micro_steps
         self.seek(0)
 
     def seek(self, step: int, stream_hash: int = 0) -> None:
@@ -2696,7 +2674,8 @@ class Loader:
         self.close()
         self.index = step * self.micro_steps  # micro-batches delivered, from the first step of the run on
         self.stream_hash = stream_hash
-        self.wait_ms = 0.0  # for batches, since it was last taken
+        self.wait_ms = 0.0  # for all batches; who reads it sets it back to zero
+        self.stage_ms = 0.0  # in which the last batch was staged, its wait for a shard included
         visits = self._ahead("disk", self._read(self.index), 1)
         self.batches = self._ahead("stage", self._stage(visits, self.index), self.config.train_prefetch_queue)
 
@@ -2705,9 +2684,8 @@ class Loader:
         if not self.config.train_prefetch:
             return items
         # A new thread is on GPU 0; leaving `torch.cuda.stream` there would open a context on it.
-        on_gpu = self.machine.on_gpu
-        initializer = functools.partial(torch.cuda.set_device, self.machine.device) if on_gpu else None
-        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", initializer)
+        of_device = functools.partial(torch.cuda.set_device, self.machine.device)
+        pool = futures.ThreadPoolExecutor(1, f"loader {stage}", of_device if self.machine.on_gpu else None)
         self.pools.append(pool)
         # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
@@ -2722,57 +2700,56 @@ class Loader:
         return in_order()
 
     def _position(self, index: int) -> int:
-        """Position in the stream of the first segment of a micro-batch of this rank."""
+        """Position in the stream of the first sequence of a micro-batch of this rank."""
         step, micro_step = divmod(index, self.micro_steps)
         rank_part = step * self.machine.world_size + self.machine.rank
-        return rank_part * self.step_segments + micro_step * self.micro_segments
+        return rank_part * self.step_sequences + micro_step * self.micro_sequences
 
     def _read(self, first: int) -> Iterator[tuple[Array, Array]]:
-        """Disk stage: the segments of each shard (N, M + 1), and the numbers of this rank's in order."""
-        length = self.config.segment_tokens
+        """Disk stage: the sequences of each shard (N, T + 1), and the numbers of this rank's in order."""
+        length = self.config.train_seq_len
         start = self._position(first)
         for visit in shard_visits(self.config, self.shards, start):
             with self.trace.span("disk_load", "disk", shard=visit.shard.path.name):
                 tokens = read_tokens(visit.shard, self.config.vocab_size)
-            segments_NM = sliding_window_view(tokens, length + 1)[::length]
+            sequences_NT = sliding_window_view(tokens, length + 1)[::length]
             positions = visit.begin + np.arange(len(visit.order))
-            # Each step is cut into one run of segments for each rank.
-            owner = positions // self.step_segments % self.machine.world_size
+            # Each step is cut into one run of sequences for each rank.
+            owner = positions // self.step_sequences % self.machine.world_size
             mine = (positions >= start) & (owner == self.machine.rank)
-            yield segments_NM, visit.order[mine]
+            with self.trace.span("disk_idle", "disk", ready=visit.shard.path.name):
+                yield sequences_NT, visit.order[mine]
 
     def _stage(self, visits: Iterator[Any], first: int) -> Iterator[StagedBatch]:
         """Stage: micro-batches from number `first` on, gathered in pinned memory and copied to the device."""
-        # One after the other, (M + 1,) each.
-        segments = (segments_NM[number] for segments_NM, order in visits for number in order)
+        # One after the other, (T + 1,) each.
+        sequences = (sequences_NT[number] for sequences_NT, order in visits for number in order)
         for index in itertools.count(first):
+            began = time.perf_counter()
             with self.trace.span("stage", "stage", batch=index):
-                batch = self._stage_batch(segments, index)
+                batch = self._stage_batch(sequences, index)
+            self.stage_ms = 1e3 * (time.perf_counter() - began)
             yield batch
 
-    def _stage_batch(self, segments: Iterator[Array], index: int) -> StagedBatch:
-        """The micro-batch of this number, made of the next segments.
+    def _stage_batch(self, sequences: Iterator[Array], index: int) -> StagedBatch:
+        """The micro-batch of this number, made of the next sequences.
 
         Nothing is written while it is read: a batch has its own memory. PyTorch reuses pinned memory after
         the event behind its last copy, device memory when the streams told by `record_stream` are past it.
-        A batch is handed over once its copy is complete, so the stream of the step has nothing to wait for.
+        The next batch is gathered while this one is copied: only the stream of the step waits for a copy.
         """
         ids = torch.empty(
-            self.micro_segments, self.config.segment_tokens + 1,
+            self.micro_sequences, self.config.train_seq_len + 1,
             dtype=torch.uint16, pin_memory=self.machine.on_gpu)  # fmt: skip
-        ids_NM = ids.numpy()  # the same memory
-        np.concatenate(list(itertools.islice(segments, self.micro_segments)), out=ids_NM.reshape(-1))
+        ids_BT = ids.numpy()  # the same memory
+        np.concatenate(list(itertools.islice(sequences, self.micro_sequences)), out=ids_BT.reshape(-1))
         # The hash reads the very memory that is copied.
-        sequence_hash = hash_sequences(self._position(index), ids_NM)
-        starts = document_starts(ids_NM[:, :-1], self.config)
+        sequence_hash = hash_sequences(self._position(index), ids_BT)
+        starts = document_starts(ids_BT[:, :-1], self.config)
         copy = None
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
                 ids, copy = self._copy(ids)
-                self.stream.synchronize()
-            ended = time.perf_counter()
-            seconds = copy.begin.elapsed_time(copy.end) / 1e3
-            self.trace.add("gpu_transfer", "copy_stream", ended - seconds, ended)
         return StagedBatch(ids, starts, sequence_hash, copy)
 
     def _copy(self, ids: Tensor) -> tuple[Tensor, CopyMarks]:
@@ -2783,54 +2760,43 @@ class Loader:
         marks.end.record()
         return ids, marks
 
-    def next_batch(self, length: int = 0) -> Batch:
-        """The next micro-batch, cut into sequences of `length` tokens; 0: of whole segments.
-
-        Raises LoaderError with the place in the stream and the original traceback.
-        """
+    def next_batch(self) -> Batch:
+        """The next micro-batch. DataError has the place in the stream and the original traceback."""
         asked = time.perf_counter()
         ids, host_starts, sequence_hash, copy = self._next_staged()
         self.wait_ms += 1e3 * (time.perf_counter() - asked)
-        if 0 < length < self.config.segment_tokens:
-            # Rows begin inside of segments, too. A document that begins with its row is listed once: kernels
-            # get no document of no tokens.
-            rows = np.arange(0, host_starts[-1], length, dtype=np.int32)
-            host_starts = np.union1d(host_starts, rows)
-        with self.trace.span("gpu_transfer", "main", batch=self.index):
-            if self.stream is not None:
+        # On a CPU the copy is the widening; a GPU's copies have events of their own.
+        lane = "main" if self.machine.on_gpu else "copy"
+        with self.trace.span("gpu_transfer", lane, batch=self.index):
+            if copy is not None:
                 # Made on the copy stream: its memory is not reused before this stream is done too.
-                ids.record_stream(torch.cuda.current_stream(self.machine.device))
+                stream = torch.cuda.current_stream(self.machine.device)
+                stream.wait_event(copy.end)
+                ids.record_stream(stream)
             elif self.machine.on_gpu:
                 ids, copy = self._copy(ids)
             # Widened on the device: two bytes a token cross the bus, not sixteen.
-            inputs_BT = ids[:, :-1].long().view(-1, length or self.config.segment_tokens)
-            targets_BT = ids[:, 1:].long().view_as(inputs_BT)
+            inputs_BT = ids[:, :-1].long()
+            targets_BT = ids[:, 1:].long()
             starts = starts_to_device(host_starts, self.machine.device)
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
-        """Wait until the next batch is staged, and keep it for `next_batch`. Raises LoaderError."""
+        """Wait until the next batch is staged, and keep it for `next_batch`. Raises DataError."""
         self.batches = itertools.chain([self._next_staged()], self.batches)
 
     def _next_staged(self) -> StagedBatch:
-        """Wait for the next batch of the workers. Raises LoaderError."""
+        """Wait for the next batch of the workers. Raises DataError."""
         try:
             return next(self.batches)
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
-            # The shard that holds the batch's last segment is the one it was read from last.
-            step = self.index // self.micro_steps
-            last = self._position(self.index) + self.micro_segments - 1
+            # The shard that holds the batch's last sequence is the one it was read from last.
+            last = self._position(self.index) + self.micro_sequences - 1
             path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise LoaderError(f"rank {self.machine.rank}, step {step}, position {last} of the stream, "
-                              f"{path}: {error!r}\n{traceback.format_exc()}") from error
-
-    def take_wait_ms(self) -> float:
-        """How long all batches since the last call were waited for, in milliseconds."""
-        wait_ms = self.wait_ms
-        self.wait_ms = 0.0
-        return wait_ms
+            raise DataError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
+                            f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -2925,11 +2891,11 @@ def load_tokenizer(config: Config) -> Any:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the one that made "
-                        f"the shards of DATA_PATH={config.data_path}, see data/README.md") from error
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name that of the shards, "
+                        "see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected "
-                        f"VOCAB_SIZE={config.vocab_size}")
+        raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
+                        f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
     return pieces
 
 
@@ -4283,8 +4249,10 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     return header, banks
 
 
+SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
 WRAPPER = """# -*- coding: latin-1 -*-
+SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
 n=__file__+" (unpacked)"
@@ -4299,7 +4267,7 @@ def shipped_code(source: bytes) -> bytes:
 
     A script that is wrapped already stays as it is.
     """
-    if source.startswith(WRAPPER.split("%s")[0].encode()):
+    if source.startswith(WRAPPER.split("{")[0].encode()):
         return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -4313,6 +4281,18 @@ def shipped_code(source: bytes) -> bytes:
     # On a text of this length bzip2 is 3 % ahead of LZMA.
     packed = bz2.compress(ast.unparse(tree).encode())
     return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
+
+
+def with_settings(shipped: bytes, config: Config) -> bytes:
+    """A shipped script with the settings of `config` as its defaults, whatever it had before.
+
+    All seeds of a record ship one script: SEED, and what belongs to a single start, stay out.
+    """
+    settings = config.overrides()
+    for name in (*SETTINGS_OF_A_START, "SEED", "RUNS_DIR"):
+        settings.pop(name, None)
+    # A value may hold a backslash, which a replacement text would expand.
+    return re.sub(rb"(?<=SHIPPED_SETTINGS=).*", lambda _: ascii(settings).encode(), shipped)
 
 
 # ============================================================================================================
@@ -4353,13 +4333,15 @@ class Training:
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
         self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
-        every = config.training_timing_every if config.training_timing_breakdown else 0
-        self.timer = StepTimer(every, machine.on_gpu, self.trace)
+        self.timer = StepTimer(
+            config.training_timing_every if config.training_timing_breakdown else 0,
+            machine.on_gpu, self.trace)  # fmt: skip
         self.loader = Loader(config, self.shards, machine, self.trace)
         self.step = 0
         self.unread: list[StepResult] = []
         self.waits_ms: list[float] = []  # for batches, of the steps since the last line
         self.started = time.perf_counter()  # shifted forward by time that does not count
+        self.val_seconds = 0.0  # of all validations since the process began
 
     @property
     def seconds(self) -> float:
@@ -4456,15 +4438,13 @@ def train_step(training: Training, progress: float) -> Tensor:
     config = training.config
     loader = training.loader
     timer = training.timer
-    # Both are the same on all ranks, as progress is.
-    looping = loop_is_on(progress, config)
-    length = train_length(progress, config)
+    looping = loop_is_on(progress, config)  # the same on all ranks, as progress is
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
     timer.begin(training.step + 1 if training.run.training else None)
     for _ in range(loader.micro_steps):
-        batch = loader.next_batch(length)
+        batch = loader.next_batch()
         timer.lap("batch", batch.copy)
         loss = training.loss(training.model, batch.inputs_BT, batch.targets_BT, batch.starts, looping)
         # Gradients add up: each micro-batch gives its part of a mean.
@@ -4477,7 +4457,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
     timer.lap("optimizer")
-    line = timer.end()
+    line = timer.end(loader.stage_ms)
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -4499,11 +4479,11 @@ def rehearse_end(training: Training) -> None:
                 hessians = collect_hessians(training.model, [training.loader.next_batch()], machine)
         batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
         seconds = batches * run.phases["rehearse_calibration_batch"]
-        reserve = config.gptq_reserve_seconds
         # Of the reserve, `calibration_batches` keeps a tenth to spare.
-        if config.max_wallclock_seconds > 0 and seconds > 0.9 * reserve:
+        if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
             run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, a tenth less than "
-                    f"GPTQ_RESERVE_SECONDS={reserve:g} at most; raise it, or fewer are taken")
+                    f"GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g} at most; raise it, or fewer are "
+                    "taken")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
@@ -4529,16 +4509,14 @@ def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
     after = resumed or training.state()
     if config.warmup_steps > 0:
         rehearse_end(training)
-    # A graph has one length, with or without loops. Both change at these shares of the run, and at no others.
-    shares = {0.0, config.enable_looping_at, *(until for _, until in config.length_parts)}
-    graphs = {(train_length(share, config), loop_is_on(share, config)): share for share in sorted(shares)}
-    for (length, looping), share in graphs.items():
+    # A graph runs with loops or without: it changes at this share of the run, if at all.
+    graphs = {loop_is_on(share, config): share for share in (0.0, config.enable_looping_at)}
+    for looping, share in graphs.items():
         training.loader.seek(0)
         with run.phase("warmup"):
             for number in range(1, config.warmup_steps + 1):
                 train_step(training, share)
-                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d} "
-                        f"train_seq_len:{length}")
+                run.log(f"warmup_step:{number}/{config.warmup_steps} looping:{looping:d}")
     training.load_state(after)
     if resumed:
         run.log(f"resumed:{run.directory} step:{training.step} "
@@ -4594,7 +4572,8 @@ def train(training: Training) -> None:
         copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
         training.step += 1
         # Taken now: when the result is read, later steps have waited as well.
-        wait_ms = training.loader.take_wait_ms()
+        wait_ms = training.loader.wait_ms
+        training.loader.wait_ms = 0.0
         training.unread.append(StepResult(training.step, progress, values, copied, wait_ms))
     end_training(training)
 
@@ -4655,16 +4634,15 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
-    # Half of the steps waited for less than the first, 1 % for more than the second.
-    p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100]).tolist()
-    training.waits_ms = []
-    lr_scale = learning_rate_scale(result.progress, step - 1, config)
-    eta_seconds = seconds / run_progress(seconds, step, config) - seconds
+    waits_ms = training.waits_ms
+    # Half of the steps waited for less than the first number, 1 % for more than the second.
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
         f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} "
-        f"grad_norm:{norm:.3f} eta:{eta_seconds:.0f}s")
+        f"data_wait_ms:{np.median(waits_ms):.2f}/{np.percentile(waits_ms, 99):.2f}/{max(waits_ms):.2f} "
+        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
+        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
+    waits_ms.clear()
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
@@ -4683,10 +4661,12 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
     val_seconds = time.perf_counter() - start
     # The time of looking does not count as training.
     training.started += val_seconds
+    training.val_seconds += val_seconds
     train_ms = 1e3 * training.seconds
     run.log(
         f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{train_ms:.0f}ms "
-        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}",
+        f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}\n"
+        f"val_stage_time_ms:{1e3 * val_seconds:.0f}ms {label}",
         "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
         train_time_ms=train_ms, val_ms=1e3 * val_seconds,
     )  # fmt: skip
@@ -4716,7 +4696,6 @@ def calibration_batches(training: Training) -> Iterator[Batch]:
 # ============================================================================================================
 
 SETTINGS_FILE = "config.env"
-SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 
 
 class Inputs(NamedTuple):
@@ -4758,7 +4737,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, run.on_signal)
         whole_run(config, run, answers)
         return 0
-    except (ConfigError, DataError, LoaderError, ArtifactError, FloatingPointError, OSError) as error:
+    except (ConfigError, DataError, ArtifactError, FloatingPointError, OSError) as error:
         message = f"error: {error}"
     except torch.cuda.OutOfMemoryError as error:
         message = ("error: out of GPU memory; lower MICRO_BATCH_TOKENS, VAL_BATCH_SIZE or, in test-time "
@@ -4855,7 +4834,9 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
             hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
             run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
         validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
-        run.log(f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+        run.log(f"timing_train_loop_ms:{1e3 * training.seconds:.0f}ms "
+                f"timing_val_total_ms:{1e3 * training.val_seconds:.0f}ms\n"
+                f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
                 f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
     train_seconds = training.seconds
     training.loader.close()
@@ -4883,9 +4864,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         write_whole(path, data)
     except ConfigError as error:
         for folder in (tempfile.gettempdir(), os.path.expanduser("~")):
-            spare = Path(folder) / f"{path.parent.name}.{path.name}"
-            if spare.exists():
-                continue
+            spare = Path(folder) / f"{path.parent.name}.{os.getpid()}.{path.name}"
             try:
                 write_whole(spare, data)
             except ConfigError:
@@ -4894,7 +4873,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
         raise
 
 
-def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
+def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     """Check what a user can get wrong, in seconds, before anything is written. All ranks call it together.
 
     tokenizer_sha256: of the artifact that EVAL_ONLY names. Raises ConfigError, DataError, ArtifactError.
@@ -4933,14 +4912,14 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str = "") -> Inputs:
             if theirs[name] != value:
                 raise ConfigError(f"{name} is {theirs[name]} on rank {rank}, {value} on rank {machine.rank}")
     checkpoint = read_checkpoint(config, hashes)
-    shipped = shipped_code(source)
+    shipped = with_settings(shipped_code(source), config)
     if train_shards:
         micro_steps_per_step(config, machine.world_size)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
-    directory = choose_directory(config, machine)
     return Inputs(
-        directory, train_shards, validation, source, shipped, hashes, fast_ops(config, machine), checkpoint)
+        choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
+        fast_ops(config, machine), checkpoint)  # fmt: skip
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -4989,12 +4968,11 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if shutil.disk_usage(place).free < needed:
-            raise ConfigError(f"RUNS_DIR={config.runs_dir}: a run needs {needed >> 20} MiB on {place}; make "
-                              "room, or set another RUNS_DIR")  # fmt: skip
+            raise ConfigError(f"{place}: a run needs {needed >> 20} MiB; make room, or set another RUNS_DIR")
     return directory
 
 
-def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = ()) -> None:
+def open_run(config: Config, run: Run, inputs: Inputs, answers: list[str]) -> None:
     """Make the run directory, or reopen RESUME's, and begin its log in upstream's words.
 
     All ranks call it together. answers: lines for the log, about settings.
@@ -5015,8 +4993,6 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         write_whole(run.path(SETTINGS_FILE), settings.encode())
     data = inputs.validation
     folder = find_path(config.data_path)
-    micro_steps = 0 if config.eval_only else micro_steps_per_step(config, machine.world_size)
-    copy_stream = config.train_copy_stream and machine.on_gpu
     for line in (
         f"run:{run.directory}",
         f"Running Python {platform.python_version()} PyTorch {torch.__version__} on {machine.device_name} "
@@ -5027,15 +5003,19 @@ def open_run(config: Config, run: Run, inputs: Inputs, answers: Iterable[str] = 
         f"val_loader:shards pattern={folder}/fineweb_val_*.bin tokens:{len(data.tokens) - 1} "
         f"bytes:{data.bytes_total}{data.mark}",
         f"model_params:{count_parameters(config)}",
-        f"world_size:{machine.world_size} grad_accum_steps:{micro_steps}",
+        f"world_size:{machine.world_size} grad_accum_steps:"
+        f"{0 if config.eval_only else micro_steps_per_step(config, machine.world_size)}",
         f"train_batch_tokens:{config.train_batch_tokens} train_seq_len:{config.train_seq_len} "
         f"iterations:{config.iterations} warmup_steps:{config.warmup_steps} "
         f"max_wallclock_seconds:{config.max_wallclock_seconds:.3f}",
-        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then "
-        f"{len(data.tokens) - 1} targets in {config.max_eval_seconds:g}s; 0: no limit",
+        f"cost: at most {config.iterations} steps and {config.max_wallclock_seconds:g}s, then scores of "
+        f"{len(data.tokens) - 1} targets, {config.max_eval_seconds:g}s; quick: TTT_ENABLED=0 EVAL_STRIDE=0",
         f"seed:{config.seed}",
-        f"train_io:prefetch:{config.train_prefetch} copy_stream:{copy_stream} "
+        f"train_io:prefetch:{config.train_prefetch} "
+        f"copy_stream:{config.train_copy_stream and machine.on_gpu} "
         f"prefetch_queue:{config.train_prefetch_queue}",
+        f"training_timing_breakdown:{'enabled' if config.training_timing_breakdown else 'disabled'} "
+        f"log_every:{config.training_timing_every}",
         f"val_io:overlap:{machine.on_gpu} prefetch:{config.val_prefetch} bytecount_device:cpu "
         f"tokens_per_pass:{config.val_pass_tokens}",
         *inputs.chosen.report,
@@ -5050,10 +5030,9 @@ def summarize(
     machine = run.machine
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    form = f"int{config.matrix_bits}+rans"
     run.log(f"Code size: {code_bytes} bytes (wrapped)")
-    run.log(f"Serialized model {form}: {about.bytes} bytes")
-    run.log(f"Total submission size {form}: {total_bytes} bytes")
+    run.log(f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes")
+    run.log(f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
     limits = {}
     for name, value, limit in (
@@ -5067,7 +5046,6 @@ def summarize(
         run.log(f"limit:{name} {value:.10g} of {limit:.10g} {'ok' if is_kept else 'EXCEEDED'}")
 
     data = inputs.validation
-    gpus = machine.gather(machine.device_name) if machine.on_gpu else []
     summary = {
         "run_id": inputs.directory.name,
         "seed": config.seed,
@@ -5084,7 +5062,14 @@ def summarize(
             "cuda": torch.version.cuda,
             "triton": getattr(triton, "__version__", None),
         },
-        "hardware": {"gpus": gpus, "world_size": machine.world_size, "cores": os.cpu_count()},
+        "hardware": {
+            "gpus": machine.gather(machine.device_name) if machine.on_gpu else [],
+            "world_size": machine.world_size,
+            "cores": os.cpu_count(),
+            "device": machine.device_name,
+            "dtype": f"{machine.dtype}",
+            "threads": torch.get_num_threads(),
+        },
         "phases": run.phases,
         "artifact": about._asdict(),
         "comparable": not data.mark,
@@ -5094,8 +5079,10 @@ def summarize(
     }
     if machine.rank == 0:
         write_whole(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-    results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
-    run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
+    run.log(
+        "done: bits per byte "
+        f"{' '.join(f'{name}={score.bits_per_byte:.4f}' for name, score in scores.items())}; "
+        f"stream_hash:{trained.stream_hash}; files in {run.directory}")
 
 
 if __name__ == "__main__":

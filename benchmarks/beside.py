@@ -22,8 +22,6 @@ Runs are kept in DIR, and several processes started alike share the work. A resu
 name of your copy, `pr549_train_gpt.py` say, in its own; `train_gpt.py` is the challenge's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -114,13 +112,14 @@ class Race:
             **dict(item.split("=", 1) for item in arguments.set),
         }  # fmt: skip
         source = (REPO / "train_gpt.py").read_bytes()
-        self.code_bytes = len(train_gpt.shipped_code(source))
+        shipped = train_gpt.shipped_code(source)
         # Whole sequences, so that both score the same targets with the same context.
         length = Config.from_env(self.ours).train_seq_len
         self.ours["VAL_TOKENS_LIMIT"] = str(arguments.val_tokens // length * length)
         self.seconds: float = arguments.seconds
         self.ours.update(experiments.seconds_of_training(self.seconds, self.ours))
         self.config = Config.from_env(self.ours)
+        self.code_bytes = len(train_gpt.with_settings(shipped, self.config))
         fixed = sorted(self.settings_of_theirs.keys() & {*self.geometry(), "SEED"})
         if fixed:
             raise UpstreamError(
@@ -164,8 +163,7 @@ class Race:
         """Endlessly: the shards in their order, again after the last one."""
         c = self.config
         while True:
-            yield from batches(
-                Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
+            yield from batches(Path(c.data_path), c.train_batch_tokens // c.train_seq_len, c.train_seq_len)
 
     def shuffled_batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endlessly: what ours trains on with this seed, each step in one batch."""

@@ -9,8 +9,6 @@ beat; that of train_gpt.py can, because it learns one table per class of column.
 zstd and Brotli come from the packages `zstandard` and `brotli`; where one is missing, its row says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import bz2
 import contextlib
@@ -87,8 +85,7 @@ def general_coders() -> list[Coder]:
     with contextlib.suppress(ImportError):
         import brotli
 
-        found[4] = (
-            "Brotli-11", lambda data: brotli.compress(data, quality=11, lgwin=24), brotli.decompress)
+        found[4] = ("Brotli-11", lambda data: brotli.compress(data, quality=11, lgwin=24), brotli.decompress)
     return found
 
 

@@ -6,8 +6,6 @@ An idle machine's wall would show these seconds, where one thread computes. So r
 seconds on a machine that others share. The script must read its clock by `time.perf_counter()`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -15,8 +15,6 @@ Several processes share the work: each run is claimed by one. Runs of another sc
 other settings are refused. Seeds are the outer loop, so an early end leaves whole rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl
@@ -308,7 +306,10 @@ class Experiment:
         settings = self.settings(name)
         given = {**settings, "SEED": str(seed)}
         if self.weight_bytes:
-            code_bytes = len(train_gpt.shipped_code(script.read_bytes()))
+            # The shipped script holds the settings of its run, this one too: here a number as long.
+            given["ARTIFACT_BYTES_MAX"] = str(self.weight_bytes + 50_000)
+            shipped = train_gpt.shipped_code(script.read_bytes())
+            code_bytes = len(train_gpt.with_settings(shipped, Config.from_env(given)))
             given["ARTIFACT_BYTES_MAX"] = str(self.weight_bytes + code_bytes)
         if arm.of:
             given["EVAL_ONLY"] = str(self.directory(arm.of, seed).resolve() / "model.bin")

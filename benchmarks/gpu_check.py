@@ -14,8 +14,6 @@ A stage that fails does not stop the others. An interrupted check prints what it
 stages passed, 1 if not, 2 without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -64,8 +62,6 @@ SAMPLE = {
     "TOKENIZER_PATH": "data/tokenizers/sample_1024_bpe.model",
     "VOCAB_SIZE": "1024",
 }
-
-Graph = tuple[int, bool]  # of a step: the length of its sequences, and whether the loop is on
 
 
 class Found(NamedTuple):
@@ -221,29 +217,24 @@ def judge_compiled(paths: Sequence[Path]) -> list[str]:
     return faults
 
 
-def graph_of(progress: float, config: Config) -> Graph:
-    """The graph that steps at this share of the run have."""
-    return train_gpt.train_length(progress, config), train_gpt.loop_is_on(progress, config)
-
-
-def step_times_ms(events: list[dict[str, Any]], config: Config) -> dict[Graph, float]:
-    """Median milliseconds of a step by its graph, from the training events of metrics.jsonl."""
-    durations: dict[Graph, list[float]] = {}
+def step_times_ms(events: list[dict[str, Any]], config: Config) -> dict[bool, float]:
+    """Median milliseconds of a step without and with the loop, from the training events of metrics.jsonl."""
+    durations: dict[bool, list[float]] = {}
     for before, now in itertools.pairwise(events):
-        graph = graph_of(now["progress"], config)
-        if graph_of(before["progress"], config) == graph:
-            durations.setdefault(graph, []).append(now["train_time_ms"] - before["train_time_ms"])
-    return {graph: statistics.median(times) for graph, times in durations.items()}
+        looping = train_gpt.loop_is_on(now["progress"], config)
+        if train_gpt.loop_is_on(before["progress"], config) == looping:
+            durations.setdefault(looping, []).append(now["train_time_ms"] - before["train_time_ms"])
+    return {looping: statistics.median(times) for looping, times in durations.items()}
 
 
-def steps_in_time(times_ms: Mapping[Graph, float], config: Config) -> float:
+def steps_in_time(times_ms: Mapping[bool, float], config: Config) -> float:
     """Steps that the clock of training has room for. A graph that was not timed counts as the slowest one."""
     clock_ms = 1e3 * (config.max_wallclock_seconds - config.gptq_reserve_seconds)
     slowest_ms = max(times_ms.values())
-    shares = {0.0, 1.0, config.enable_looping_at, *(until for _, until in config.length_parts)}
+    shares = {0.0, 1.0, config.enable_looping_at}
     steps = 0.0
     for begin, end in itertools.pairwise(sorted(share for share in shares if share <= 1.0)):
-        steps += (end - begin) * clock_ms / times_ms.get(graph_of(begin, config), slowest_ms)
+        steps += (end - begin) * clock_ms / times_ms.get(train_gpt.loop_is_on(begin, config), slowest_ms)
     return steps
 
 
@@ -258,8 +249,8 @@ def judge_steps(events: list[dict[str, Any]], ran: Config, meant: Config, card: 
     part = train_gpt.TrainingSettings
     known = "H100" in card and meant.as_env(part) == Config().as_env(part)
     lines = ["| step | measured ms | expected ms |", "|---|---|---|"]
-    for (length, looping), ms in times_ms.items():
-        name = f"{'with' if looping else 'without'} recurrence, length {length}"
+    for looping, ms in times_ms.items():
+        name = "with recurrence" if looping else "without recurrence"
         expected = calibration.expected_ms(calibration.STEP_MS[looping])
         lines.append(f"| {name} | {ms:.1f} | {expected if known else '-'} |")
         if known and ms > expected.most:

@@ -8,8 +8,6 @@ matmul rate and least bytes over the copy rate, both measured here first. `gpu_c
 all operations at the shapes of a run. Without a GPU it says so, exits with status 2 and writes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

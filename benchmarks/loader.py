@@ -9,8 +9,6 @@ ahead) and PR #1532 (a shard drawn by weight for every sequence, rows to int64, 
 Pinning and the bus are left out: they need a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -230,8 +228,9 @@ def simulate(design: str, folder: str, latency_seconds: float, steps: int) -> li
         loader = train_gpt.Loader(config, shards, one_of_many)
 
         def wait() -> float:
+            loader.wait_ms = 0.0
             loader.next_batch()
-            return loader.take_wait_ms() / 1e3  # without the widening, which is the GPU's work
+            return loader.wait_ms / 1e3  # without the widening, which is the GPU's work
 
     else:
         following = {

@@ -1,7 +1,5 @@
 """Runs compared seed by seed: mean difference, its error, the p of a paired t-test, and Holm's correction."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

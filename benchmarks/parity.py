@@ -8,8 +8,6 @@ by the names that the public script has, and ours the configuration of that syst
 weights are copied over under its names. Ends with status 1 where a loss differs by more than 1e-3 nats.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping

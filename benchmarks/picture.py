@@ -1,14 +1,15 @@
-"""results.png, the picture of README: drawn from the raw figures of results/, like the tables of RESULTS.md.
+"""The pictures of README.md and RESULTS.md, drawn from raw figures and from the table of docs/estimate.md.
 
-    python -m benchmarks.picture [--out benchmarks/results/results.png]
+    python -m benchmarks.picture [--out benchmarks/results]
 
-Left: a public script and this one after the same seconds of one thread, a line for each seed. Right: the ways
-of scoring the same weights, a point for each seed. The lower, the better.
+ladder.png: the estimate for 8 GPUs, part by part, between two public records. results.png, left: a public
+script and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a
+seed, a bar is a mean. Lower is better.
 """
 
-from __future__ import annotations
-
 import argparse
+import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +17,123 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import results
+from tools import REPO
 
 BESIDE = "beside-fineweb_sample_sp1024-180s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
-OUT = results.FOLDER / "results.png"
-SIZE_INCHES = (10.0, 3.6)
+ESTIMATE = REPO / "docs" / "estimate.md"
+THE_DEFAULT = 2  # its column there; the first has the names
+PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
+BESIDE_THE_AXES = ("axes fraction", "data")
+RUNGS = {
+    "before quantization": "#1855 before quantization", "MATRIX_LR": "higher learning rate",
+    "quantization": "quantization", "adapters": "test-time adapters", "estimate": "estimate",
+}  # fmt: skip
 SIDES = {
-    "theirs": "challenge's\nown script",
-    "ours as theirs": "its settings\nin this file",
-    "theirs shuffled": "own script,\nshuffled",
-    "ours": "this one",
-}
+    "theirs": "the challenge's script", "ours as theirs": "its settings in this file",
+    "theirs shuffled": "the challenge's script,\non shuffled data", "ours": "this file's demo recipe",
+}  # fmt: skip
+
+
+def rungs() -> list[tuple[str, float, float]]:
+    """Name, mBPB (of the estimate: bits per byte) and half-width of each row that moves the estimate."""
+    found = []
+    for line in ESTIMATE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip(" *`") for cell in line.split("|")]
+        figures = re.findall(r"[+-]?\d+\.\d+", cells[THE_DEFAULT + 1]) if len(cells) == 6 else []
+        for key, name in RUNGS.items():
+            if figures and cells[1].startswith(key):
+                found.append((name, float(figures[0]), float(figures[1]) if figures[1:] else 0.0))
+    return found
+
+
+def draw_ladder(axes: Axes) -> None:
+    """Each part of the estimate as a bar from the sum before it to the sum after it."""
+    rows = rungs()
+    at = rows[0][1] / 1000  # bits per byte
+    axes.plot([at], [0], "o", color="black")
+    texts = [f"{at:.4f}"]
+    for place, (_, value, half) in list(enumerate(rows))[1:-1]:
+        color = "tab:red" if value > 0 else "tab:green"
+        axes.barh(place, value / 1000, left=at, height=0.5, color=color, alpha=0.8)
+        texts.append(f"{value / 1000:+.4f} ± {half / 1000:.4f}")
+        at += value / 1000
+    _, total, half = rows[-1]
+    axes.errorbar([total], [len(rows) - 1], xerr=[half], fmt="o", color="black", capsize=4)
+    texts.append(f"{total:.4f} ± {half:.4f}")
+    for place, text in enumerate(texts):
+        axes.annotate(text, (1.01, place), xycoords=BESIDE_THE_AXES, va="center", fontsize=9)
+    for name, score in PUBLIC.items():
+        axes.axvline(score, color="tab:blue", linestyle=":")
+        label = f"{name}\n{score:.4f}"
+        axes.annotate(label, (score, 1.02), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(1.055, 1.074)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("bits per byte, lower is better. An estimate: no GPU has run it")
+
+
+def draw_rows(axes: Axes, rows: dict[str, list[float]], told: dict[str, str]) -> None:
+    """A row for each name: a dot for each seed, a bar at their mean, and a text at the right."""
+    for place, (name, scores) in enumerate(rows.items()):
+        axes.plot(scores, [place] * len(scores), "o", color="tab:blue", alpha=0.6)
+        axes.plot([statistics.mean(scores)], [place], "|", color="black", markersize=18)
+        axes.annotate(told[name], (1.02, place), xycoords=BESIDE_THE_AXES, va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.1)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("bits per byte, lower is better")
 
 
 def draw_beside(axes: Axes, measured: dict[str, Any]) -> None:
-    """Bits per byte of all sides, joined seed by seed."""
-    rows = measured["rows"]
-    sides = [side for side in SIDES if side in rows]
-    by_seed: dict[int, dict[str, float]] = {}
-    for side in sides:
-        for run in rows[side]:
-            by_seed.setdefault(run["seed"], {})[side] = run["val_bpb"]
-    for seed, scores in by_seed.items():
-        places = [sides.index(side) for side in scores]
-        axes.plot(places, list(scores.values()), "o-", label=f"seed {seed}")
-    axes.set_xticks(range(len(sides)), [SIDES[side] for side in sides])
-    axes.set_xlim(-0.4, len(sides) - 0.6)
+    """All sides after the same seconds; difference to the first, and the bytes of the weights."""
+    runs = {SIDES[side]: measured["rows"][side] for side in SIDES if side in measured["rows"]}
+    scores = {name: [run["val_bpb"] for run in of] for name, of in runs.items()}
+    first = statistics.mean(scores[SIDES["theirs"]])
+    told: dict[str, str] = {}
+    for name, of in runs.items():
+        mean, size = statistics.mean(scores[name]), statistics.mean(run["bytes"] for run in of)
+        minus = f" ({mean - first:+.3f})" if told else ""
+        told[name] = f"{mean:.3f}{minus}\n{size / 1000:.0f} kB"
+    draw_rows(axes, scores, told)
     axes.set_title(f"after {measured['seconds']:g} s of training on one core", fontsize=10)
-    axes.legend(fontsize=8)
 
 
 def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
-    """Bits per byte of the same weights, by each way of scoring all documents."""
-    of_all: dict[str, list[float]] = {}
+    """The same model, by each way of scoring all documents, with the seconds that it needs."""
+    of_all, told = {}, {}
     for row in WAYS:
-        found = [s["bits_per_byte"] for s in scores if s["row"] == row and s["documents"] == 0]
+        found = [s for s in scores if s["row"] == row and s["documents"] == 0]
         if found:
-            of_all[row] = found
-    for place, found in enumerate(of_all.values()):
-        axes.plot([place] * len(found), found, "o", color="tab:blue", alpha=0.7)
-        axes.annotate(f"{sum(found) / len(found):.3f}", (place, min(found)), (0, -12),
-                      textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-    axes.set_xticks(range(len(of_all)), [row.replace(" ", "\n", 1) for row in of_all])
-    axes.margins(x=0.15, y=0.25)
-    axes.set_title("the same weights, scored in four ways", fontsize=10)
+            of_all[row] = [one["bits_per_byte"] for one in found]
+            seconds = statistics.mean(one["seconds"] for one in found)
+            told[row] = f"{statistics.mean(of_all[row]):.3f}\n{seconds:.0f} s"
+    draw_rows(axes, of_all, told)
+    axes.set_title("one model, scored in four ways; SGD and LoRA learn while scoring", fontsize=10)
 
 
-def draw() -> Figure:
-    """The picture, from what is stored."""
-    figure = Figure(SIZE_INCHES, layout="constrained")
+def draw() -> dict[str, Figure]:
+    """The pictures by the names of their files, from what is stored."""
+    ladder = Figure((9.0, 3.0), layout="constrained")
+    draw_ladder(ladder.subplots())
+    figure = Figure((12.0, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_beside(left, results.latest(BESIDE)["measured"])
     draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
-    for axes in (left, right):
-        axes.set_ylabel("bits per byte")
-        axes.grid(axis="y", alpha=0.3)
-    return figure
+    return {"ladder.png": ladder, "results.png": figure}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
     arguments = parser.parse_args()
-    draw().savefig(arguments.out, dpi=110)
-    print(arguments.out)
+    for name, figure in draw().items():
+        figure.savefig(arguments.out / name, dpi=110)
+        print(arguments.out / name)
 
 
 if __name__ == "__main__":
-    main()
+    draw().savefig(results.FOLDER / "results.png", dpi=110)

@@ -8,8 +8,6 @@ results/release.json names a version and the train_gpt.py that is it; the figure
 Tables whose programs have left are frozen in results/0.5.md; nothing makes that page anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,23 +1,14 @@
 """What a training step and a scored token cost: the real `Training` and the real scorers, interleaved.
 
-    python benchmarks/speed.py [--config configs/cpu_demo.env] [--steps 60] [--targets 20000]
-        [--against FILE] [--keep]
+    python benchmarks/speed.py [--config configs/cpu_demo.env] [--steps 60] [--targets 20000] [--keep]
 
 Training runs twice in the same process, with and without prefetch, in turns of a few steps, so that a busy
 machine meets both alike; the two must see the same tokens (stream hash) and print the same losses, or the
 program fails.
-
-With --against another version of the script is measured beside this one instead, each with one thread in a
-process of its own and, where there are two, on a core of its own; the turns alternate, and the cores are
-swapped halfway.
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -30,14 +21,12 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import paired, results  # noqa: E402
-from benchmarks.turns import Turn, Turns, TurnsError  # noqa: E402
 from train_gpt import Config, Training  # noqa: E402
 
 TITLE = "Step time and scoring speed"
 TURN_STEPS = 5
 PROGRESS = 0.5  # of the steps: after the loop has been switched on
 STEP_HEADER = "| config | prefetch | step ms | p20 | p80 | tokens/s | wait ms p50, p99 | n |"
-AGAINST_HEADER = "| config | script | step ms | p20 | p80 | CPU ms | tokens/s | last losses | n |"
 SCORE_HEADER = "| config | scorer | targets | seconds | targets/s |"
 def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dict[str, str]:
     """The environment of a run that stops by hand, not by a clock."""
@@ -74,7 +63,8 @@ def timed_steps(training: Training, count: int) -> Steps:
         start = time.perf_counter()
         loss, _ = train_gpt.train_step(training, PROGRESS).tolist()
         taken.ms.append(1e3 * (time.perf_counter() - start))
-        taken.wait_ms.append(training.loader.take_wait_ms())
+        taken.wait_ms.append(training.loader.wait_ms)
+        training.loader.wait_ms = 0.0
         taken.losses.append(loss)
         training.step += 1
     return taken
@@ -110,8 +100,8 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
         config = Config.from_env(env)
         run = train_gpt.Run(train_gpt.this_machine(config, {}))
         run.log = lambda *line, **event: None  # type: ignore[method-assign]
-        inputs = train_gpt.preflight(config, run)
-        train_gpt.open_run(config, run, inputs)
+        inputs = train_gpt.preflight(config, run, "")
+        train_gpt.open_run(config, run, inputs, [])
         training = Training(
             config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes
         )
@@ -139,68 +129,6 @@ def measure(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
     return measured
 
 
-def compare(arguments: argparse.Namespace, runs: Path) -> dict[str, Any]:
-    """Steps of this script and of another version of it, in turns, each on one core."""
-    # The budget is not what is measured: a longer script must not make the other one fail.
-    env = settings(arguments.config, runs, arguments.set, WARMUP_STEPS="0", ARTIFACT_BYTES_MAX="16000000",
-                   RATE_CONTROL="0")  # fmt: skip
-    scripts = [REPO / "train_gpt.py", arguments.against]
-    taken = [Turn([], [], []), Turn([], [], [])]
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    with contextlib.ExitStack() as ends:
-        both = []
-        for number, script in enumerate(scripts):
-            both.append(ends.enter_context(Turns(script, {**env, "RUN_ID": f"turns{number}"})))
-        for one in both:  # untimed: first steps allocate, and compile
-            one.steps(TURN_STEPS)
-        turns = math.ceil(arguments.steps / TURN_STEPS)
-        for turn in range(turns):
-            swapped = int(turn >= turns / 2)
-            for number, one in enumerate(both):
-                one.move_to(cores[(number + swapped) % min(2, len(cores))])
-                for all_steps, new in zip(taken[number], one.steps(TURN_STEPS), strict=True):
-                    all_steps.extend(new)
-    config = Config.from_env(env)
-    return {
-        "config": arguments.config.stem, "against": arguments.against.name, "cores": len(cores[:2]),
-        "tokens_per_step": config.train_batch_tokens,
-        "taken": [turn._asdict() for turn in taken],
-    }  # fmt: skip
-
-
-def comparison_tables(measured: dict[str, Any]) -> list[str]:
-    """The table of two versions."""
-    lines = paired.table(AGAINST_HEADER, [])
-    names = ["train_gpt.py", measured["against"]]
-    ours, theirs = (Turn(**taken) for taken in measured["taken"])
-    for name, taken in zip(names, (ours, theirs), strict=True):
-        low, *_, high = statistics.quantiles(taken.ms, n=5)
-        median_ms = statistics.median(taken.ms)
-        per_second = measured["tokens_per_step"] / median_ms * 1e3
-        lines.append(
-            f"| {measured['config']} | {name} | {median_ms:.2f} | {low:.2f} | {high:.2f} "
-            f"| {statistics.median(taken.cpu_ms):.2f} | {per_second:,.0f} "
-            f"| {statistics.mean(taken.losses[-TURN_STEPS:]):.4f} | {len(taken.ms)} |"
-        )
-    return [
-        *lines,
-        "",
-        f"One thread each, {measured['cores']} cores: {ratio_line(ours.ms, theirs.ms)}; "
-        f"by the CPU clock {ratio_line(ours.cpu_ms, theirs.cpu_ms)}.",
-    ]
-
-
-def ratio_line(ours_ms: list[float], theirs_ms: list[float]) -> str:
-    """How many times the speed ours has, by the median pair of turns."""
-    pairs = zip(means_of_turns(ours_ms), means_of_turns(theirs_ms), strict=True)
-    ratios = [theirs / ours for ours, theirs in pairs]
-    low, *_, high = statistics.quantiles(ratios, n=5) if len(ratios) > 1 else ratios * 2
-    return (
-        f"{statistics.median(ratios):.3f} times the tokens per second ({low:.3f} to {high:.3f} from p20 to "
-        f"p80 of {len(ratios)} pairs of turns)"
-    )
-
-
 def means_of_turns(times_ms: list[float]) -> list[float]:
     """Mean milliseconds of a step in each turn."""
     starts = range(0, len(times_ms), TURN_STEPS)
@@ -208,9 +136,7 @@ def means_of_turns(times_ms: list[float]) -> list[float]:
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
-    """Both tables of one config, or the one of two versions."""
-    if "against" in measured:
-        return comparison_tables(measured)
+    """Both tables of one config."""
     name = measured["config"]
     tokens = measured["tokens_per_step"]
     lines = paired.table(STEP_HEADER, [])
@@ -242,21 +168,12 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--steps", type=int, default=60, help="steps with and as many without prefetch")
     parser.add_argument("--targets", type=int, default=20_000, help="validation targets per scorer")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="another version of train_gpt.py")
     parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
     arguments = parser.parse_args()
     before = results.conditions()
     with tempfile.TemporaryDirectory() as runs:
-        if arguments.against is None:
-            name = f"speed-{arguments.config.stem}"
-            measured = measure(arguments, Path(runs))
-        else:
-            name = f"speed-{arguments.config.stem}-against"
-            try:
-                measured = compare(arguments, Path(runs))
-            except TurnsError as error:
-                raise SystemExit(str(error)) from error
-    results.finish(name, before, measured, arguments.keep)
+        measured = measure(arguments, Path(runs))
+    results.finish(f"speed-{arguments.config.stem}", before, measured, arguments.keep)
 
 
 if __name__ == "__main__":

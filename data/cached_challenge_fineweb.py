@@ -1,4 +1,4 @@
-"""The challenge's name for `data/fineweb.py`: the data commands of its READMEs work as they are pasted.
+"""The challenge's name for `data/fineweb.py`: so pasted data commands of its READMEs work.
 
     python data/cached_challenge_fineweb.py --variant sp1024 --train-shards 10
 
@@ -20,7 +20,7 @@ from data import fineweb
 
 
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
-    """Fetch what these arguments of the challenge's program ask for; returns the exit status."""
+    """Fetch the data that these arguments of the challenge's program name; returns the exit status."""
     ours = [word for word in arguments if word != "--skip-manifest"]
     if environ.get("MATCHED_FINEWEB_REPO_ID"):
         ours += ["--repo", environ["MATCHED_FINEWEB_REPO_ID"]]

@@ -44,7 +44,7 @@ class CaseOpsError(ValueError):
 
 
 class Pieces(Protocol):
-    """What is asked of a SentencePiece model here."""
+    """The part of a SentencePiece model that is used here."""
 
     def vocab_size(self) -> int: ...
 

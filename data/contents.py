@@ -1,4 +1,4 @@
-"""What no hash shows: whether ids, tokenizer and byte counts of a dataset belong together.
+"""Whether ids, tokenizer and byte counts of a dataset belong together, which no hash shows.
 
 Two tokenizers may well have as many pieces, and a byte sidecar may be of other tokens. A score of such data
 means nothing. So some text is decoded and encoded again, and all counts are held against the pieces.
@@ -20,7 +20,7 @@ LEAST_SHARE = 0.5  # of a sound dataset nearly all comes back or is equal, of an
 
 
 def content_problems(directory: Path, manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with a dataset whose files are those of its manifest; empty when sound."""
+    """The faults of a dataset whose files are those of its manifest; empty when sound."""
     path = (directory / manifest["tokenizer"]["file"]).resolve()
     tokenizer = shards.load_tokenizer(path)
     files = manifest["files"]
@@ -129,7 +129,7 @@ def sidecar_problems(
             problems.append(f"{here} validation document {number} has {lengths[number]} tokens and no bytes")
 
     # Normalising changes characters here and there; most pieces stand for as many bytes as they have. Pieces
-    # of one byte are not asked: several of them may make a character, which counts at the last.
+    # of one byte are left out: several of them may make a character, which counts at the last.
     table = ByteTable.from_sentencepiece(tokenizer)
     expected = table.piece_bytes + table.leading_space
     is_asked = ((expected > 1) & ~is_mark)[tokens]

@@ -35,7 +35,7 @@ MAX_TOKEN_BYTES = np.iinfo(shards.TOKEN_DTYPE).max
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """What decides the tokens: documents, tokenizer, transform, and how many documents are validation."""
+    """All that decides the tokens: documents, tokenizer, transform, number of validation documents."""
 
     source: DocumentSource
     tokenizer_path: str
@@ -157,7 +157,7 @@ def variant_of(tokenizer: spm.SentencePieceProcessor) -> str:
 
 @functools.lru_cache(maxsize=1)
 def cached_encoder(tokenizer_path: str, variant: str) -> Encoder:
-    """The encoder of this process; loading one takes longer than a chunk may."""
+    """The encoder of this process; loading one is slower than encoding a chunk."""
     return Encoder(tokenizer_path, variant)
 
 
@@ -215,7 +215,7 @@ def encoded_chunks(settings: EncodingSettings, chunks: Iterable[Chunk],
             first, future = pending.popleft()
             yield first, future.result()
     except BrokenProcessPool as error:
-        raise DataError("a worker process died, perhaps for want of memory; what was written is kept: "
+        raise DataError("a worker process died, perhaps for lack of memory. Finished work is kept: "
                         "run the same command again, with fewer --workers") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -73,7 +73,7 @@ class TokenizerRecipe:
     documents: int
 
     def identity(self) -> dict[str, Any]:
-        """What decides the tokenizer, as plain JSON values."""
+        """All that decides the tokenizer, as plain JSON values."""
         values = {**asdict(self), "source": source_identity(self.source), "sentencepiece": spm.__version__}
         variant = values.pop("variant")
         values["caseops"] = variant != PLAIN  # as records say it since before there were two forms
@@ -185,7 +185,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def source_identity(source: DocumentSource) -> dict[str, Any]:
-    """What tells a source from another without reading it: names, sizes, and how documents are found."""
+    """Identifies a source without reading it: names, sizes, and how documents are found."""
     files = [{"name": Path(path).name, "bytes": os.stat(path).st_size} for path in source.paths]
     return {"files": files, "text_key": source.text_key, "separator": source.separator}
 
@@ -197,7 +197,7 @@ def source_identity(source: DocumentSource) -> dict[str, Any]:
 
 @dataclass
 class StreamState:
-    """What is written of a stream: entries of finished shards, tokens and documents of the open one."""
+    """The written part of a stream: entries of finished shards, tokens and documents of the open one."""
 
     split: str
     finished: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -299,9 +299,9 @@ class ShardStream:
         return max_shards is not None and len(self.state.finished) >= max_shards
 
     def explain(self, error: OSError) -> DataError:
-        """A failed write in words; what the journal knows is kept."""
+        """A failed write in words; journalled work is kept."""
         reason = explain_os_error(error, self.path())
-        return DataError(f"{reason}; what was written is kept: run the same command again afterwards")
+        return DataError(f"{reason}. Finished work is kept: run the same command again afterwards")
 
     def close(self) -> None:
         """Close the open shard's file, unfinished."""
@@ -317,7 +317,7 @@ class ShardStream:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Everything that decides an export's bytes, where it goes, and what the manifest says of its origin."""
+    """Everything that decides an export's bytes, its place, and its origin for the manifest."""
 
     encoding: EncodingSettings
     directory: Path
@@ -328,7 +328,7 @@ class ExportPlan:
     revision: str | None
 
     def identity(self) -> dict[str, Any]:
-        """What must agree for an export to be resumed, as plain JSON values."""
+        """The values that must agree for an export to be resumed, as plain JSON values."""
         return {
             "documents": source_identity(self.encoding.source),
             "chunk_bytes": documents.CHUNK_BYTES,
@@ -378,7 +378,7 @@ class Export:
                      "document": chunk.document + chunk.document_count}
 
     def write_journal(self) -> None:
-        """Make what was added so far survive a kill."""
+        """Make all that was added so far survive a kill."""
         for stream in self.streams.values():
             stream.flush()
         journal = {
@@ -434,7 +434,7 @@ class Export:
         wanted = self.plan.encoding.val_documents
         if self.next["document"] < wanted:
             paths = ", ".join(self.plan.encoding.source.paths)
-            raise DataError(f"{paths}: {self.next['document']} documents, --val-docs wants {wanted} of them; "
+            raise DataError(f"{paths}: {self.next['document']} documents, --val-docs needs {wanted} of them; "
                             "give more documents or a smaller --val-docs")
         for stream in self.streams.values():
             stream.finish_shard()
@@ -615,7 +615,7 @@ def place_tokenizer(options: argparse.Namespace, source: DocumentSource) -> Path
 
 
 def report(directory: Path, manifest: dict[str, Any]) -> str:
-    """What an export holds, in lines."""
+    """A summary of an export, in lines."""
     lines = [f"{directory}: tokenizer sha256 {manifest['tokenizer']['sha256'][:12]}"]
     for split, facts in manifest["splits"].items():
         entries = [entry for name, entry in manifest["files"].items()
@@ -662,7 +662,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; what was written is kept: run the same command again", file=sys.stderr)
+        print("interrupted. Finished work is kept: run the same command again", file=sys.stderr)
         return 130
     return 0
 

@@ -15,13 +15,13 @@ HASH_BLOCK_BYTES = 1 << 20
 
 
 class DataError(Exception):
-    """Something the user can mend: names the file, what was found, what was expected, the next step."""
+    """An error that the user can fix: it names the file, what was found, what was expected, the next step."""
 
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full: free space or choose another folder",
     errno.EDQUOT: "the disk quota is used up: free space or choose another folder",
-    errno.EFBIG: "the file system takes no file of that size: choose another folder",
+    errno.EFBIG: "the file system allows no file of that size: choose another folder",
     errno.EACCES: "no permission: choose a folder you can write, or change its permissions",
     errno.EPERM: "no permission: choose a folder you can write, or change its permissions",
     errno.EROFS: "the file system is read-only: choose another folder",
@@ -62,7 +62,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold `path` as a lock, so that two commands do not write the same dataset. Raises DataError when taken.
+    """Hold `path` as a lock, so that two commands do not write the same dataset. DataError when it is held.
 
     The system lets go of it when the process ends, however it ends.
     """
@@ -96,7 +96,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def sha256_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file as hex; `on_bytes` is told how many bytes each read brought."""
+    """SHA-256 of a file as hex; `on_bytes` gets the number of bytes of each read."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

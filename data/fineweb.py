@@ -39,7 +39,7 @@ from data.files import DISK_ERRORS, DataError, exclusive, explain_os_error, sha2
 from data.progress import Progress, size
 from data.shards import ByteTable
 
-DEFAULT_TRAIN_SHARDS = 80  # what the records train on: 8 billion tokens
+DEFAULT_TRAIN_SHARDS = 80  # as the records use: 8 billion tokens
 DEFAULT_WORKERS = 8
 REMOTE_ROOT = "datasets"
 DOCUMENTS_FILE = "docs_selected.jsonl"
@@ -84,11 +84,11 @@ class RemoteFile:
     git_blob: str
 
     def hub_hash(self) -> str:
-        """What the hub tells of the content: sha256 of large files, git's hash of small ones."""
+        """The hub's hash of the content: sha256 of large files, git's hash of small ones."""
         return self.sha256 or self.git_blob
 
     def check(self, path: Path) -> str | None:
-        """What is wrong with `path` as a copy of this file, or None."""
+        """The fault of `path` as a copy of this file, or None."""
         found_bytes = path.stat().st_size
         if found_bytes != self.size_bytes:
             return f"{found_bytes} bytes, the hub says {self.size_bytes}"
@@ -104,7 +104,7 @@ def git_blob_hash(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user wants and where it goes."""
+    """The data that the user wants, and its folder."""
 
     variant: Variant
     root: str
@@ -133,7 +133,7 @@ class Request:
 
 
 class Hub:
-    """One dataset repository at one commit. Every failure is a DataError that says what to do."""
+    """One dataset repository at one commit. Every failure is a DataError with the next step."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
         import huggingface_hub  # here, so that --verify works without it
@@ -162,17 +162,17 @@ class Hub:
         raise AssertionError("unreachable")
 
     def lasting(self, error: Exception) -> str | None:
-        """Message for a failure that trying again cannot mend; None for one that may pass."""
+        """Message for a failure that will not pass by itself; None for one that may."""
         errors = self.library.errors
         if isinstance(error, errors.GatedRepoError):
-            return f"{self.repo}: gated; ask for access on its page, then `hf auth login` (or set HF_TOKEN)"
+            return f"{self.repo}: gated; request access on its page, then `hf auth login` (or set HF_TOKEN)"
         if isinstance(error, errors.RepositoryNotFoundError):
             return (f"{self.repo}: no such dataset repository, or a private one; check --repo, and "
                     "`hf auth login` (or set HF_TOKEN) if it is private")
         if isinstance(error, errors.RevisionNotFoundError):
             return f"{self.repo}: no such revision; check --revision"
         if isinstance(error, errors.OfflineModeIsEnabled):
-            return f"{self.repo}: HF_HUB_OFFLINE is set; unset it to download, or --verify what is here"
+            return f"{self.repo}: HF_HUB_OFFLINE is set; unset it to download, or --verify the local files"
         if isinstance(error, errors.LocalEntryNotFoundError):
             return None
         if isinstance(error, errors.EntryNotFoundError):
@@ -266,7 +266,7 @@ def remote_file(entry: Any, local: Path) -> RemoteFile:
 
 @dataclass
 class Receipts:
-    """What was fetched or found right, by file name: valid while its size and time do not change."""
+    """The files that were fetched or found right, by name: valid while its size and time do not change."""
 
     path: Path
     repo: str
@@ -297,7 +297,7 @@ class Receipts:
                 and receipt["hub_hash"] == file.hub_hash())
 
     def add(self, file: RemoteFile) -> None:
-        """Note that the local file was checked, with what the manifest needs to know of it."""
+        """Note that the local file was checked, with the values that the manifest needs."""
         status = file.local.stat()
         receipt = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "hub_hash": file.hub_hash(),
                    "sha256": file.sha256 or sha256_file(file.local)}
@@ -363,7 +363,7 @@ def byte_audit(directory: Path, sidecars: list[str], tokenizer: spm.SentencePiec
 
 def split_finished(files: list[RemoteFile],
                    receipts: Receipts | None) -> tuple[list[RemoteFile], list[RemoteFile]]:
-    """Files that are here and right, and files to fetch; what has no receipt is hashed."""
+    """Files that are here and right, and files to fetch; a file without a receipt is hashed."""
     present = [file for file in files if file.local.is_file()]
     unknown = [file for file in present if not (receipts and receipts.holds(file))]
     progress = Progress("checking", sum(file.size_bytes for file in unknown))
@@ -380,7 +380,7 @@ def split_finished(files: list[RemoteFile],
 
 
 def require_space(files: list[RemoteFile], request: Request) -> None:
-    """Raise DataError where the disk cannot take the files; it names the training shards that would fit."""
+    """DataError where the disk is too small for the files; it names the training shards that would fit."""
     directory = request.directory().absolute()
     place = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     free_bytes = shutil.disk_usage(place).free - DISK_RESERVE_BYTES
@@ -399,7 +399,7 @@ def require_space(files: list[RemoteFile], request: Request) -> None:
 
 
 def set_aside(files: list[RemoteFile], request: Request, receipts: Receipts) -> None:
-    """Rename what stands where fetched files go and was not fetched by us: it may be the user's own work.
+    """Rename foreign files in the place of fetched ones: they may be the user's own work.
 
     Raises DataError for a tokenizer, which other datasets may need under its name.
     """
@@ -530,7 +530,7 @@ def split_entries(split: str, found: list[tuple[str, dict[str, Any]]], first_doc
 
 
 def manifest(request: Request, receipts: Receipts) -> dict[str, Any]:
-    """Manifest of what is here, document ranges counted from the shards. Raises DataError on bad shards."""
+    """Manifest of local files, document ranges counted from the shards. Raises DataError on bad shards."""
     tokenizer_path = request.tokenizer_path()
     tokenizer = shards.load_tokenizer(tokenizer_path)
     vocab_size = tokenizer.vocab_size()
@@ -571,7 +571,7 @@ def manifest_entry(split: str, receipt: dict[str, Any], documents: list[int]) ->
 
 
 def verify(request: Request) -> None:
-    """Re-read a dataset against its manifest, offline. Raises DataError that lists what is wrong."""
+    """Re-read a dataset against its manifest, offline. Raises DataError with a list of faults."""
     directory = request.directory()
     stored = shards.read_manifest(directory)
     progress = Progress("verify", sum(entry["bytes"] for entry in stored["files"].values()))
@@ -621,7 +621,7 @@ def parser() -> argparse.ArgumentParser:
                          help="files fetched at a time (default: %(default)s)")
     mode = command.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="print the plan, fetch nothing")
-    mode.add_argument("--verify", action="store_true", help="re-read what is here, offline")
+    mode.add_argument("--verify", action="store_true", help="re-read the local files, offline")
     return command
 
 

@@ -108,7 +108,7 @@ def pairs_in(directory: Path) -> Pairs:
 
 
 def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Write the dataset `out` from `source`, or what it lacks of it; returns its manifest. DataError."""
+    """Write the dataset `out` from `source`, or its missing part; returns its manifest. DataError."""
     manifest = shards.read_manifest(source)
     pairs = choose_pairs(source, manifest)
     origin = {"name": manifest["name"], "manifest_sha256": sha256_file(source / shards.MANIFEST_NAME)}
@@ -141,10 +141,10 @@ def fuse_dataset(source: Path, out: Path, progress: Progress | None = None) -> d
 
 
 def begin_or_resume(out: Path, origin: dict[str, str]) -> None:
-    """Note of which dataset the shards are. DataError if those that stand there are of another one."""
+    """Note the source of the shards. DataError if existing shards have another one."""
     journal = out / JOURNAL_NAME
     if journal.exists() and json.loads(journal.read_bytes()) != origin:
-        raise DataError(f"{journal}: shards of another source stand there; give another --out")
+        raise DataError(f"{journal}: holds shards of another source; give another --out")
     if not journal.exists() and any(out.glob("*.bin")):
         raise DataError(f"{out}: holds shards that this tool did not begin; give another --out")
     write_bytes(journal, json.dumps(origin).encode())
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; what was written is kept: run the same command again", file=sys.stderr)
+        print("interrupted. Finished work is kept: run the same command again", file=sys.stderr)
         return 130
     old = tokens_in(before)
     new = tokens_in(after)

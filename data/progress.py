@@ -11,7 +11,7 @@ FILE_INTERVAL_S = 15.0
 
 
 class Progress:
-    """Progress over `total_bytes`; `done_bytes`: what an earlier run did, kept out of the rate."""
+    """Progress over `total_bytes`; `done_bytes`: from an earlier run, kept out of the rate."""
 
     def __init__(self, label: str, total_bytes: int, done_bytes: int = 0,
                  stream: TextIO | None = None) -> None:
@@ -29,7 +29,7 @@ class Progress:
         self.update(self.done_bytes + count_bytes, note)
 
     def update(self, done_bytes: int, note: str = "") -> None:
-        """Set what is done so far and show the line if it is time."""
+        """Set the bytes done so far and show the line if it is due."""
         self.done_bytes = done_bytes
         now_s = time.monotonic()
         if now_s - self.last_shown_s >= (TERMINAL_INTERVAL_S if self.redraws else FILE_INTERVAL_S):
@@ -43,7 +43,7 @@ class Progress:
         self.stream.flush()
 
     def line(self, note: str = "") -> str:
-        """`label 12.3% 1.2/9.9 GB 45.6 MB/s ETA 0:03:10 note`; the rate counts what this run did."""
+        """`label 12.3% 1.2/9.9 GB 45.6 MB/s ETA 0:03:10 note`; the rate counts this run alone."""
         elapsed_s = max(time.monotonic() - self.start_s, 1e-9)
         rate = (self.done_bytes - self.start_bytes) / elapsed_s
         share = self.done_bytes / self.total_bytes if self.total_bytes else 1.0

@@ -1,7 +1,7 @@
 """Offline sample: the running Python's own documentation as a small dataset in the challenge's format.
 
     python data/sample.py            # make it: seconds, nothing is downloaded
-    python data/sample.py --check    # verify what is there, change nothing
+    python data/sample.py --check    # verify it, change nothing
 
 A document is one module's docstrings or one topic of `pydoc_data`, read from the source files without
 importing them. Text that occurs twice is kept once, validation first: no paragraph of it is trained on.
@@ -33,7 +33,7 @@ from data.files import DataError, explain_os_error, write_bytes
 
 NAME = "sample_sp1024"
 TOKENIZER_FILE = "sample_1024_bpe.model"
-RECIPE = 1  # raise it when the way the sample is made changes, so that old ones are told apart
+RECIPE = 1  # raise it when the way the sample is made changes, so that old ones are recognised
 VOCAB_SIZE = 1024
 VAL_DOCUMENTS = 40
 TRAIN_SHARDS = 4
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         problems = shards.verify_dataset(directory)
         if problems and options.check:
-            raise DataError("\n  ".join(["sample not sound; `python data/sample.py` mends it:", *problems]))
+            raise DataError("\n  ".join(["sample not sound; `python data/sample.py` repairs it:", *problems]))
         if problems:
             build(options.out)
         print(("made " if problems else "complete ") + describe(directory))

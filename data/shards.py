@@ -166,7 +166,7 @@ def missing_fields(manifest: dict[str, Any]) -> list[str]:
 
 def verify_file(path: Path, entry: dict[str, Any],
                 on_bytes: Callable[[int], None] | None = None) -> str | None:
-    """What is wrong with one shard against its manifest entry (size, header, sha256), or None."""
+    """The fault of one shard against its manifest entry (size, header, sha256), or None."""
     try:
         size_bytes = path.stat().st_size
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def overlaps(directory: Path, files: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def verify_dataset(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
-    """What is wrong with a dataset directory: files and tokenizer that differ from its manifest, training
+    """The faults of a dataset directory: files and tokenizer that differ from its manifest, training
     documents that are validation documents too; empty when sound."""
     try:
         manifest = read_manifest(directory)

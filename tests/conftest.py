@@ -1,7 +1,5 @@
 """Shared fixtures. SHARED_DATA names the folder with real FineWeb text; its default stands here alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -12,8 +12,6 @@ of the scripts does not have is left out for it.
 Exit status 0: all cases are equal; 1: some differ, or a run failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """configs/: a file names what differs from the defaults and resolves to what is pinned; the page is true."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -29,9 +27,6 @@ def deciding_settings() -> set[str]:
     return {*TrainingSettings().as_env(), *names[: names.index("DATA_PATH")], "DATA_PATH", "TOKENIZER_PATH"}
 
 
-# -- the files -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_default_has_drifted_under_a_configuration(name: str) -> None:
     """Else name the old value in the file; python -m tests.support.resolved_configs pins a wanted change.
@@ -44,9 +39,15 @@ def test_no_default_has_drifted_under_a_configuration(name: str) -> None:
     assert changed == {}, f"(pinned, now) of configs/{name}"
 
 
-def test_exactly_the_configurations_are_pinned() -> None:
+def test_configurations_are_pinned_listed_and_of_fetched_data(page: str, repo: Path) -> None:
     assert list(pinned_configs()) == CONFIGS
     assert PINNED_FILE.stat().st_size < 60_000
+    listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
+    assert sorted(listed) == CONFIGS
+    plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
+    for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
+        assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
+        assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -57,11 +58,10 @@ def test_a_configuration_names_only_what_differs_from_the_defaults(name: str, re
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-@pytest.mark.parametrize(
-    ("name", "system"),
-    [("upstream_baseline", "baseline"), ("pr549", "549"), ("pr591", "591"), ("pr785", "785"),
-     ("pr1493", "1493"), ("pr1493", "1532")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "system"), [
+    ("upstream_baseline", "baseline"), ("pr549", "549"), ("pr591", "591"), ("pr785", "785"),
+    ("pr1493", "1493"), ("pr1493", "1532"),
+])  # fmt: skip
 def test_an_ancestor_has_the_values_of_its_script(name: str, system: str, repo: Path) -> None:
     """The script's defaults and what its command sets; what it does not read is not compared."""
     theirs = dict(SYSTEMS[system])
@@ -80,9 +80,6 @@ def test_an_ancestor_has_the_values_of_its_script(name: str, system: str, repo: 
     assert {key: ours[key] for key in compared if not same(ours[key], theirs[key])} == {}
 
 
-# -- the page ------------------------------------------------------------------------------------------------
-
-
 def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: str) -> None:
     table = page.split("## Where each default comes from")[1].split("\n## ")[0]
     stated: dict[str, str] = {}
@@ -96,22 +93,11 @@ def test_every_deciding_default_stands_in_the_table_once_with_its_value(page: st
     assert stated == defaults
 
 
-def test_every_configuration_is_listed_and_exists(page: str) -> None:
-    listed = re.findall(r"`(\w+\.env)`", page.split("## ")[0])
-    assert sorted(listed) == CONFIGS
-
-
-def test_the_data_that_configurations_name_are_those_that_the_tool_fetches(repo: Path) -> None:
-    plain = Config.from_env({"CONFIG": str(repo / "configs/sp8192.env")})
-    for config, name in [(Config(), "caseops"), (plain, "sp8192")]:
-        assert config.data_path == f"data/datasets/{VARIANTS[name].dataset}"
-        assert config.tokenizer_path == f"data/tokenizers/{VARIANTS[name].tokenizer}"
-
-
-def test_the_rows_of_the_estimate_add_up(page: str) -> None:
+def test_the_rows_of_the_estimate_add_up(repo: Path) -> None:
     """Of each column: its parts are its sum, their half-widths as squares that of the sum."""
-    table = page.split("## What the default should reach")[1].split("|---|---|---|---|\n")[1].split("\n\n")[0]
-    *rows, total = ([cell.strip(" *") for cell in line.split("|")[2:5]] for line in table.splitlines())
+    page = (repo / "docs/estimate.md").read_text(encoding="utf-8")
+    table = page.split("## The estimate")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
+    *rows, total = ([cell.strip(" *") for cell in line.split("|")[2:4]] for line in table.splitlines())
     for column, stated in enumerate(total):
         parts = [re.fullmatch(r"([+-]?[\d.]+)?(?: ?± ([\d.]+))?|-", row[column]) for row in rows]
         assert all(parts), f"column {column}: a cell is neither a figure nor a dash"

@@ -4,8 +4,6 @@ Every command must succeed and print no warning, no stack trace and nothing on s
 leaves behind must be where the README says. It fails on the first surprise.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,15 +1,15 @@
-"""The README says what is so: its table is generated, its links and commands exist."""
-
-from __future__ import annotations
+"""The pages are true: tables are generated, links lead somewhere, figures stand in the sources they link."""
 
 import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import ttt
 from tests.support.processes import Ended, Lab, train_losses
 from tools import docs
 from tools.markdown import refresh
@@ -17,10 +17,28 @@ from tools.runs.folder import Folder
 from tools.runs.rules import ARTIFACT_BYTES_MAX
 from train_gpt import Config, visit_order
 
+REPO = Path(__file__).parents[1]
+PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/*.md"))]
+OTHER_PAGES = [REPO / name for name in ("configs/README.md", "data/README.md", "records/README.md",
+                                        "benchmarks/RESULTS.md", "CHANGELOG.md")]  # fmt: skip
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
+
+
+def page(name: str) -> str:
+    return (REPO / name).read_text(encoding="utf-8")
+
 
 @pytest.fixture(scope="module")
-def readme(repo: Path) -> str:
-    return (repo / "README.md").read_text(encoding="utf-8")
+def readme() -> str:
+    return page("README.md")
+
+
+def anchors(text: str) -> dict[str, str]:
+    """The sections of a page by the anchors that GitHub gives their headings."""
+    parts = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in parts[1::2]]
+    return dict(zip(slugs, parts[2::2], strict=True))
 
 
 def test_every_generated_block_is_fresh() -> None:
@@ -30,12 +48,18 @@ def test_every_generated_block_is_fresh() -> None:
     assert stale == [], "run `make docs`"
 
 
-def test_every_linked_file_exists(readme: str, repo: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#][^)]*)\)", readme) if "://" not in link]
-    assert links and [link for link in links if not (repo / link.split("#")[0]).exists()] == []
+@pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES], ids=lambda path: str(path.relative_to(REPO)))
+def test_every_link_leads_somewhere(path: Path) -> None:
+    for link in LINK.findall(CODE.sub("", path.read_text(encoding="utf-8"))):
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file) if file else path
+        if "://" not in link:
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
-def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
+def test_every_make_target_and_config_exists(repo: Path) -> None:
+    readme = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
     makefile = (repo / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
@@ -43,8 +67,8 @@ def test_every_make_target_and_config_exists(readme: str, repo: Path) -> None:
         assert (repo / "configs" / config).is_file() or config == "config.env", config
 
 
-def test_every_torch_that_is_promised_is_traced(readme: str, repo: Path) -> None:
-    """requirements.txt, the Makefile's versions and its default, and what the README says was traced."""
+def test_every_torch_that_is_promised_is_traced(repo: Path) -> None:
+    """requirements.txt, the Makefile's versions and its default, and what the page says was traced."""
     requirements = (repo / "requirements.txt").read_text(encoding="utf-8")
     (bounds,) = re.findall(r"^torch>=2\.(\d+),<2\.(\d+)$", requirements, re.MULTILINE)
     makefile = (repo / "Makefile").read_text(encoding="utf-8")
@@ -53,21 +77,98 @@ def test_every_torch_that_is_promised_is_traced(readme: str, repo: Path) -> None
     promised = [f"2.{minor}" for minor in range(*map(int, bounds))]
     assert [version.rpartition(".")[0] for version in traced] == promised
     assert variables["TORCH_DEFAULT"] in traced
-    assert f"Traced: torch {', '.join(traced[:-1])} and {traced[-1]}." in readme
+    assert f"Traced: torch {', '.join(traced[:-1])} and {traced[-1]}." in page("docs/running.md")
 
 
-def test_every_figure_is_from_a_log_a_setting_or_a_rule(readme: str, repo: Path) -> None:
-    """Numbers with three decimals or thousands; those in code are settings and log lines, checked apart."""
-    prose = re.sub(r"```.*?```|`[^`]*`|arXiv [0-9.]+", "", readme, flags=re.DOTALL)
-    for mark in ("settings", "results"):
-        begin, end = f"<!-- {mark}:begin", f"<!-- {mark}:end -->"
-        prose = prose.split(begin)[0] + prose.split(end)[1]
-    allowed = {f"{ARTIFACT_BYTES_MAX:,}"}
-    assert set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.\d{3,}", prose)) <= allowed
+FIGURE = re.compile(r"(?<![\w.#:-])[-+−]?\d{1,3}(?:,\d{3})*(?:\.\d+)?(?![\w.:]*\d)")
+VERSIONS = re.compile(r"arXiv [\d.]+|(?:torch|Python|version|up to) \d\.[\d.]+(?:(?:,| and| to) \d\.[\d.]+)*")
+PUBLIC = r"#\d|nanochat|record 72|[Mm]odelled|[Ee]stimate"
+PUBLISHED = ("estimate", "test_time_training")
 
 
-def test_the_log_line_that_is_explained_is_from_a_log(readme: str, repo: Path) -> None:
-    (line,) = re.findall(r"^step:\d+/.+$", readme, re.MULTILINE)
+def figures(text: str) -> list[str]:
+    """Numbers with a decimal point or thousands, but for those in code, versions and addresses."""
+    found = FIGURE.findall(VERSIONS.sub(" ", re.sub(r"\]\([^)]*\)", " ", text)))
+    return [figure for figure in found if "." in figure or "," in figure]
+
+
+def values(text: str) -> list[float]:
+    return [abs(float(number.replace(",", ""))) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_figure_stands_in_a_source_that_its_section_links(path: Path) -> None:
+    """Numbers with decimals or thousands in prose and tables, as rounded there.
+
+    In docs/ a line may name the public pull request that a figure is of, or say that it is modelled; four
+    decimals are ours, except on pages of PUBLISHED.
+    """
+    told = re.compile(PUBLIC if path.parent.name == "docs" else r"(?!)")
+    text = CODE.sub(" ", path.read_text(encoding="utf-8"))
+    text = re.sub(r"<!-- (\w+):begin.*?\1:end -->", "", text, flags=re.DOTALL)
+    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+        known = [float(ARTIFACT_BYTES_MAX)]
+        for link in LINK.findall(section):
+            file, _, anchor = link.partition("#")
+            target = path.parent / file
+            if file and target.suffix in (".md", ".json", ".env", ".txt"):
+                source = target.read_text(encoding="utf-8")
+                known += values(anchors(source)[anchor] if anchor else source)
+        for line in section.splitlines():
+            for figure in figures(line):
+                digits = len(figure.partition(".")[2])
+                value = abs(float(figure.replace(",", "").replace("−", "-")))
+                public = told.search(line) and (digits < 4 or path.stem in PUBLISHED)
+                assert public or any(round(one, digits) == value for one in known), f"{figure} in: {line}"
+
+
+def test_the_costs_of_test_time_training_are_what_its_program_counts(repo: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.ttt", "cost"]
+    counted = subprocess.run(command, cwd=repo, capture_output=True, text=True, check=True).stdout
+    text = " ".join(page("docs/test_time_training.md").split())
+    forward, backward = re.findall(r"LoRA \| ([\d.]+) \| ([\d.]+)", counted)[0]
+    assert f"{float(forward):.0f} tokens pass forward and {float(backward):.0f} backward" in text
+    (windows,) = re.findall(r"sliding window \| ([\d.]+)", counted)
+    assert f"need {float(windows):.0f} forward" in text
+    for run in ttt.LOGGED:
+        logged = ", ".join(f"{seconds:.0f}" for seconds in run.seconds)
+        assert re.search(rf"{run.name} \|[^|]+\| {logged} \|", text)
+
+
+def test_the_lines_of_each_section_are_about_right(readme: str, repo: Path) -> None:
+    script = (repo / "train_gpt.py").read_text(encoding="utf-8")
+    starts = [(found[1], script[: found.start()].count("\n")) for found in
+              re.finditer(r"^# ([A-Za-z]+) — ", script, re.MULTILINE)]  # fmt: skip
+    stated = re.findall(r"^\| (\w+) \| (\d+) \|", readme, re.MULTILINE)
+    assert [name for name, _ in stated] == [name for name, _ in starts]
+    ends = [*(start for _, start in starts[1:]), script.count("\n")]
+    for (name, lines), (_, start), end in zip(stated, starts, ends, strict=True):
+        assert int(lines) == pytest.approx(end - start, rel=0.15, abs=20), name
+    assert int(re.findall(r"about (\d+) lines", readme)[0]) == pytest.approx(script.count("\n"), rel=0.05)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES[:4]], ids=lambda path: str(path.relative_to(REPO)))
+def test_a_page_is_short_and_plain(path: Path) -> None:
+    """Per 1,000 words of prose, with one more for short pages; sentences by their mean."""
+    text = path.read_text(encoding="utf-8")
+    prose = re.sub(r"\]\([^)]*\)", "", CODE.sub(" ", text))
+    prose = re.sub(r"<!-- (\w+):begin.*?\1:end -->", "", prose, flags=re.DOTALL)
+    words = len(re.findall(r"[^\W\d]+", prose))
+    for rate, pattern in ((4, ";"), (2.5, r"\bwhat\b"), (2, r"\b(?:take[sn]?|took|taking)\b")):
+        found = re.findall(pattern, prose, re.IGNORECASE)
+        assert len(found) <= rate * words / 1000 + 1, f"{len(found)} of {pattern} in {words} words"
+    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", re.sub(r"^[|#].*$", "", prose, flags=re.MULTILINE))
+    sentences = [len(one.split()) for part in paragraphs for one in re.split(r"(?<=[.:?!])\s", part) if one]
+    assert sum(sentences) / max(1, len(sentences)) <= 18 and max(sentences, default=0) <= 40
+    lines, most = text.count("\n"), {"README.md": 2200}.get(str(path.relative_to(REPO)), 3500)
+    assert lines <= 250 and len(text.split()) <= most
+    assert path.parent.name != "docs" or lines <= 200
+
+
+
+
+def test_the_log_line_that_is_explained_is_from_a_log(repo: Path) -> None:
+    (line,) = re.findall(r"^step:\d+/.+$", page("docs/logs.md"), re.MULTILINE)
     logs = (repo / "records").glob("track_*/*/train_seed*.log")
     assert any(line in log.read_text(encoding="utf-8").splitlines() for log in logs)
 
@@ -87,13 +188,6 @@ def test_a_row_of_results_is_the_mean_of_its_summaries(repo: Path) -> None:
     assert row["code and weights"] == f"{most:,}"
 
 
-def test_every_benchmark_that_make_starts_exists(repo: Path) -> None:
-    makefile = (repo / "Makefile").read_text(encoding="utf-8")
-    listed = re.findall(r"for bench in ([a-z ]+);", makefile)
-    names = [*listed[0].split(), *re.findall(r"benchmarks/(\w+)\.py", makefile)]
-    assert "kernels" in names and [n for n in names if not (repo / "benchmarks" / f"{n}.py").is_file()] == []
-
-
 def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\nfive\nsame\nsame\n")
     first = "@@ -7,2 +7,3 @@\n one\n+new\n two\n"
@@ -106,7 +200,8 @@ def test_hunks_are_numbered_by_where_their_lines_stand(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_model_that_is_drawn_is_the_default(readme: str) -> None:
+def test_the_model_that_is_drawn_is_the_default() -> None:
+    readme = page("docs/model.md")
     config = Config.from_env({})
     drawn = []
     for half in ("encoder", "decoder"):
@@ -132,12 +227,15 @@ def test_make_says_that_a_python_is_too_old_before_it_makes_anything(repo: Path,
     assert not (tmp_path / ".venv").exists()
 
 
-def test_the_technique_of_the_readme_works_and_its_off_is_off(
+def test_the_technique_works_and_its_off_is_off(
     readme: str, repo: Path, tmp_path: Path, lab: Lab, finished: Ended
 ) -> None:
     if "z_loss" in (repo / "train_gpt.py").read_text("utf-8"):
         pytest.skip("it is in the script already")
-    patch = readme.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
+    text = page(docs.TECHNIQUE_PAGE)
+    patch = text.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
+    shown = re.findall(r"^\+ +\S.*$", readme.split("```diff\n")[1].split("```")[0], re.MULTILINE)
+    assert len(shown) > 3 and set(shown) <= set(patch.splitlines())
     shutil.copy(repo / "train_gpt.py", tmp_path)
     (tmp_path / "configs").mkdir()
     shutil.copy(repo / "configs/README.md", tmp_path / "configs")

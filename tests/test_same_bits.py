@@ -1,7 +1,5 @@
 """same_bits finds two equal scripts equal, and names the first thing in which two others differ."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What packs runs into folders nobody can doubt, audits them, proves scores legal, compares and draws."""
+"""Tools that pack runs into folders, audit them, prove scores legal, compare and draw."""
 
 from pathlib import Path
 

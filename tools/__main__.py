@@ -23,7 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
-    "summary": ("tools.summary", "say in ten lines what a run reached"),
+    "summary": ("tools.summary", "print the result of a run in ten lines"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
     "translate": ("tools.translate", "write a public training command in our settings"),
     "generate": ("tools.generate", "write text after a prompt from a run's artifact"),
@@ -69,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def python_with_packages() -> str:
-    """How to come by a Python that has what requirements.txt names."""
+    """How to get a Python with the packages of requirements.txt."""
     if MADE_BY_MAKE.exists():
         return f"use the environment that `make` made: {MADE_BY_MAKE} -m tools"
     return "`make demo` makes an environment with all that is needed; or pip install -r requirements.txt"
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the verb, and turn what it raises into an exit status."""
+    """Run the verb, and turn its exceptions into an exit status."""
     module_name, _ = VERBS[args.verb]
     try:
         with contextlib.redirect_stdout(Terminal(sys.stdout)):  # what it prints may come from anybody

@@ -1,7 +1,7 @@
 """`docs`: every generated block of this repository, each between two marks of its file.
 
-README.md holds the main settings, the results of all records and an example of a patch, records/README.md the
-board, benchmarks/RESULTS.md what the benchmarks measured.
+docs/running.md has the main settings, docs/technique.md a patch, records/README.md the board.
+benchmarks/RESULTS.md has the records and the figures of the benchmarks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from tools import RECORDS, REPO
 from tools.markdown import Block, refresh, split_at_marks, table
 from tools.pack import board
-from tools.runs.folder import LOG_NAME, README, Folder
+from tools.runs.folder import LOG_NAME, Folder
 from tools.runs.logs import read_log
 from tools.runs.stats import mean_and_deviation
 
@@ -26,7 +26,10 @@ RESULTS_BEGIN, RESULTS_END = "<!-- results:begin (make docs) -->", "<!-- results
 
 TECHNIQUE_BEGIN, TECHNIQUE_END = "<!-- technique:begin -->", "<!-- technique:end -->"
 
-# The settings that README.md shows, chosen by hand.
+SETTINGS_PAGE, TECHNIQUE_PAGE = "docs/running.md", "docs/technique.md"
+RESULTS_PAGE = "benchmarks/RESULTS.md"
+
+# The settings that the page shows, chosen by hand.
 MAIN_SETTINGS = """
 DATA_PATH TOKENIZER_PATH SEED MAX_WALLCLOCK_SECONDS TRAIN_BATCH_TOKENS MICRO_BATCH_TOKENS TRAIN_SEQ_LEN
 NUM_LAYERS MODEL_DIM MATRIX_LR ARTIFACT_BYTES_MAX EVAL_STRIDE TTT_ENABLED TTT_MODE RUN_ID RESUME EVAL_ONLY
@@ -58,12 +61,14 @@ def run(args: argparse.Namespace) -> int:
 def all_blocks() -> list[Block]:
     """Every generated block of the repository."""
     results = importlib.import_module("benchmarks.results")  # loads torch
+    answers = importlib.import_module("benchmarks.answers")
     return [
-        Block(REPO / README, SETTINGS_BEGIN, SETTINGS_END, settings_table),
-        Block(REPO / README, RESULTS_BEGIN, RESULTS_END, lambda: result_table(RECORDS)),
-        Block(REPO / README, TECHNIQUE_BEGIN, TECHNIQUE_END, lambda: technique(REPO)),
+        Block(REPO / SETTINGS_PAGE, SETTINGS_BEGIN, SETTINGS_END, settings_table),
+        Block(REPO / RESULTS_PAGE, RESULTS_BEGIN, RESULTS_END, lambda: result_table(RECORDS)),
+        Block(REPO / TECHNIQUE_PAGE, TECHNIQUE_BEGIN, TECHNIQUE_END, lambda: technique(REPO)),
         board.block(RECORDS),
         results.block(),
+        answers.block(),
     ]
 
 
@@ -93,12 +98,18 @@ def settings_table() -> str:
 
 
 def result_table(records: Path) -> str:
-    """All records, track by track, the best of each first."""
+    """All records, track by track; the best first by the score that all of them have."""
     folders = [Folder(path) for path in board.record_folders(records)]
     folders = [folder for folder in folders if folder.file("submission.json").is_file()]
-    folders.sort(key=lambda folder: (folder.track, float(folder.submission["val_bpb"])))
+    folders.sort(key=lambda folder: (folder.track, roundtrip(folder)))
     rows = [result_row(folder) for folder in folders]
     return table(RESULT_COLUMNS, rows)
+
+
+def roundtrip(folder: Folder) -> float:
+    """The mean score after quantization: methods of test-time training differ among records."""
+    losses = [summary["losses"]["roundtrip"] for summary in folder.summaries.values()]
+    return statistics.mean(loss["bits_per_byte"] for loss in losses)
 
 
 def result_row(folder: Folder) -> list[str]:
@@ -110,7 +121,7 @@ def result_row(folder: Folder) -> list[str]:
     seconds = {float(summary["config"]["MAX_WALLCLOCK_SECONDS"]) for summary in summaries}
     cells = [
         f"`{folder.track.removeprefix('track_')}`",
-        f"[{folder.name.partition('_')[2]}](records/{folder.track}/{folder.name}/)",
+        f"[{folder.name.partition('_')[2]}](../records/{folder.track}/{folder.name}/)",
         str(len(summaries)),
         " or ".join(f"{limit:g}" if limit else "-" for limit in sorted(seconds)),
         f"{steps:.0f}",
@@ -134,8 +145,9 @@ HUNK = re.compile(r"^@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
 def technique(repo: Path) -> str:
-    """The block of README.md that holds a patch, with the line numbers of the files as they are."""
-    parts = split_at_marks((repo / README).read_text(encoding="utf-8"), TECHNIQUE_BEGIN, TECHNIQUE_END)
+    """The block of a page that holds a patch, with the line numbers of the files as they are."""
+    page = (repo / TECHNIQUE_PAGE).read_text(encoding="utf-8")
+    parts = split_at_marks(page, TECHNIQUE_BEGIN, TECHNIQUE_END)
     assert parts is not None, "refresh has found these marks"
     return numbered(parts.between, repo)
 
@@ -143,7 +155,7 @@ def technique(repo: Path) -> str:
 def numbered(patch: str, repo: Path) -> str:
     """A unified diff whose hunks have the line numbers at which their old lines stand in the files of `repo`.
 
-    A hunk that is not found, or found twice, keeps its numbers; `git apply` then tells what does not fit.
+    A hunk that is not found, or found twice, keeps its numbers; `git apply` then names it.
     """
     lines = patch.split("\n")
     text: list[str] = []  # of the file that is patched

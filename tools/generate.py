@@ -1,4 +1,4 @@
-"""`generate`: text that a run's artifact writes after a prompt; needs that file and its tokenizer alone.
+"""`generate`: text that a run's artifact writes after a prompt. It needs only that file and its tokenizer.
 
 A CaseOps tokenizer is known by its pieces: the prompt is coded for it, and what is written is read back.
 """

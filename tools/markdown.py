@@ -49,7 +49,7 @@ def split_at_marks(text: str, begin: str, end: str) -> Parts | None:
 
 @dataclass(frozen=True)
 class Block:
-    """A generated part of a file: where it stands, and what makes its text."""
+    """A generated part of a file: its place, and the function that makes its text."""
 
     path: Path
     begin: str

@@ -1,4 +1,4 @@
-"""`summary RUN`: what a run reached, in ten lines: scores, plain means on the same text, bytes, speed.
+"""`summary RUN`: the result of a run in ten lines: scores, simple compressors on the same text, bytes, speed.
 
 The plain means are `xz -9`, which reads the validation text alone, and a model of pairs of tokens, which has
 read as much of the training text as the run.
@@ -53,10 +53,10 @@ def lines(directory: RunDirectory, plain: dict[str, float]) -> list[str]:
     """The closing lines of a run."""
     summary = directory.summary
     config = summary["config"]
-    found = [f"{directory.run_id}: bits per byte of the validation text, the fewer the better"]
+    found = [f"{directory.run_id}: bits per byte of the validation text, lower is better"]
     for name, label in SCORES.items():
         score = summary["losses"].get(name)
-        value = f"{score['bits_per_byte']:.4f}" if score else "not asked for"
+        value = f"{score['bits_per_byte']:.4f}" if score else "not computed"
         found.append(f"  {label:<20}{value}")
     for label in ("xz -9", "pairs of tokens"):
         value = f"{plain[label]:.4f}" if label in plain else f"not known: no data at {config['DATA_PATH']}"

@@ -77,7 +77,7 @@ def lines(translation: Translation, start: str) -> list[str]:
         given = {"CONFIG": translation.config, **given}
     words = " ".join([f"{name}={shlex.quote(value)}" for name, value in given.items()] + [start])
     if translation.refused:
-        return [*found, "# without what is refused:", f"# {words}"]
+        return [*found, "# without the refused settings:", f"# {words}"]
     return [*found, words]
 
 
@@ -104,7 +104,7 @@ def published_commands() -> dict[str, dict[str, str]]:
 
 
 def translate(given: dict[str, str], config: str = "") -> Translation:
-    """The settings that `given` asks for. config: of which configuration they are, if that is known."""
+    """The settings that `given` stands for. config: of which configuration they are, if that is known."""
     found = Translation(config=config or given.get("CONFIG", ""))
     rows = public_names()
     known = Config().as_env()
@@ -148,12 +148,12 @@ def answer_by_row(
         winner = given.get(setting, found.settings.get(setting, wanted))
         found.settings[setting] = winner
         if winner != wanted:
-            answer += f"; {setting}={winner} is given, too, and wins"
+            answer += f"; {setting}={winner} is given as well and wins"
     found.notes.setdefault(answer, []).append(subject)
 
 
 def is_harmless(value: str, row: dict[str, str], resolved: dict[str, str]) -> bool:
-    """Whether a value asks for nothing, or for what is done anyhow."""
+    """Whether a value changes nothing here."""
     accepted = row["harmless"].split()
     return value == "" or "*" in accepted or any(same(value, resolved.get(word, word)) for word in accepted)
 

@@ -5,8 +5,6 @@ An operation with arithmetic that counts must stand in one of the tables below o
 have FLOP, is refused with UnknownOperation: work that nobody entered would look free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

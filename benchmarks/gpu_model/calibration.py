@@ -6,8 +6,6 @@ The stack that is built most like this one gives the likely factor; the least an
 the spread.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -4,8 +4,6 @@ What is replaced here are private names of torch 2.13; each has its reason. Impo
 `fake_gpu.install`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ The count is an upper bound: every branch counts as passed, and a loop that ptxa
 it were not. Import it after `fake_gpu.install`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

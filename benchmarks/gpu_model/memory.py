@@ -7,8 +7,6 @@ The formula counts what a visit of a layer saves for the backward pass, as the c
 lasts as long as the run. It lies 0 to 10 % above the traced peak of the default run.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

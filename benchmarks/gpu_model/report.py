@@ -3,8 +3,6 @@
 Import it after `fake_gpu.install`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ These shares of the peaks are the calibration that README.md describes. Every mo
 comes from here, so a change of one of them makes old and new tables incomparable.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 BANDWIDTH_SHARE = 0.85  # of the memory's peak, that a streaming kernel reaches

@@ -4,8 +4,6 @@ They serve to count launches and bytes. They say nothing about whether the real 
 graph. Import it after `fake_gpu.install`.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

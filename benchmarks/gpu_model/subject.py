@@ -3,8 +3,6 @@
 Import it after `fake_gpu.install`, if that is installed at all: it imports torch.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ The part of a product follows from its sizes; that of a generated kernel from th
 Inductor fused into it, so borders between such parts are rough.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -9,8 +9,6 @@ and code generation for "cuda". Then the generated code runs on fake tensors (in
 `fake_gpu.install`.
 """
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Callable

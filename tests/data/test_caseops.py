@@ -1,7 +1,5 @@
 """CaseOps: one code per text, nothing lost, every byte counted."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """What --verify sees in sound files: a foreign tokenizer, ids that it lacks, byte counts of other tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -111,7 +109,7 @@ def test_text_that_is_mostly_odd_is_no_wrong_sidecar(made: Path) -> None:
     assert contents.sidecar_problems(made, np.array(tokens), np.array(counts), tokenizer) == []
 
 
-def test_a_tokenizer_that_did_not_make_the_shards_is_told(dataset: Path, tmp_path: Path) -> None:
+def test_a_foreign_tokenizer_or_id_is_told(dataset: Path, tmp_path: Path) -> None:
     """It has as many pieces, so that every id is one of its own."""
     texts = [text[::-1] for text in tiny.documents()]
     (tmp_path / "other.model").write_bytes(tiny.train_tokenizer(texts))
@@ -119,9 +117,6 @@ def test_a_tokenizer_that_did_not_make_the_shards_is_told(dataset: Path, tmp_pat
     manifest = {"tokenizer": {"file": str(tmp_path / "other.model")}, "splits": {"val": {}}, "files": files}
     (problem,) = contents.content_problems(dataset, manifest)
     assert "come back when they are decoded and encoded" in problem
-
-
-def test_an_id_that_the_tokenizer_lacks_is_told_with_its_place(dataset: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(dataset, tmp_path / "data"))
     tokens = tiny.tokens_of(folder / "fineweb_train_000001.bin")
     tokens[77] = tiny.VOCAB_SIZE

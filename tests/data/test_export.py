@@ -1,14 +1,11 @@
 """Export: official ids, the same bytes however it was run or interrupted, and an audit that finds faults."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -99,12 +96,8 @@ def joined(rows: list[list[int]]) -> list[int]:
     return [token for row in rows for token in row]
 
 
-# --- what is written -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", encoding.VARIANTS)
-def test_tokens_splits_and_manifest(docs: Path, models: dict[str, Path], tmp_path: Path,
-                                    variant: str) -> None:
+def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: Path, variant: str) -> None:
     assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
     rows = expected_stream(docs, models[variant], variant)
     assert read_stream(tmp_path, "val").tolist() == joined(rows[:VAL_DOCUMENTS])
@@ -149,7 +142,7 @@ def check_sidecar(out: Path, texts: list[str], audit: dict[str, int]) -> None:
     assert audit["text_bytes"] == sum(len(text.encode()) for text in texts)
 
 
-def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, Path]) -> None:
+def test_bytes_stand_on_the_token_that_completes_them(models: dict[str, Path]) -> None:
     encoder = encoding.Encoder(str(models["caseops"]), "caseops")
     coded = caseops.encode("NASA 🚀\ue001")
     tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
@@ -159,9 +152,6 @@ def test_sidecar_puts_bytes_on_the_token_that_completes_them(models: dict[str, P
     first = pieces.index("<0xF0>")
     assert counts[first:first + 4].tolist() == [0, 0, 0, 4]
     assert counts[-1] == 3 and counts.sum() == len("NASA 🚀\ue001".encode())
-
-
-def test_a_fused_mark_comes_before_the_piece_of_the_small_word(models: dict[str, Path]) -> None:
     encoder = encoding.Encoder(str(models["caseops_fused"]), "caseops_fused")
     coded = encoder.transform("the Model\n\nThe model")
     tokens = np.array([shards.BOS_ID, *encoder.tokenizer.encode(coded)])
@@ -195,7 +185,7 @@ def test_max_train_shards_stops_early(docs: Path, models: dict[str, Path], tmp_p
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]
 
 
-def test_plain_text_is_cut_at_separator_lines(models: dict[str, Path], tmp_path: Path) -> None:
+def test_documents_are_cut_and_surrogates_replaced(models: dict[str, Path], tmp_path: Path) -> None:
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     first.write_bytes(b"\xef\xbb\xbfone\ntwo\n<|endoftext|>\r\n"
                       b"say <|endoftext|> here\n<|endoftext|>\n\n<|endoftext|>")
@@ -203,11 +193,11 @@ def test_plain_text_is_cut_at_separator_lines(models: dict[str, Path], tmp_path:
     source = documents.DocumentSource((str(first), str(second)))
     assert [text for chunk in source.chunks() for text in source.read(chunk)] == [
         "one\ntwo", "say <|endoftext|> here", "last"]
+    assert documents.replace_lone_surrogates("a\ud800b\U0001f600") == "a\ufffdb\U0001f600"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
-def test_chunks_agree_wherever_reading_resumes(tmp_path: Path, suffix: str,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_agree_where_one_resumes(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(2)
     texts = ["x" * generator.randrange(1, 300) + str(index) for index in range(200)]
     path = tmp_path / f"docs.{suffix}"
@@ -222,9 +212,6 @@ def test_chunks_agree_wherever_reading_resumes(tmp_path: Path, suffix: str,
             assert chunk.document == sum(before.document_count for before in chunks[:index])
         middle = chunks[len(chunks) // 2]
         assert list(source.chunks(0, middle.offset, middle.document)) == chunks[len(chunks) // 2:]
-
-
-# --- the same bytes, however it was run -----------------------------------------------------------------
 
 
 def test_two_workers_give_the_bytes_of_one(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
@@ -277,36 +264,7 @@ def test_resumed_from_a_kill_at_any_operation_gives_the_same_bytes(
         assert contents(tmp_path / f"killed{stop}") == contents(tmp_path / "whole"), f"{stop} of {total}"
 
 
-def run_command(repo: Path, command: list[str], kill_after_s: float | None = None) -> int:
-    """Exit status of the command in a process of its own, killed with SIGKILL after a while."""
-    process = subprocess.Popen([sys.executable, str(repo / "data" / "export.py"), *command],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        process.wait(kill_after_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-    process.communicate()
-    return process.returncode
-
-
-@pytest.mark.slow
-def test_real_kills_at_20_random_moments(repo: Path, shared_data: Path, tmp_path: Path) -> None:
-    model = shared_data / "tokenizers" / "fineweb_1024_bpe.model"
-    common = ["--docs", str(shared_data / "docs_selected.jsonl"), "--name", "set", "--tokenizer", str(model),
-              "--val-docs", "901", "--shard-tokens", "700000", "--workers", "2"]
-    begin = time.monotonic()
-    assert run_command(repo, [*common, "--out", str(tmp_path / "whole")]) == 0
-    whole_s = time.monotonic() - begin
-    generator = random.Random(4)
-    for attempt in range(20):
-        out = tmp_path / f"killed{attempt}"
-        run_command(repo, [*common, "--out", str(out)], generator.uniform(0.2, whole_s))
-        assert run_command(repo, [*common, "--out", str(out)]) == 0
-        assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_workers_do_not_outlive_a_killed_parent(repo: Path, models: dict[str, Path], docs: Path,
-                                                tmp_path: Path) -> None:
+def test_workers_end_with_parent(repo: Path, models: dict[str, Path], docs: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     lines = [line for line in docs.read_text(encoding="utf-8").split("\n") if line]
     big.write_text("\n".join(lines * 300), encoding="utf-8")
@@ -338,9 +296,6 @@ def alive(pid: str) -> bool:
         return False
 
 
-# --- what exists is kept, what is wrong is said ----------------------------------------------------------
-
-
 Fails = Callable[[list[str]], str]
 
 
@@ -368,8 +323,7 @@ def test_a_finished_export_is_confirmed_and_other_settings_are_refused(
     assert str(shard) in error_of(command)
 
 
-def test_foreign_shards_and_tokenizers_are_not_overwritten(
-        docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
+def test_files_are_kept_locked(docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
     shard = tmp_path / "a" / "datasets" / "set" / "fineweb_train_000000.bin"
     model = tmp_path / "b" / "tokenizers" / models["plain"].name
     for mine in (shard, model):
@@ -378,10 +332,6 @@ def test_foreign_shards_and_tokenizers_are_not_overwritten(
     assert shard.name in error_of(arguments(docs, models["plain"], tmp_path / "a"))
     assert str(model) in error_of(arguments(docs, models["plain"], tmp_path / "b"))
     assert shard.read_text() == model.read_text() == "mine"
-
-
-def test_two_exports_of_one_dataset_do_not_run_at_once(docs: Path, models: dict[str, Path], tmp_path: Path,
-                                                       error_of: Fails) -> None:
     directory = tmp_path / "datasets" / "set"
     directory.mkdir(parents=True)
     with exclusive(directory / export.LOCK_NAME):
@@ -420,22 +370,13 @@ def test_bad_documents_are_named(models: dict[str, Path], tmp_path: Path, error_
         assert f"{path}: document 30" in error and expected in error, line
 
 
-def test_lone_surrogates_become_replacement_characters() -> None:
-    assert documents.replace_lone_surrogates("a\ud800b\U0001f600") == "a\ufffdb\U0001f600"
-
-
-def test_documents_that_come_twice_or_are_too_few_are_refused(
-        docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
+def test_unfit_input_is_refused(docs: Path, models: dict[str, Path], tmp_path: Path, error_of: Fails) -> None:
     again = docs.parent / "." / "sub" / ".." / docs.name
     (docs.parent / "sub").mkdir()
     command = arguments(docs, models["plain"], tmp_path)
     assert "given twice" in error_of([*command, "--docs", str(docs), str(again)])
     assert "400 documents" in error_of([*command, "--val-docs", "50000"])
     assert not (tmp_path / "datasets" / "set" / shards.MANIFEST_NAME).exists()
-
-
-def test_unfit_tokenizers_are_refused(docs: Path, models: dict[str, Path], tmp_path: Path,
-                                      error_of: Fails) -> None:
     def train(name: str, **overrides: Any) -> Path:
         settings: dict[str, Any] = {"vocab_size": 330, "model_type": "bpe", "byte_fallback": True,
                                     "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
@@ -454,9 +395,6 @@ def test_unfit_tokenizers_are_refused(docs: Path, models: dict[str, Path], tmp_p
         assert expected in error_of(arguments(docs, model, tmp_path / "out"))
     other = arguments(docs, models["plain"], tmp_path / "out", "--variant", "caseops")
     assert "of --variant plain, asked for caseops" in error_of(other)
-
-
-# --- tokenizer training ---------------------------------------------------------------------------------
 
 
 def test_tokenizer_training_reads_behind_validation_and_keeps_long_documents(tmp_path: Path) -> None:
@@ -495,9 +433,6 @@ def test_trained_tokenizers_are_kept_and_sound(models: dict[str, Path], docs: Pa
     assert contents(out) == before
     assert "pieces, not 60000" in error_of([*command, "60000", "--out", str(tmp_path)])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-# --- real text -------------------------------------------------------------------------------------------
 
 
 def test_official_validation_ids(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

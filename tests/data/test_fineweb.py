@@ -1,7 +1,5 @@
 """Download: against a hub on 127.0.0.1 that cuts, truncates, lies and refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -109,9 +107,6 @@ def error_of(hub: Hub, capsys: pytest.CaptureFixture[str]) -> Fails:
     return error
 
 
-# --- what is fetched ------------------------------------------------------------------------------------
-
-
 def test_download_extend_verify(hub: Hub, files: dict[str, bytes], tmp_path: Path,
                                 capsys: pytest.CaptureFixture[str]) -> None:
     assert fineweb.main(command(tmp_path / "dry", "--dry-run")) == 0
@@ -166,9 +161,6 @@ def test_sidecars_are_fetched_and_must_match(hub: Hub, tmp_path: Path, error_of:
     assert "not one for each token" in error_of(tmp_path / "bad")
 
 
-# --- a hub that fails -----------------------------------------------------------------------------------
-
-
 def test_cut_connections_are_resumed_within_the_file(hub: Hub, files: dict[str, bytes], tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = 4096
@@ -205,7 +197,7 @@ def test_gated_missing_and_unreachable_hubs_are_told_apart(hub: Hub, tmp_path: P
     hub.faults.error_code = None
     assert "no such revision" in error_of(tmp_path, "--revision", "elsewhere")
     hub.faults.status, hub.faults.error_code = 403, "GatedRepo"
-    assert "ask for access" in error_of(tmp_path)
+    assert "request access" in error_of(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "run the same command again" in error_of(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -235,11 +227,7 @@ def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], t
     assert_complete(tmp_path, files, 3)
 
 
-# --- what is here already ---------------------------------------------------------------------------------
-
-
-def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path,
-                                    error_of: Fails) -> None:
+def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     victim = directory(tmp_path) / "fineweb_train_000001.bin"
     status = victim.stat()
@@ -254,8 +242,7 @@ def test_damage_is_found_and_mended(hub: Hub, files: dict[str, bytes], tmp_path:
     assert list((hub.completed - before).elements()) == [remote(victim.name)]
 
 
-def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub, files: dict[str, bytes],
-                                                                        tmp_path: Path) -> None:
+def test_files_of_other_tools_are_taken_if_right(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     directory(tmp_path).mkdir(parents=True)
     right, wrong, empty = (directory(tmp_path) / f"fineweb_train_{index:06d}.bin" for index in range(3))
     right.write_bytes(files[remote(right.name)])
@@ -267,8 +254,7 @@ def test_right_files_of_other_tools_are_taken_and_wrong_ones_kept_aside(hub: Hub
     assert wrong.with_name(f"{wrong.name}.replaced").read_bytes() == files[remote(right.name)]
 
 
-def test_verify_tells_of_training_documents_that_are_validation_documents(
-        hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_verify_tells_of_training_on_validation_documents(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     assert fineweb.main(command(tmp_path)) == 0
     manifest = shards.read_manifest(directory(tmp_path))
     manifest["files"]["fineweb_val_000000.bin"]["documents"] = [0, 1000]
@@ -279,7 +265,7 @@ def test_verify_tells_of_training_documents_that_are_validation_documents(
     assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
 
 
-def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_mine_is_kept(hub: Hub, tmp_path: Path, error_of: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"
     tokenizer.parent.mkdir()
     tokenizer.write_text("mine")
@@ -287,13 +273,9 @@ def test_another_tokenizer_or_dataset_is_not_overwritten(hub: Hub, tmp_path: Pat
     mine = directory(tmp_path / "mine")
     shards.write_manifest(mine, {"version": shards.MANIFEST_VERSION, "name": "mine"})
     assert "was not downloaded" in error_of(tmp_path / "mine")
-
-
-def test_revisions_and_repositories_do_not_mix(hub: Hub, tmp_path: Path, error_of: Fails,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fineweb.main(command(tmp_path)) == 0
+    assert fineweb.main(command(tmp_path / "more")) == 0
     monkeypatch.setattr(hub_server, "COMMIT", "badcab" + "1" * 34)
-    assert "must not be mixed" in error_of(tmp_path, "--revision", "main")
+    assert "must not be mixed" in error_of(tmp_path / "more", "--revision", "main")
 
 
 def test_a_disk_too_small_names_the_shards_that_fit(hub: Hub, files: dict[str, bytes], tmp_path: Path,
@@ -310,7 +292,7 @@ def test_a_disk_too_small_names_the_shards_that_fit(hub: Hub, files: dict[str, b
     assert "not even one" in error_of(tmp_path / "none", train_shards=1)
 
 
-def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_foreign_tokens_and_damaged_receipts_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
     for index, (content, expected) in enumerate([
         (shard_bytes(np.array([1, 5000])), "token 5000"),
         (shard_bytes(np.array([7, 1, 8])), "does not begin with BOS"),
@@ -318,9 +300,9 @@ def test_foreign_tokens_are_refused(hub: Hub, tmp_path: Path, error_of: Fails) -
     ]):
         hub.files[remote("fineweb_train_000000.bin")] = content
         assert expected in error_of(tmp_path / str(index), train_shards=1)
-
-
-# --- killed and resumed -----------------------------------------------------------------------------------
+    directory(tmp_path).mkdir(parents=True)
+    (directory(tmp_path) / fineweb.RECEIPTS_NAME).write_text(json.dumps({"repo": 1}))
+    assert "damaged" in error_of(tmp_path)
 
 
 def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Path, kills: int) -> None:
@@ -355,9 +337,3 @@ def interrupted_downloads(hub: Hub, files: dict[str, bytes], repo: Path, out: Pa
 def test_a_killed_download_resumes_without_refetching(hub: Hub, files: dict[str, bytes], repo: Path,
                                                       tmp_path: Path, kills: int) -> None:
     interrupted_downloads(hub, files, repo, tmp_path / "out", kills)
-
-
-def test_receipts_that_are_damaged_are_said(tmp_path: Path, error_of: Fails) -> None:
-    directory(tmp_path).mkdir(parents=True)
-    (directory(tmp_path) / fineweb.RECEIPTS_NAME).write_text(json.dumps({"repo": 1}))
-    assert "damaged" in error_of(tmp_path)

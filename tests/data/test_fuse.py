@@ -1,7 +1,5 @@
 """Fused case marks: exact both ways, the same bytes, resumed after a kill, refused where ids are in use."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -32,7 +30,7 @@ def source(made: dict[str, str], tmp_path: Path) -> Path:
     return tmp_path / "copy" / "datasets" / folder.name
 
 
-def test_golden_pairs() -> None:
+def test_pairs_come_back() -> None:
     tokens = np.array([1, 20, 4, 30, 20, 20, 5, 31, 4, 20], shards.TOKEN_DTYPE)
     counts = np.array([0, 1, 0, 5, 1, 1, 0, 2, 0, 1], shards.TOKEN_DTYPE)
     new, sums = fuse.fuse(tokens, PAIRS, counts)

@@ -1,7 +1,5 @@
 """The offline sample: complete, exact to the byte, reproducible, and nothing of validation in training."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -62,15 +60,12 @@ def decoded_documents(root: Path, split: str) -> list[str]:
     return [tokenizer.decode(part.tolist()) for part in parts]
 
 
-def test_byte_table_totals_the_decoded_text(built: Path) -> None:
+def test_manifest_and_byte_table_describe_the_files(built: Path) -> None:
     tokenizer = shards.load_tokenizer(built / "tokenizers" / sample.TOKENIZER_FILE)
     table = shards.ByteTable.from_sentencepiece(tokenizer)
     text = "".join(decoded_documents(built, "val"))
     manifest = shards.read_manifest(dataset(built))
     assert table.total(stream(built, "val")) == len(text.encode()) == manifest["splits"]["val"]["bytes"]
-
-
-def test_manifest_describes_the_files(built: Path) -> None:
     manifest = shards.read_manifest(dataset(built))
     assert shards.verify_dataset(dataset(built)) == []
     assert manifest["tokenizer"]["vocab_size"] == 1024
@@ -88,7 +83,7 @@ def test_manifest_describes_the_files(built: Path) -> None:
     assert manifest["splits"]["train"]["documents"][1] == document
 
 
-def test_no_paragraph_of_validation_is_in_training(built: Path) -> None:
+def test_paragraphs_are_in_one_split_and_come_once(built: Path) -> None:
     def paragraphs(split: str) -> set[str]:
         texts = decoded_documents(built, split)
         keys = {" ".join(paragraph.split()) for text in texts for paragraph in text.split("\n\n")}
@@ -96,9 +91,6 @@ def test_no_paragraph_of_validation_is_in_training(built: Path) -> None:
 
     assert paragraphs("val")
     assert not paragraphs("val") & paragraphs("train")
-
-
-def test_drop_repeats_keeps_the_first_of_each_paragraph() -> None:
     long = "the same words, said more than once in a row"
     wrapped = "  the same words, said\n   more than once in a row"
     documents = [f"{long}\n\nmore", f"{wrapped}\n\n{long}!", long, "more"]
@@ -192,8 +184,7 @@ def changed_manifest(built: Path, out: Path, **changes: Any) -> Path:
     return dataset(out)
 
 
-def test_training_on_validation_documents_is_an_error(built: Path, tmp_path: Path,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_on_validation_text(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, stop = shards.read_manifest(dataset(built))["files"][VAL]["documents"]
     directory = changed_manifest(built, tmp_path, documents=[stop - 1, stop + 60])
     (problem,) = shards.verify_dataset(directory)
@@ -203,13 +194,10 @@ def test_training_on_validation_documents_is_an_error(built: Path, tmp_path: Pat
     assert not shards.verify_dataset(changed_manifest(built, tmp_path / "b", documents=[stop, stop + 60]))
 
 
-def test_training_on_a_copy_of_validation_is_an_error(built: Path, tmp_path: Path) -> None:
+def test_training_on_validation_is_an_error(built: Path, tmp_path: Path) -> None:
     digest = shards.read_manifest(dataset(built))["files"][VAL]["sha256"]
     problem, *_ = shards.verify_dataset(changed_manifest(built, tmp_path, sha256=digest))
     assert TRAIN in problem and VAL in problem and "overlap" in problem
-
-
-def test_document_ranges_that_are_none(built: Path, tmp_path: Path) -> None:
     for documents in (5, [1], ["a", "b"], None):
         (problem,) = shards.verify_dataset(changed_manifest(built, tmp_path, documents=documents))
         assert "manifest.json" in problem, documents

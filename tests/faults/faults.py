@@ -7,8 +7,6 @@ lost: a run could not be brought to its end. corrupted: at its end a number diff
 nothing happened to, or half a file is left. hung: a process did not end when it should. Exit status 1 if any.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -118,9 +116,6 @@ def told(ended: Ended, *named: str) -> None:
     """A process that ended with an error says it in one message, with these words."""
     assert ended.status == 1 and "Traceback" not in ended.err, ended.err
     assert any(name in ended.err for name in named), (named, ended.err)
-
-
-# -- the kinds: each gets a folder, the result to end with, and its own random numbers -----------------------
 
 
 def end_by(number: int, lab: Lab, reference: Ended, source: random.Random) -> None:
@@ -245,9 +240,6 @@ KINDS: list[Kind] = [
 
 
 OUTCOMES: dict[type, str] = {Hung: "hung", subprocess.TimeoutExpired: "hung", Corrupted: "corrupted"}
-
-
-# -- the driver ----------------------------------------------------------------------------------------------
 
 
 def make_small_shards(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """A fault matrix with real processes: whatever kills a run, what follows ends with the same result."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.faults import KINDS, matrix
-from tests.faults.soak import soak
 from tests.support.processes import SCRIPT, Ended, Lab
 from tests.support.waiting import DEADLINE_SECONDS
 
@@ -60,9 +57,3 @@ def test_a_disk_that_is_full_at_one_file(name: str, lab: Lab, finished: Ended) -
         assert ended.status == 0 and ended.summary["losses"] == finished.summary["losses"]
     else:
         assert ended.status == 1 and name in ended.err and "Traceback" not in ended.err
-
-
-def test_a_short_soak(tmp_path: Path) -> None:
-    line, wrong = soak(tmp_path, seconds=20.0, seed=SEED)
-    print("\n" + line)
-    assert not wrong, line

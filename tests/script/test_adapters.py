@@ -1,7 +1,5 @@
 """TTT_MODE=lora: each document is scored by itself, as a plain loop over documents does; off is off."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
@@ -48,9 +46,6 @@ def exact_model(lab: probes.Subject) -> Any:
 def first(model: Any, config: Config) -> list[Any]:
     """The adapters of a document before it learns, by visit: (1, rank, inputs) and (1, outputs, rank)."""
     return train_gpt.unpack(first_adapters(model, config)[None], train_gpt.adapter_layout(config), config)
-
-
-# --- a plain loop over documents ---
 
 
 class PlainAdapters:
@@ -157,9 +152,7 @@ PLAIN_CASES: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("changes", PLAIN_CASES, ids=str)
-def test_scores_are_those_of_a_plain_loop_over_documents(
-    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_a_plain_loop_s(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     if changes.get("TTT_CHUNK_SIZE") == 4:  # a constant of AdamW, at a value that counts in each step
         monkeypatch.setattr(Config, "ttt_weight_decay", 2.0)
     lab = subject(**changes)
@@ -172,9 +165,6 @@ def test_scores_are_those_of_a_plain_loop_over_documents(
     # In fp32, as a run computes: to a millionth of a nat in the mean.
     in_fp32 = lab.nats("score_ttt", lab.tokens())
     assert abs(in_fp32.mean() - expected.mean()) < 1e-6
-
-
-# --- documents are alone ---
 
 
 def test_other_text_in_the_other_documents_changes_no_bit() -> None:
@@ -213,9 +203,6 @@ def test_first_weights_are_those_of_every_document_and_drawn_from_seed_and_name_
     assert float(every.abs().max()) > 0.99 * bound and len(every.unique()) > 0.99 * len(every)
     other_seed = dataclasses.replace(lab.config, seed=lab.config.seed + 1)
     assert not torch.equal(first_adapters(model, other_seed), numbers_P)
-
-
-# --- batches and ranks ---
 
 
 class Together(Machine):
@@ -329,9 +316,6 @@ def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
     assert rows[0] == (2, 2) and rows[-1] == (1, 0) and sorted(rows, reverse=True) == rows
 
 
-# --- what is learned from ---
-
-
 def test_what_is_learned_from_is_scored_and_the_weights_stay_as_they_are() -> None:
     lab = subject()
     assert {finding.level(Mode.AGREED) for finding in probes.ledger_order(lab, "score_ttt")} == {Level.INFO}
@@ -340,9 +324,6 @@ def test_what_is_learned_from_is_scored_and_the_weights_stay_as_they_are() -> No
     lab.nats("score_ttt", lab.tokens(), model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
-
-
-# --- odd texts ---
 
 
 @pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS", "two tokens", "BOS last"])
@@ -370,9 +351,6 @@ def test_a_longer_context_than_in_training_is_used(mode: str) -> None:
     assert np.isfinite(after).all() and abs(after[90] - before[90]) > 1e-3
     # The first token is alone in both, and has no position to be told from.
     assert abs(after[0] - before[0]) < 1e-5
-
-
-# --- off ---
 
 
 def test_a_forward_pass_without_adapters_is_the_same_bits_as_with_idle_ones() -> None:
@@ -471,17 +449,12 @@ def test_triton_meets_no_size_that_is_no_multiple_of_16(monkeypatch: pytest.Monk
     assert set(lengths) == {16, 32}
 
 
-# --- settings ---
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({"TTT_LORA_TARGETS": "q,w"}, "TTT_LORA_TARGETS='q,w'"),
-     ({"TTT_CHUNK_SIZE": "17"}, "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN"),
-     ({"TTT_LORA_RANK": "0"}, "TTT_LORA_RANK='0'"), ({"TTT_MODE": "both"}, "expected sgd or lora"),
-     ({"TTT_MODE": "sgd", "EVAL_STRIDE": "0"}, "TTT_CHUNK_TOKENS")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"TTT_LORA_TARGETS": "q,w"}, "TTT_LORA_TARGETS='q,w'"),
+    ({"TTT_CHUNK_SIZE": "17"}, "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN"),
+    ({"TTT_LORA_RANK": "0"}, "TTT_LORA_RANK='0'"), ({"TTT_MODE": "both"}, "expected sgd or lora"),
+    ({"TTT_MODE": "sgd", "EVAL_STRIDE": "0"}, "TTT_CHUNK_TOKENS"),
+], ids=str)  # fmt: skip
 def test_wrong_settings_are_refused_by_name(given: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         subject(**given)
@@ -491,9 +464,6 @@ def test_each_mode_has_rules_of_its_own() -> None:
     """No sliding window is needed for documents, and long chunks of documents are no matter with SGD."""
     assert subject(EVAL_STRIDE=0).config.eval_stride == 0
     assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
-
-
-# --- a clock that holds ---
 
 
 class Worked:
@@ -531,9 +501,7 @@ def many_documents() -> np.ndarray:
     return tokens
 
 
-def test_batches_that_the_clock_has_no_time_for_are_scored_without_learning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the limit, a document has the scores of one that learns, or of one that does not, to its end.
 
     The limit holds, and its time is used, unless it is shorter than the first batch and scoring alone.
@@ -563,7 +531,7 @@ def test_batches_that_the_clock_has_no_time_for_are_scored_without_learning(
     assert counts == sorted(counts) and counts[0] == 260 and counts[-1] == len(tokens) - 1, counts
 
 
-def test_a_rank_that_is_twice_as_slow_learns_less_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_learns_less_and_plain_chunks_are_half_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = subject(TTT_BATCH_SIZE=2)
     tokens = many_documents()
     worked = Worked(monkeypatch)
@@ -575,9 +543,6 @@ def test_a_rank_that_is_twice_as_slow_learns_less_and_ends_in_time(monkeypatch: 
     clock, _ = worked.score(lab, tokens, limit, rank=1)
     assert limit - 5 < worked.now <= limit and clock.modes.keys() == whole.modes.keys()
     assert 0 < sum(clock.modes.values()) < sum(whole.modes.values())
-
-
-def test_without_learning_chunks_are_half_a_window_long_and_end_with_their_document() -> None:
     scorer = scorer_of(subject(TTT_CHUNK_SIZE=4, EVAL_SEQ_LEN=32), many_documents())
     chunks = list(scorer.chunks(scorer.batches()[0], learning=False))
     places = [(chunk.first, chunk.start, chunk.stop) for chunk in chunks[:3]]

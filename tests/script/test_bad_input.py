@@ -3,8 +3,6 @@
 Most cases call `main` in this process, with a tiny dataset of their own.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -113,9 +111,6 @@ def data_file(file: str, content: bytes | None, cause: str, remedy: str) -> Case
     return case(f"{file}: {shown!r}", make, cause, remedy)
 
 
-# -- what is done to shards ----------------------------------------------------------------------------------
-
-
 def without_training_shards(desk: Desk) -> None:
     for path in desk.data.glob("fineweb_train_*"):
         path.unlink()
@@ -167,9 +162,6 @@ def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
 
 def manifest_without_json(desk: Desk) -> None:
     (desk.data / "manifest.json").write_text("{")
-
-
-# -- what is done to run directories and the machine ---------------------------------------------------------
 
 
 def directory_with(desk: Desk, *files: str) -> None:
@@ -244,7 +236,7 @@ CASES = [
     data_file(VAL, None, "fineweb_val_|no token shard", "set DATA_PATH"),
     data_file(VAL, b"<!DOCTYPE html><html><body>404</body></html>", VAL, FETCH),
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
-    case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320"),
+    case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|manifest"),
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
     case("no BOS", no_document_begins, f"{TRAIN}|begins with id", "expected BOS=1|export it again"),
     case("no text", validation_without_text, "validation tokens stand for no text", ""),
@@ -256,7 +248,7 @@ CASES = [
     case("no JSON", manifest_without_json, "manifest.json: Expecting", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
-    setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024", VOCAB_SIZE=1024),
+    setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024|manifest.json", VOCAB_SIZE=1024),
     data_file("tokenizer.model", b"a tokenizer, it says", "TOKENIZER_PATH=", "see data/"),
     case("of the manifest", manifest_of_another_tokenizer, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
     # artifacts
@@ -271,7 +263,7 @@ CASES = [
     case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file|Not a directory", ""),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
-    case("too small", disk_with_no_room, "RUNS_DIR=|a run needs", "make room"),
+    case("too small", disk_with_no_room, "a run needs", "make room|RUNS_DIR"),
     case("full", mkdir_fails, "No space left", ""),
 ]
 
@@ -321,9 +313,6 @@ def test_a_run_directory_is_never_overwritten(finished: Ended, lab: Lab) -> None
     assert {path: path.read_bytes() for path in finished.directory.iterdir()} == before
 
 
-# -- odd consoles, names and locales -------------------------------------------------------------------------
-
-
 NOBODY_READS = """
 for number in (1, 2):
     reader, writer = os.pipe()
@@ -332,14 +321,11 @@ for number in (1, 2):
 """
 
 
-def test_a_closed_console_does_not_end_a_run(lab: Lab) -> None:
+def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
     assert lab.run(fault=NOBODY_READS, EVAL_STRIDE=0, TTT_ENABLED=0).status == 0
     summary = json.loads((lab.folder / "runs" / "run" / "summary.json").read_text())
     log = (lab.folder / "runs" / "run" / "log.txt").read_text("utf-8")
     assert summary["exit"] == "finished" and "step:6/6" in log and "done: " in log
-
-
-def test_odd_paths(lab: Lab) -> None:
     folder = lab.folder / "two words, ümlaut 中 # end"
     folder.mkdir()
     lab = Lab(folder, lab.copy_dataset("中 data [1]*").dataset)

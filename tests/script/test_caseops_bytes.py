@@ -1,7 +1,5 @@
 """Bytes of CaseOps data: the score divides by those of the original text; no other sidecar will do."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -82,9 +80,6 @@ def test_each_document_has_the_bytes_of_its_text(made: dict[str, str]) -> None:
         assert found.bytes_total == counts[1 : limit + 1].sum()
 
 
-# --- a sidecar that does not fit (data/fineweb.py --verify checks the counts themselves) ---
-
-
 def a_shard_without(folder: Path) -> None:
     (folder / "fineweb_val_bytes_000001.bin").unlink()
 
@@ -107,29 +102,19 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "told"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
-def test_a_sidecar_that_does_not_fit_is_refused(
-    settings: dict[str, str], damage: Callable[[Path], None], told: str
-) -> None:
+def test_wrong_sidecar_refused(settings: dict[str, str], damage: Callable[[Path], None], told: str) -> None:
     folder = Path(settings["DATA_PATH"])
     damage(folder)
     with pytest.raises(DataError, match=f"{told}.*get the data again"):
         read_validation(val_shards(folder), Config.from_env(settings))
 
 
-# --- ranks ---
-
-
-@pytest.mark.parametrize(
-    ("name", "theirs"),
-    [
-        ("tokenizer", "of another rank"),  # with the shards it decides what the bytes are
-        ("shards", "of another rank"),
-        ("dtype", "torch.bfloat16"),
-    ],
-)
-def test_ranks_must_count_the_same_bytes_and_compute_alike(
-    name: str, theirs: str, made: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(("name", "theirs"), [
+    ("tokenizer", "of another rank"),  # with the shards it decides what the bytes are
+    ("shards", "of another rank"),
+    ("dtype", "torch.bfloat16"),
+])  # fmt: skip
+def test_ranks_count_the_same_bytes_and_compute_alike(name: str, theirs: str, made: dict[str, str]) -> None:
     torch.manual_seed(0)
 
     class Two(Machine):
@@ -140,4 +125,4 @@ def test_ranks_must_count_the_same_bytes_and_compute_alike(
             return [mine, mine]
 
     with pytest.raises(train_gpt.ConfigError, match=re.escape(f"{name} is {theirs} on rank 1")):
-        train_gpt.preflight(Config.from_env(made), train_gpt.Run(Two()))
+        train_gpt.preflight(Config.from_env(made), train_gpt.Run(Two()), "")

@@ -1,7 +1,5 @@
 """CODER: exact for any integers, at the entropy of the codes, the same bytes on every machine."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 
@@ -76,9 +74,13 @@ def test_coder_is_at_the_entropy(deviation: float, columns: int) -> None:
     assert len(train_gpt.encode([codes])) <= 1.003 * zeroth_order_bytes(codes)
 
 
-def test_columns_of_different_spread_beat_the_entropy() -> None:
+def test_coder_is_at_the_entropy_of_columns_and_half_steps_cost_nothing() -> None:
     codes = gaussian_codes(512, 2048, 2.7, 0.3)
     assert len(train_gpt.encode([codes])) < 0.98 * zeroth_order_bytes(codes)
+    # Half steps take the bytes of whole steps of the same size: the decoder knows the shift.
+    halves = trellis_halves(256, 1024, 2.7)
+    whole = gaussian_codes(256, 1024, 2.7, 0.0)
+    assert len(train_gpt.encode([halves])) < 1.004 * len(train_gpt.encode([whole]))
 
 
 def trellis_halves(rows: int, columns: int, deviation: float) -> np.ndarray:
@@ -95,13 +97,6 @@ def test_half_steps_come_back(rows: int, columns: int) -> None:
     decoded = train_gpt.decode(train_gpt.encode(arrays), [array.shape for array in arrays])
     for expected, found in zip(arrays, decoded, strict=True):
         assert found.dtype == expected.dtype and np.array_equal(found, expected)
-
-
-def test_the_shift_costs_nothing() -> None:
-    """Half steps take the bytes of whole steps of the same size: the decoder knows the shift."""
-    halves = trellis_halves(256, 1024, 2.7)
-    whole = gaussian_codes(256, 1024, 2.7, 0.0)
-    assert len(train_gpt.encode([halves])) < 1.004 * len(train_gpt.encode([whole]))
 
 
 def test_an_array_is_of_the_kind_its_peak_says() -> None:

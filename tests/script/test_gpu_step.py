@@ -3,8 +3,6 @@
 Nothing here runs on a device: graphs are traced and give zeros, and time is counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -59,7 +57,7 @@ def training_of(config: Config) -> Any:
     machine = Machine()
     model = train_gpt.build_model(config)
     batches = itertools.cycle(random_batches(config))
-    loader = SimpleNamespace(micro_steps=2, next_batch=lambda length: next(batches), epoch=1)
+    loader = SimpleNamespace(micro_steps=2, next_batch=lambda: next(batches), stage_ms=0.0)
     timer = train_gpt.StepTimer(0, machine.on_gpu)
     run = SimpleNamespace(machine=machine, training=True)
     return SimpleNamespace(
@@ -85,9 +83,6 @@ def test_a_step_waits_for_nothing(progress: float, monkeypatch: pytest.MonkeyPat
     with NoWaits() as operations:
         values = train_gpt.train_step(training, progress)
     assert values.shape == (2,) and operations.count > 500
-
-
-# --- what is compiled, and when ---
 
 
 def open_sizes(graph: Any, arguments: list[Any]) -> dict[Any, int]:
@@ -219,13 +214,20 @@ def assert_kernels_in(graph: Any, attention: str, visits: int) -> None:
         assert calls.count(name) == visits, name
 
 
+PR549 = {
+    "BIGRAM_VOCAB_SIZE": 24, "BIGRAM_DIM": 6, "VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "0",
+    "CHANNEL_SMEAR_ENABLED": 1, "TIE_EMBEDDINGS": 0,
+}  # fmt: skip
+
+
 def test_attention_and_all_kernels_are_one_graph(attention: str, new_graphs: Callable[[], int]) -> None:
-    """Forward and backward pass, whatever number of documents."""
-    config = one_layer()
+    """Forward and backward pass, whatever number of documents; once with all of PR #549, loop off and on."""
+    everything = attention == "sdpa"
+    config = one_layer(**PR549, NUM_LOOPS=1) if everything else one_layer()
     model = ready(train_gpt.build_model(config), attention)
-    train_on_other_documents(model, config, looping=(False,))
+    train_on_other_documents(model, config, looping=(False, True) if everything else (False,))
     assert_kernels_in(Compiler.graphs[0], attention, visits=1)
-    assert new_graphs() == 2
+    assert new_graphs() == (4 if everything else 2)
 
 
 def one_layer(**changes: object) -> Config:
@@ -273,9 +275,6 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
-# --- adapters ---
-
-
 def adapters_config() -> Config:
     """TTT_MODE=lora, with more context than in training."""
     return one_layer(
@@ -293,9 +292,7 @@ def text_of(documents: int, length: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
-    attention: str, new_graphs: Callable[[], int]
-) -> None:
+def test_no_length_of_a_document_needs_another_graph(attention: str, new_graphs: Callable[[], int]) -> None:
     """Other numbers of documents, other lengths and other rows, again and again."""
     config = adapters_config()
     model = ready(train_gpt.build_model(config), attention)
@@ -312,26 +309,20 @@ def test_documents_of_all_lengths_need_no_graph_inside_the_clock(
 
 
 @pytest.mark.slow
-def test_warm_up_compiles_each_length_with_and_without_loops_as_far_as_training_meets_them(
-    new_graphs: Callable[[], int], tmp_path: Path
-) -> None:
-    """Of three lengths the first ends before the loop begins, and the last begins after it: four graphs."""
+def test_warm_up_compiles_all_that_training_meets(new_graphs: Callable[[], int], tmp_path: Path) -> None:
     config = tiny_config(
-        VOCAB_SIZE=4096, TRAIN_SEQ_LENS="8:0.25 16:0.75 32", ENABLE_LOOPING_AT=0.5, ITERATIONS=20,
+        VOCAB_SIZE=4096, ENABLE_LOOPING_AT=0.5, ITERATIONS=20,
         MAX_WALLCLOCK_SECONDS=0, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64,
     )  # fmt: skip
     run = train_gpt.Run(Compiler(dtype=torch.float32, compiled=True))
     training = train_gpt.Training(config, run, write_shards(tmp_path), None, Ops(), {})  # type: ignore[arg-type]
     with contextlib.closing(training.loader):
         train_gpt.warm_up(training)
-        assert new_graphs() == 1 + 2 * 4  # the windows of the evaluation; forward and backward
+        # The windows of the evaluation; forward and backward, with and without loops.
+        assert new_graphs() == 1 + 2 * 2
         for step in range(config.iterations):
             train_gpt.train_step(training, step / config.iterations)
         assert new_graphs() == 0
-        assert train_gpt.train_length(1.0, config) == 32
-
-
-# --- the clock ---
 
 
 class Device:
@@ -343,6 +334,7 @@ class Device:
         self.free = 0.0  # when the device has done all it was asked for
         self.looped = 0  # steps with recurrence
         self.asked = 0  # steps
+        self.wait_ms = 0.0  # as of a loader
         self.told: list[StepResult] = []  # as they were read
 
     def step(self, training: Any, progress: float) -> Any:
@@ -351,6 +343,7 @@ class Device:
         looping = train_gpt.loop_is_on(progress, training.config)
         self.looped += looping
         self.asked += 1
+        self.wait_ms += self.asked  # the wait of a step is its number
         self.free = max(self.free, self.now) + self.seconds[looping]
         return torch.zeros(2)
 
@@ -373,10 +366,8 @@ def train_on(device: Device, config: Config, monkeypatch: pytest.MonkeyPatch) ->
 
     machine = Machine()
     monkeypatch.setattr(Machine, "on_gpu", True)
-    # The wait of a step is its number.
-    loader = SimpleNamespace(take_wait_ms=lambda: float(device.asked))
     run = SimpleNamespace(machine=machine, stop_signal=0)
-    training: Any = Clocked(config=config, run=run, step=0, unread=[], loader=loader, save=lambda: None)
+    training: Any = Clocked(config=config, run=run, step=0, unread=[], loader=device, save=lambda: None)
     monkeypatch.setattr(train_gpt, "train_step", device.step)
     monkeypatch.setattr(train_gpt, "end_training", lambda *_: None)
     monkeypatch.setattr(train_gpt, "tell_step", lambda _, result, *__: device.told.append(result))
@@ -405,23 +396,18 @@ def test_training_ends_in_time_although_recurrence_makes_steps_longer(
     assert device.free >= 12 - 2 - 4 * slower * plain_seconds
 
 
-def test_a_wait_for_batches_is_told_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_of_its_own_step_and_late_recurrence_in_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are read two steps later, when other steps have waited as well."""
     config = tiny_config(MAX_WALLCLOCK_SECONDS=0, ITERATIONS=7, TRAIN_LOG_EVERY=0)
     device = Device(0.1, 0.1)
     assert train_on(device, config, monkeypatch) == 7
     assert [(result.step, result.wait_ms) for result in device.told] == [(n, n) for n in range(1, 8)]
-
-
-def test_recurrence_in_the_very_last_steps_stays_within_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one moment at which a longer step cannot be known before it is over."""
+    # The one moment at which a longer step cannot be known before it is over.
     for switch in np.linspace(0.94, 1.0, 13):
         device = Device(0.1, 0.2)
         train_on(device, twelve_seconds(round(float(switch), 4)), monkeypatch)
         assert device.free <= 10 + 2 * 0.1, "at most what the last two steps took longer"
 
-
-# --- kernels are chosen once ---
 
 COUNTED_CHOICES = """
 import torch

@@ -1,7 +1,5 @@
 """The script can be loaded anywhere: as a module that nobody registers, plain and wrapped, by old Pythons."""
 
-from __future__ import annotations
-
 import ast
 import bz2
 import subprocess
@@ -66,3 +64,10 @@ def test_python_3_10_reads_it(repo: Path, wrapped: bytes) -> None:
     unpacked = bz2.decompress(packed.encode("latin-1")).decode()
     ast.parse(unpacked, feature_version=(3, 10))
     assert "def main()" in unpacked
+
+
+def test_without_packages_it_names_what_is_missing(repo: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(repo / "train_gpt.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "has no numpy" in done.stderr and "requirements.txt" in done.stderr

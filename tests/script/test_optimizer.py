@@ -1,7 +1,5 @@
 """OPTIMIZER: Muon from its formulas, one owner for each parameter, any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -118,11 +116,9 @@ def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum
     return weight
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0}],
-    ids=["default", "plain"],
-)
+@pytest.mark.parametrize("changes", [
+    {}, {"MUON_ROW_NORMALIZE": 0, "MUON_POLAR_EXPRESS": 0, "MUON_WD": 0},
+], ids=["default", "plain"])  # fmt: skip
 def test_muon_step_from_its_formulas(changes: dict[str, Any]) -> None:
     momentum = 0.9
     config = three_layers(GRAD_CLIP_NORM=0, **changes)
@@ -213,12 +209,10 @@ def test_orthogonalised_singular_values_are_near_one(
     assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar, dtype).float(), torch.zeros(shape))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
-     {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
+    {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1},
+], ids=str)  # fmt: skip
 def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
     config = three_layers(**changes)
     model = build_model(config)
@@ -229,20 +223,6 @@ def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
     banks = {id(model.get_parameter(name)) for name in bank_names(config)}
     assert {id(bank) for bank in optimizer.banks} == banks
     assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
-
-
-def test_state_is_a_copy_that_repeats_the_run() -> None:
-    config = three_layers()
-    model = build_model(config)
-    optimizer = alone(model, config)
-    fresh = optimizer.state()
-    weights = [p.detach().clone() for p in model.parameters()]
-    first = train(model, optimizer, range(4))
-    optimizer.load_state(fresh)
-    assert all(m.abs().max() == 0 for m in optimizer.momenta)
-    assert all(map(torch.equal, weights, model.parameters()))
-    assert all(map(torch.equal, weights, optimizer.average))
-    assert train(model, optimizer, range(4)) == first
 
 
 def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:
@@ -269,23 +249,14 @@ def test_the_average_of_weights() -> None:
     optimizer, (first, second) = after_steps([100_000])
     for average, a, b in zip(optimizer.average, first, second, strict=True):
         torch.testing.assert_close(average, 0.9965 * a + 0.0035 * b)
-
-
-def test_the_average_is_shipped() -> None:
     optimizer, (*_, last) = after_steps([3, 4])
     average = [weight.clone() for weight in optimizer.average]
     optimizer.use_average()
     assert all(map(torch.equal, optimizer.weights, average))
     assert not any(map(torch.equal, optimizer.weights, last))
-
-
-def test_without_decay_the_average_is_the_last_weights() -> None:
     optimizer, (*_, last) = after_steps([0, 7], EMA_DECAY=0)
     assert all(map(torch.equal, optimizer.average, last))
     assert all(map(torch.equal, optimizer.weights, last))
-
-
-# --- what eight ranks send ---
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Variables of other scripts and removed settings: accepted with a line in the log, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,6 @@ def refusal(given: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as error:
         public_answers(given)
     return str(error.value)
-
-
-# -- single names --------------------------------------------------------------------------------------------
 
 
 def test_no_name_of_a_public_command_is_ignored() -> None:
@@ -87,15 +82,12 @@ def test_other_values_of_settings_are_nothing_to_tell(pair: str) -> None:
     assert notes(**{name: value}) == ""
 
 
-def test_a_width_is_compared_with_the_setting_that_counts(tmp_path: Path) -> None:
+def test_widths_and_all_names_in_one_message(tmp_path: Path) -> None:
     assert "EMBEDDING_DIM=256" in notes(EMBEDDING_DIM="256", MODEL_DIM="256")
     assert "EMBEDDING_DIM=256" in refusal({"EMBEDDING_DIM": "256"})
     path = tmp_path / "small.env"
     path.write_text("MODEL_DIM=256\n")
     assert "EMBEDDING_DIM=256" in notes(EMBEDDING_DIM="256", CONFIG=str(path))
-
-
-def test_all_names_are_refused_in_one_message() -> None:
     message = refusal({"LQER_RANK": "4", "MATRX_LR": "1", "PREFLIGHT_ONLY": "1", "GENERATE": "Once"})
     for pair in ("LQER_RANK=4", "MATRX_LR=1", "PREFLIGHT_ONLY=1", "GENERATE=Once"):
         assert f"{pair}: " in message
@@ -115,9 +107,6 @@ def test_a_name_of_five_letters_may_be_anybodys_and_is_a_warning(pair: str, mean
 @pytest.mark.parametrize("name", "HOME PATH USER LANG TERM PWD SHELL TZ HOST PS1 SEA SEEDER".split())
 def test_other_short_names_are_left_alone(name: str) -> None:
     assert notes(**{name: "1"}) == ""
-
-
-# -- pasted commands -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("pull_request", "system"), SYSTEMS.items())
@@ -152,10 +141,7 @@ def test_a_few_settings_are_no_pasted_command() -> None:
     assert "CONFIG=configs/pr785.env" in refusal({**four, **fifth, **others})
 
 
-# -- the file ------------------------------------------------------------------------------------------------
-
-
-def test_every_answer_is_of_no_setting_or_of_a_value_or_has_a_catch() -> None:
+def test_every_answer_has_a_use_and_none_comes_twice() -> None:
     for name, row in NAMES.items():
         known = name.partition("=")[0]
         assert "=" in name or (known in SETTINGS) == ("of_ours" in row), name
@@ -165,18 +151,13 @@ def test_every_answer_is_of_no_setting_or_of_a_value_or_has_a_catch() -> None:
             assert pair.partition("=")[0] in SETTINGS, name
     for config, command in published_commands().items():
         assert set(command) <= {*SETTINGS, *NAMES}, config
-
-
-def test_no_name_is_answered_twice() -> None:
     file = Path(__file__).parents[2] / "configs" / "public_names.json"
     rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["names"]
     listed = [name for row in rows for name in row["names"].split()]
     assert len(listed) == len(set(listed)) == len(NAMES)
 
 
-def test_a_former_name_that_a_fork_makes_a_setting_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_former_name_may_be_a_setting_of_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"names": "MATRIX_LR", "answer": "no effect: never read", "harmless": "*"}
     path = tmp_path / "names.json"
     monkeypatch.setattr(train_gpt, "find_path", lambda _: path)

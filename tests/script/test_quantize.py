@@ -1,7 +1,5 @@
 """QUANTIZE: GPTQ is GPTQ, and the Hessians are those of the inputs that training saw."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +27,6 @@ def correlated_bank(matrices: int, rows: int, columns: int, seed: int = 0) -> tu
     x = torch.randn(matrices, 8 * columns, columns, generator=random_bits) @ (mix + 0.3 * torch.eye(columns))
     x = x * torch.randn(matrices, 1, columns, generator=random_bits).mul(0.5).exp()
     return weights, x.mT @ x / x.size(1)
-
-
-# --- GPTQ -------------------------------------------------------------------------------------------------
 
 
 def gptq_written_out(weights: Tensor, hessian: Tensor, scales: Tensor, levels: int, damping: float) -> Tensor:
@@ -94,15 +89,12 @@ def test_zero_and_tiny_rows_are_safe(with_hessian: bool) -> None:
     assert (scales > 0).all() and scales.isfinite().all() and (codes[0, 2:4] == 0).all()
 
 
-def test_scales_are_the_clip_that_was_asked_for() -> None:
+def test_scales_are_sound_and_of_the_clip_that_was_asked_for() -> None:
     weights, _ = correlated_bank(1, 64, 128)
     codes, scales = quantize(weights, None, 6, 11.5)
     assert codes.dtype == torch.int8 and codes.abs().max() <= 31
     asked = 11.5 * weights.std(dim=2) / 31
     assert ((scales.float() / asked).log2().abs() < 1 / 15).all()
-
-
-def test_every_exponent_is_a_sound_scale() -> None:
     scales = torch.exp2(torch.arange(-128, 128, dtype=torch.int8) / 8).half()
     assert scales.isfinite().all() and (scales > 0).all()
 
@@ -122,9 +114,6 @@ def test_what_is_restored_is_codes_times_scales() -> None:
             mine = codes[:, matrix * columns : (matrix + 1) * columns].float()
             scales = torch.exp2(exponents[:, matrix] / 8).half().float()
             assert torch.equal(restored_NRC[matrix], mine * scales[:, None])
-
-
-# --- steps of columns -------------------------------------------------------------------------------------
 
 
 def unequal_bank() -> tuple[Tensor, Tensor]:
@@ -149,21 +138,15 @@ def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[
     return float(torch.einsum("nrc,ncd,nrd->", error, hessians, error)), bits / weights.numel()
 
 
-def test_steps_of_columns_lose_less_at_equal_bits() -> None:
+def test_steps_of_columns_lose_less_at_equal_bits_and_end_in_one_step() -> None:
     """Six decibels are a bit: the error that the same bits would have left with one step."""
     weights, hessians = unequal_bank()
     plain_error, plain_bits = with_column_steps(weights, hessians, 0.0)
     error, bits = with_column_steps(weights, hessians, 1.0)
     assert error * 4 ** (bits - plain_bits) < 0.75 * plain_error
-
-
-def test_one_step_is_the_limit_of_steps_of_columns() -> None:
     weights, hessians = unequal_bank()
     plain = with_column_steps(weights, hessians, 0.0)
     assert with_column_steps(weights, hessians, 1e-4) == pytest.approx(plain)
-
-
-# --- Hessians -----------------------------------------------------------------------------------------------
 
 
 Seen = dict[tuple[str, int], Tensor]
@@ -182,7 +165,7 @@ def inputs_of_matrices(model: train_gpt.GPT, batches: list[train_gpt.Batch]) -> 
     return {key: torch.cat(found) for key, found in parts.items()}
 
 
-def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
+def test_hessians_are_the_sums_of_outer_products_over_every_visit(tiny: Config) -> None:
     model = trained_like(tiny)
     data = random_batches(tiny)
     seen = inputs_of_matrices(model, data)
@@ -192,9 +175,6 @@ def test_hessians_are_the_sums_of_outer_products(tiny: Config) -> None:
     for key, inputs in seen.items():
         x = inputs.double()
         torch.testing.assert_close(hessians[key].double(), x.T @ x, rtol=1e-4, atol=1e-4)
-
-
-def test_looped_layers_count_every_visit() -> None:
     config = Config.from_env(plain_settings(2, 16, 32, NUM_LOOPS=2, LOOP_START=0, LOOP_END=0))
     model = trained_like(config)
     batches = random_batches(config, 1)
@@ -217,11 +197,9 @@ def inputs_by_table(name: str, parameter: train_gpt.Parameter) -> list[tuple[str
     return keys
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1}, {"PARALLEL_MODE": "gptj"}, {"NUM_LOOPS": 0}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {}, {"NUM_LAYERS": 3, "LOOP_START": 1, "LOOP_END": 1}, {"PARALLEL_MODE": "gptj"}, {"NUM_LOOPS": 0},
+], ids=str)  # fmt: skip
 def test_the_table_names_what_each_matrix_multiplies(changes: dict[str, object]) -> None:
     """Every input that the table names is observed, nothing else is, and it is that matrix's own input.
 
@@ -294,9 +272,7 @@ def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["", "mlp"])
-def test_without_a_hessian_rounding_at_once_gives_the_codes_of_column_by_column(
-    role: str, tiny: Config
-) -> None:
+def test_without_a_hessian_rounding_at_once_is_rounding_by_columns(role: str, tiny: Config) -> None:
     """The same codes as with Hessians that say nothing, without an operation for each column."""
     weights = 0.3 * torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
     weights[0, :, 3] = 0
@@ -313,9 +289,6 @@ def test_without_a_hessian_rounding_at_once_gives_the_codes_of_column_by_column(
     weights[1, 0, 0] = math.nan
     with pytest.raises(ArtifactError, match="bank is not finite"):
         train_gpt.Quantizer("bank", weights, parameter, {}, Config())
-
-
-# --- a Hessian that rounding has left without an inverse ---------------------------------------------------
 
 
 @pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])

@@ -1,7 +1,5 @@
 """The whole job as a process: what it prints and leaves behind, and what must not change its result."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random
@@ -73,7 +71,7 @@ def test_the_run_directory_holds_the_evidence(finished: Ended) -> None:
     assert config.as_env() == {**finished.summary["config"], "RUN_ID": ""}  # that is of one start alone
 
 
-def test_every_setting_is_written_down_and_what_was_changed_is_told(finished: Ended) -> None:
+def test_settings_lines_and_metrics_are_written_down(finished: Ended) -> None:
     written = (finished.directory / "config.env").read_text("utf-8").splitlines()
     config = finished.summary["config"]
     settings = [f"{name}={value}" for name, value in config.items()]
@@ -85,16 +83,10 @@ def test_every_setting_is_written_down_and_what_was_changed_is_told(finished: En
     assert overrides == {name: value for name, value in config.items() if value != default[name]}
     told = " ".join(f"{name}={value}" for name, value in overrides.items())
     assert f"overrides: {told}" in log_of(finished)
-
-
-def test_lines_are_upstreams(finished: Ended) -> None:
     lines = iter(log_of(finished))
     assert finished.out.count("warning:") == 1
     for pattern in LINES:
         assert any(re.match(pattern, line) for line in lines), pattern
-
-
-def test_metrics_hold_every_step_and_every_score(finished: Ended) -> None:
     trained = [event for event in finished.events if event["event"] == "train"]
     assert [event["step"] for event in trained] == [1, 2, 3, 4, 5, 6]
     assert [event["tokens"] for event in trained] == [256 * step for step in range(1, 7)]
@@ -112,7 +104,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> None:
+def test_the_summary_is_true_and_scores_are_per_byte_of_text(finished: Ended, dataset: Path) -> None:
     summary = finished.summary
     model, shipped = finished.directory / "model.bin", finished.directory / "train_gpt.shipped.py"
     assert set(summary) >= set(SUMMARY_KEYS.split())
@@ -122,7 +114,9 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     assert summary["code"]["sha256"] == sha256(SCRIPT)
     assert summary["code"]["bytes"] == SCRIPT.stat().st_size
     assert summary["code"]["bytes_wrapped"] == shipped.stat().st_size
-    assert shipped.read_bytes() == train_gpt.shipped_code(SCRIPT.read_bytes())
+    config = train_gpt.Config.from_values(summary["config"])
+    plain = train_gpt.shipped_code(SCRIPT.read_bytes())
+    assert shipped.read_bytes() == train_gpt.with_settings(plain, config)
     assert summary["data"]["hashes"]["tokenizer"] == sha256(dataset / "tokenizer.model")
     assert set(summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
     assert {"setup", "warmup", "train", "quantize", "reload"} <= set(summary["phases"])
@@ -130,9 +124,6 @@ def test_the_summary_is_complete_and_true(finished: Ended, dataset: Path) -> Non
     assert summary["comparable"] is False  # VAL_TOKENS_LIMIT
     total = summary["artifact"]["bytes"] + summary["code"]["bytes_wrapped"]
     assert f"Total submission size int6+rans: {total} bytes" in finished.out
-
-
-def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path) -> None:
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
@@ -146,9 +137,7 @@ def test_scores_are_per_byte_of_the_decoded_text(finished: Ended, dataset: Path)
         )
 
 
-def test_the_shipped_script_scores_the_artifact_the_same_without_training_data(
-    finished: Ended, lab: Lab
-) -> None:
+def test_the_shipped_script_scores_the_artifact_without_training_data(finished: Ended, lab: Lab) -> None:
     lab = lab.copy_dataset()
     for shard in lab.dataset.glob("fineweb_train_*"):
         shard.unlink()
@@ -173,7 +162,7 @@ os._exit = tell
 """
 
 
-def test_an_artifact_alone_finds_how_it_was_scored_and_opens_nothing_else(finished: Ended, lab: Lab) -> None:
+def test_an_artifact_alone_is_scored_again_and_what_it_overrides_is_named(finished: Ended, lab: Lab) -> None:
     """EVAL_ONLY=runs/x/model.bin and nothing more: the same scores, from two files of that directory."""
     model = finished.directory / "model.bin"
     alone = lab.succeed(fault=WATCH, **lab.nothing_but(EVAL_ONLY=model, RUNS_DIR=lab.folder / "runs"))
@@ -183,34 +172,32 @@ def test_an_artifact_alone_finds_how_it_was_scored_and_opens_nothing_else(finish
     beside = [Path(path).name for path in opened if Path(path).parent == finished.directory]
     assert beside == ["config.env", "model.bin"]
     assert not [line for line in alone.out.splitlines() if line.startswith("warning:")]
-
-
-def test_settings_that_an_artifact_overrides_are_named(finished: Ended, lab: Lab) -> None:
     model = finished.directory / "model.bin"
-    ended = lab.succeed(EVAL_ONLY=model, MODEL_DIM=64, EVAL_STRIDE=0, TTT_ENABLED=0)
+    ended = lab.elsewhere("other").succeed(EVAL_ONLY=model, MODEL_DIM=64, EVAL_STRIDE=0, TTT_ENABLED=0)
     warnings = [line for line in ended.out.splitlines() if line.startswith("warning:")]
     assert warnings == ["warning: MODEL_DIM=64 has no effect: the artifact has 32"]
     assert ended.summary["config"]["MODEL_DIM"] == "32"
 
 
-def test_its_config_starts_the_run_again(finished: Ended, lab: Lab) -> None:
+def test_its_config_starts_the_run_again_and_another_seed_is_another_run(finished: Ended, lab: Lab) -> None:
     config = finished.directory / "config.env"
     again = lab.succeed(**lab.nothing_but(CONFIG=config, RUNS_DIR=lab.folder / "runs"))
     assert results(again) == results(finished) and again.directory.name != "run"
+    other = lab.elsewhere("other").succeed(SEED=1338, MATRIX_BITS=5, EVAL_SEQ_LEN=64, ITERATIONS=1)
+    assert other.summary["stream_hash"] != finished.summary["stream_hash"]
+    assert results(other)[0][0][1] != results(finished)[0][0][1], "the loss of the first step"
+    # Lines are named by the setting, also where the rate control makes the codes of two the same width.
+    assert "final_int5_roundtrip_exact " in other.out and "Serialized model int5+rans: " in other.out
+    # Evaluation may see more context than training.
+    assert set(other.summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"WARMUP_STEPS": 0, "TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
-        {"WARMUP_STEPS": 3, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
-         "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100},
-    ],
-    ids=["as little as may be", "watched closely"],
-)  # fmt: skip
-def test_what_must_not_change_the_result_does_not(
-    finished: Ended, lab: Lab, changes: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("changes", [
+    {"WARMUP_STEPS": 0, "TRAIN_PREFETCH": 0, "VAL_PREFETCH": 0},
+    {"WARMUP_STEPS": 3, "VAL_LOSS_EVERY": 2, "TRAINING_TIMING_BREAKDOWN": 1, "TRAINING_TIMING_EVERY": 2,
+     "CHECKPOINT_EVERY_SECONDS": 0.01, "SAVE_FLOAT": 1, "VAL_PROGRESS_LOG_EVERY": 100},
+], ids=["as little as may be", "watched closely"])  # fmt: skip
+def test_what_must_change_nothing_does_not(finished: Ended, lab: Lab, changes: dict[str, object]) -> None:
     again = lab.succeed(**changes)
     assert results(again) == results(finished)
     if "VAL_LOSS_EVERY" in changes:
@@ -232,16 +219,6 @@ def assert_float_weights(ended: Ended) -> None:
         assert weights[name].dtype == torch.float32
         error = (parameter - weights[name]).norm() / weights[name].norm().clamp(min=1e-9)
         assert error < 0.3, name
-
-
-def test_another_seed_is_another_run_and_other_settings_are_told(finished: Ended, lab: Lab) -> None:
-    other = lab.succeed(SEED=1338, MATRIX_BITS=5, EVAL_SEQ_LEN=64, ITERATIONS=1)
-    assert other.summary["stream_hash"] != finished.summary["stream_hash"]
-    assert results(other)[0][0][1] != results(finished)[0][0][1], "the loss of the first step"
-    # Lines are named by the setting, also where the rate control makes the codes of two the same width.
-    assert "final_int5_roundtrip_exact " in other.out and "Serialized model int5+rans: " in other.out
-    # Evaluation may see more context than training.
-    assert set(other.summary["losses"]) == {"roundtrip", "sliding_window", "legal_ttt"}
 
 
 def test_training_with_hessians_ends_within_its_seconds(lab: Lab) -> None:
@@ -299,9 +276,7 @@ def test_a_run_whose_training_was_over_does_not_train_on(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("pull_request", "changes"), [(549, {"VE_LAYERS": "0,1"}), (591, {"TIE_EMBEDDINGS": 0}), (1493, {})]
 )
-def test_a_public_command_trains_scores_and_stores_its_system(
-    pull_request: int, changes: dict[str, Any], lab: Lab, repo: Path
-) -> None:
+def test_a_public_command_trains(pull_request: int, changes: dict[str, Any], lab: Lab, repo: Path) -> None:
     """At the size of the tests: what decides the size, the data and the length of a run is theirs."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     own = lab.settings()
@@ -335,8 +310,6 @@ def test_after_a_hundred_steps_the_number_of_steps_is_projected() -> None:
         lines.clear()
 
 
-# --- the end of a run, rehearsed ---
-
 # What breaks a part of the end, on the last rank: a kernel that is missing, a graph that is not compiled, two
 # collectives.
 PLANTED = """
@@ -352,15 +325,12 @@ SUMS = "given[0].dtype == torch.float32 and given[0].ndim == 2"
 SCORES = "given[0].dtype == torch.float64 and len(given[0]) > 2"
 
 
-@pytest.mark.parametrize(
-    ("part", "ranks", "place", "name", "condition"),
-    [
-        ("artifact", 1, "torch", "cholesky_inverse", "True"),
-        ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
-        ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
-        ("windows", 2, "torch.distributed", "all_reduce", SCORES),
-    ],
-)
+@pytest.mark.parametrize(("part", "ranks", "place", "name", "condition"), [
+    ("artifact", 1, "torch", "cholesky_inverse", "True"),
+    ("ttt", 1, "torch._dynamo", "maybe_mark_dynamic", "True"),
+    ("hessians", 2, "torch.distributed", "all_reduce", SUMS),
+    ("windows", 2, "torch.distributed", "all_reduce", SCORES),
+])  # fmt: skip
 def test_what_would_fail_at_the_end_fails_before_the_first_step(
     part: str, ranks: int, place: str, name: str, condition: str, lab: Lab
 ) -> None:
@@ -375,10 +345,10 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(
 
 @pytest.mark.parametrize("mode", ["lora", "sgd"])
 def test_a_rehearsal_leaves_nothing_behind(mode: str, tmp_path: Path) -> None:
-    changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_SIZE": 8, "EVAL_STRIDE": 8, "VOCAB_SIZE": 4096}
+    changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_SIZE": 8, "EVAL_STRIDE": 8}
     config = tiny_config(**changes, WARMUP_STEPS=1, TRAIN_BATCH_TOKENS=64)
     run = train_gpt.Run(train_gpt.Machine())
-    training = train_gpt.Training(config, run, write_shards(tmp_path), None, train_gpt.Ops(), {})  # type: ignore[arg-type]
+    training = train_gpt.Training(config, run, write_shards(tmp_path, (300,)), None, train_gpt.Ops(), {})  # type: ignore[arg-type]
 
     def trace() -> list[Any]:
         state = {**training.state(), "seconds": 0.0}

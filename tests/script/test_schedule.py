@@ -1,12 +1,10 @@
 """SCHEDULE: golden values of the records' curves, and the same curve for every machine and clock."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 
-from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress, train_length
+from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress
 
 PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
 
@@ -57,14 +55,11 @@ def test_a_warmdown_longer_than_the_run_begins_below_the_full_rate(step: int) ->
     assert learning_rate_scale(step / 100, step, config) == pytest.approx((100 - step) / 150)
 
 
-def test_a_run_of_no_steps_is_over_at_once() -> None:
+def test_a_short_run() -> None:
     assert run_progress(0.0, 0, Config(iterations=0)) == 1.0
     without_clock = Config(iterations=0, max_wallclock_seconds=0.0)
     assert run_progress(0.0, 0, without_clock) == 1.0
-
-
-def test_the_first_step_of_a_short_run_is_at_full_rate() -> None:
-    """A warm-down longer than the run: full rate at step 0, then as far down as the mean step says."""
+    # A warm-down longer than the run: full rate at step 0, then as far down as the mean step says.
     config = Config(warmdown_iters=3500, min_lr=0.0)
     assert learning_rate_scale(0.0, 0, config) == 1.0
     assert learning_rate_scale(0.001, 1, config) == pytest.approx(0.999 / 3.5)
@@ -86,15 +81,12 @@ def test_momentum_without_warmup(none: dict[str, float]) -> None:
     assert muon_momentum(0.0, 0, Config(**none)) == 0.97
 
 
-def test_the_loop_switches_on_once() -> None:
+def test_progress_and_the_loop() -> None:
     on = [loop_is_on(percent / 100, Config()) for percent in range(101)]
     assert on == [False] * 35 + [True] * 66
     assert not loop_is_on(1.0, Config(num_loops=0))
     assert loop_is_on(0.0, Config(enable_looping_at=0.0))
     assert not loop_is_on(1.0, Config(enable_looping_at=1.0))  # never
-
-
-def test_progress_is_the_share_of_what_ends_first() -> None:
     config = Config(iterations=1000, max_wallclock_seconds=600.0, gptq_reserve_seconds=12.0)
     assert run_progress(294.0, 100, config) == pytest.approx(0.5)
     assert run_progress(58.8, 500, config) == pytest.approx(0.5)
@@ -114,10 +106,3 @@ def test_every_machine_follows_one_curve() -> None:
         moments = [muon_momentum(share, 1, config) for share in shares]
         curves.append([*rates, *moments, *(loop_is_on(share, config) for share in shares)])
     assert curves[0] == pytest.approx(curves[1]) and curves[0] == pytest.approx(curves[2])
-
-
-def test_sequences_grow_with_the_share_of_the_run() -> None:
-    growing = Config(train_seq_len=3072, train_seq_lens="1024:0.1 2048:0.7 3072")
-    shares = {0.0: 1024, 0.099: 1024, 0.1: 2048, 0.699: 2048, 0.7: 3072, 1.0: 3072, 1.2: 3072}
-    assert {share: train_length(share, growing) for share in shares} == shares
-    assert train_length(0.0, Config()) == train_length(1.0, Config()) == 2048

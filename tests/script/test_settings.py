@@ -1,7 +1,5 @@
 """Settings: what is wrong is refused by name before anything starts; what is right survives being written."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -20,13 +18,10 @@ from train_gpt import Config, ConfigError, public_answers
 
 FIELDS = {field.name.upper(): field for field in dataclasses.fields(Config)}
 
-# What the user set (_ for a space in TRAIN_SEQ_LENS); of several settings, the variable that the message must
-# name.
+# What the user set; of several settings, the variable that the message must name.
 WRONG_VALUES = """
-TRAIN_SEQ_LEN=0 TRAIN_SEQ_LENS=1024:0.1 TRAIN_SEQ_LENS=2048 TRAIN_SEQ_LENS=0:0.1_2048
-TRAIN_SEQ_LENS=1024:100_2048 TRAIN_SEQ_LENS=2048:0.1_1024:0.2_2048 TRAIN_SEQ_LENS=512:0.2_1024:0.1_2048
-TRAIN_SEQ_LEN=99999999 TRAIN_PREFETCH_QUEUE=0 VAL_TOKENS_LIMIT=-1 RUN_ID=../other RUN_ID=.hidden RUN_ID=..
-SEED=-1 SEED=9223372036854775808 MAX_WALLCLOCK_SECONDS=inf MAX_WALLCLOCK_SECONDS=nan
+TRAIN_SEQ_LEN=0 TRAIN_SEQ_LEN=99999999 TRAIN_PREFETCH_QUEUE=0 VAL_TOKENS_LIMIT=-1 RUN_ID=../other
+RUN_ID=.hidden RUN_ID=.. SEED=-1 SEED=9223372036854775808 MAX_WALLCLOCK_SECONDS=inf MAX_WALLCLOCK_SECONDS=nan
 CHECKPOINT_EVERY_SECONDS=-5 VOCAB_SIZE=3 VOCAB_SIZE=65537 MODEL_DIM=500 MODEL_DIM=8 NUM_HEADS=3
 NUM_KV_HEADS=3 NUM_KV_HEADS=16 MLP_MULT=0 MLP_MULT=0.1 LEAKY_SLOPE=1.5 ROPE_DIMS=15 ROPE_DIMS=128
 LOOP_START=6 LOOP_END=11 ENABLE_LOOPING_AT=-0.1 PARALLEL_START_LAYER=-2 BIGRAM_VOCAB_SIZE=1 BIGRAM_DIM=1
@@ -36,7 +31,6 @@ MIN_LR=2 ARTIFACT_BYTES_MAX=16MB ARTIFACT_BYTES_MAX=10 MATRIX_BITS=9 EMBED_BITS=
 EVAL_STRIDE=4096 TTT_CHUNK_SIZE=2561 TRACE_STEPS=110:100 TRACE_STEPS=110
 """
 WRONG_TOGETHER = """
-TRAIN_SEQ_LENS=512:0.2_1024 : TRAIN_SEQ_LEN
 ROPE_DIMS=0 MODEL_DIM=24 NUM_HEADS=8 : ROPE_DIMS
 VE_ENABLED=1 VE_LAYERS=10,11 : VE_LAYERS
 VE_ENABLED=1 VE_LAYERS=10,10 : VE_LAYERS
@@ -116,7 +110,7 @@ def test_wrong_values_are_refused_by_name(
 ) -> None:
     given, _, named = wrong.partition(" : ")
     named = named or given.split("=")[0]
-    environ = dict(part.replace("_1", " 1").replace("_2", " 2").split("=", 1) for part in given.split(" "))
+    environ = dict(part.split("=", 1) for part in given.split(" "))
     message = refused(environ, monkeypatch, capsys, tmp_path)
     assert named in message
     assert environ.get(named, "") in message  # what was got
@@ -169,16 +163,13 @@ def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_pat
     assert config.data_path == "/x/a#b c ü"
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
-        ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
-        ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
-        ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-        ("MUON_MIXTURE=0", "MUON_MIXTURE.* Version 0.5.4 reads files of 0.5.4 and older"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "named"), [
+    ("MATRX_LR=1", "MATRX_LR"), ("PATH=/bin", "PATH"), ("SEED", "SEED"), ("SEED=x", "SEED"),
+    ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
+    ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
+    ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
+    ("MUON_MIXTURE=0", "MUON_MIXTURE.* script beside it, files of 0.5.4 and older"),
+])  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"
     if content is not None:
@@ -240,7 +231,6 @@ TTT_MODE TTT_CHUNK_SIZE
 """
 FREE = {field.name: values_of(field) for name, field in FIELDS.items() if name not in RELATED.split()}
 FREE["trace_steps"] = st.sampled_from(["", "1:2", "100:110"])
-FREE["train_seq_lens"] = st.sampled_from(["", "1024:0.1 2048", "512:0.125 1024:.5 2048"])
 
 
 def allowed(config: Config) -> Config:
@@ -269,34 +259,26 @@ def test_whatever_the_text_there_is_a_config_or_a_config_error(environ: dict[str
         assert Config.from_env(config.as_env()) == config
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks"),
-    [
-        ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
-        ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "ranks"), [
+    ({}, 7), ({"TRAIN_BATCH_TOKENS": "1000"}, 1), ({"MICRO_BATCH_TOKENS": "1000"}, 1),
+    ({"TRAIN_BATCH_TOKENS": "786433"}, 8), ({"MICRO_BATCH_TOKENS": "14336"}, 1),
+])  # fmt: skip
 def test_a_batch_that_does_not_split_evenly_is_refused_by_name(settings: dict[str, str], ranks: int) -> None:
     config = Config.from_env(settings)
     with pytest.raises(ConfigError, match=r"TRAIN_BATCH_TOKENS.*TRAIN_SEQ_LEN.*MICRO_BATCH_TOKENS"):
         train_gpt.micro_steps_per_step(config, ranks)
 
 
-def test_micro_steps_are_those_that_fill_the_batch() -> None:
+def test_micro_steps_are_those_that_fill_the_batch_and_few_settings_decide_the_weights() -> None:
     assert [train_gpt.micro_steps_per_step(Config(), ranks) for ranks in (1, 2, 8, 16)] == [8, 4, 1, 1]
     rounded = Config(micro_batch_tokens=100_000)  # whole sequences count
     assert train_gpt.micro_steps_per_step(rounded, 1) == 8
-
-
-def test_the_model_settings_are_those_that_decide_the_weights() -> None:
     stored = set(Config().as_env(train_gpt.ModelSettings))
     assert set("TRAIN_SEQ_LEN DOC_MASK VOCAB_SIZE MODEL_DIM LOGIT_SOFTCAP NUM_LOOPS".split()) <= stored
     assert not {"MATRIX_LR", "SEED", "DATA_PATH", "TTT_LR", "MATRIX_BITS"} & stored
 
 
-def test_finding_a_path_looks_upward_from_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path
-) -> None:
+def test_a_path_is_found_upwards_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert train_gpt.find_path("configs").samefile(repo / "configs")
     (tmp_path / "configs").mkdir(parents=True)

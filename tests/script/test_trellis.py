@@ -1,7 +1,5 @@
 """TRELLIS: the nearest path is the nearest, its gain is the theory's, and off changes no byte."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

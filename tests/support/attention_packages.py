@@ -1,7 +1,5 @@
 """FlashAttention's own interface files, without its compiled kernels: they can be traced, and not run."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Tiny CaseOps data sets, made by the exporter itself from documents with every kind of capital."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A clock that counts work instead of seconds, for a process: a test sees the same on any machine."""
 
-from __future__ import annotations
-
 import signal
 
 FORWARD_SECONDS = 0.01

@@ -28,6 +28,7 @@ US = 1000  # nanoseconds
 HOST_US = {"batch": 5, "forward": 10, "backward": 20, "grad_clip": 2, "optimizer": 8}
 DEVICE_US = {"batch": 0, "forward": 30, "backward": 60, "grad_clip": 20, "optimizer": 70}
 COPY_US = 5
+STAGE_MS = 1.5
 STEPS_AHEAD = 2  # that the host may be ahead of the device
 
 
@@ -68,7 +69,7 @@ class FakeGpu:
                 self._part(timer, part)
         for part in ("optimizer", "grad_clip", "optimizer"):
             self._part(timer, part)
-        line = timer.end()
+        line = timer.end(STAGE_MS)
         # The host is a few steps ahead of the device, and no more.
         self.ends_of_steps.append(self.free_ns)
         if len(self.ends_of_steps) > STEPS_AHEAD:
@@ -111,8 +112,6 @@ class FakeEvent:
         assert self.query() and later.query(), "an event was asked that is not over"
         return self.gpu.rate * (later.ns - self.ns) / 1e6
 
-
-# --- the card on which gpu-check is rehearsed: a CPU that calls itself a GPU, with kernels of its own ---
 
 # Both passes of each form.
 ATTENTION_US = {"fa3": 500, "varlen": 800, "sdpa": 2000}

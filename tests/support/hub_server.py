@@ -1,7 +1,5 @@
 """A Hugging Face hub on 127.0.0.1 with one dataset repository, and faults to order."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Loaders over tiny shards whose every token tells where it stands, and faults for their stages."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading
@@ -48,9 +46,9 @@ class WatchedLoader(train_gpt.Loader, contextlib.AbstractContextManager):
         self.staged: list[int] = []  # a new one: a thread of before the seek may still add to its own
         return note_each(super()._stage(*given), self.staged)
 
-    def next_batch(self, length: int = 0) -> Any:
+    def next_batch(self) -> Any:
         """The next micro-batch."""
-        batch = super().next_batch(length)
+        batch = super().next_batch()
         self.delivered += 1
         return batch
 
@@ -88,9 +86,9 @@ def sequences_of(batch: Any) -> np.ndarray:
     return torch.cat((batch.inputs_BT, batch.targets_BT[:, -1:]), dim=1).cpu().numpy()
 
 
-def take(loader: Any, count: int, length: int = 0) -> np.ndarray:
-    """The sequences of the next batches, of this length; 0: whole segments."""
-    return np.concatenate([sequences_of(loader.next_batch(length)) for _ in range(count)])
+def take(loader: Any, count: int) -> np.ndarray:
+    """The sequences of the next batches."""
+    return np.concatenate([sequences_of(loader.next_batch()) for _ in range(count)])
 
 
 def stream(
@@ -118,8 +116,8 @@ def drain(loader: Any) -> tuple[list[np.ndarray], BaseException]:
     try:
         while len(rows) < 10_000:
             rows.append(sequences_of(loader.next_batch()))
-    except train_gpt.LoaderError as error:
-        with pytest.raises(train_gpt.LoaderError):
+    except train_gpt.DataError as error:
+        with pytest.raises(train_gpt.DataError):
             loader.next_batch()
         return rows, error
     raise AssertionError("no error in 10,000 batches")

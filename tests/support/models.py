@@ -1,7 +1,5 @@
 """Tiny models of train_gpt.py, with weights and batches that look as in training."""
 
-from __future__ import annotations
-
 import torch
 
 import train_gpt

@@ -3,8 +3,6 @@
 Comments, docstrings and blank lines are free. Weight is counted in tokens, so packing a line lowers nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import bisect
 import io
@@ -22,8 +20,6 @@ LAYOUT = {
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 BANNER = re.compile(r"^# =+\n# (\S+) — (.+)\n# =+$", re.MULTILINE)
-TYPES = {"list", "dict", "set", "frozenset", "tuple", "deque", "defaultdict", "Counter", "OrderedDict"}
-TRUTH_FUNCTIONS = {"bool", "any", "all", "isinstance", "issubclass", "hasattr", "callable"}
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -34,9 +30,6 @@ class Section(NamedTuple):
     name: str
     guarantee: str
     line: int  # the first one of its banner
-
-
-# -- weight --------------------------------------------------------------------------------------------------
 
 
 def tokens_of_code(source: str) -> int:
@@ -73,9 +66,6 @@ def plain_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
             depth += 1
 
 
-# -- what a reader has to decode: the lines where it stands --------------------------------------------------
-
-
 def packed_assignments(source: str) -> list[int]:
     """Several values assigned to as many names in one statement."""
     lines = []
@@ -88,100 +78,22 @@ def packed_assignments(source: str) -> list[int]:
 
 
 def truth_values_as_numbers(source: str) -> list[int]:
-    """Products with a truth value and truth values as an index: comparisons, `not`, what is annotated bool.
-
-    A comparison as an index is let pass where it may be an array, which selects.
-    """
-    tree = ast.parse(source)
-    fields = bool_fields(tree)
-    lines = set()
-    for scope in ast.walk(tree):
-        if not isinstance(scope, (ast.Module, *Function)):
-            continue
-        known = fields | bool_arguments(scope)
-        for node in ast.walk(scope):
-            operands = factors_and_indices(node)
-            if any(is_truth(operand, known) for operand in operands):
-                lines.add(operands[0].lineno)
-    return sorted(lines)
-
-
-def factors_and_indices(node: ast.AST) -> list[ast.expr]:
-    """What a product multiplies, or what a subscript is."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return [node.left, node.right]
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
-        return [node.value]
-    if isinstance(node, ast.Subscript):
-        of_a_literal = isinstance(node.value, (ast.Tuple, ast.List))
-        if of_a_literal or not isinstance(node.slice, ast.Compare):
-            return [node.slice]
-    return []
-
-
-def bool_fields(tree: ast.Module) -> set[str]:
-    """Fields of classes that are annotated as bool, each with a dot before its name."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and is_bool(node.annotation):
-            target = node.target
-            name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
-            names.add(f".{name}")
-    return names
-
-
-def bool_arguments(scope: ast.AST) -> set[str]:
-    """Arguments of a function that are annotated as bool."""
-    if not isinstance(scope, Function):
-        return set()
-    arguments = [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]
-    return {argument.arg for argument in arguments if is_bool(argument.annotation)}
-
-
-def is_bool(annotation: ast.expr | None) -> bool:
-    """Whether an annotation is `bool`."""
-    return isinstance(annotation, ast.Name) and annotation.id == "bool"
-
-
-def is_truth(node: ast.expr, known: set[str]) -> bool:
-    """Whether an expression is surely a truth value, or a number made from one; `known`: names of some."""
-    if isinstance(node, (ast.Compare, ast.BoolOp)):
-        return True
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.Not)
-    if isinstance(node, ast.Name):
-        return node.id in known
-    if isinstance(node, ast.Attribute):
-        return f".{node.attr}" in known
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, bool)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if node.func.id in ("int", "float") and len(node.args) == 1:
-            return is_truth(node.args[0], known)
-        return node.func.id in TRUTH_FUNCTIONS
-    return False
-
-
-def loops_over_a_conditional(source: str) -> list[int]:
-    """`for … in (… if … else …)`, in comprehensions too."""
+    """Comparisons, `and`, `or` and `not` that a product multiplies, or that choose a part of a literal."""
     lines = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)) and isinstance(node.iter, ast.IfExp):
-            lines.append(node.iter.lineno)
-    return lines
-
-
-def called_aliases(source: str) -> list[int]:
-    """`list[int]()` and the like: a type with its parameters, called."""
-    lines = []
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
-            continue
-        called = node.func.value
-        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
-        if name in TYPES:
+        operands: list[ast.expr] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            operands = [node.left, node.right]
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, (ast.Tuple, ast.List)):
+            operands = [node.slice]
+        if any(isinstance(operand, (ast.Compare, ast.BoolOp)) or is_not(operand) for operand in operands):
             lines.append(node.lineno)
     return lines
+
+
+def is_not(node: ast.expr) -> bool:
+    """Whether an expression is `not …`."""
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
 
 
 def nesting(node: ast.AST) -> int:
@@ -194,9 +106,6 @@ def nesting(node: ast.AST) -> int:
         own = 1 if isinstance(child, BLOCKS) and not is_elif else 0
         deepest = max(deepest, own + nesting(child))
     return deepest
-
-
-# -- what a section reads ------------------------------------------------------------------------------------
 
 
 def sections(source: str) -> list[Section]:

@@ -99,8 +99,7 @@ class Started:
         self.console.with_suffix(self.console.suffix + ".err").touch()
         self.process = SERVER.Process(
             target=run_script,
-            args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault,
-                  KEPT),
+            args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault, KEPT),
         )
         with environment(ONE_THREAD):
             self.process.start()

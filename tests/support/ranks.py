@@ -1,7 +1,5 @@
 """A function on several ranks of a process group, each in a process of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

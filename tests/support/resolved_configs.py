@@ -6,8 +6,6 @@ A file names only what differs from the defaults. Who changes a default on purpo
 files of the systems that need it, and writes the JSON anew only where a file itself is to change.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

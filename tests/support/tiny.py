@@ -1,7 +1,5 @@
 """The one tiny model, tokenizer and dataset of the tests: a test states only what it changes."""
 
-from __future__ import annotations
-
 import io
 import random
 from pathlib import Path

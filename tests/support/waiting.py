@@ -3,8 +3,6 @@
 TEST_TIME_SCALE (1) of the environment multiplies all of them, for a run on a machine that is very busy.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

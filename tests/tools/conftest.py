@@ -1,7 +1,5 @@
 """The script wraps its own source in half a second: for the tools' tests once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -6,10 +6,9 @@ auditor itself stops what computes for too long, and names it. `--first N --case
 prints its report.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
+import contextlib
 import json
 import lzma
 import os
@@ -19,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,6 @@ LARGE_BYTES = 200_000_000  # of a log that is far too long
 DAMAGES_MAX = 3  # of one folder
 READ_BYTES_MAX = 4 * 2**20
 PROGRAM = "".join(f"LAYER_{number} = {number * 37 % 101}\n" for number in range(200))
-
-
-# ---- sound folders
 
 
 def sound_folders(place: Path) -> list[Path]:
@@ -77,24 +73,6 @@ def _public(place: Path, name: str, log: str) -> Path:
     return folder
 
 
-# ---- damages
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def _any_file(folder: Path, rng: random.Random) -> Path:
-    """A file of the folder; a new one where none is there any more."""
-    return rng.choice(_files(folder) or [folder / "train.log"])
-
-
-def _file_of(folder: Path, rng: random.Random, *suffixes: str) -> Path:
-    """A file with one of the suffixes; a new one where there is none."""
-    found = [path for path in _files(folder) if path.suffix in suffixes]
-    return rng.choice(found) if found else folder / f"train_more{suffixes[0]}"
-
-
 def _data(path: Path) -> bytes:
     """The beginning of a file; another damage may have made it as large as a disk."""
     if not path.is_file():
@@ -103,54 +81,45 @@ def _data(path: Path) -> bytes:
         return file.read(READ_BYTES_MAX)
 
 
-def flip_bytes(folder: Path, rng: random.Random) -> None:
-    path = _any_file(folder, rng)
-    data = bytearray(_data(path))
+def _file_of(folder: Path, rng: random.Random, *suffixes: str) -> Path:
+    """A file with one of the suffixes, or any; a new one where there is none."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    found = [path for path in files if not suffixes or path.suffix in suffixes]
+    return rng.choice(found) if found else folder / f"train_more{(*suffixes, '.log')[0]}"
+
+
+def flip_bytes(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
     for _ in range(rng.randint(1, 40) if data else 0):
-        data[rng.randrange(len(data))] = rng.randrange(256)
-    path.write_bytes(data)
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
 
 
-def remove_file(folder: Path, rng: random.Random) -> None:
-    _any_file(folder, rng).unlink(missing_ok=True)
-
-
-def change_from_a_place(folder: Path, rng: random.Random) -> None:
+def change_from_a_place(data: bytes, rng: random.Random) -> bytes:
     """It ends there, a part comes again and again, or noise comes in between."""
-    path = _any_file(folder, rng)
-    data = _data(path)
     place = rng.randint(0, len(data))
     part = data[place : place + rng.randint(1, 2_000)]
     noise = rng.randbytes(rng.randint(1, 5_000))
     rest = rng.choice([b"", part * rng.randint(2, 500) + data[place:], noise + data[place:]])
-    path.write_bytes(data[:place] + rest)
+    return data[:place] + rest
 
 
-def other_encoding(folder: Path, rng: random.Random) -> None:
-    path = _any_file(folder, rng)
-    text = _data(path).decode("utf-8", errors="replace")
-    path.write_bytes(text.encode(rng.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace"))
-
-
-def swap_files(folder: Path, rng: random.Random) -> None:
-    one, other = _any_file(folder, rng), _any_file(folder, rng)
-    first, second = _data(one), _data(other)
-    one.write_bytes(second)
-    other.write_bytes(first)
+def other_encoding(data: bytes, rng: random.Random) -> bytes:
+    text = data.decode("utf-8", errors="replace")
+    return text.encode(rng.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace")
 
 
 NUMBERS = ["9" * 5_000, *"1e999 -1e999 nan inf 1e-9999 0 -1 1e5000000000 ٣ 1.2.3 0x1f".split()]
 
 
-def change_numbers(folder: Path, rng: random.Random) -> None:
+def change_numbers(data: bytes, rng: random.Random) -> bytes:
     """Numbers of a log or of any text become ones that few programs expect."""
-    path = _file_of(folder, rng, ".log", ".json", ".md")
-    words = _data(path).decode("utf-8", errors="replace").split(" ")
+    words = data.decode("utf-8", errors="replace").split(" ")
     for _ in range(rng.randint(1, 20)):
         place = rng.randrange(len(words))
         head, mark, _ = words[place].partition(":")
         words[place] = head + mark + rng.choice(NUMBERS)
-    path.write_text(" ".join(words), encoding="utf-8")
+    return " ".join(words).encode()
 
 
 LINES = [  # of what a log's expressions look for, each repeated without an end
@@ -177,20 +146,18 @@ LINES = [  # of what a log's expressions look for, each repeated without an end
 ]
 
 
-def long_line(folder: Path, rng: random.Random) -> None:
-    path = _file_of(folder, rng, ".log", ".txt")
+def long_line(data: bytes, rng: random.Random) -> bytes:
     line = rng.choice(LINES)(rng.choice([1_000, 3_900, 60_000, 300_000]))
-    lines = _data(path).splitlines()
+    lines = data.splitlines()
     lines[rng.randint(0, len(lines)) : 0] = [line.encode()] * rng.choice([1, 1, 5])
-    path.write_bytes(b"\n".join(lines))
+    return b"\n".join(lines)
 
 
-def many_lines(folder: Path, rng: random.Random) -> None:
+def many_lines(data: bytes, rng: random.Random) -> bytes:
     """A log of up to 17 MB of short lines."""
-    path = _file_of(folder, rng, ".log", ".txt")
     scores = ["step:1/2 train_loss:1 train_time:1ms", "a val_loss:1 val_bpb:1", "Code size: 1 bytes"]
     line = rng.choice(["", "a", *scores]) + "\n"
-    path.write_bytes(_data(path) + line.encode() * (rng.choice([10_000, 17_000_000]) // len(line)))
+    return data + line.encode() * (rng.choice([10_000, 17_000_000]) // len(line))
 
 
 def large_file(folder: Path, rng: random.Random) -> None:
@@ -212,30 +179,28 @@ KEYS = [
 ]  # fmt: skip
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(data: bytes) -> dict[str, Any]:
     """What a file holds; nothing where an earlier damage made it no JSON."""
     try:
-        value = json.loads(_data(path))
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def change_json(folder: Path, rng: random.Random) -> None:
+def change_json(data: bytes, rng: random.Random) -> bytes:
     """Values of submission.json or a summary become of another type, at the top or one level deeper."""
-    path = _file_of(folder, rng, ".json")
-    target = _object(path)
+    target = _object(data)
     for _ in range(rng.randint(1, 4)):
         inner = [item for item in target.values() if isinstance(item, dict) and item]
         place = rng.choice(inner) if inner and rng.random() < 0.5 else target
         place[rng.choice([*place, *KEYS])] = rng.choice(VALUES)
-    path.write_text(json.dumps(target), encoding="utf-8")
+    return json.dumps(target).encode()
 
 
-def deep_json(folder: Path, rng: random.Random) -> None:
-    path = _file_of(folder, rng, ".json")
+def deep_json(data: bytes, rng: random.Random) -> bytes:
     depth = rng.choice([1_000, 100_000])
-    path.write_text(rng.choice(["[" * depth, '{"a":' * depth, "[" * depth + "]" * depth]))
+    return rng.choice([b"[" * depth, b'{"a":' * depth, b"[" * depth + b"]" * depth])
 
 
 def leaving_file_names(folder: Path, rng: random.Random) -> None:
@@ -244,7 +209,7 @@ def leaving_file_names(folder: Path, rng: random.Random) -> None:
     if path.exists() and not path.is_file():  # a pipe would block whoever writes into it
         return
     names = ["/dev/zero", "../../../../etc/passwd", "a" * 5_000, "a\0b", "", ".", "/proc/self/mem", "helpers"]
-    value = _object(path)
+    value = _object(_data(path))
     value["files"] = {name: rng.choice(["0" * 64, None, 3]) for name in names}
     value["format"] = rng.choice([FORMAT, "records/1"])
     path.write_text(json.dumps(value), encoding="utf-8")
@@ -285,26 +250,24 @@ PROGRAMS = [  # each hard on a parser in its own way
 ]
 
 
-def hard_program(folder: Path, rng: random.Random) -> None:
+def hard_program(data: bytes, rng: random.Random) -> bytes:
     program = rng.choice(PROGRAMS)(rng.choice([1_000, 20_000, 100_000, 500_000]))
-    if rng.random() < 0.5:
-        program = _shell(program, rng)
-    _file_of(folder, rng, ".py").write_bytes(program)
+    return _shell(program, rng) if rng.random() < 0.5 else program
 
 
-def wrapped_often(folder: Path, rng: random.Random) -> None:
+def wrapped_often(data: bytes, rng: random.Random) -> bytes:
     program = PROGRAM.encode()
     for _ in range(rng.randint(2, 14)):
         program = _shell(program, rng)
-    _file_of(folder, rng, ".py").write_bytes(program)
+    return program
 
 
-def expanding_payload(folder: Path, rng: random.Random) -> None:
+def expanding_payload(data: bytes, rng: random.Random) -> bytes:
     packed = _expanding(rng.choice([2**20, 2**26, 2**28]))
     for _ in range(rng.randint(0, 2)):
         packed = lzma.compress(packed)
     encoded = rng.choice([base64.b85encode, base64.b64encode, base64.a85encode])(packed).decode()
-    _file_of(folder, rng, ".py").write_text(f"exec(decompress(decode({encoded!r})))")
+    return f"exec(decompress(decode({encoded!r})))".encode()
 
 
 READ_FIRST = ["train.log", "train_gpt.py", "submission.json", "README.md"]
@@ -336,7 +299,7 @@ def strange_names(folder: Path, rng: random.Random) -> None:
     for name in rng.sample(names, rng.randint(1, 4)):
         place = os.path.join(os.fsencode(folder), name)
         with open(place, "wb") as file:
-            file.write(_data(_any_file(folder, rng)))
+            file.write(_data(_file_of(folder, rng)))
 
 
 def many_files(folder: Path, rng: random.Random) -> None:
@@ -350,29 +313,50 @@ def many_files(folder: Path, rng: random.Random) -> None:
     place.mkdir(parents=True, exist_ok=True)
 
 
-DAMAGES: list[Callable[[Path, random.Random], None]] = [
-    flip_bytes, flip_bytes, *[change_from_a_place] * 3, remove_file, other_encoding, swap_files,
-    change_numbers, change_numbers, long_line, long_line, many_lines, large_file, change_json, change_json,
-    change_json, deep_json, leaving_file_names, hard_program, hard_program, wrapped_often,
-    expanding_payload, add_links, add_pipes, strange_names, many_files,
+def remove_file(folder: Path, rng: random.Random) -> None:
+    _file_of(folder, rng).unlink(missing_ok=True)
+
+
+def swap_files(folder: Path, rng: random.Random) -> None:
+    one, other = _file_of(folder, rng), _file_of(folder, rng)
+    first, second = _data(one), _data(other)
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+# What is done to the content of a file with such a suffix, or of any; how often it is drawn.
+OF_A_FILE: list[tuple[Callable[[bytes, random.Random], bytes], tuple[str, ...], int]] = [
+    (flip_bytes, (), 2), (change_from_a_place, (), 3), (other_encoding, (), 1),
+    (change_numbers, (".log", ".json", ".md"), 2), (long_line, (".log", ".txt"), 2),
+    (many_lines, (".log", ".txt"), 1), (change_json, (".json",), 3), (deep_json, (".json",), 1),
+    (hard_program, (".py",), 2), (wrapped_often, (".py",), 1), (expanding_payload, (".py",), 1),
 ]  # fmt: skip
+OF_A_FOLDER: list[Callable[[Path, random.Random], None]] = [
+    remove_file, swap_files, large_file, leaving_file_names, add_links, add_pipes, strange_names, many_files,
+]  # fmt: skip
+
+
+def damage_file(
+    change: Callable[..., bytes], suffixes: tuple[str, ...], folder: Path, rng: random.Random
+) -> None:
+    path = _file_of(folder, rng, *suffixes)
+    path.write_bytes(change(_data(path), rng))
 
 
 def damaged(base: Path, place: Path, rng: random.Random) -> tuple[Path, list[str]]:
     """A copy of `base` in `place` with one to three damages, and their names."""
     folder = place / base.parent.name / base.name
     shutil.copytree(base, folder)
+    damages: list[tuple[str, Callable[[Path, random.Random], None]]] = []
+    for change, suffixes, count in OF_A_FILE:
+        damages += count * [(change.__name__, partial(damage_file, change, suffixes))]
+    damages += [(damage.__name__, damage) for damage in OF_A_FOLDER]
     names = []
-    for damage in rng.sample(DAMAGES, rng.randint(1, DAMAGES_MAX)):
-        try:
+    for name, damage in rng.sample(damages, rng.randint(1, DAMAGES_MAX)):
+        with contextlib.suppress(OSError):  # an earlier damage took away what this one needs
             damage(folder, rng)
-        except OSError:  # an earlier damage took away what this one needs
-            continue
-        names.append(damage.__name__)
+            names.append(name)
     return folder, names
-
-
-# ---- the run
 
 
 @dataclass
@@ -424,22 +408,11 @@ def run_cases(cases: int, seed: int, first: int = 0) -> Outcome:
     return outcome
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Audit damaged records folders.")
-    parser.add_argument("--cases", type=int, default=2_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    args = parser.parse_args()
-    outcome = run_cases(args.cases, args.seed, args.first)
-    for line in (*outcome.errors, *outcome.stopped):
-        print(printable(line))
-    print(
-        f"{outcome.cases} folders: {len(outcome.errors)} errors, {len(outcome.stopped)} stopped by a limit;"
-        f" at most {outcome.slowest[0]:.2f} s (case {outcome.slowest[1]}),"
-        f" {outcome.peak[0] / 1e6:.0f} MB (case {outcome.peak[1]})"
-    )
-    return 0 if outcome.ok() else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description="Audit damaged records folders.")
+    for option, default in (("--cases", 2_000), ("--seed", 0), ("--first", 0)):
+        parser.add_argument(option, type=int, default=default)
+    args = parser.parse_args()
+    found = run_cases(args.cases, args.seed, args.first)
+    print(printable(repr(found)))
+    sys.exit(not found.ok())

@@ -1,7 +1,5 @@
 """RESULTS.md follows from the raw figures; a benchmark that stores some makes the page from them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib
@@ -19,8 +17,8 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import beside, coder, experiments, loader, paired, picture, results, speed, ttt
-from benchmarks.turns import Turn, Turns, TurnsError
+from benchmarks import answers, beside, coder, experiments, loader, paired, picture, results, speed, ttt
+from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from data.shards import write_shard
 from tests.support.tiny import environment
@@ -30,11 +28,8 @@ from tools.prove import tiny
 from tools.prove.probes import make_subject
 
 
-def test_the_page_follows_from_the_raw_figures() -> None:
+def test_the_page_follows_from_the_raw_figures_and_says_where_and_when() -> None:
     assert not refresh(results.block(), check=True), "run `make docs`"
-
-
-def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
     stored = list(results.stored(results.FOLDER).values())
     sections = re.findall(r"^## .+\n\n(.+)$", results.page(), re.MULTILINE)
     assert stored and sorted(sections) == sorted(results.described(one["conditions"]) for one in stored)
@@ -44,7 +39,7 @@ def test_every_section_says_where_and_when_and_has_raw_figures() -> None:
     assert len(titles) == len(set(titles)) and len(titles) > 3
 
 
-def test_what_is_frozen_is_of_the_release_and_on_no_other_page() -> None:
+def test_the_release_is_that_of_every_figure(repo: Path) -> None:
     frozen = (results.FOLDER / "0.5.md").read_text(encoding="utf-8")
     release = results.release()
     assert release["script"] in frozen and f"commit {release['commit']}" in frozen
@@ -54,10 +49,7 @@ def test_what_is_frozen_is_of_the_release_and_on_no_other_page() -> None:
     for way in picture.WAYS:
         found = [one["bits_per_byte"] for one in scores if one["row"] == way and one["documents"] == 0]
         assert f"| {way} | {sum(found) / len(found):.4f} |" in frozen
-
-
-def test_every_figure_is_of_the_release(repo: Path) -> None:
-    """Of the script that the release names, whatever the working file is by now."""
+    # Of the script that the release names, whatever the working file is by now.
     script = results.release()["script"]
     assert re.fullmatch("[0-9a-f]{64}", script)
     of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}
@@ -161,22 +153,6 @@ def test_a_script_takes_the_steps_of_its_turn_and_no_others(tmp_path: Path) -> N
             mine.steps(1)
 
 
-def test_a_comparison_says_how_many_times_the_speed() -> None:
-    """Pairs of turns: what slows the machine for a while slows both."""
-    ours_ms = [10.0] * 5 + [30.0] * 5
-    theirs_ms = [1.5 * time_ms for time_ms in ours_ms]
-    ours = Turn(ours_ms, [8.0] * 10, [3.0] * 10)
-    theirs = Turn(theirs_ms, [10.0] * 10, [4.0] * 10)
-    measured = {
-        "config": "demo", "against": "old.py", "cores": 2, "tokens_per_step": 1024,
-        "taken": [ours._asdict(), theirs._asdict()],
-    }  # fmt: skip
-    text = "\n".join(speed.tables(measured))
-    assert "2 cores: 1.500 times the tokens per second (1.500 to 1.500" in text
-    assert "2 pairs of turns" in text and "by the CPU clock 1.250 times" in text
-    assert "| demo | old.py | 30.00 | 15.00 | 45.00 | 10.00 | 34,133 | 4.0000 | 10 |" in text
-
-
 def test_the_costs_of_a_text_are_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,17 +213,6 @@ def test_lengths_of_documents_are_those_of_public_logs() -> None:
     small, large = (train_gpt.Config(ttt_lora_rank=rank) for rank in (80, 224))
     assert 2.0 < slow.of_adapters(small, 26, one_pass) < slow.of_adapters(large, 26, one_pass) < 2.1
     assert ttt.Speed(0, 0, 0).of_adapters(small, 0, [ttt.Pass(0, learning=True)]) == pytest.approx(0.0235)
-
-
-def test_differences_are_taken_seed_by_seed() -> None:
-    plain = [{"seed": seed, "steps": 10, "val_bpb": 2.0 + seed} for seed in (1, 2, 3)]
-    fused = [{"seed": seed, "steps": 10, "val_bpb": 1.9 + seed} for seed in (3, 2, 1)]
-    found = paired.difference(fused, plain)
-    assert found and found.mean == pytest.approx(-0.1) and found.error == pytest.approx(0, abs=1e-9)
-    assert paired.difference(fused[:1], plain) is None
-    assert paired.difference(fused, [{**run, "seed": run["seed"] + 9} for run in plain]) is None
-    assert found.p < 1e-9 and paired.difference(plain, plain).p == 1.0  # type: ignore[union-attr]
-    assert "| -0.1000 | 0.0000 | **< 0.0001** | 3 |" in paired.cells(fused, plain)
 
 
 def tuned(seed: int, score: float) -> dict[str, Any]:
@@ -392,16 +357,20 @@ def test_each_side_is_trained_and_scored(race: Any, capsys: pytest.CaptureFixtur
     ("WIDTH=4", [*beside.SIDES], "WIDTH=4: no setting here"),
     ("MATRIX_LR=much", ["ours as theirs"], "MATRIX_LR='much'"),
 ])  # fmt: skip
-def test_a_setting_that_does_not_fit_is_told_before_anything_is_measured(
-    race: Any, setting: str, only: list[str], told: str
-) -> None:
+def test_a_setting_that_does_not_fit_is_told(race: Any, setting: str, only: list[str], told: str) -> None:
     with pytest.raises(SystemExit, match=told):
         race(RACED, "--theirs", setting, "--only", *only)
 
 
-def test_an_ancestor_s_script_needs_its_config(race: Any) -> None:
+def test_what_does_not_fit_a_race_is_told(race: Any) -> None:
     with pytest.raises(SystemExit, match="which config is this script in ours"):
         race(RACED, file="pr549_train_gpt.py")
+    shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
+    with pytest.raises(SystemExit, match="shuffles by itself"):
+        race(shuffling, "--only", "theirs shuffled")
+    assert race(RACED, "--only", "theirs shuffled")["theirs-shuffled"]["last_bpb"] == pytest.approx(
+        race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9
+    )
 
 
 def test_shuffled_batches_are_those_of_ours(tmp_path: Path, dataset: Path) -> None:
@@ -425,15 +394,6 @@ def test_shuffled_batches_are_those_of_ours(tmp_path: Path, dataset: Path) -> No
     assert not torch.equal(inputs_BT, next(race.batches())[0])
 
 
-def test_a_script_that_shuffles_is_not_shuffled_once_more(race: Any) -> None:
-    shuffling = RACED.replace("DistributedTokenLoader", "ShuffledSequenceLoader")
-    with pytest.raises(SystemExit, match="shuffles by itself"):
-        race(shuffling, "--only", "theirs shuffled")
-    assert race(RACED, "--only", "theirs shuffled")["theirs-shuffled"]["last_bpb"] == pytest.approx(
-        race(shuffling, "--only", "theirs")["theirs"]["last_bpb"], abs=1e-9
-    )
-
-
 def test_the_loader_is_timed_by_its_own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "STEP_TOKENS", loader.RANKS * loader.SEQ_LEN)
     monkeypatch.setattr(loader, "STEP_SECONDS", 0.0)
@@ -452,22 +412,52 @@ def test_the_loader_is_timed_by_its_own_functions(tmp_path: Path, monkeypatch: p
         assert len(loader.simulate(design, str(tmp_path), 0.0, steps=4)) == 3, design
 
 
-def test_the_picture_shows_the_raw_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = {
         "theirs": [tuned(1, 2.5), tuned(2, 2.6)], "ours as theirs": [tuned(1, 2.4)],
         "ours": [tuned(2, 2.25), tuned(1, 2.0)],
     }  # fmt: skip
     scores: list[dict[str, Any]] = [{"row": "SGD", "documents": 100, "bits_per_byte": 9.0}]  # not shown
     for place, row in enumerate(picture.WAYS):
-        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place})
+        scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place, "seconds": 1.0})
     stored = {
         picture.BESIDE: {"measured": {"seconds": 180.0, "rows": rows}},
         picture.SCORING: {"measured": {"scores": scores}},
     }
     monkeypatch.setattr(results, "latest", stored.__getitem__)
-    left, right = picture.draw().axes
-    assert sorted(list(line.get_ydata()) for line in left.lines) == [[2.5, 2.4, 2.0], [2.6, 2.25]]
-    assert [float(y) for line in right.lines for y in line.get_ydata()] == [2.0, 3.0, 4.0, 5.0]
-    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path / "results.png")])
+    pictures = picture.draw()
+    left, right = pictures["results.png"].axes
+    shown = [sorted(line.get_xdata()) for line in left.lines]  # of each row its seeds, then their mean
+    assert shown == [[2.5, 2.6], [2.55], [2.4], [2.4], [2.0, 2.25], [2.125]]
+    assert [float(line.get_xdata()[0]) for line in right.lines[::2]] == [2.0, 3.0, 4.0, 5.0]
+    # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.
+    (ladder,) = pictures["ladder.png"].axes
+    start, *_, (_, total, _) = picture.rungs()
+    assert start[1] / 1000 + sum(bar.get_width() for bar in ladder.patches) == pytest.approx(total, abs=1e-4)
+    assert len(ladder.patches) == 3
+    monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path)])
     picture.main()
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_answer_is_read_from_its_table_with_a_corrected_p() -> None:
+    text = """## Other
+| row | minus base | its error | n |
+|---|---|---|---|
+| a | +1.0 | 0.1 | 3 |
+
+## Asked: here-2
+3.5 bits a weight:
+
+| row | seconds | minus base | its error | its error | n |
+|---|---|---|---|---|---|
+| base | 1 | - | - | - | 5 |
+| a | 2 | -0.0222 | 0.0035 | 9 | 5 |
+| b | 3 | +0.0010 | 0.0014 | 9 | 5 |
+"""
+    asked = answers.Asked("Why?", "Asked: here-2", "minus base", ("b", "a"), "more")
+    question, answer, sure, limit = answers.answer(asked, "page.md", answers.sections(text)[asked.section])
+    assert question == "[Why?](page.md#asked-here-2)" and limit == "more"
+    assert answer.split("<br>")[1] == "a, 3.5 bits a weight: -0.0222 ± 0.0035"
+    p = paired.p_of(-0.0222, 0.0035, 5)
+    assert 0.003 < p < 0.0035 and sure.split("<br>")[1] == f"5 seeds, p **{p:.2g}** ({2 * p:.2g})"

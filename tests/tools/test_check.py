@@ -1,7 +1,5 @@
 """The audit: a packed folder passes, each alteration is named, public layouts get no false FAIL."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json
@@ -148,7 +146,8 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     bpbs = [score + 0.1 for score in value["comparison"]["baseline_val_bpb"]]
     name, losses = value["comparison"]["baseline"], value["comparison"]["baseline_val_loss"]
     value = submission(compared, comparison=compare_with(name, value["seed_results"], bpbs, losses))
-    (compared / "README.md").write_text(readme.render(value, Folder(compared).summaries, READABLE))
+    page = readme.render(value, Folder(compared).summaries, READABLE, baked=False)
+    (compared / "README.md").write_text(page)
     (found,) = fails(compared)
     assert found.check == "A4" and "`comparison.baseline_val_bpb` is" in found.text
     elsewhere = compared.parents[1] / "track_other"
@@ -160,16 +159,13 @@ def test_the_scores_of_a_baseline_are_those_of_its_folder(compared: Path) -> Non
     assert claim.level(Mode.STRICT) is Level.WARN and fails(compared) == []
 
 
-def test_files_that_were_not_packed_are_named(packed: Path) -> None:
+def test_files_and_authors_are_named(packed: Path) -> None:
     for name in ("extra.bin", "notes.md", "linked.md", "curve.png", "more.py"):
         (packed / name).write_text("x")
     with (packed / "README.md").open("a") as file:
         file.write('\n[more](linked.md) <img src="curve.png"> [code](more.py)\n')
     found = {f.where for f in audit(Folder(packed)) if "was not packed" in f.text}
     assert found == {"extra.bin", "notes.md", "more.py"} and fails(packed, Mode.STRICT) == []
-
-
-def test_a_record_of_ours_names_its_author(packed: Path) -> None:
     submission(packed, author="", github_id="", blurb="")
     missing = [f"`{key}` is absent" for key in ("author", "github_id", "blurb")]
     assert not [f.text for f in fails(packed) for text in missing if text in f.text]
@@ -198,10 +194,13 @@ def test_the_source_that_tracks_share_is_audited_like_one_in_the_folder(tmp_path
     assert any("is neither in the folder nor in ../../scripts/" in finding.text for finding in fails(folder))
 
 
-def test_a_folder_of_another_format_is_named_with_what_to_do(packed: Path) -> None:
+def test_a_folder_of_another_format_or_without_its_mark(packed: Path) -> None:
     submission(packed, format="records/1")
     (finding,) = fails(packed)
     assert "'records/1'" in finding.text and "pack the runs again" in finding.remedy
+    edit(packed, "submission.json", '"format"', '"form"')
+    edit(packed, *CODE_EDIT)
+    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
 
 
 def test_prose_around_the_generated_part_is_free_and_a_line_of_it_that_differs_is_shown(packed: Path) -> None:
@@ -226,15 +225,6 @@ def test_any_change_of_a_derived_value_is_caught(packed: Path) -> None:
     for key, value in zip(2 * DERIVED, values, strict=False):  # two kinds of value each
         submission(packed, **{**pristine, key: value})
         assert fails(packed), f"{key}={value}"
-
-
-def test_packed_folder_without_its_mark_is_still_audited_as_packed(packed: Path) -> None:
-    edit(packed, "submission.json", '"format"', '"form"')
-    edit(packed, *CODE_EDIT)
-    assert any("the shipped source is not what seed" in finding.text for finding in fails(packed))
-
-
-# ---- as other people submit
 
 
 def public(tmp_path: Path, logs: dict[str, str], script: str = SOURCE, **more: Any) -> Path:
@@ -332,9 +322,6 @@ def test_any_submission_is_judged_without_a_crash(tmp_path: Path, value: dict[st
     assert not [f.text for f in audit(Folder(folder)) if f.check == checks.UNFINISHED]
 
 
-# ---- code that is run
-
-
 @pytest.fixture
 def network_is_cut() -> None:
     if not execute.network_can_be_cut():
@@ -350,9 +337,7 @@ def test_audited_code_runs_only_when_asked(tmp_path: Path, network_is_cut: None)
     assert marker.exists()
 
 
-def test_code_that_is_run_has_no_network_and_cannot_fill_the_disk_or_stay(
-    tmp_path: Path, network_is_cut: None
-) -> None:
+def test_code_that_is_run_has_no_network_no_disk_and_no_stay(tmp_path: Path, network_is_cut: None) -> None:
     number = tmp_path / "number"
     popen = "subprocess.Popen(['sleep', '987'])"
     for script, told in (
@@ -372,9 +357,6 @@ def runs(process: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-# ---- what somebody may try
 
 
 @pytest.mark.parametrize(
@@ -566,9 +548,7 @@ LOGS = [
 
 
 @pytest.mark.parametrize(("changes", "check", "level", "text"), LOGS)
-def test_what_a_log_says_is_named(
-    changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path
-) -> None:
+def test_faults_of_a_log(changes: dict[str, str], check: str, level: str, text: str, tmp_path: Path) -> None:
     log = PLAIN_A
     for old, new in changes.items():
         assert old in log
@@ -676,9 +656,6 @@ def test_steps_are_those_that_the_clock_allows(tmp_path: Path) -> None:
     text = text.replace("step:13780/20000 val", "step:14000/20000 val")
     (found_last,) = fails(public_a(tmp_path, text))
     assert "step 14,000 at 43.54 ms per step makes 609.6 s, train_time says 600.0 s" in found_last.text
-
-
-def test_mean_times_of_a_window_and_of_a_resumed_run_are_no_contradiction(tmp_path: Path) -> None:
     windows = [(time - before) / 500 for time, before in zip(CLOCK, [0.0, *CLOCK], strict=False)]
     assert fails(public_a(tmp_path, paced(STEPS, CLOCK, windows))) == []
     since = [step - 6_250 * (step > 6_250) for step in STEPS]
@@ -747,20 +724,10 @@ def test_one_run_under_two_seeds(moved: float, tmp_path: Path) -> None:
         assert f"the {what} of train_seed2.log" in found.text
 
 
-def test_declared_bytes_of_code(tmp_path: Path) -> None:
+def test_declared_bytes_and_links(tmp_path: Path) -> None:
     for declared, level in ((47_642, []), (40_000, ["FAIL"]), (60_000, ["WARN"]), (47_600, ["WARN"])):
         found = audit(Folder(public_a(tmp_path, bytes_code=declared)))
         assert [f.level(Mode.AGREED).name for f in found if "`bytes_code`" in f.text] == level, declared
-
-
-@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
-def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
-    found = fails(public_a(tmp_path, hardware=hardware))
-    assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
-    assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
-
-
-def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) -> None:
     folder = public_a(tmp_path)
     outside = tmp_path / "outside.log"
     outside.write_text("not JSON")
@@ -773,12 +740,14 @@ def test_links_that_leave_the_folder_are_named_and_not_followed(tmp_path: Path) 
     assert ("A2", "FAIL") in levels(folder) and not any("cannot be read" in f.text for f in fails(folder))
 
 
-# ---- what a folder may do to the audit
+@pytest.mark.parametrize("hardware", ["8xA100 80GB", "4 x NVIDIA H100", "8xH200 SXM", "1xRTX5090"])
+def test_declared_hardware_is_that_of_the_track_and_the_logs(hardware: str, tmp_path: Path) -> None:
+    found = fails(public_a(tmp_path, hardware=hardware))
+    assert {f.check for f in found if f"declares `{hardware}`" in f.text} == {"A4", "C4"}
+    assert fails(public_a(tmp_path, hardware="8xH100 80GB SXM")) == []
 
 
-def test_one_folder_that_fails_loses_no_other_report(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_folder_is_alone(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = public_a(tmp_path)
     (broken / "submission.json").write_text("[" * 100_000)
     assert main(["check", str(tmp_path / "absent"), str(broken), str(packed)]) == 1
@@ -824,9 +793,7 @@ def test_a_log_without_an_end_is_read_in_part(tmp_path: Path) -> None:
     assert any("`train.log` was not read to its end" in f.text for f in found) and peak < 150e6
 
 
-def test_a_report_is_json_where_it_is_asked_for_and_never_steers_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_json_or_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = public_a(tmp_path, date="\x1b[2J\ud800\n  0 FAIL", val_bpb=1.2152)
     main(["check", str(folder)])
     shown = capsys.readouterr().out

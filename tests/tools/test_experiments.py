@@ -1,7 +1,5 @@
 """benchmarks/experiments.py: arms are models, runs are measured once, and a table says what was compared."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math
@@ -25,9 +23,6 @@ PATCHES = sorted(path.stem for path in experiments.PATCHES.glob("*.patch"))
 SIZES = list(experiments.read_json(experiments.SIZES))
 
 
-# --- tables and patches ---
-
-
 @pytest.mark.parametrize("table", TABLES)
 def test_every_arm_is_a_configuration_that_differs_from_the_others(table: str, repo: Path) -> None:
     read = experiments.read_json(table)
@@ -46,9 +41,7 @@ def test_every_arm_is_a_configuration_that_differs_from_the_others(table: str, r
         assert all(one not in seen[:at] for at, one in enumerate(seen)), f"two arms of {size} are alike"
 
 
-def test_every_patch_applies_and_changes_the_script(
-    tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_patch_changes_the_script(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tmp_path / "made"
     made.mkdir()
     for patch in PATCHES:
@@ -64,16 +57,13 @@ def test_every_patch_applies_and_changes_the_script(
     assert sorted(path.name for path in made.iterdir()) == PATCHES
 
 
-def test_an_arm_with_a_config_has_the_geometry_and_not_the_choices_of_the_default() -> None:
+def test_budgets_are_of_training_and_arms_have_the_geometry(repo: Path) -> None:
     arms = experiments.read_arms(experiments.read_json("ablation"), "4x64")
     default, baseline = arms["default stack"].settings, arms["upstream_baseline"].settings
     assert default["XSA_LAST_N"] == "4" and "XSA_LAST_N" not in baseline
     assert default["MODEL_DIM"] == baseline["MODEL_DIM"] == "64"
     with pytest.raises(ExperimentError, match="--size 9x9: expected one of 4x64"):
         experiments.read_arms(experiments.read_json("ablation"), "9x9")
-
-
-def test_budgets_are_of_training(repo: Path) -> None:
     values = environment()
     assert Budget(steps=7).settings(values)["ITERATIONS"] == "7"
     for given in (values, {**values, "GPTQ": "0"}):
@@ -85,9 +75,6 @@ def test_budgets_are_of_training(repo: Path) -> None:
     steps = experiments.steps_of_flops(1e10, straight)
     per_step = 6 * (2 * (2 * 32 * 32 + 2 * 16 * 32 + 2 * 32 * 96) + 320 * 32 + 2 * 32 * 32) * 256
     assert steps == round(1e10 / per_step) and 0.7 * steps < experiments.steps_of_flops(1e10, looped) < steps
-
-
-# --- runs ---
 
 
 class Fake:
@@ -139,23 +126,22 @@ def test_runs_are_measured_once_seeds_first_and_a_claimed_one_by_another(fake: F
     assert named <= kept["conditions"].keys()
 
 
-def test_an_arm_that_fails_costs_the_others_nothing(fake: Fake, tmp_path: Path) -> None:
+def test_what_fails_or_differs_costs_the_others_nothing(fake: Fake, tmp_path: Path) -> None:
     fake.fails.add("a")
     arms = {"one": arm("a"), "two": arm("bb"), "of it": arm("a", of="one")}
     mine = Experiment(tmp_path, arms, Budget(5), {})
     mine.share(["one", "two", "of it"], [1])
     assert mine.failed == ["one, seed 1"] and list(mine.rows()) == ["two"]
-
-
-def test_other_settings_and_unlike_conditions_are_refused(fake: Fake, tmp_path: Path) -> None:
-    Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).share(["a", "b"], [1])
-    other = Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(6), {})
+    fake.fails.clear()
+    again = tmp_path / "again"
+    Experiment(again, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).share(["a", "b"], [1])
+    other = Experiment(again, {"a": arm("a"), "b": arm("b")}, Budget(6), {})
     with pytest.raises(ExperimentError, match=r"has settings .*name another --runs"):
         other.share(["a"], [1])
-    path = tmp_path / "b-seed1.json"
+    path = again / "b-seed1.json"
     path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     with pytest.raises(ExperimentError, match="dtype is bfloat16 here and float32 there"):
-        Experiment(tmp_path, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).rows()
+        Experiment(again, {"a": arm("a"), "b": arm("b")}, Budget(5), {}).rows()
 
 
 def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fake, tmp_path: Path) -> None:
@@ -164,8 +150,9 @@ def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fak
     patched = tmp_path / "patched" / PATCHES[0] / "train_gpt.py"
     scripts = {"a": experiments.REPO / "train_gpt.py", "bb": patched}
     for name, script in scripts.items():
-        code_bytes = len(train_gpt.shipped_code(script.read_bytes()))
-        assert int(fake.settings[name, "1"]["ARTIFACT_BYTES_MAX"]) - code_bytes == 100_000
+        config = train_gpt.Config.from_env(fake.settings[name, "1"])
+        shipped = train_gpt.with_settings(train_gpt.shipped_code(script.read_bytes()), config)
+        assert config.artifact_bytes_max - len(shipped) == 100_000
     assert len({path.read_bytes() for path in scripts.values()}) == 2
 
 
@@ -191,12 +178,8 @@ def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_p
     assert "Looks: 1, of which 1 stay below 0.01 when each p is corrected for all of them (Holm)." in lines
     assert lines[-1] == "The arms change: better: X=1."
 
-
     assert paired.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
     assert paired.holm([0.6, 0.5]) == [1.0, 1.0] and paired.holm([]) == []
-
-
-# --- the script itself ---
 
 
 def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
@@ -213,9 +196,7 @@ def test_the_clock_counts_what_the_process_computes(tmp_path: Path) -> None:
     assert subprocess.run(command, check=False).returncode == 3
 
 
-def test_a_run_is_the_script_s_own_and_its_artifact_is_scored_once_more(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_scored_once_more(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forked(command: list[str], env: dict[str, str], **_: Any) -> Any:
         ended = Started(env, tuple(command[2:]), tmp_path, "", Path(command[1])).wait()
         return types.SimpleNamespace(returncode=ended.status, stdout=ended.out, stderr=ended.err)

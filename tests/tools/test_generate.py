@@ -1,7 +1,5 @@
 """Text from an artifact: reproducible, and with the tokenizer that it was trained with or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import types
 from pathlib import Path
@@ -31,9 +29,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return printed.err
 
 
-def test_text_goes_on_from_the_prompt_and_is_reproducible(
-    finished: Ended, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_goes_on_from_the_prompt_every_time(finished: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     model = finished.directory / "model.bin"  # its config.env names the tokenizer
     texts = [written(capsys, model, "Bale", "--tokens", 12, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and all(text.startswith("Bale") for text in texts)
@@ -59,7 +55,7 @@ def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dat
     assert generate_text(model, pieces, "Bale ba", 1, 0.0, 0, 1) == expected
 
 
-def test_what_does_not_fit_is_told(
+def test_what_does_not_fit_is_told_and_an_artifact_may_lie_anywhere(
     finished: Ended, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, damaged, foreign = finished.directory / "model.bin", tmp_path / "model.bin", tmp_path / "tokenizer"
@@ -72,11 +68,6 @@ def test_what_does_not_fit_is_told(
     assert "no file" in refused(capsys, model, "Bale", "--tokenizer", tmp_path / "absent")
     for option in ("--tokens", "--temperature", "--top-k"):
         assert option in refused(capsys, model, "Bale", option, -1)
-
-
-def test_an_artifact_may_lie_anywhere(
-    finished: Ended, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     alone = tmp_path / "model.bin"
     alone.write_bytes((finished.directory / "model.bin").read_bytes())
     assert "--tokenizer" in refused(capsys, alone, "Bale")

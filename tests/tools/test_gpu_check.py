@@ -1,7 +1,5 @@
 """`make gpu-check`, rehearsed on a CPU that calls itself a GPU (tests/support/fake_gpu.py), with faults."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -23,7 +21,7 @@ CLOCK_SECONDS = DEFAULT.max_wallclock_seconds - DEFAULT.gptq_reserve_seconds  # 
 SETTINGS: dict[str, object] = {
     "TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_BATCH_SIZE": 4, "EVAL_STRIDE": 16,
     "VAL_BATCH_SIZE": 16_384, "TRAIN_BATCH_TOKENS": 512, "ARTIFACT_BYTES_MAX": 1_000_000,
-    "TRAIN_SEQ_LENS": "16:0.2 32", "OMP_NUM_THREADS": 1,
+    "OMP_NUM_THREADS": 1,
 }  # fmt: skip
 # A check with arguments, on a card with this fault: exit status and page.
 Checked = Callable[..., tuple[int, str]]
@@ -72,25 +70,20 @@ def test_a_card_without_a_fault_passes(checked: Checked, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "stage", "told"),
-    [
-        ("fa3 refused", "forms", "attention: FlashAttention-3 is installed, and varlen was chosen"),
-        ("slow kernel", "forms", "fused_mlp: the kernel needs 1.800 ms, expected at most 2.8 times"),
-        ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
-        ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
-        ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS="),
-    ],
-)
+@pytest.mark.parametrize(("fault", "stage", "told"), [
+    ("fa3 refused", "forms", "attention: FlashAttention-3 is installed, and varlen was chosen"),
+    ("slow kernel", "forms", "fused_mlp: the kernel needs 1.800 ms, expected at most 2.8 times"),
+    ("graph break", "run", "it ended with status 1: torch._dynamo.exc.Unsupported: Call to `torch"),
+    ("recompiles", "run", "graphs or kernels were compiled inside the clock of `evaluate`"),
+    ("small reserve", "run", "the reserve is too small: Hessians need 4.80 s, GPTQ_RESERVE_SECONDS="),
+])  # fmt: skip
 def test_a_planted_fault_is_found(fault: str, stage: str, told: str, checked: Checked) -> None:
     status, page = checked("--only", stage, fault=fault)
     assert status == 1 and page.startswith("# gpu-check: FAIL") and f"## {stage}: FAIL" in page
     assert any(line.startswith(f"- {stage}: ") and told in line for line in page.splitlines()), page
 
 
-def test_a_stage_that_fails_or_hangs_hides_no_other(
-    checked: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_hide_no_other(checked: Checked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, time\nif sys.argv[1] == 'run':\n    print('begun', flush=True)\n    time.sleep(600)\n"
@@ -133,7 +126,7 @@ def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> 
 
 def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """If all documents are scored: an eighth of what it took."""
-    config = Config.from_env(tiny.environment(**{**SETTINGS, "TRAIN_SEQ_LENS": ""}))
+    config = Config.from_env(tiny.environment(**SETTINGS))
     text = np.full(400, BOS_ID + 1)
     text[[0, 150, 250, 399]] = BOS_ID
     monkeypatch.setattr(gpu_check.ttt, "official_text", lambda: text)

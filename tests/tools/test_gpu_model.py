@@ -4,8 +4,6 @@ Fake tensors on "cuda" need no GPU and no build; the slow tests need what README
 are skipped with its own sentence elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -22,13 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
-from benchmarks import kernels
+from benchmarks import answers, kernels
 from benchmarks.gpu_model import (
-    accounting,
     calibration,
     census,
     fake_gpu,
-    instructions,
     memory,
     roofline,
     subject,
@@ -41,60 +37,17 @@ from benchmarks.gpu_model.tracer import Graph
 H100 = roofline.CARDS["h100"]
 
 
-# --- roofline ---
-
-
-def test_a_launch_takes_the_longer_of_memory_and_arithmetic_and_the_launch_itself() -> None:
-    a_second, its_flop = 0.85 * 3.35e12, 2 * 0.65 * 989e12  # bytes of one second, operations of two
-    rate = roofline.matrix_product_rate(H100, "bfloat16")
-    assert roofline.launch_seconds(H100, a_second) == pytest.approx(1 + 3e-6)
-    assert roofline.launch_seconds(H100, a_second, its_flop, rate) == pytest.approx(2 + 3e-6)
-    assert roofline.launch_seconds(H100, 3 * a_second, its_flop, rate) == pytest.approx(3 + 3e-6)
-    slots = 0.85 * 4 * 32 * 132 * 1.755e9  # instructions of one second
-    assert roofline.launch_seconds(H100, a_second, its_flop, rate, 4 * slots) == pytest.approx(4 + 3e-6)
-
-
-def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs(repo: Path) -> None:
+def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs() -> None:
     factor = calibration.logged_over_modelled()
     stacks = {anchor.stack for anchor in calibration.ANCHORS}
     assert calibration.NEAREST_STACK in stacks and factor.least < factor.likely < factor.most
     without, with_loop = calibration.STEP_MS
-    page = " ".join((repo / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").split())
-    assert f"is modelled at {without:.1f} ms, with recurrence at {with_loop:.1f}." in page
-    assert f"have {factor.least:.2f} to {factor.most:.2f} times" in page
-    assert f"and {factor.likely:.2f} times for the nearest one" in page
-    assert f"likely needs {calibration.expected_ms(without)}" in page
-    assert f"with recurrence {calibration.expected_ms(with_loop)}." in page
-
-
-def test_loops_of_a_kernel_count_as_often_as_they_run() -> None:
-    sass = """
-        /*0000*/ LDC R1, c[0x0][0x28] ;
-.L_x_0:
-        /*0010*/ @!P0 FMUL R2, R2, R2 ;
-        /*0020*/ MUFU.EX2 R2, R2 ;
-        /*0030*/ @P1 BRA `(.L_x_0) ;
-        /*0040*/ EXIT ;
-.L_x_1:
-        /*0050*/ BRA `(.L_x_1);
-        /*0060*/ NOP;
-"""
-    assert instructions.per_thread(sass, trips=1) == 6 and instructions.per_thread(sass, trips=4) == 6 + 3 * 3
-    row, rows = {"XBLOCK": 2, "R0_BLOCK": 2048}, {"xnumel": 98_305, "r0_numel": 8192}
-    assert instructions.programs_and_trips(row, rows) == (49_153, 4)
-    assert instructions.programs_and_trips({"XBLOCK": 1024}, {"xnumel": 4096}) == (4, 1)
-    split = {"XBLOCK": 4, "RSPLIT_SIZE": 64}
-    assert instructions.programs_and_trips(split, {"xnumel": 98_304, "r0_numel": 512}) == (1536, 16)
-
-
-def test_products_run_at_the_rate_of_their_dtype_and_attention_at_its_own() -> None:
-    assert roofline.matrix_product_rate(H100, "float16") == pytest.approx(0.65 * 989e12)
-    assert roofline.matrix_product_rate(H100, "float32") == pytest.approx(0.65 * 494e12)
-    assert roofline.matrix_product_rate(H100, "float64") == pytest.approx(0.65 * 34e12)
-    assert roofline.attention_rate(H100) == pytest.approx(0.50 * 989e12)
-
-
-# --- accounting ---
+    told = " ".join(answers.modelled().split())
+    assert f"modelled at {without:.1f} ms" in told
+    assert f"{factor.least:.2f} to {factor.most:.2f} times" in told
+    for modelled_ms, before in ((without, "likely needs"), (with_loop, "with recurrence")):
+        expected = calibration.expected_ms(modelled_ms)
+        assert expected.least < expected.likely < expected.most and f"{before} {expected}" in told
 
 
 @pytest.fixture
@@ -106,45 +59,6 @@ def on_gpu() -> Iterator[FakeTensorMode]:
 
 def gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
-
-
-def test_only_work_on_the_device_is_a_launch(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    on_host = torch.ones(64)
-    x = gpu(64, 32)
-    with Watch(recorder):
-        view = x.t().unsqueeze(0).flatten(0, 1)
-        torch.empty_like(x)
-        on_host + 1
-        assert recorder.launches == []
-        view + 1
-        x.mul_(2)
-    assert [launch.name for launch in recorder.launches] == ["add.Tensor", "mul_.Tensor"]
-
-
-def test_bytes_and_flop_of_a_product(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    with Watch(recorder):
-        gpu(96, 512) @ gpu(512, 2048)
-        torch.baddbmm(gpu(3, 8, 16), gpu(3, 8, 4), gpu(3, 4, 16))
-    single, batched = recorder.launches
-    assert single.kind == batched.kind == "product"
-    assert single.flop == 2 * 96 * 512 * 2048 and batched.flop == 2 * 3 * 8 * 4 * 16
-    assert single.moved_bytes == 2 * (96 * 512 + 512 * 2048 + 96 * 2048)
-    assert batched.moved_bytes == 2 * 3 * (8 * 16 + 8 * 4 + 4 * 16 + 8 * 16)
-
-
-def test_a_tensor_counts_as_long_as_it_lives_and_a_view_not_at_all(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    x = gpu(1000)
-    with Watch(recorder):
-        y = x + 1  # 2 x 2,000 bytes alive
-        z = y.view(10, 100) * 2  # three
-        del y
-        w = z + 1  # three: one is gone, one is new
-    assert [launch.live_bytes for launch in recorder.launches] == [4000, 6000, 6000]
-    assert recorder.peak_bytes == 6000 and recorder.peak_at == "mul.Tensor"
-    assert w.shape == z.shape
 
 
 def test_every_custom_operation_of_the_script_has_a_cost_and_a_part() -> None:
@@ -187,31 +101,6 @@ def test_an_operation_of_unknown_cost_is_refused(on_gpu: FakeTensorMode) -> None
     assert [launch.flop for launch in entered.launches] == [7.0]
 
 
-@pytest.mark.parametrize(("keys", "seen"), [(0.0, 1024.0), (517.0, 517.0)])
-def test_attention_costs_by_the_keys_seen_and_backward_more(keys: float, seen: float) -> None:
-    packed = torch.empty(4096, 8, 64, device="meta")
-    apart = torch.empty(2, 8, 2048, 64, device="meta")  # rows, heads, positions, channels
-    forward = accounting.ATTENTION["torch_attn._varlen_attn"]
-    backward = accounting.ATTENTION["torch_attn._varlen_attn_backward"]
-    sdpa = accounting.ATTENTION["_scaled_dot_product_flash_attention"]
-    flop = 4 * 4096 * seen * 8 * 64  # two products of 2 FLOP, for each token, key and channel
-    starts_and_longest = [None, None, None, 2048]  # of queries, not read, and of keys
-    assert accounting.attention_flop(forward, [packed, packed, packed, *starts_and_longest], keys) == flop
-    gradient = [packed] * 6 + starts_and_longest
-    assert accounting.attention_flop(backward, gradient, keys) == 2.5 * flop
-    assert accounting.attention_flop(sdpa, [apart, apart, apart], keys) == flop
-
-
-def test_a_generated_kernel_moves_what_inductor_says(on_gpu: FakeTensorMode) -> None:
-    recorder = Recorder(H100)
-    GeneratedKernel("triton_poi", "{'kernel_num_gb': 0.25}", recorder).run(gpu(4), 4, stream=0)
-    GeneratedKernel("triton_tiny", "{'kernel_num_gb': 0.0}", recorder).run(gpu(4), gpu(4), 4, stream=0)
-    assert [launch.moved_bytes for launch in recorder.launches] == [0.25e9, 2 * 4 * 2]
-
-
-# --- the subject and the census ---
-
-
 def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_that_were_given() -> None:
     config = subject.config()
     assert subject.rows(config, "train") == subject.rows(config, "train_loop") == (48, 2048)
@@ -225,16 +114,13 @@ def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_tha
         subject.config(settings=["NUM_LAYERS"])
 
 
-def test_a_model_without_the_argument_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_loop_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(self: Any, inputs_BT: Any, targets_BT: Any, starts: Any = None) -> None:
         """As it was when an attribute of the model switched the loop."""
 
     monkeypatch.setattr(train_gpt.GPT, "loss", loss)
     with pytest.raises(RuntimeError, match="takes no `looping`"):
         subject.model(subject.config())
-
-
-def test_a_loop_that_did_not_switch_on_is_noticed() -> None:
     config = subject.config()
     assert subject.visits(config, looping=False) == 11 and subject.visits(config, looping=True) == 17
     calls = Counter({"torch_attn._varlen_attn.default": 11, "aten.mm.default": 78})
@@ -291,7 +177,7 @@ def test_the_benchmark_of_kernels_counts_the_bytes_of_the_census(on_gpu: FakeTen
 SIZES = {"vocabulary": 8192, "mlp": 2048, "gate": 12}
 
 
-def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell() -> None:
+def test_the_table_has_every_launch_in_its_part() -> None:
     for found, part in (
         (launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16"), "products of the head"),
         (launch("product", "mm.out", "(98304, 2048)@(2048, 512) bfloat16"), "products of the MLP"),
@@ -306,9 +192,6 @@ def test_a_launch_belongs_to_the_part_that_its_sizes_or_operations_tell() -> Non
         (launch("generated", "triton_poi_fused_add_mul_1"), "residual, norms, scales"),
     ):
         assert summary.part_of(found, SIZES).startswith(part)
-
-
-def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
     head = launch("product", "mm.out", "(98304, 512)@(512, 8192) bfloat16")
     attention = launch("attention", "torch_attn._varlen_attn.default")
     outputs = [{"name": "a", "shape": [2], "dtype": "bfloat16", "size_bytes": 2**30}]
@@ -324,14 +207,14 @@ def test_the_table_has_every_launch_once_and_the_dearest_part_first() -> None:
     assert "x_fwd0: new outputs 1.00 GiB" in lines[6]
 
 
-# --- the program ---
-
-
-def test_without_a_fitting_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_or_compiler(monkeypatch: pytest.MonkeyPatch, repo: Path, tmp_path: Path) -> None:
     for version in ("2.9.1+cpu", "2.13.0+cu130"):
         monkeypatch.setattr(fake_gpu.importlib.metadata, "version", lambda _, found=version: found)
         with pytest.raises(fake_gpu.Unavailable, match=re.escape(version)):
             fake_gpu._check_environment()
+    result = run_census(repo, "--out", str(tmp_path), path=str(tmp_path))
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("the GPU model")
 
 
 def run_census(repo: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -340,31 +223,6 @@ def run_census(repo: Path, *arguments: str, path: str | None = None) -> subproce
         environ["PATH"] = path
     command = [sys.executable, "-m", "benchmarks.gpu_model", *arguments]
     return subprocess.run(command, cwd=repo, capture_output=True, text=True, env=environ)
-
-
-def test_each_environment_has_a_library_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[list[str]] = []
-
-    def compile_it(command: list[str], **_: Any) -> Any:
-        built.append(command)
-        Path(command[command.index("-o") + 1]).touch()
-        return types.SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(fake_gpu.shutil, "which", lambda name: name)
-    monkeypatch.setattr(fake_gpu.subprocess, "run", compile_it)
-    paths = set()
-    for environment in ("first", "second", "first"):
-        spec = types.SimpleNamespace(origin=f"/{environment}/torch/__init__.py")
-        monkeypatch.setattr(fake_gpu.importlib.util, "find_spec", lambda name, spec=spec: spec)
-        paths.add(fake_gpu._library("hooks", "2.13.0+cpu", ("c10",), tmp_path))
-    assert len(built) == len(paths) == 2
-    assert "-L/first/torch/lib" in built[0] and "-L/second/torch/lib" in built[1]
-
-
-def test_without_a_compiler_it_says_so_in_one_sentence_and_exits_with_2(repo: Path, tmp_path: Path) -> None:
-    result = run_census(repo, "--out", str(tmp_path), path=str(tmp_path))
-    assert result.returncode == 2 and result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("the GPU model")
 
 
 TINY = (
@@ -436,9 +294,7 @@ def test_a_step_of_the_default_moves_no_more_than_it_did(repo: Path, gpu_model_f
     saved_bytes = {}
     # Launches and gigabytes at most, and TFLOP at least: fewer would be another model.
     bars = (("train", 476, 126.95, 25.2), ("train_loop", 666, 188.58, 37.6))
-    for (phase, most_launches, most_gb, least_tflop), ms in zip(
-        bars, calibration.STEP_MS, strict=True
-    ):
+    for (phase, most_launches, most_gb, least_tflop), ms in zip(bars, calibration.STEP_MS, strict=True):
         step = json.loads((gpu_model_folder / f"bars_{phase}_kernel.json").read_text(encoding="utf-8"))
         launches = [one for graph in step["graphs"] for one in graph["launches"]]
         assert len(launches) <= most_launches

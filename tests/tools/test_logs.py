@@ -1,7 +1,5 @@
 """Both public log dialects, ours, and the traps in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +65,6 @@ def test_dialect_b() -> None:
     assert log.code_bytes is not None and log.code_bytes.bytes == 157868
     assert log.hessian_seconds is not None and log.hessian_seconds.value == "4.7"
 
-
     stamped = "\n".join(f"1776142360.539 {line}" for line in DIALECT_B.splitlines())  # by a wrapper
     log = parse_log(stamped, Path("x.log"))
     assert log.seed == 42 and log.headline is not None
@@ -80,17 +77,27 @@ def test_any_text_parses(text: str) -> None:
     parse_log(text, Path("x.log"))
 
 
-def test_decimals() -> None:
+def test_odd_numbers() -> None:
     texts = ("1.0810", "2", "1e-08", "0.5", "1e-9999", "nan")
     assert [decimals(text) for text in texts] == [4, 0, 8, 1, DECIMALS_MAX, 0]
+    many = "9" * 5_000
+    text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
+    log = parse_log(text, Path("x.log"))
+    assert log.seed is None and not log.train and not log.finals
 
 
-def test_source_with_log_lines_in_it_is_no_source() -> None:
+def test_lines_that_look_like_others() -> None:
     mangled = DIALECT_A.replace(
         "import torch\n", "import torch\nstep:3/20000 train_loss:6.1 train_time:9ms\n"
     )
     log = parse_log(mangled, Path("train.log"))
     assert log.source is None and [point.step for point in log.train] == [3, 1]
+    for line, label in (
+        ("final_int8_zlib_roundtrip_exact val_loss:2.0594 val_bpb:1.2197", "final_int8_zlib_roundtrip_exact"),
+        ("final eval (int6): step:3 chunk:4 val_loss: 2.0594 val_bpb: 1.2197", "final eval (int6)"),
+    ):
+        (final,) = parse_log(line, Path("x.log")).finals
+        assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")
 
 
 @pytest.mark.parametrize("length", [60_000, 3_900])
@@ -99,13 +106,6 @@ def test_no_line_takes_more_than_linear_time(line: Callable[[int], str], length:
     """In quadratic time these lines would take minutes, and the test would end by its timeout."""
     text = "\n".join([line(length)] * (200 if length < LINE_CHARACTERS_MAX else 1))
     parse_log(text[:4_000_000], Path("x.log"))
-
-
-def test_numbers_without_end_are_no_numbers() -> None:
-    many = "9" * 5_000
-    text = f"seed:{many}\nstep:{many}/{many} train_loss:1\na val_loss:{many} val_bpb:1\nval_tokens: {many}\n"
-    log = parse_log(text, Path("x.log"))
-    assert log.seed is None and not log.train and not log.finals
 
 
 def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +120,3 @@ def test_a_long_log_is_read_up_to_its_limits(tmp_path: Path, monkeypatch: pytest
     with path.open("ab") as file:
         file.truncate(10_001)
     assert "bytes" in (read_log(path).unread or "")
-
-
-def test_scoring_lines_are_read() -> None:
-    for line, label in (
-        ("final_int8_zlib_roundtrip_exact val_loss:2.0594 val_bpb:1.2197", "final_int8_zlib_roundtrip_exact"),
-        ("final eval (int6): step:3 chunk:4 val_loss: 2.0594 val_bpb: 1.2197", "final eval (int6)"),
-    ):
-        (final,) = parse_log(line, Path("x.log")).finals
-        assert (final.label, final.loss_text, final.bpb_text) == (label, "2.0594", "1.2197")

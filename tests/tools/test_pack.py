@@ -1,11 +1,12 @@
 """What pack writes, proves and refuses."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
 import lzma
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from data.files import sha256_file
 from tests.support import case
+from tests.support.processes import Lab, results
 from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, pack, wrap
 from tools.__main__ import main
 from tools.check.checks import audit
@@ -67,7 +69,6 @@ def test_what_the_script_imports_is_required_in_the_build_that_ran(tmp_path: Pat
         "flash_attn_3",
     ]
 
-
     versions = {"torch": "2.13.0+git1a2b3c", "numpy": "2.4.6", "triton": None}  # an own build
     assert requirements(tmp_path / "own", versions) == ["torch==2.13.0", "numpy==2.4.6", "sentencepiece"]
 
@@ -82,9 +83,7 @@ def run_on(folder: Path, environment: dict[str, str], **data: int) -> Path:
     return make_run(folder / "a", 1, config=paths, summary_changes=changes)
 
 
-def test_a_record_on_case_marks_holds_what_proves_its_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = case.make_dataset(tmp_path, "caseops")
     run = run_on(tmp_path / "runs", environment, val_tokens=1234, val_bytes=5678)
     folder = pack(tmp_path / "records", [run])
@@ -120,9 +119,7 @@ def test_the_command_that_gets_the_data() -> None:
         assert readme.fetch_command(data) == command
 
 
-def test_more_files_are_part_of_the_record_and_replace_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_files_join_the_record_replace_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     maker = tmp_path / "prepare_data.py"
     maker.write_text("print('tokens')\n")
@@ -137,9 +134,7 @@ def test_more_files_are_part_of_the_record_and_replace_none(
     assert "no such file" in refusal(capsys, tmp_path / "again", [run], "--with", missing)
 
 
-def test_a_record_of_the_challenge_is_refused_without_its_author_and_others_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_of_the_challenge_has_an_author(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config=TEN_MINUTES, summary_changes=H100S)
     message = refusal(capsys, tmp_path / "records", [run], "--author", "A")
     assert "needs --github-id --blurb" in message and not list(tmp_path.glob("records/track_*/*"))
@@ -184,9 +179,7 @@ def test_wrapped_script_is_the_same_program_with_the_source_beside_it(tmp_path: 
     assert Folder(folder).submission["bytes_code"] == shipped.bytes < len(SOURCE)
 
 
-def test_records_that_share_scripts_keep_a_source_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_that_share_scripts_keep_one_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     (records / "scripts").mkdir(parents=True)
     folders = []
@@ -209,9 +202,7 @@ def test_records_that_share_scripts_keep_a_source_once(
     assert shared.read_text() == "another script" and not list(records.rglob("*_Late"))
 
 
-def test_form_that_the_run_counted_is_shipped_if_it_is_the_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_form_that_the_run_counted_is_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1)
     shipped = run / "train_gpt.shipped.py"
     shipped.write_bytes(wrap(SOURCE))
@@ -225,7 +216,7 @@ def test_form_that_the_run_counted_is_shipped_if_it_is_the_program(
     assert "is no program for Python" in message and "(3.11.7)" in message
 
 
-def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfit_and_mixed_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, dict[str, Any]] = {
         "did not finish": {"exit": "signal"},
         "marked not comparable": {"comparable": False},
@@ -237,32 +228,26 @@ def test_unfit_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for number, (message, change) in enumerate(changes.items()):
         run = make_run(tmp_path / "runs" / str(number), 42, summary_changes=change)
         assert message in refusal(capsys, tmp_path / "records", [run])
-
-
-def test_mixed_runs_are_refused_with_every_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         make_run(tmp_path / "runs" / "a", 1),
         make_run(tmp_path / "runs" / "b", 1, source=SOURCE + "\n"),
         make_run(tmp_path / "runs" / "c", 2, config={"MATRIX_LR": "0.03"}),
+        make_run(tmp_path / "runs" / "scored", 3, summary_changes={"config": {**CONFIG, "EVAL_ONLY": "x"}}),
+        make_run(tmp_path / "runs" / "under way", 4),
     ]
+    (runs[-1] / "summary.json").unlink()
     message = refusal(capsys, tmp_path / "records", runs)
+    assert "scored an artifact" in message and "under way" in message and message.count("MATRIX_LR") == 1
     assert "seed 1 comes more than once" in message
     assert "ran other code" in message
     assert "MATRIX_LR is 0.02" in message and "0.03 in" in message
 
 
-def test_total_over_the_cap_is_refused_with_the_excess(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_submission_and_the_excess_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "runs" / "a", 1, config={"ARTIFACT_BYTES_MAX": "301000"})
     excess = 300_000 + len(SOURCE.encode()) - 301_000
     message = refusal(capsys, tmp_path / "records", [run], "--track", "track_demo")
     assert f"{excess:,} over the cap of 301,000" in message
-
-
-def test_the_submission_is_printed_and_never_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     runs = make_runs(tmp_path / "runs", 1)
     folder = pack(tmp_path / "records", runs, "--json")
     before = (folder / "submission.json").read_bytes()
@@ -306,19 +291,16 @@ def test_the_track_is_that_of_the_runs_configuration(tmp_path: Path) -> None:
         assert folder.submission["track"] == track.removeprefix("track_")
 
 
-@pytest.mark.parametrize(
-    ("config", "summary", "reasons"),
-    [
-        ({}, {"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 601.0}}, ["for 601.00 s"]),
-        ({}, {"train_seconds": 601.5}, ["it trained for 601.50 s", "track_8xh100_10min_16mb"]),
-        # A demo, and the same name on boards with less memory bandwidth or power.
-        ({"MAX_WALLCLOCK_SECONDS": "60.0"}, {"hardware": {"gpus": [], "cores": 2, "world_size": 1}},
-         ["it ran on x86_64 CPU, 2 cores, not on 8 x H100", "track_cpu_60s"]),
-        ({}, {"hardware": {"gpus": ["NVIDIA H100 PCIe"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-        ({}, {"hardware": {"gpus": ["NVIDIA H100 NVL"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-        ({}, {"hardware": {"gpus": ["NVIDIA H200"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "summary", "reasons"), [
+    ({}, {"phases": {"train": 600.0, "eval_roundtrip": 41.0, "eval_legal_ttt": 601.0}}, ["for 601.00 s"]),
+    ({}, {"train_seconds": 601.5}, ["it trained for 601.50 s", "track_8xh100_10min_16mb"]),
+    # A demo, and the same name on boards with less memory bandwidth or power.
+    ({"MAX_WALLCLOCK_SECONDS": "60.0"}, {"hardware": {"gpus": [], "cores": 2, "world_size": 1}},
+     ["it ran on x86_64 CPU, 2 cores, not on 8 x H100", "track_cpu_60s"]),
+    ({}, {"hardware": {"gpus": ["NVIDIA H100 PCIe"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
+    ({}, {"hardware": {"gpus": ["NVIDIA H100 NVL"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
+    ({}, {"hardware": {"gpus": ["NVIDIA H200"] * 8, "world_size": 8}}, ["not on 8 x H100"]),
+])  # fmt: skip
 def test_what_is_no_record_whatever_its_own_limits(
     config: dict, summary: dict, reasons: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,15 +310,7 @@ def test_what_is_no_record_whatever_its_own_limits(
     assert all(reason in message for reason in reasons), message
 
 
-def test_a_baseline_that_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "runs" / "a", 1)
-    message = refusal(capsys, tmp_path / "records", [run], "--baseline", str(tmp_path))
-    assert "is no run and no record" in message
-
-
-def test_what_nobody_has_proved_is_told_with_the_command_that_proves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nobody_has_proved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pack(tmp_path / "records", make_runs(tmp_path / "runs", 1), "--wrap")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("not proved legal by experiment yet: ")
@@ -358,3 +332,85 @@ def test_each_seed_has_its_stages_and_reviewers_their_means(tmp_path: Path) -> N
     lines = (folder / "README.md").read_text("utf-8").splitlines()
     row = next(line for line in lines if line.startswith(f"| 2 | {stages['quantized']:.6f}"))
     assert row.endswith(f"{-gain:+.6f} |")
+
+
+def test_the_packed_script_alone_is_the_record(lab: Lab) -> None:
+    """In a clone of the challenge, with nothing set; a run of it with other settings ships those."""
+    clone = lab.elsewhere("challenge")
+    data = shutil.copytree(lab.dataset, clone.folder / "data/datasets/tiny").relative_to(clone.folder)
+    settings = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "VAL_TOKENS_LIMIT": 0}
+    run = clone.succeed(**settings, TTT_ENABLED=0, EVAL_STRIDE=0)
+    folder = pack(clone.folder / "records", [run.directory])
+    assert main(["check", str(folder)]) == 0
+    assert "\nSEED=1337 python train_gpt.py\n" in (folder / "README.md").read_text()
+    shipped = folder / "train_gpt.py"
+    inside = Lab(folder, lab.dataset)
+    again = inside.succeed(script=shipped, **inside.nothing_but())
+    assert results(again) == results(run)
+    assert again.summary["config"] == {**run.summary["config"], "RUN_ID": "", "RUNS_DIR": "runs"}
+    assert (again.directory / "train_gpt.shipped.py").read_bytes() == shipped.read_bytes()
+
+    shorter = inside.elsewhere("shorter")
+    other = shorter.succeed(script=shipped, **inside.nothing_but(ITERATIONS=1))
+    assert other.summary["steps"] == 1
+    changed = (other.directory / "train_gpt.shipped.py").read_bytes()
+    assert changed == shipped.read_bytes().replace(b"'ITERATIONS': '6'", b"'ITERATIONS': '1'")
+    shipped.write_bytes(changed)
+    assert any("train_gpt.py starts with {" in finding.text for finding in audit(Folder(folder)))
+
+
+HUB = """
+import fnmatch, pathlib
+def snapshot_download(repo, repo_type, revision, local_dir, allow_patterns):
+    assert (repo, repo_type, revision) == ("kevclark/parameter-golf", "dataset", "abc")
+    shards = [*(f"fineweb_train_{n:06d}.bin" for n in range(9)), "fineweb_val_000000.bin"]
+    names = [f"datasets/{folder}/{name}" for folder in ("fineweb10B_sp8192", "other") for name in shards]
+    for name in [*names, "tokenizers/fineweb_8192_bpe.model"]:
+        path = pathlib.Path(local_dir, "datasets", name)
+        if any(fnmatch.fnmatch(f"datasets/{name}", pattern) for pattern in allow_patterns):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+"""
+
+
+def test_the_data_command_needs_nothing_of_ours(tmp_path: Path) -> None:
+    """In a clone of the challenge, with its hub's client, it fetches the shards of the run and no more."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "huggingface_hub.py").write_text(HUB)
+    data = {"source": "kevclark/parameter-golf", "dataset": "fineweb10B_sp8192", "revision": "abc",
+            "train_shards": 2, "tokenizer": "fineweb_8192_bpe.model"}  # fmt: skip
+    command = readme.hub_command(data).replace("python3", sys.executable)
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True)
+    fetched = {path.name for path in tmp_path.glob("data/datasets/fineweb10B_sp8192/*")}
+    assert fetched == {f"fineweb_{name}.bin" for name in ("train_000000", "train_000001", "val_000000")}
+    assert (tmp_path / "data/tokenizers/fineweb_8192_bpe.model").is_file()
+    assert not (tmp_path / "data/datasets/other").exists()
+    assert readme.hub_command({**data, "source": "somebody/else"}) == ""
+
+
+def test_what_reviewers_ask_for_is_measured_proved_or_named_with_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"NUM_LOOPS": "2", "LOOP_START": "3", "LOOP_END": "5", "MUON_WD": "0.5"}
+    config |= {"EMBED_WD": "0.085", "ADAM_WD": "0.02"}
+    runs = [make_run(tmp_path / "runs" / "a", 1, config=config)]
+    report = {"sha256": sha256_file(runs[0] / "train_gpt.py"), "verdict": "proven", "findings": [
+        {"check": "B5", "level": "INFO"}, {"check": "B15", "level": "WARN"}]}  # fmt: skip
+    proof = tmp_path / "proof.json"
+    proof.write_text(json.dumps({**report, "sha256": "0" * 64}))
+    assert "the proof is of a script" in refusal(capsys, tmp_path / "other", runs, "--proof", str(proof))
+    proof.write_text(json.dumps(report))
+    other = pack(tmp_path / "records", make_runs(tmp_path / "base", 1, source="x = 1\n" * 9), name="Base")
+    folder = pack(tmp_path / "records", runs, "--proof", str(proof), "--baseline", str(other))
+    submission = Folder(folder).submission
+    assert submission["proof"] == {"verdict": "proven", "score_first": "proven", "no_network": "not proven"}
+    assert submission["technique_summary"] == "layers 3 to 5 run 2 more times"
+    assert submission["attribution"]["MUON_WD EMBED_WD ADAM_WD"].startswith("changed here; PRs #1218")
+    assert ["MUON_WD", "–", "0.5"] in submission["comparison"]["settings"]
+    page = (folder / "README.md").read_text()
+    for told in ("## Compliance", "(B15): not proven", "| MUON_WD | – | 0.5 |",
+                 "| `NUM_LOOPS=2` `LOOP_START=3` `LOOP_END=5` | PRs #1204"):  # fmt: skip
+        assert told in page, told
+    assert not (folder / "baseline.diff").exists() and main(["check", str(folder)]) == 0
+    (folder / "proof.json").write_text(json.dumps({**report, "findings": []}))
+    assert any("`proof.score_first` is 'proven'" in finding.text for finding in audit(Folder(folder)))

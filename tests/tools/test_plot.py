@@ -1,7 +1,5 @@
 """Curves, the causes of slow steps, the figure, and the board."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -19,24 +17,29 @@ from tools.pack import board
 from tools.runs.runs import load_group
 
 
-def test_series_come_from_metrics_and_from_the_log_alike(tmp_path: Path) -> None:
+def test_series_come_from_metrics_and_the_log_alike_and_the_last_step_counts(tmp_path: Path) -> None:
     run = load_group(make_run(tmp_path / "a", 1)).runs[0]
     exact = [sample.value for sample in train_loss(run)]
     assert [s.tokens for s in train_loss(run)][:2] == [20 * 2048, 40 * 2048]
     run.events = []
     assert [sample.value for sample in train_loss(run)] == pytest.approx(exact, abs=1e-4)
     assert [sample.step for sample in validation_bpb(run)] == [200, 400]
+    # A resumed run does the steps after its checkpoint again.
+    run = load_group(make_run(tmp_path / "b", 1)).runs[0]
+    before = train_loss(run)
+    again = [event for event in run.events if event.kind == "train" and event.number("step") == 100]
+    run.events.append(replace(again[0], values={**again[0].values, "train_loss": 9.0}))
+    after = train_loss(run)
+    assert [s.step for s in after] == [s.step for s in before]
+    assert [s.value for s in after if s.step == 100] == [9.0]
 
 
-def test_a_slow_step_is_called_shard_where_the_loader_stalled(tmp_path: Path) -> None:
+def test_causes_of_slow_steps(tmp_path: Path) -> None:
     run = load_group(make_run(tmp_path / "a", 1, slow_step=300)).runs[0]
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "shard")]
     for event in run.events:
         event.values["data_wait_max_ms"] = 0.02
     assert [(t.step, t.cause) for t in step_times(run) if t.cause] == [(300, "other")]
-
-
-def test_shard_grid_of_public_logs() -> None:
     assert [shard_crossings(step, step + 50, 524_288) for step in (100, 150, 200, 350)] == [0, 1, 0, 1]
 
 
@@ -51,9 +54,7 @@ def test_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert ".png or .svg" in capsys.readouterr().err
 
 
-def test_a_figure_goes_into_its_run_and_never_into_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plot, "write_figure", lambda path, figure, dpi: path.touch())
     one, two = make_runs(tmp_path / "runs", 1, 2)
@@ -69,12 +70,9 @@ def test_a_figure_goes_into_its_run_and_never_into_a_record(
     assert sorted(record.iterdir()) == files
 
 
-def test_board_of_this_repository_is_fresh(repo: Path) -> None:
+def test_board_sorts_and_goes_stale(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails when a folder was added or changed without `python -m tools board`."""
     assert main(["board", "--check", "--records", str(repo / "records")]) == 0
-
-
-def test_board_sorts_and_goes_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records"
     worse = pack(records, make_runs(tmp_path / "a", 1), name="Worse")
     better = pack(records, make_runs(tmp_path / "b", 1, gain=0.1), name="Better")
@@ -106,9 +104,7 @@ def test_every_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("what", ["whole", "no validations", "no slow step", "a log without clocks"])
-def test_no_panel_is_empty_and_every_point_shown(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_panel_lacks_a_point(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", 1, slow_step=None if what == "no slow step" else 300)
     metrics, log = run / "metrics.jsonl", run / "log.txt"
     if what == "no validations":
@@ -143,14 +139,3 @@ def test_smoothing_keeps_a_line_and_takes_the_noise() -> None:
     assert wide[0] == 1 and max(wide[20:480]) < 0.1
     damaged = [replace(line[0], value=math.nan), *line]
     assert [s.value for s in smoothed(damaged)] == [s.value for s in smoothed(line)]
-
-
-def test_a_step_that_was_done_twice_is_drawn_as_it_was_done_last(tmp_path: Path) -> None:
-    """A resumed run does the steps after its checkpoint again."""
-    run = load_group(make_run(tmp_path / "a", 1)).runs[0]
-    before = train_loss(run)
-    again = [event for event in run.events if event.kind == "train" and event.number("step") == 100]
-    run.events.append(replace(again[0], values={**again[0].values, "train_loss": 9.0}))
-    after = train_loss(run)
-    assert [s.step for s in after] == [s.step for s in before]
-    assert [s.value for s in after if s.step == 100] == [9.0]

@@ -1,7 +1,5 @@
 """What a README's commands set, read as a shell would pass it; synthetic READMEs, and the stored facts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -55,27 +53,18 @@ def test_settings_of_the_commands_of_a_block(shell: str, settings: list[dict[str
     assert [command.settings for command in readme_commands(in_readme(shell))] == settings
 
 
-def test_pairs_before_the_program_over_joined_lines() -> None:
+def test_blocks_and_joined_lines() -> None:
     shell = "WIDTH=64 DEPTH=2 \\\nRATE=1e-3 \\\n  torchrun --nproc_per_node=8 \\\n  runs/train_gpt.py"
     expected = Command("train_gpt.py", {"WIDTH": "64", "DEPTH": "2", "RATE": "1e-3"})
     assert readme_commands(in_readme(shell)) == [expected]
-
-
-def test_a_block_begins_and_ends_where_it_does() -> None:
-    """Exports end with it, and code within a line or prose is none."""
+    # Exports end with it, and code within a line or prose is none.
     readme = in_readme("export WIDTH=64") + in_readme("python train_gpt.py")
     assert readme_commands(readme) == [Command("train_gpt.py", {})]
     readme = "```bash pip install x```\n\n```bash\nWIDTH=64 python train_gpt.py\n```\n"
     assert readme_commands(readme) == [Command("train_gpt.py", {"WIDTH": "64"})]
     assert readme_commands("Set `WIDTH=1 torchrun train_gpt.py` as you like.\n") == []
-
-
-def test_backslashes_that_markdown_needs_and_windows_line_ends() -> None:
     readme = in_readme("MODEL\\_WIDTH=64 \\\\\nDEPTH=2 \\\\\ntorchrun train\\_gpt.py").replace("\n", "\r\n")
     assert readme_commands(readme) == [Command("train_gpt.py", {"MODEL_WIDTH": "64", "DEPTH": "2"})]
-
-
-def test_a_command_is_not_lost_to_an_open_quotation() -> None:
     with pytest.raises(ValueError, match="close the quotation"):
         shell_commands("NAME='open torchrun train_gpt.py")
 
@@ -103,5 +92,3 @@ def test_the_stored_commands_are_facts_alone() -> None:
             assert re.fullmatch(r"[A-Z][A-Z0-9_]*", name)
             assert len(value) < 130 and not re.search(r"[\s<>$]", value)
     assert COMMANDS_FILE.stat().st_size < 60_000
-
-

@@ -1,16 +1,11 @@
 """Run directories that the tests generate read as those of train_gpt.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
 
 import tools.__main__
-from tests.support.runs import MODEL_BYTES, STEPS, TOKENS, make_run
-from tools.runs.logs import read_log
-from tools.runs.runs import RunDirectory
 
 
 def test_a_python_without_the_packages_is_told_which_has_them(
@@ -26,12 +21,3 @@ def test_a_python_without_the_packages_is_told_which_has_them(
     (tmp_path / "python").touch()
     assert tools.__main__.main(["summary", "runs/x"]) == 2
     assert f"{tmp_path / 'python'} -m tools" in capsys.readouterr().err
-
-
-def test_generated_run_reads_as_a_finished_run(tmp_path: Path) -> None:
-    directory = RunDirectory(make_run(tmp_path / "a", 42))
-    log = read_log(tmp_path / "a" / "log.txt")
-    assert log.headline is not None and log.headline.label == "legal_ttt_exact"
-    assert (directory.seed, log.seed, log.steps) == (42, 42, STEPS)
-    assert log.headline.scored_tokens == TOKENS and log.headline.eval_seconds == 4.321
-    assert log.model_bytes is not None and log.model_bytes.bytes == MODEL_BYTES

@@ -1,23 +1,16 @@
 """Wrapped scripts are unwrapped as text, never executed; what the syntax tree tells."""
 
-from __future__ import annotations
-
 import base64
 import lzma
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import train_gpt
 from tests.support.runs import SOURCE, wrap
-from tests.support.waiting import DEADLINE_SECONDS
 from tools.runs import source
-from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, decoded, read_script, same_program, unwrap
+from tools.runs.source import UNWRAPPED_BYTES_MAX, UnwrapError, read_script, same_program, unwrap
 
 
 def bare_lzma2(data: bytes) -> bytes:
@@ -36,24 +29,6 @@ def test_public_shells_unwrap() -> None:
         assert unwrap(text) == SOURCE, expression
 
 
-def test_wrapped_script_is_small_and_runs_the_same_program(tmp_path: Path) -> None:
-    program = SOURCE + "print(LAYER_3, __name__)\n"
-    (tmp_path / "a.py").write_bytes(wrap(program))
-    assert len(wrap(program)) < len(program)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "a.py"], capture_output=True, text=True, check=True,
-        timeout=DEADLINE_SECONDS,
-    )
-    assert done.stdout.split() == ["10", "__main__"]
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.binary(min_size=400, max_size=2000))
-def test_unwrap_returns_what_was_wrapped(noise: bytes) -> None:
-    program = f"NOISE = '{noise.hex()}'"
-    assert unwrap(decoded(wrap(program))) == program
-
-
 def test_the_form_that_our_runs_ship_is_read(repo: Path, tmp_path: Path) -> None:
     text = (repo / "train_gpt.py").read_bytes()
     (tmp_path / "train_gpt.py").write_bytes(train_gpt.shipped_code(text))
@@ -63,19 +38,11 @@ def test_the_form_that_our_runs_ship_is_read(repo: Path, tmp_path: Path) -> None
     assert len(optional) == 2 and all(call.detail == "guarded" for call in optional)
 
 
-def test_a_declared_encoding_is_no_way_around_reading(tmp_path: Path) -> None:
+def test_encodings_and_reading(tmp_path: Path) -> None:
     for cookie in ("latin-1", "utf-8", "no such codec", "base64", "undefined", "utf-16"):
         raw = f"# -*- coding: {cookie} -*-\nx = 'é'\n".encode("latin-1" if cookie == "latin-1" else "utf-8")
         (tmp_path / "a.py").write_bytes(raw)
         assert "x = 'é'" in read_script(tmp_path / "a.py").text, cookie
-
-
-def test_plain_script_is_not_taken_for_a_shell() -> None:
-    assert unwrap(SOURCE) is None
-    assert unwrap("DATA = " + repr("ab" * 4000) + "\n") is None
-
-
-def test_reading_never_executes(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     program = f"open({str(marker)!r}, 'w')\n" + SOURCE
     (tmp_path / "train_gpt.py").write_bytes(wrap(program))
@@ -83,7 +50,9 @@ def test_reading_never_executes(tmp_path: Path) -> None:
     assert script.wrapped and same_program(script.text, program) and not marker.exists()
 
 
-def test_same_program_ignores_only_what_no_run_reads() -> None:
+def test_same_program_and_plain_scripts() -> None:
+    assert unwrap(SOURCE) is None
+    assert unwrap("DATA = " + repr("ab" * 4000) + "\n") is None
     decorated = "@jit\ndef f(a: {}): pass\n"  # a decorator may read the types
     assert not same_program(decorated.format("int"), decorated.format("str"))
     assert same_program("def f(a: list[int | None]) -> None: pass\n", "def f(a): pass\n")
@@ -96,7 +65,7 @@ def test_same_program_ignores_only_what_no_run_reads() -> None:
     assert not same_program("x = 1\n", "x = (\n")
 
 
-def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
+def test_closures(tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_text(
         "exec(open(__file__.replace('train_gpt.py', 'inner.py')).read())\n"
     )
@@ -108,9 +77,16 @@ def test_closure_follows_imports_and_executed_files(tmp_path: Path) -> None:
     scripts = {path: read_script(path) for path in files if path.suffix == ".py"}
     found = source.closure(scripts[tmp_path / "train_gpt.py"], scripts, files)
     assert [path.name for path in found] == ["inner.py", "helper.py", "fast.cpp"]
+    (tmp_path / "pkg" / "deep").mkdir(parents=True)
+    (tmp_path / "train_gpt.py").write_text("from pkg.deep import inner\nexec(open('weights.dat').read())\n")
+    for name in ("pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "pkg/deep/unused.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "weights.dat").write_text("x = 1\n")
+    expected = {"pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "weights.dat"}
+    assert _closure_of(tmp_path) == expected
 
 
-def test_guarded_imports_and_programs(tmp_path: Path) -> None:
+def test_imports_and_programs(tmp_path: Path) -> None:
     text = (
         "import subprocess\ntry:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n"
         "import urllib.request\nsubprocess.run(['lrzip', '-z'])\n"
@@ -120,10 +96,7 @@ def test_guarded_imports_and_programs(tmp_path: Path) -> None:
     details = {call.name: call.detail for call in source.imports(script)}
     assert details["flash_attn"] == "guarded" and details["urllib"] == ""
     assert [call.name for call in source.subprocess_calls(script)] == ["lrzip"]
-
-
-def test_one_of_several_ways_is_no_unguarded_import(tmp_path: Path) -> None:
-    """A function that loads what it is asked for is not stopped by what is not installed; a module is."""
+    # A function that loads what it is asked for is not stopped by what is not installed; a module is.
     chosen = "    if name:\n        import_module('flash_attn_interface')\n    else:\n        name = ''\n"
     (tmp_path / "a.py").write_text(f"def load(name):\n{chosen}\nif FAST:\n    import flash_attn\n")
     found = {call.name: call.detail for call in source.imports(read_script(tmp_path / "a.py"))}
@@ -137,18 +110,15 @@ def _closure_of(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in found}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "if True:import helper\n",
-        "x = 1;from helper import work\n",
-        "import os, helper as h\n",
-        "from . import helper\n",
-        "import importlib\nimportlib.import_module('helper')\n",
-        "__import__('helper')\n",
-        "exec(open('helper.py').read())\n",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "if True:import helper\n",
+    "x = 1;from helper import work\n",
+    "import os, helper as h\n",
+    "from . import helper\n",
+    "import importlib\nimportlib.import_module('helper')\n",
+    "__import__('helper')\n",
+    "exec(open('helper.py').read())\n",
+])  # fmt: skip
 @pytest.mark.parametrize("parses", [True, False])
 def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Path) -> None:
     (tmp_path / "train_gpt.py").write_text(text + ("" if parses else "x = (\n"))
@@ -157,31 +127,18 @@ def test_every_form_of_import_is_followed(text: str, parses: bool, tmp_path: Pat
     assert _closure_of(tmp_path) == {"helper.py"}
 
 
-def test_packages_and_files_without_a_suffix_of_code_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "pkg" / "deep").mkdir(parents=True)
-    (tmp_path / "train_gpt.py").write_text("from pkg.deep import inner\nexec(open('weights.dat').read())\n")
-    for name in ("pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "pkg/deep/unused.py"):
-        (tmp_path / name).write_text("x = 1\n")
-    (tmp_path / "weights.dat").write_text("x = 1\n")
-    expected = {"pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "weights.dat"}
-    assert _closure_of(tmp_path) == expected
-
-
 def _shell(program: str) -> str:
     payload = base64.b85encode(zlib.compress(lzma.compress(program.encode()))).decode()
     return f"import lzma,zlib,base64\nexec(lzma.decompress(zlib.decompress(base64.b85decode({payload!r}))))"
 
 
-def test_a_program_wrapped_several_times_is_read_and_one_without_end_refused() -> None:
+def test_what_is_wrapped_often_or_merely_encoded_is_read() -> None:
     text = SOURCE
     for _ in range(source.WRAPS_MAX):
         text = _shell(text)
         assert unwrap(text) == SOURCE
     with pytest.raises(UnwrapError, match="wrapped more than"):
         unwrap(_shell(text))
-
-
-def test_a_program_that_is_merely_encoded_is_read() -> None:
     program = "import requests\nrequests.get('http://example.org')\n"
     raw = program.encode()
     assert unwrap(f"exec(base64.b64decode({base64.b64encode(raw).decode()!r}))") == program
@@ -189,15 +146,12 @@ def test_a_program_that_is_merely_encoded_is_read() -> None:
     assert unwrap(f"eval(compile({program!r}, 'x', 'exec'))") == program
 
 
-def test_a_small_payload_cannot_become_a_large_program() -> None:
+def test_what_expands_or_nests_without_end(tmp_path: Path) -> None:
     for program in (" " * (UNWRAPPED_BYTES_MAX + 1), "a;" * UNWRAPPED_BYTES_MAX):
         text = _shell(program)
         assert len(text) < 11_000
         with pytest.raises(UnwrapError, match="expands beyond"):
             unwrap(text)
-
-
-def test_a_program_nested_without_end_does_not_parse(tmp_path: Path) -> None:
     for text in ("-" * 200_000 + "1", "(" * 200_000, "1+" * 100_000 + "1", "a" + ".a" * 100_000):
         (tmp_path / "a.py").write_text(text)
         assert isinstance(read_script(tmp_path / "a.py").tree, SyntaxError)

@@ -1,7 +1,5 @@
 """Many runs: their table, and sweeps that are killed, resumed, refused and stopped by a limit."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -65,9 +63,7 @@ def sweep(capfd: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     return status, capfd.readouterr().out
 
 
-def test_a_sweep_killed_twice_ends_as_one_that_was_not(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_killed_twice_ends_as_any_other(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sweep(capfd, "--runs", "straight")[0] == 0
     straight = sweep(capfd, "--runs", "straight", "--table")[1]
     assert re.search(r"^low +3 +1\.52025 +\+0\.00025", straight, re.MULTILINE)
@@ -98,16 +94,13 @@ def test_a_limit_that_is_not_kept_stops_the_rest(place: Path, capfd: pytest.Capt
     assert (place / "starts").read_text().split() == ["base-seed1", "begun", "low-seed1", "begun"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
-        ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
-        ("low: ", "low: SEED=4 ", "the sweep sets it"),
-        ("low: ", "base: ", "a name that is there already"),
-        ("low: ", "low ", "is no NAME: SETTING=VALUE"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "message"), [
+    ("low: ", "low: MATRIX_LRR=1 ", "did you mean MATRIX_LR?"),
+    ("low: MATRIX_LR=0.02", "low: MATRIX_LR=x", "row low: MATRIX_LR='x'"),
+    ("low: ", "low: SEED=4 ", "the sweep sets it"),
+    ("low: ", "base: ", "a name that is there already"),
+    ("low: ", "low ", "is no NAME: SETTING=VALUE"),
+])  # fmt: skip
 def test_a_file_with_a_mistake_starts_nothing(
     place: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
 ) -> None:
@@ -118,9 +111,7 @@ def test_a_file_with_a_mistake_starts_nothing(
     assert not (place / "starts").exists()
 
 
-def test_a_row_that_has_changed_since_its_runs_is_refused(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_changed_since_its_runs_is_refused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sweep(capfd)[0] == 0
     text = (place / "rates.txt").read_text()
     (place / "rates.txt").write_text(text.replace("low: MATRIX_LR=0.02", "low: MATRIX_LR=0.021"))

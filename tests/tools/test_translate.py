@@ -1,7 +1,5 @@
 """`translate`: every public command in our settings, as version 0.5.4 took it, or the reason why not."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -17,27 +15,8 @@ from train_gpt import Config
 
 # What each public script reads, with its defaults: facts, written down beside the commands.
 SYSTEMS = json.loads(COMMANDS_FILE.with_name("public_defaults.json").read_text(encoding="utf-8"))["systems"]
-OUTCOMES_FILE = COMMANDS_FILE.with_name("public_outcomes.json")
-
-# What no public command gets here. Which CONFIG the accepted ones get stands in OUTCOMES_FILE.
-REFUSED = """
-ACTIVATION ADAM_LR ATTN_PROJ_TYPE ATTN_VARIANT BATCH_SCHEDULE_FRACTION BATCH_TOKENS_START BIGRAM_HASH
-BITNET_GROUP_SIZE CHURN_LOG_EVERY COMPILE_MODE CORR_WEIGHT_LR DIFF_ATTN DISABLE_LAYER0_ATTN EMA
-EMA_START_FRACTION EMBED_DIM EVAL_BATCH_SEQS EVAL_DEPTH_RECURRENCE EVAL_ONLY_PATH EVAL_OVERLAP EVAL_TEMP
-FP16_EMBED_EXPORT FP_STORAGE GATED_ATTN_ENABLED GATE_ATTN_OUT GATE_ATTN_SRC GLOBAL_TTT_MOMENTUM
-GPTQ_NUM_SEQS GPTQ_RESERVE_MS HESSIAN_CLIP_LAMBDA HNET_LR_DIFF INT4_LAYERS INT4_STEP INT6_LAYERS
-INT6_LAYER_END INT6_LAYER_START INT6_STEP JEPA_PRETRAIN_FRAC LEGENDRE_DEGREE_ATTN LEGENDRE_DEGREE_FFN
-LEGENDRE_GROUPS LOGIT_HEAD_TYPE LOOP_PHASE2_AT LORA_RANK LQER_ASYM_ENABLED LQER_ASYM_GROUP LQER_ENABLED
-LQER_FACTOR_BITS LQER_RANK LQER_TOP_K LR_SCHEDULE MATRIX_OPTIMIZER MIXED_QUANT MLP_GROUPS MLP_HIDDEN
-MLP_RANK MODE MTP_HEADS MUON_EQ_R NGRAM_TILT_ENABLED NGRAM_WITHIN_BETA NGRAM_WORD_BETA NUM_ATTN_LAYERS
-NUM_VIRTUAL_LAYERS N_INT6_LAYERS OUTER_LAYERS PARALLEL_RESIDUAL PHASED_TTT_ENABLED PHASED_TTT_NUM_PHASES
-PHASED_TTT_PREFIX_DOCS POST_GPTQ_EVAL_ONLY QAT QAT_INT6 QUANT_BITS QUANT_BITS_EMBED RATIO_LOSS_WEIGHT
-RECUR_LAYERS RECUR_START_STEP REFINER REFINER_KERNEL REPEAT_UNTIE_MLP REPEAT_UNTIE_MLP_LAYERS ROPE_BASE
-ROPE_TYPE SEQ_LEN_START SEQ_SCHEDULE_FRACTION SLIDING_BATCH_SIZE SLIDING_EVAL SLIDING_EVAL_STRIDE SMEAR
-SOFTCAP_TYPE SPARSE_ATTN_GATE_SCALE STRIDE TARGET_AVG_CHUNK_LEN TARGET_MB TEMP_SCALING
-TRAINING_DEPTH_RECURRENCE TVERSKY_FEATURE_POOLS TVERSKY_MEMBERSHIP TVERSKY_NUM_FEATURES UNTIE_AT_FRACTION
-USE_BIGRAM_HASH USE_LZMA USE_ZSTD VAL_MAX_TOKENS WARMDOWN_FRACTION WARMDOWN_SHAPE WEIGHT_DECAY YARN_MAX_LEN
-""".split()
+# What comes of the stored commands: names that none of them gets here, and what the accepted ones get.
+OUTCOMES = json.loads(COMMANDS_FILE.with_name("public_outcomes.json").read_text(encoding="utf-8"))
 # Commands whose value of such a name asks for what is here.
 FITTING = {(1787, "GATED_ATTN_ENABLED"), (1855, "SPARSE_ATTN_GATE_SCALE"), (591, "ROPE_BASE")}
 
@@ -57,13 +36,13 @@ def subjects(said: dict[str, list[str]]) -> list[str]:
 def test_what_comes_of_every_public_command() -> None:
     for command in load_public_commands():
         fitting = {name for number, name in FITTING if number == command.pull_request}
-        expected = sorted({*command.settings} & {*REFUSED} - fitting)
+        expected = sorted({*command.settings} & {*OUTCOMES["refused"]} - fitting)
         assert subjects(translate(command.settings).refused) == expected, command.folder
 
 
 def test_commands_have_the_settings_of_version_0_5_4() -> None:
     """Except for those of an ancestor."""
-    then = json.loads(OUTCOMES_FILE.read_text(encoding="utf-8"))["commands"]
+    then = OUTCOMES["commands"]
     accepted = [command for command in load_public_commands() if not translate(command.settings).refused]
     assert [command.pull_request for command in accepted] == [entry["pull_request"] for entry in then]
     for command, entry in zip(accepted, then, strict=True):
@@ -73,14 +52,11 @@ def test_commands_have_the_settings_of_version_0_5_4() -> None:
             assert translated(command.settings).overrides() == entry["settings"], command.folder
 
 
-@pytest.mark.parametrize(
-    ("pull_request", "name", "parameters"),
-    [(549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
-     (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536)],
-)  # fmt: skip
-def test_the_command_of_an_ancestor_is_its_configuration(
-    pull_request: int, name: str, parameters: int, repo: Path
-) -> None:
+@pytest.mark.parametrize(("pull_request", "name", "parameters"), [
+    (549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
+    (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536),
+])  # fmt: skip
+def test_an_ancestor_is_its_configuration(pull_request: int, name: str, parameters: int, repo: Path) -> None:
     """Translated, or over its configuration: nothing differs but what names this one run."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     theirs = Config.from_env({"CONFIG": str(repo / "configs" / f"{name}.env")}).as_env()
@@ -131,14 +107,11 @@ def test_what_a_name_stands_for() -> None:
             assert found[name] == value, line
     # Our own name wins, and that is told.
     both = translate({"MATRIX_CLIP_SIGMAS": "12.85", "MLP_CLIP_SIGMAS": "10"})
-    assert "MLP_CLIP_SIGMAS=10 is given, too, and wins" in "".join(both.notes)
+    assert "MLP_CLIP_SIGMAS=10 is given as well and wins" in "".join(both.notes)
     assert both.settings == {"MLP_CLIP_SIGMAS": "10", "ATTN_CLIP_SIGMAS": "12.85"}
 
 
-# -- the verb ------------------------------------------------------------------------------------------------
-
-
-def test_the_verb_prints_a_command_that_the_script_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_translated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == 785]
     pairs = " ".join(f"{name}={value}" for name, value in command.settings.items())
     text = f"NCCL_NET=Socket {pairs} \\\n  torchrun --nproc_per_node=4 folder/train_gpt.py"
@@ -150,6 +123,13 @@ def test_the_verb_prints_a_command_that_the_script_accepts(capsys: pytest.Captur
     assert any("SWA_ENABLED=1 SWA_EVERY=50: no effect" in line for line in comments)
     (again,) = shell_commands(last)
     assert train_gpt.public_answers(again.settings) == []
+    assert main(["translate", "MUON_WEIGHT_DECAY=0.09"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
+    monkeypatch.setattr("sys.stdin", io.StringIO("export SEED=3\ntorchrun train_gpt.py\n"))
+    assert main(["translate"]) == 0
+    assert capsys.readouterr().out == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
+    assert main(["translate", "NAME='open torchrun train_gpt.py"]) == 2
+    assert "close the quotation" in capsys.readouterr().err
 
 
 def test_a_refused_command_is_a_comment_and_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,15 +145,3 @@ def test_a_refused_command_is_a_comment_and_exit_status_1(capsys: pytest.Capture
     ):
         assert part in lines
     assert any("expected MODEL_DIM as a multiple of NUM_HEADS" in line for line in lines)
-
-
-def test_assignments_alone_and_standard_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["translate", "MUON_WEIGHT_DECAY=0.09"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "MUON_WD=0.09 python train_gpt.py"
-    monkeypatch.setattr("sys.stdin", io.StringIO("export SEED=3\ntorchrun train_gpt.py\n"))
-    assert main(["translate"]) == 0
-    assert capsys.readouterr().out == "SEED=3 torchrun --standalone --nproc_per_node=8 train_gpt.py\n"
-    assert main(["translate", "NAME='open torchrun train_gpt.py"]) == 2
-    assert "close the quotation" in capsys.readouterr().err

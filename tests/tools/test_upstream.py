@@ -1,7 +1,5 @@
 """benchmarks/upstream.py on a miniature script in the manner of the challenge's, against a plain loop."""
 
-from __future__ import annotations
-
 import base64
 import lzma
 import os
@@ -140,7 +138,7 @@ def test_steps_are_the_script_s_own(script: Path) -> None:
     assert losses == pytest.approx(plain_losses(weights(0), 5, 2.5, 6), rel=1e-6)
 
 
-def test_the_loss_is_of_single_precision_and_updates_nothing(script: Path) -> None:
+def test_the_loss_is_of_single_precision_and_of_evaluation(script: Path) -> None:
     text = upstream.patched(MINIATURE, "miniature")
     assert "bfloat16" not in text and "fused=True" not in text
     with Upstream(script) as miniature:
@@ -149,9 +147,6 @@ def test_the_loss_is_of_single_precision_and_updates_nothing(script: Path) -> No
         assert miniature.loss(*batch(0)) == before
         assert miniature.step(*batch(0)) == before
         assert miniature.loss(*batch(0)) < before
-
-
-def test_the_loss_is_that_of_evaluation_and_training_goes_on(script: Path) -> None:
     factor = "return (2 if self.training else 1) * F.cross_entropy("
     doubled = MINIATURE.replace("return F.cross_entropy(", factor)
     script.write_text(doubled, encoding="utf-8")
@@ -175,7 +170,7 @@ KEEPS_AN_AVERAGE = (
 )
 
 
-def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) -> None:
+def test_an_average_is_found_where_the_loop_keeps_it_or_told(script: Path) -> None:
     for text in (MINIATURE, MINIATURE.replace("    for step in", "    ema_state = None\n    for step in")):
         script.write_text(text, encoding="utf-8")
         with Upstream(script) as miniature:
@@ -192,9 +187,6 @@ def test_the_average_of_a_script_is_found_where_its_loop_keeps_it(script: Path) 
         for name, tensor in average.items():
             torch.testing.assert_close(tensor, expected[name])
             assert not torch.equal(tensor, miniature.model.state_dict()[name])
-
-
-def test_an_average_that_is_not_found_is_told(script: Path) -> None:
     for found, instead, told in (
         ("ema_state", "ema_weights", "has ema_weights, but .* ema_state; add"),
         ("ema_state = {name:", "ema_state = {'x' + name:", "expected the names"),
@@ -256,9 +248,7 @@ def test_a_replacement_that_fits_nowhere_is_told_by_name(script: Path) -> None:
     ("import torch\n", "import torch\nfrom absent_kernels import fast_attention\n", "imports absent_kernels"),
     ("import torch\n", "import torch\nthis is no Python\n", "in Python 3"),
 ])  # fmt: skip
-def test_what_no_replacement_fits_is_told_with_its_line(
-    script: Path, found: str, instead: str, told: str
-) -> None:
+def test_what_no_replacement_fits_is_told(script: Path, found: str, instead: str, told: str) -> None:
     text = MINIATURE.replace(found, instead, 1)
     if "autocast" in found or "device(" in found:  # one that fits beside one that does not
         text += '\n\ndef unused():\n    torch.device("cuda", 0)\n    torch.autocast(device_type="cuda")\n'
@@ -267,7 +257,7 @@ def test_what_no_replacement_fits_is_told_with_its_line(
         Upstream(script)
 
 
-def test_settings_and_weights_that_do_not_fit_are_refused(script: Path) -> None:
+def test_settings_weights_and_failures_are_told(script: Path) -> None:
     with pytest.raises(UpstreamError, match="never reads WIDHT"):
         Upstream(script, {"WIDHT": "4", "WIDTH": "4"})
     with pytest.raises(UpstreamError, match="WARMUP_STEPS: fixed"):
@@ -277,9 +267,6 @@ def test_settings_and_weights_that_do_not_fit_are_refused(script: Path) -> None:
             miniature.set_weights({"table.weight": weights(0)["table.weight"], "tail": torch.zeros(1)})
         with pytest.raises(UpstreamError, match=r"table.weight has shape \(50, 4\), expected \(50, 8\)"):
             miniature.set_weights(weights(0, width=4))
-
-
-def test_the_script_s_own_failure_and_the_end_of_its_schedule_are_told(script: Path) -> None:
     with Upstream(script) as miniature:
         ids_BT = torch.full((1, 4), 50)
         with pytest.raises(UpstreamError, match="after 0 steps its main raised IndexError"):

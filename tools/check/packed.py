@@ -15,7 +15,7 @@ from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
 from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, data_facts, mapping, nested, submission
+from tools.runs.derive import Evidence, compare_with, data_facts, mapping, nested, proof_facts, submission
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     CASEOPS,
@@ -24,11 +24,15 @@ from tools.runs.folder import (
     FORMATS,
     LOG_NAME,
     MANIFEST,
+    PER_RUN_SETTINGS,
     PICTURE_SUFFIXES,
+    PROOF,
     PROSE_SUFFIXES,
     READABLE_SCRIPT,
     README,
+    SCRIPT,
     SCRIPTS,
+    SETTINGS_OF_A_START,
     SUBMISSION,
     SUMMARY_NAME,
     Folder,
@@ -41,6 +45,7 @@ from tools.runs.runs import OTHER_CODE, Group, load_group, settings_in, settings
 from tools.runs.source import read_script, same_program
 
 LIMIT_CHECKS = {"train_seconds": "C2", "eval_seconds": "C3", "artifact_bytes": "A9"}
+STARTS = PER_RUN_SETTINGS | SETTINGS_OF_A_START  # what no shipped script has for a default
 PACKED_BYTES_MAX = 64 * 2**20  # of one file; no more is hashed
 LINK = re.compile(r"\]\(([^()\s]{1,200})\)|\bsrc=[\"']([^\"'\s]{1,200})")  # in Markdown, also as HTML
 REMEDY = "restore the packed file, or pack the runs again"
@@ -82,12 +87,12 @@ def check_code(folder: Folder) -> Iterator[Finding]:
         return
     source = folder.script.raw
     if folder.readable is not None:
-        source = read_script(folder.readable).raw
-        text = source.decode("utf-8", errors="replace")
-        if not same_program(folder.script.text, text):
+        readable = read_script(folder.readable)
+        source = readable.raw
+        if not same_program(folder.script.text, readable.text):
             link = source_link(folder.readable)
             yield fail("A6", f"{folder.script.path.name} is not the program in {link}", link, REMEDY)
-    elif folder.script.wrapped and folder.ran_sources:
+    elif folder.script.wrapped and folder.ran_sources not in ([], [folder.script.sha256]):
         text = (
             f"the source of the wrapped script, sha256 {folder.ran_sources[0][:12]}…, is neither in the"
             f" folder nor in ../../{SCRIPTS}/"
@@ -114,6 +119,7 @@ def check_config(folder: Folder) -> Iterator[Finding]:
         yield fail("A4", f"`{CONFIG}` is missing: no such run can be started again", CONFIG, REMEDY)
         return
     written = dict(line.split("=", 1) for line in settings_in(folder.text(CONFIG)))
+    shipped = folder.script.shipped_settings if folder.script else None
     for seed, summary in folder.summaries.items():
         ran = mapping(summary, "config")
         if not ran:
@@ -128,6 +134,10 @@ def check_config(folder: Folder) -> Iterator[Finding]:
                 CONFIG,
                 REMEDY,
             )
+        changed = {key: value for key, value in mapping(summary, "overrides").items() if key not in STARTS}
+        if shipped is not None and shipped != changed:
+            text = f"{SCRIPT} starts with {shipped}, seed {seed} ran with {changed} for its defaults"
+            yield fail("A4", text, SCRIPT, REMEDY)
 
 
 def _declared_seeds(folder: Folder) -> list[int]:
@@ -248,7 +258,11 @@ def check_derived(folder: Folder) -> Iterator[Finding]:
     manifest = read_object(folder.file(MANIFEST)) if folder.has(MANIFEST) else None
     data = data_facts(evidences[0].summary, manifest, folder.has(CASEOPS))
     try:
-        expected = submission(folder.submission, evidences, folder.script.bytes, files, None, data, form)
+        report = read_object(folder.file(PROOF)) if folder.has(PROOF) else None
+        source = read_script(folder.readable) if folder.readable is not None else folder.script
+        proof = proof_facts(report, source.sha256)
+        size = folder.script.bytes
+        expected = submission(folder.submission, evidences, size, files, None, data, form, proof)
     except RecordError as error:
         yield fail("C10", str(error), folder.name, REMEDY)
         return
@@ -306,7 +320,11 @@ def _expected_comparison(claimed: Mapping[str, Any], results: Mapping[str, Any])
     losses = _numbers(comparison.get("baseline_val_loss"))
     if not (bpbs and losses):
         return None
-    return compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+    derived = compare_with(str(comparison.get("baseline")), results, bpbs, losses)
+    settings = comparison.get("settings")
+    if isinstance(settings, list):  # of the baseline, which may not be here
+        derived["settings"] = [row for row in settings if isinstance(row, list)]
+    return derived
 
 
 def _numbers(value: Any) -> list[float]:
@@ -338,7 +356,8 @@ def _check_readme(
     if parts is None:
         yield fail("A4", "README.md has lost the marks of its generated part", README, REMEDY)
         return
-    wanted = readme.render(expected, summaries, source_link(folder.readable))
+    baked = folder.script is not None and folder.script.shipped_settings is not None
+    wanted = readme.render(expected, summaries, source_link(folder.readable), baked)
     wanted_parts = split_at_marks(wanted, readme.BEGIN, readme.END)
     assert wanted_parts is not None
     first_line = parts.before.count("\n") + 1

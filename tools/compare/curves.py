@@ -22,7 +22,7 @@ DATA_SHARE = 0.5  # of a slow step's excess, from which waiting for data is its 
 
 @dataclass(frozen=True)
 class Sample:
-    """One logged step: where it stands on the three axes, and its value."""
+    """One logged step: its place on the three axes, and its value."""
 
     step: int
     tokens: float | None
@@ -30,7 +30,7 @@ class Sample:
     value: float
 
     def at(self, axis: str) -> float | None:
-        """Where it stands on one of AXES; None where the log does not tell."""
+        """Its place on one of AXES; None where the log lacks it."""
         return {"steps": float(self.step), "tokens": self.tokens, "seconds": self.seconds}[axis]
 
 
@@ -164,7 +164,7 @@ def _clock(run: Run) -> list[tuple[int, float]]:
 def _cause(start: int, stop: int, excess_ms: float, run: Run, waited_ms: float | None) -> str:
     """Likely cause of `excess_ms` after step `start` up to `stop`: start, shard, validation or other.
 
-    waited_ms: the longest wait for data; None: the run does not tell.
+    waited_ms: the longest wait for data; None: not logged.
     """
     if stop <= FIRST_STEPS:
         return "start"

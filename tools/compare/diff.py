@@ -1,4 +1,7 @@
-"""`diff BASE NEW`: settings, code, metrics with Welch tests, curves; runs and folders alike."""
+"""`diff BASE NEW`: settings, code, metrics with Welch tests, curves; runs and folders alike.
+
+It names what else makes two runs hard to compare: dtype, device, threads, torch, number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ CURVE_ROWS = 12  # steps at which the text compares losses
 
 @dataclass(frozen=True)
 class Difference:
-    """All that differs between two groups; `reruns` compares sets of logs that a folder holds beside its own.
+    """All differences between two groups; `reruns` compares further sets of logs in a folder.
 
     `comparison` is None where a side has no score, or the sides have scored different texts.
     """
@@ -105,8 +108,32 @@ def different_texts(base: Sequence[Run], new: Sequence[Run]) -> str:
     return f"{base_bytes:,} bytes and {new_bytes:,}"
 
 
+# Another dtype rounds otherwise. Another of the others makes other steps of the same seconds.
+CONDITIONS = ("dtype", "device", "threads", "compile", "PyTorch", "world_size")
+
+
+def unlike_conditions(base: Group, new: Group) -> str:
+    """What else than settings and code makes the sides hard to compare, in words; empty if nothing does."""
+    told = []
+    for name in CONDITIONS:
+        of_base = _conditions(base, name)
+        of_new = _conditions(new, name)
+        if of_base and of_new and of_base != of_new:
+            told.append(f"{name} {', '.join(sorted(of_base))} against {', '.join(sorted(of_new))}")
+    if not told:
+        return ""
+    return f"They ran under unlike conditions, so part of the change may be theirs: {'; '.join(told)}."
+
+
+def _conditions(group: Group, name: str) -> set[str]:
+    """What the logs of a group say about one condition."""
+    printed = {run.log.conditions.get(name, "") for run in group.runs}
+    printed |= {run.log.settings[name].value for run in group.runs if name in run.log.settings}
+    return printed - {""}
+
+
 def _scored_bytes(runs: Sequence[Run]) -> int | None:
-    """Bytes of the text that the first run with a score has scored; None where nothing tells."""
+    """Bytes of the text that the first run with a score has scored; None where they are unknown."""
     for run in runs:
         if run.score is not None:
             counted = run.score.val_bytes or nested(run.summary, "data", "val_bytes")
@@ -115,7 +142,7 @@ def _scored_bytes(runs: Sequence[Run]) -> int | None:
 
 
 def labels(group: Group) -> str:
-    """What the scores of a group are called in its logs."""
+    """The names of a group's scores in its logs."""
     names = sorted({run.score.label.removesuffix(EXACT) for run in group.runs if run.score})
     return " / ".join(names)
 
@@ -220,7 +247,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def sentence(found: Difference) -> str:
-    """The whole comparison in a few sentences: the gain, whether it is significant, and what differs."""
+    """The comparison in a few sentences: the gain, its significance, and the differences."""
     comparison = found.comparison
     plus, minus = changed_lines(found.code)
     settings = len(found.settings)
@@ -360,6 +387,7 @@ def text(found: Difference, show_code: bool) -> str:
     plus, minus = changed_lines(found.code)
     blocks = [
         sentence(found),
+        unlike_conditions(found.base, found.new),
         "\n".join(verdict_lines(found)),
         columns(STAGE_HEADER, stage_rows(found)),
         columns(["metric", "base", "new", "change"], metric_rows(found)),
@@ -389,6 +417,7 @@ def as_json(found: Difference) -> dict[str, Any]:
         "base": found.base.name,
         "new": found.new.name,
         "sentence": sentence(found),
+        "unlike_conditions": unlike_conditions(found.base, found.new),
         "comparison": found.comparison.as_json() if found.comparison else None,
         "reruns": {name: rerun.as_json() for name, rerun in found.reruns.items()},
         "settings": [{"name": name, "base": base, "new": new} for name, base, new in found.settings],
@@ -404,10 +433,12 @@ def html(found: Difference) -> str:
         code += f"<details><summary>show</summary>{page.code_diff(found.code)}</details>"
     settings = page.table(["setting", "base", "new"], [list(row) for row in found.settings], prose=True)
     phases = page.table(["phase", "base s", "new s"], phase_rows(found))
+    conditions = unlike_conditions(found.base, found.new)
+    verdict = [sentence(found), *([conditions] if conditions else []), *verdict_lines(found)]
     return page.page(
         f"{found.new.name} against {found.base.name}",
         [
-            ("Verdict", page.paragraphs([sentence(found), *verdict_lines(found)])),
+            ("Verdict", page.paragraphs(verdict)),
             ("Stages", page.table(list(STAGE_HEADER), stage_rows(found))),
             ("Metrics", page.table(["metric", "base", "new", "change"], metric_rows(found))),
             ("Curves", charts(found)),

@@ -27,7 +27,7 @@ SORT_KEYS = ("name", "steps", "ms", "val_bpb", "bytes")
 
 @dataclass(frozen=True)
 class Row:
-    """One run directory; what it has not reached is None or missing."""
+    """One run directory; later stages that it lacks are None or missing."""
 
     path: Path
     settings: dict[str, str]
@@ -102,7 +102,7 @@ def read_row(path: Path) -> Row:
 
 
 def status(path: Path, summary: dict[str, Any], steps: int | None) -> str:
-    """How a run stands: finished, with the limits that failed; or how far it came, and how to go on."""
+    """The state of a run: finished, with the limits that failed, or its last step and how to continue."""
     if summary.get("exit") == FINISHED:
         failed = failed_limits(summary)
         return "finished" + (f", over {', '.join(failed)}" if failed else "")

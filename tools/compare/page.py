@@ -37,7 +37,7 @@ def paragraphs(lines: Sequence[str]) -> str:
 
 
 def legend(labels: Mapping[str, str]) -> str:
-    """What each class of the style sheet stands for."""
+    """The meaning of each class of the style sheet."""
     keys = "".join(f'<span class="key {kind}">{escape(label)}</span>' for kind, label in labels.items())
     return f"<p>{keys}</p>"
 

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def step_statistics(found: Run) -> dict[str, Any]:
-    """Median step time, how many logged intervals are slow and why, and what they cost."""
+    """Median step time, the number of slow intervals with their causes, and their cost."""
     times = curves.step_times(found)
     median = statistics.median(t.ms for t in times) if times else None
     return {

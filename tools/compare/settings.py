@@ -13,7 +13,7 @@ NO_SETTINGS = {"LOGFILE", "MODEL_PARAMS", "RUN_ID", "ARTIFACT_DIR", "DATA_DIR", 
 NO_SETTINGS |= {"LOCAL_RANK", "RANK", "WORLD_SIZE", "GRAD_ACCUM_STEPS", "VAL_TOKENS", "TRAIN_SHARDS"}
 NO_SETTINGS |= {"TRAIN_FILES", "VAL_FILES", "VAL_BYTES_FILES", "MODEL_PATH", "QUANTIZED_MODEL_PATH"}
 FLAGS = {"True": "1", "False": "0"}
-OFF = {0.0, "", "none", "[]"}  # a name that one side lacks asks for nothing with such a value
+OFF = {0.0, "", "none", "[]"}  # a name that one side lacks changes nothing with such a value
 
 
 def changed_settings(

@@ -44,7 +44,7 @@ SET_BY_THE_SWEEP = ("SEED", "RUN_ID", "RUNS_DIR", "RESUME", "EVAL_ONLY")
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a file asks for: rows of settings, the first of which is the base, and the seeds of each."""
+    """The rows of settings of a file, the first of which is the base, and the seeds of each."""
 
     name: str
     rows: dict[str, dict[str, str]]
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="lines of NAME: SETTING=VALUE …")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for the folder of this sweep")
     parser.add_argument(
-        "--table", action="store_true", help="print the table of what is there; start nothing"
+        "--table", action="store_true", help="print the table of existing runs; start nothing"
     )
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep that a file describes. RecordError with the line for what cannot be read."""
+    """The sweep that a file describes. RecordError with the line that cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +99,7 @@ def read_sweep(path: Path) -> Sweep:
     seeds = found.get("seeds") or [everywhere.get("SEED", Config().as_env()["SEED"])]
     if not rows:
         raise RecordError(
-            f"{path}: no row; expected a line NAME: SETTING=VALUE … beside {', '.join(RESERVED)}"
+            f"{path}: no row; expected a line NAME: SETTING=VALUE … next to {', '.join(RESERVED)}"
         )
     for name, settings in rows.items():
         for seed in seeds:
@@ -163,7 +163,7 @@ def is_finished(directory: Path) -> bool:
 
 
 def refuse_other_settings(directory: Path, settings: dict[str, str]) -> None:
-    """RecordError if the run that stands there was started with other settings than the file has now."""
+    """RecordError if the existing run was started with other settings than the file has now."""
     wanted = plain_values(Config.from_env(settings).as_env())
     written = plain_values(settings_of(directory / CONFIG))
     differs = [name for name in sorted(wanted.keys() & written.keys()) if wanted[name] != written[name]]

@@ -1,6 +1,6 @@
 """`board`: the leaderboard in records/README.md, generated from the folders between two marks.
 
-Only folders that git tracks are on it, so that a user's own stay private; `--all` lists these, too.
+Only folders that git tracks are on it, so that a user's own stay private. `--all` lists these as well.
 """
 
 from __future__ import annotations

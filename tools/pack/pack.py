@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,18 @@ from data import caseops, shards
 from data.files import DataError, sha256_file, write_bytes
 from tools import RECORDS, REPO
 from tools.compare.codediff import unified
+from tools.compare.settings import changed_settings
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, data_facts, hardware, mapping, nested, submission
+from tools.runs.derive import (
+    Evidence,
+    compare_with,
+    data_facts,
+    hardware,
+    mapping,
+    nested,
+    proof_facts,
+    submission,
+)
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     BASELINE_DIFF,
@@ -33,6 +44,7 @@ from tools.runs.folder import (
     MANIFEST,
     NATS_NAME,
     PER_RUN_SETTINGS,
+    PROOF,
     READABLE_SCRIPT,
     README,
     REQUIREMENTS,
@@ -70,15 +82,18 @@ from tools.runs.runs import (
     load_group,
     settings_that_differ,
 )
-from tools.runs.source import decoded, parses, same_program, unwrap
+from tools.runs.source import decoded, parses, read_script, same_program, unwrap
+from tools.runs.techniques import attribution
 from tools.runs.writing import json_text, write_text
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 TRACK = re.compile(r"track_[A-Za-z0-9_]+")
+UNLIKE_SETTINGS_MAX = 10  # that a refusal names
 IMPORTED = ("torch", "numpy", "sentencepiece", "triton")  # by a shipped script
 BUILD = re.compile(r"cpu|cu\d+")  # of torch, which has an index of its own: torch 2.13.0+cu128
 TORCH_INDEX = "https://download.pytorch.org/whl/"
 RANKING_PHASES = ("eval_legal_ttt", "eval_sliding_window", "eval_roundtrip")  # the first one of a run counts
+SETTINGS_MAX = 60  # that a comparison with another family lists
 FLASH_WHEELS = "https://windreamer.github.io/flash-attention3-wheels/"
 
 
@@ -91,12 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--author", default="", help="author's name")
     parser.add_argument("--github-id", default="", help="author's GitHub id")
-    parser.add_argument("--blurb", default="", help="one paragraph: what is new and what it brought")
+    parser.add_argument("--blurb", default="", help="one paragraph: what is new, and its gain")
     parser.add_argument("--baseline", type=Path, help="records folder to compare with and to diff against")
     parser.add_argument(
         "--with", nargs="+", type=Path, default=[], dest="also", metavar="FILE",
         help="more files of the record, such as the program that made its data",
     )  # fmt: skip
+    parser.add_argument("--proof", type=Path, metavar="JSON", help="what `prove --json` printed")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the tracks")
     parser.add_argument(
         "--wrap",
@@ -133,13 +149,15 @@ def run(args: argparse.Namespace) -> int:
         _check_record(runs)
         if missing:
             raise RecordError(f"{RECORD_TRACK} needs {' '.join(missing)}: the challenge asks for it")
+    identity["attribution"] = attribution(runs[0].config)
+    proof = proof_of(args.proof, runs[0].script.sha256)
     destination = _destination(args.records, track, f"{args.date}_{args.name}")
     code = code_to_ship(runs[0], args.wrap)
     shared = None if args.with_source else place_to_share(args.records, code.readable)
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".pack_"))
     try:
-        packed = write_folder(staging, runs, code, identity, base, args.also, shared)
+        packed = write_folder(staging, runs, code, identity, base, args.also, shared, proof)
         over = over_cap(packed, runs, track)
         if over:
             raise RecordError(over)
@@ -158,8 +176,20 @@ def run(args: argparse.Namespace) -> int:
             print(f"note: {told}: a submission needs them; give them, and another --name")
         if track == RECORD_TRACK:
             print(f"say what is new below the end mark of {destination / README}: the challenge asks for it")
-        print(not_proved(destination))
+        if proof is None:
+            print(not_proved(destination))
     return 0
+
+
+def proof_of(path: Path | None, sha256: str) -> dict[str, Any] | None:
+    """The report of `prove --json` on the source of this hash. RecordError where it is another's, or none."""
+    if path is None:
+        return None
+    report = read_object(path)
+    if report is None:
+        raise RecordError(f"--proof {path}: no report; python -m tools prove SCRIPT --json writes one")
+    proof_facts(report, sha256)
+    return report
 
 
 def missing_options(identity: dict[str, Any]) -> list[str]:
@@ -231,7 +261,7 @@ def _setting(directory: RunDirectory, name: str) -> float | None:
 
 
 def no_record_because(directory: RunDirectory) -> list[str]:
-    """What keeps a run out of the record track; empty for a run by its rules."""
+    """The reasons that keep a run out of the record track; empty for a run by its rules."""
     reasons = []
     world = nested(directory.summary, "hardware", "world_size")
     gpus = nested(directory.summary, "hardware", "gpus")
@@ -281,22 +311,51 @@ def _check_record(runs: Sequence[RunDirectory]) -> None:
 
 def refuse(runs: Sequence[RunDirectory]) -> list[str]:
     """Why these runs are no record; empty when they are. Every reason is listed, not only the first."""
-    reasons = [reason for directory in runs for reason in _refuse_one(directory)]
+    reasons = []
+    trained = []
+    for directory in runs:
+        try:
+            if nested(directory.summary, "config", "EVAL_ONLY"):
+                reasons.append(f"{directory.path} scored an artifact with EVAL_ONLY: leave it out")
+                continue
+            reasons += _refuse_one(directory)
+            trained.append(directory)
+        except RecordError as error:
+            reasons.append(str(error))
+    if trained:
+        reasons += _refuse_together(trained)
+    return reasons
+
+
+def _refuse_together(runs: Sequence[RunDirectory]) -> list[str]:
+    """Why these runs are not the seeds of one record."""
+    reasons = []
     seeds = [directory.seed for directory in runs]
     reasons += [
         f"seed {seed} comes more than once: give one run per seed" for seed in sorted(_repeated(seeds))
     ]
     first = runs[0]
-    for other in runs[1:]:
-        if other.script.sha256 != first.script.sha256:
-            reasons.append(f"{other.path} ran other code than {first.path}: all seeds must run one script")
-        reasons += [
-            f"{key} is {first.config.get(key, 'unset')} in {first.path},"
-            f" {other.config.get(key, 'unset')} in {other.path}"
-            for key in sorted({*first.config, *other.config} - PER_RUN_SETTINGS)
-            if first.config.get(key) != other.config.get(key)
-        ]
-    return reasons
+    others = [str(other.path) for other in runs if other.script.sha256 != first.script.sha256]
+    if others:
+        reasons.append(f"{', '.join(others)} ran other code than {first.path}: all seeds must run one script")
+    return reasons + unlike_settings(runs)
+
+
+def unlike_settings(runs: Sequence[RunDirectory]) -> list[str]:
+    """One line for each setting that the runs do not share: its values, each with its runs."""
+    lines = []
+    for name in sorted({name for directory in runs for name in directory.config} - PER_RUN_SETTINGS):
+        runs_by_value: dict[str, list[str]] = {}
+        for directory in runs:
+            value = directory.config.get(name, "unset")
+            runs_by_value.setdefault(value, []).append(str(directory.path))
+        if len(runs_by_value) > 1:
+            places = [f"{value} in {', '.join(paths)}" for value, paths in runs_by_value.items()]
+            lines.append(f"{name} is {'; '.join(places)}")
+    if len(lines) > UNLIKE_SETTINGS_MAX:
+        more = len(lines) - UNLIKE_SETTINGS_MAX
+        lines[UNLIKE_SETTINGS_MAX:] = [f"{more} more settings differ: these are runs of several records"]
+    return lines
 
 
 def _repeated(values: Sequence[int | None]) -> set[int]:
@@ -338,7 +397,7 @@ def _refuse_one(directory: RunDirectory) -> list[str]:
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """What goes into the folder: `train_gpt.py`'s bytes, and the readable source beside it when wrapped."""
+    """The script of the folder: `train_gpt.py`'s bytes, and the readable source beside it when wrapped."""
 
     script: bytes
     readable: bytes | None
@@ -352,7 +411,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
     if wrapped and shipped == source:
         from tools.runs.script import shipped_code  # loads torch, which nothing else here needs
 
-        shipped = shipped_code(source)
+        shipped = shipped_code(source).replace(b"SHIPPED_SETTINGS={}\n", b"")  # older ones read none
     if shipped == source:
         return ShippedCode(source, None)
     inner = unwrap(decoded(shipped))
@@ -362,7 +421,7 @@ def code_to_ship(directory: RunDirectory, wrapped: bool) -> ShippedCode:
             f"{counted} is no program for Python {platform.python_version()}: scripts until 22 November 2026"
             f" wrote what only the Python of the run reads; pack with that one ({made_by})"
         )
-    if inner is None or not same_program(inner, source.decode()):
+    if inner is None or not same_program(inner, directory.script.text):
         raise RecordError(f"{counted} is not the program in {SCRIPT}: do not change files of a run directory")
     return ShippedCode(shipped, source)
 
@@ -375,10 +434,11 @@ def write_folder(
     base: Group | None,
     also: Sequence[Path] = (),
     shared: Path | None = None,
+    proof: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write every file of the record into `folder`, those of `also` too; returns submission.json's object.
 
-    shared: where the readable source lies; None: a wrapped script gets it beside it.
+    shared: where the readable source lies; None: a wrapped script gets it beside it. proof: of `proof_of`.
     """
     seeds = {int(directory.seed): directory for directory in runs if directory.seed is not None}
     for seed, directory in seeds.items():
@@ -394,7 +454,9 @@ def write_folder(
     kept = [line for line in runs[0].config_lines if line.split("=", 1)[0] not in PER_RUN_SETTINGS]
     write_text(folder / CONFIG, "\n".join(kept) + "\n")
     write_text(folder / REQUIREMENTS, requirements(runs[0].summary, runs[0].log.attention))
-    if base is not None:
+    if proof is not None:
+        write_text(folder / PROOF, json_text(proof))
+    if base is not None and of_one_family(base, runs[0]):
         write_text(folder / BASELINE_DIFF, _baseline_diff(base, runs[0]))
     case_marks = copy_data_sources(folder, runs[0])
     copy_more(folder, also)
@@ -403,14 +465,18 @@ def write_folder(
         Evidence(seed, directory.log, directory.summary) for seed, directory in sorted(seeds.items())
     ]
     facts = data_facts(runs[0].summary, read_object(folder / MANIFEST), case_marks)
-    packed = submission(identity, evidences, len(code.script), files, None, facts)
+    proved = proof_facts(proof, runs[0].script.sha256)
+    packed = submission(identity, evidences, len(code.script), files, None, facts, proof=proved)
     if base is not None:
         packed["comparison"] = compare_with(
             base.name, packed["seed_results"], base.scores("bpb"), base.scores("loss")
         )
+        if not (folder / BASELINE_DIFF).exists():
+            packed["comparison"]["settings"] = settings_against(base, runs[0])
     write_text(folder / SUBMISSION, json_text(packed))
     summaries = {evidence.seed: evidence.summary for evidence in evidences}
-    write_text(folder / README, readme.render(packed, summaries, source_link(readable)))
+    baked = read_script(folder / SCRIPT).shipped_settings is not None
+    write_text(folder / README, readme.render(packed, summaries, source_link(readable), baked))
     return packed
 
 
@@ -475,9 +541,26 @@ def find(path: str) -> Path:
     return given if given.exists() else REPO / given
 
 
-def _baseline_diff(base: Group, directory: RunDirectory) -> str:
+def of_one_family(base: Group, directory: RunDirectory) -> bool:
+    """Whether most lines of the baseline's script stand in the run's: only then a diff says what is new."""
     if base.script is None:
-        raise RecordError(f"--baseline {base.name} holds no script to diff against: give one that does")
+        return False
+    theirs = Counter(base.script.text.splitlines())
+    kept = theirs & Counter(directory.script.text.splitlines())
+    return 2 * kept.total() > theirs.total()
+
+
+def settings_against(base: Group, directory: RunDirectory) -> list[list[str]]:
+    """Settings that differ from a baseline of another family: name, its value, the run's; the first ones."""
+    from tools.runs.script import Config  # loads torch, which nothing else here needs
+
+    ours = {name: value for name, value in directory.config.items() if name not in PER_RUN_SETTINGS}
+    changed = changed_settings(base.config, ours, Config().as_env())
+    return [list(row) for row in changed[:SETTINGS_MAX]]
+
+
+def _baseline_diff(base: Group, directory: RunDirectory) -> str:
+    assert base.script is not None
     return unified(base.script, directory.script, base.name, "this record")
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from data import sample
-from data.fineweb import VARIANTS
+from data.fineweb import REMOTE_ROOT, VARIANTS
 from tools.markdown import table
 from tools.runs.derive import mapping, nested
-from tools.runs.folder import PER_RUN_SETTINGS, number
+from tools.runs.folder import FORMAT, PER_RUN_SETTINGS, PROOF, number
 from tools.runs.logs import EXACT, STAGES
 from tools.runs.rules import MARGIN_NATS, VALIDATION_BYTES
 
@@ -28,10 +28,13 @@ PACKED_NOTE = (
 )
 
 
-def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], source: str) -> str:
+def render(
+    submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]], source: str, baked: bool
+) -> str:
     """Markdown from the begin mark to the end mark, both included.
 
-    source: the path of the readable source of a wrapped script; empty where there is none.
+    source: the path of the readable source of a wrapped script; empty where there is none. baked: whether the
+    script has the run's settings as its defaults.
     """
     sections = [
         BEGIN,
@@ -43,13 +46,15 @@ def render(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
         _stage_table(submission),
         "## Phases",
         _phase_table(summaries),
-        "## Limits",
+        "## Compliance" if submission["format"] == FORMAT else "## Limits",
         _limit_table(summaries),
+        _proof(submission),
+        _architecture(submission, summaries),
         _data(submission),
         "## Run",
         PACKED_NOTE.format(source=source) if source else "",
         _facts(submission, summaries),
-        _command(summaries),
+        _command(summaries, baked),
         _settings(summaries),
         _comparison(submission),
         END,
@@ -160,6 +165,38 @@ def _limit_table(summaries: Mapping[int, Mapping[str, Any]]) -> str:
     )
 
 
+def _proof(submission: Mapping[str, Any]) -> str:
+    """What was proved about the score; empty in older folders."""
+    if submission["format"] != FORMAT:
+        return ""
+    proof = submission["proof"]
+    if not proof:
+        return (
+            "The runs measured these limits. That every token is scored before anything learns from it, and"
+            " that no network is used, was not asked of `python -m tools prove`."
+        )
+    return (
+        "The runs measured these limits. `python -m tools prove` asked the source in shrunk sizes"
+        f" (`{PROOF}`): {proof['verdict']}.\n\n"
+        f"- every token is scored before anything learns from it (B5): {proof['score_first']}\n"
+        f"- no network (B15): {proof['no_network']}"
+    )
+
+
+def _architecture(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]]) -> str:
+    """The settings that came from a pull request, with it; empty in older folders."""
+    sources = submission.get("attribution")
+    if submission["format"] != FORMAT or not isinstance(sources, Mapping) or not sources:
+        return ""
+    config = mapping(next(iter(summaries.values())), "config")
+    rows = []
+    for names, source in sources.items():
+        settings = " ".join(f"`{name}={config.get(name)}`" for name in str(names).split())
+        rows.append([settings, source])
+    heading = f"## Architecture and training\n\n{submission['technique_summary']}."
+    return f"{heading}\n\n{table(['settings', 'source'], rows)}"
+
+
 def _shown(value: Any) -> str | None:
     shown = number(value)
     return f"{shown:,.10g}" if shown is not None else None
@@ -183,7 +220,10 @@ def _data(submission: Mapping[str, Any]) -> str:
         f"- a byte: {_byte_of(data)}",
     ]
     command = fetch_command(data)
-    if command:
+    clone = submission["format"] == FORMAT and hub_command(data)
+    if clone:
+        lines.append(f"- to get it, in a clone of the challenge:\n\n```bash\n{clone}\n```")
+    elif command:
         lines.append(f"- to get it, in the repository of this script: `{command}`")
     return "## Data\n\n" + "\n".join(lines)
 
@@ -218,6 +258,28 @@ def fetch_command(data: Mapping[str, Any]) -> str:
     return ""
 
 
+def hub_command(data: Mapping[str, Any]) -> str:
+    """A command that puts a published data set where the challenge's scripts look, from any clone of it.
+
+    Exactly the shards of the run: another number of them is another order. Empty where none is published.
+    """
+    known = any(
+        (data.get("source"), data.get("dataset")) == (variant.repo, variant.dataset)
+        for variant in VARIANTS.values()
+    )
+    if not known:
+        return ""
+    dataset = data["dataset"]
+    shards = f"[f'*/{dataset}/fineweb_train_{{n:06d}}.bin' for n in range({data['train_shards']})]"
+    rest = f"['*/{dataset}/fineweb_val_*', '*/{data['tokenizer']}']"
+    return (
+        "python3 -c \"from huggingface_hub import snapshot_download as get;"
+        f" get('{data['source']}', repo_type='dataset', revision='{data['revision']}',"
+        f" local_dir='data/download', allow_patterns={shards} + {rest})\"\n"
+        f"cp -r data/download/{REMOTE_ROOT}/* data/"
+    )
+
+
 def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, Any]]) -> str:
     first = next(iter(summaries.values()))
     versions = ", ".join(f"{name} {value}" for name, value in mapping(first, "versions").items() if value)
@@ -237,13 +299,15 @@ def _facts(submission: Mapping[str, Any], summaries: Mapping[int, Mapping[str, A
     return "\n".join(lines)
 
 
-def _command(summaries: Mapping[int, Mapping[str, Any]]) -> str:
+def _command(summaries: Mapping[int, Mapping[str, Any]], baked: bool) -> str:
     first = next(iter(summaries.values()))
     world = nested(first, "hardware", "world_size")
     many = isinstance(world, int) and world > 1
     launch = f"torchrun --standalone --nproc_per_node={world}" if many else "python"
-    commands = "\n".join(f"CONFIG=config.env SEED={seed} {launch} train_gpt.py" for seed in summaries)
-    return f"From inside this folder:\n\n```bash\n{commands}\n```"
+    settings = "" if baked else "CONFIG=config.env "
+    commands = "\n".join(f"{settings}SEED={seed} {launch} train_gpt.py" for seed in summaries)
+    note = "; the settings of these runs are the script's defaults" if baked else ""
+    return f"From inside this folder{note}:\n\n```bash\n{commands}\n```"
 
 
 def _settings(summaries: Mapping[int, Mapping[str, Any]]) -> str:
@@ -273,5 +337,14 @@ def _comparison(submission: Mapping[str, Any]) -> str:
     return (
         f"## Against {verdict['baseline']}\n\n"
         f"Gain {verdict['gain_bpb']:+.8f} bits per byte ({verdict['seeds_new']} seeds against"
-        f" {verdict['seeds_base']}); {shown}. `baseline.diff` holds the change of the source."
+        f" {verdict['seeds_base']}); {shown}.{_change(verdict)}"
     )
+
+
+def _change(verdict: Mapping[str, Any]) -> str:
+    """What is new beside the baseline: a diff of the source, or of another family of scripts the settings."""
+    if "settings" not in verdict:
+        return " `baseline.diff` holds the change of the source."
+    if not verdict["settings"]:
+        return ""
+    return "\n\n" + table(["setting", "there", "here"], verdict["settings"])

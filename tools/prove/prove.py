@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data.files import sha256_file
 from tools import REPO
 from tools.check.findings import Finding, Level, Mode, fail, info, warn
 from tools.prove import network
@@ -94,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     status = exit_status(findings)
     if args.json:
         listed = [finding.as_json(Mode.AGREED) for finding in findings]
-        report = {"script": str(args.script), "status": status, "verdict": verdict(findings)}
-        print(json_text({**report, "findings": listed}), end="")
+        report = {"script": str(args.script), "sha256": sha256_file(path), "status": status}
+        print(json_text({**report, "verdict": verdict(findings), "findings": listed}), end="")
     else:
         print(render(findings))
         seconds = time.monotonic() - started

@@ -264,7 +264,8 @@ def code_bytes_of(script: ModuleType, config: Any) -> int:
     """Bytes of a script in the form that it counts; older ones had a setting for it."""
     source = Path(script.__file__ or "").read_bytes()
     forms = [config.code_bytes] if hasattr(config, "code_bytes") else []
-    return len(script.shipped_code(source, *forms))
+    shipped = script.shipped_code(source, *forms)
+    return len(script.with_settings(shipped, config) if hasattr(script, "with_settings") else shipped)
 
 
 def some_grams(inputs_BT: torch.Tensor) -> list[bytes]:

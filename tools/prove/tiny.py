@@ -183,22 +183,7 @@ def _smaller_lengths(config: Any, size: Size) -> dict[str, str]:
         if config.rope_train_seq_len >= config.eval_length:
             rope = context
         lengths["ROPE_TRAIN_SEQ_LEN"] = str(rope)
-    if getattr(config, "train_seq_lens", ""):
-        lengths["TRAIN_SEQ_LENS"] = _smaller_growth(config, train)
     return lengths
-
-
-def _smaller_growth(config: Any, train: int) -> str:
-    """TRAIN_SEQ_LENS of as many lengths, four at most, which double up to `train` tokens.
-
-    Each gives way at the share of the run where it did.
-    """
-    parts = config.train_seq_lens.split()[-4:]
-    entries = []
-    for number, part in enumerate(parts[:-1]):
-        length = train // 2 ** (len(parts) - 1 - number)
-        entries.append(f"{length}:{float(part.partition(':')[2]):.6f}")
-    return " ".join([*entries, str(train)])
 
 
 def _smaller_batches(config: Any, size: Size) -> dict[str, str]:

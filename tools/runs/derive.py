@@ -1,4 +1,4 @@
-"""What a packed folder claims, derived from logs and summaries: pack writes it, check derives it again."""
+"""The claims of a packed folder, derived from logs and summaries, by pack and again by check."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tools.runs.folder import FORMAT, number
 from tools.runs.logs import STAGES, RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
+from tools.runs.techniques import technique_summary
 
 IDENTITY = ("author", "github_id", "name", "blurb", "date", "track")
+PROVED = {"B5": "score_first", "B15": "no_network"}  # of the proofs: what reviewers ask for
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def stage_scores(log: RunLog) -> dict[str, float]:
 
 
 def stage_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The means over seeds that reviewers of the challenge ask for; None where a seed lacks a stage."""
+    """The means over seeds that reviewers of the challenge want to see; None where a seed lacks a stage."""
 
     def mean_of(stage: str) -> float | None:
         values = [result["stages"].get(stage) for result in results]
@@ -111,14 +113,21 @@ def submission(
     comparison: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
     form: str = FORMAT,
+    proof: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole of submission.json; `files` maps names to SHA-256. form: this one, or the older records/2.
 
-    `comparison` comes from `compare_with`, `data` from `data_facts`.
+    `comparison` comes from `compare_with`, `data` from `data_facts`, `proof` from `proof_facts`. The identity
+    has what only packing knew: the attribution, too.
     """
     ordered = sorted(evidences, key=lambda evidence: evidence.seed)
     results = {str(evidence.seed): seed_result(evidence, code_bytes, form) for evidence in ordered}
     stages = stage_means(list(results.values())) if form == FORMAT else {}
+    told: dict[str, Any] = {}
+    if form == FORMAT:
+        told["technique_summary"] = technique_summary(mapping(ordered[0].summary, "config"))
+        told["attribution"] = dict(mapping(identity, "attribution"))
+        told["proof"] = dict(proof) if proof else None
     losses = [result["val_loss"] for result in results.values()]
     bpbs = [result["val_bpb"] for result in results.values()]
     first = ordered[0].summary
@@ -126,6 +135,7 @@ def submission(
     return {
         "format": form,
         **{key: identity.get(key, "") for key in IDENTITY},
+        **told,
         "metric": next(iter(results.values()))["metric"],
         "val_loss": _rounded(mean(losses), 8),
         "val_loss_std": _rounded(deviation(losses), 8),
@@ -175,6 +185,24 @@ def data_facts(
     }
 
 
+def proof_facts(report: Mapping[str, Any] | None, sha256: str) -> dict[str, Any] | None:
+    """The verdict of `prove` on the source with this hash: the `proof` object; None without a report.
+
+    RecordError where the report is of another script.
+    """
+    if report is None:
+        return None
+    if report.get("sha256") != sha256:
+        raise RecordError(f"the proof is of a script with sha256 {report.get('sha256')}, not of {sha256}")
+    listed = report.get("findings")
+    findings = [f for f in listed if isinstance(f, Mapping)] if isinstance(listed, list) else []
+    facts: dict[str, Any] = {"verdict": str(report.get("verdict"))}
+    for check, name in PROVED.items():
+        levels = {str(finding.get("level")) for finding in findings if finding.get("check") == check}
+        facts[name] = "not proven" if levels - {"INFO"} else "proven" if levels else "not asked"
+    return facts
+
+
 def hardware(summary: Mapping[str, Any], log: RunLog) -> str:
     """Devices in words, such as `8 x NVIDIA H100 80GB HBM3` or `x86_64 CPU, 2 cores`.
 
@@ -186,8 +214,7 @@ def hardware(summary: Mapping[str, Any], log: RunLog) -> str:
         return f"{world} x {' / '.join(sorted(set(map(str, gpus))))}"
     cores = nested(summary, "hardware", "cores")
     device = f"{nested(summary, 'hardware', 'cpu') or 'unknown'} CPU"
-    if log.device is not None:
-        device = log.device
+    device = log.conditions.get("device", device)
     return device + (f", {cores} cores" if cores else "")
 
 

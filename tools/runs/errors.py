@@ -2,4 +2,4 @@
 
 
 class RecordError(Exception):
-    """Input that cannot be used; the text names the file, what was found, what was expected, what to do."""
+    """Input that cannot be used; the text names the file, what was found and expected, and the next step."""

@@ -38,6 +38,7 @@ DEPTH_MAX = 8  # of folders in a folder
 TEXT_BYTES_MAX = 2**20  # of submission.json, a summary, README.md, …
 LOGS_BYTES_MAX = 32 * 2**20  # of all logs together
 SCRIPTS_BYTES_MAX = 4 * 2**20  # of all Python files together
+PROOF = "proof.json"  # what `prove --json` printed about the source
 MANIFEST = "manifest.json"  # of the shards, as it stood beside them
 ASIDE_SUFFIXES = (".md", ".json", ".log", ".model", ".vocab", ".env")  # a script may name them uncounted,
 TOKENIZER_SUFFIXES = (".model", ".vocab")
@@ -52,7 +53,7 @@ FORMAT = "records/3"  # value of submission.json's `format` in folders that `pac
 
 @dataclass(frozen=True)
 class SeedRun:
-    """A log taken as the evidence of one seed; `named_seed` is what its file name says."""
+    """The log of one seed; `named_seed` is the seed in its file name."""
 
     log: RunLog
     named_seed: int | None
@@ -169,7 +170,7 @@ class Folder:
 
     @property
     def ours(self) -> bool:
-        """Whether `pack` wrote this folder; its summaries tell, even where the mark was taken out."""
+        """Whether `pack` wrote this folder; its summaries show it even if the mark was removed."""
         return self.submission.get("format") in FORMATS or bool(self.summaries)
 
     @cached_property
@@ -237,7 +238,7 @@ class Folder:
 
     @cached_property
     def models(self) -> list[Path]:
-        """Files with exactly the bytes of a model that a log counts: taken for what a run left."""
+        """Files with exactly the bytes of a model that a log counts: regarded as output of a run."""
         sizes = {count.bytes for log in self.logs for count in log.byte_counts if count.what == MODEL_BYTES}
         scripts = self.scripts
         return [path for path in self.files() if path not in scripts and path.stat().st_size in sizes]
@@ -468,7 +469,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _variant(run: SeedRun) -> str:
-    """The file name without its seed: what tells reruns apart."""
+    """The file name without its seed, which distinguishes reruns."""
     stem = run.log.path.stem
     return stem if run.named_seed is None else stem.replace(str(run.named_seed), "*", 1)
 

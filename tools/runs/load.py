@@ -1,4 +1,4 @@
-"""A training script as a module: what runs it. `source` reads one as text."""
+"""A training script as a module, to run it. `source` reads one as text."""
 
 from __future__ import annotations
 

@@ -48,9 +48,12 @@ VAL_LOADER_LINE = re.compile(rf"^val_loader:.*\btokens:({COUNT})")
 GPU_LINE = re.compile(r"^\|\s+\d+\s+((?:NVIDIA|AMD|Tesla)(?:\s\S+)+)\s+(?:On|Off|N/A)\s+\|")
 VERSION_LINE = re.compile(r"^Running (Python|PyTorch) (\S+)")
 # What ours add to it: the devices, and the kernel of attention that was chosen among those tried.
-DEVICE_LINE = re.compile(r"^Running Python \S+ PyTorch \S+ on (.+)$")
+DEVICE_LINE = re.compile(
+    r"^Running Python \S+ PyTorch (?P<PyTorch>\S+) on (?P<device>.+?)"
+    r"( dtype:(?P<dtype>\S+) compile:(?P<compile>\S+) threads:(?P<threads>\S+))?$"
+)
 ATTENTION_LINE = re.compile(r"^attention:(\w+) tried:")
-CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script tells it when all is done
+CLOCK_LINE = re.compile(rf"^limit:train_seconds ({NUMBER}) of ")  # as our script prints it at the end
 TOTAL_EVAL_LINE = re.compile(rf"^total_eval_time:\s*({NUMBER})s")
 # Lines that tell a score once more, while it is made.
 DONE_LINE = re.compile(rf"^(\w{{1,80}}):done val_loss=({NUMBER}) val_bpb=({NUMBER})(?:\s|$)")
@@ -90,7 +93,7 @@ class Pace:
     average_unit_ms: float
 
     def fits(self, steps: float, time_ms: float) -> bool:
-        """Whether `steps` of the mean time make `time_ms`, but for what rounding explains."""
+        """Whether `steps` of the mean time make `time_ms`, apart from rounding."""
         slack_ms = abs(steps) * self.average_unit_ms + 2 * self.time_unit_ms
         return abs(steps * self.average_ms - time_ms) <= slack_ms
 
@@ -200,10 +203,11 @@ class RunLog:
     settings: dict[str, Located] = field(default_factory=dict)
     versions: dict[str, Located] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
-    device: str | None = None  # of rank 0, as our script names it: `x86_64 CPU`
+    # Of rank 0, as our script prints them: PyTorch, device, dtype, compile, threads.
+    conditions: dict[str, str] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)  # kernels that our script chose, such as `fa3`
     stop: Stop | None = None
-    clock_seconds: Located | None = None  # the training clock at its end, as our script tells it
+    clock_seconds: Located | None = None  # the training clock at its end, as our script prints it
     hessian_seconds: Located | None = None
     total_eval_seconds: Located | None = None
     source: str | None = None  # the script's text, where the log begins with it
@@ -251,7 +255,7 @@ class RunLog:
 
     @property
     def steps(self) -> int | None:
-        """Steps up to the last line that tells them."""
+        """Steps up to the last line that has them."""
         if self.stop:
             return self.stop.step
         reached = [point.step for point in (*self.train, *self.validation)]
@@ -284,7 +288,7 @@ class RunLog:
 
     @property
     def clock_is_whole(self) -> bool:
-        """Whether the training clock is told to the end: where training stopped, or at the last step."""
+        """Whether the log has the training clock to the end: where training stopped, or at the last step."""
         if self._seconds_past_its_lines is not None:
             return True
         points = (*self.train, *self.validation)
@@ -430,7 +434,7 @@ def _read_setting(line: str, number: int, log: RunLog) -> None:
     elif match := VERSION_LINE.match(line):
         log.versions.setdefault(match[1].lower(), Located(match[2], number))
         if named := DEVICE_LINE.match(line):
-            log.device = named[1].partition(" dtype:")[0]
+            log.conditions = {name: value for name, value in named.groupdict().items() if value}
     elif match := ATTENTION_LINE.match(line):
         log.attention.append(match[1])
     elif match := HESSIAN_LINE.search(line):

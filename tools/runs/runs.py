@@ -36,7 +36,7 @@ SHIPPED = "train_gpt.shipped.py"  # the form of the script that the run counted
 FINISHED = "finished"
 OTHER_CODE = " after "  # in the hash of the code, between the scripts of a run that RESUME_OTHER_CODE went on
 METRICS_CHARACTERS_MAX = 64 * 2**20  # of a metrics.jsonl; no run writes a fifth of it
-LOGS_MAX = 20  # that are read to tell whether a folder is a record
+LOGS_MAX = 20  # that are read to decide whether a folder is a record
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Run:
 
 @dataclass
 class Group:
-    """What one argument of diff or plot names: the seeds of a folder, or a single run."""
+    """The runs that one argument of diff or plot names: the seeds of a folder, or a single run."""
 
     name: str
     runs: list[Run]

@@ -34,7 +34,7 @@ LAYERS_MAX = 4  # of encodings and compressions in one wrapper
 PAYLOAD_CHARACTERS_MIN = 32  # a shorter literal holds no program
 BROTLI_PORTION_BYTES = 64
 LZMA_MEMORY_BYTES_MAX = 128 * 2**20  # twice what the strongest preset needs
-WRAPPER_CODE_BYTES_MAX = 4_000  # what is left of a wrapper without its payload
+WRAPPER_CODE_BYTES_MAX = 4_000  # of a wrapper without its payload
 NETWORK_MODULES = {
     "urllib",
     "requests",
@@ -74,6 +74,9 @@ LOADERS = {  # calls that run the file which their arguments name
 }
 
 
+SHIPPED_SETTINGS = re.compile(rb"^SHIPPED_SETTINGS=(\{.{0,16384}\})$", re.MULTILINE)  # of a wrapper
+
+
 class UnwrapError(ValueError):
     """A payload that expands to more than `UNWRAPPED_BYTES_MAX`, or a program wrapped too often."""
 
@@ -108,6 +111,15 @@ class Script:
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.raw).hexdigest()
+
+    @cached_property
+    def shipped_settings(self) -> dict[str, str] | None:
+        """The defaults that a run wrote into the wrapper; None where it has none, as before version 0.6."""
+        found = SHIPPED_SETTINGS.search(self.raw) if self.wrapped else None
+        try:
+            return dict(ast.literal_eval(found[1].decode("ascii"))) if found else None
+        except (SyntaxError, TypeError, ValueError):  # the latter is UnicodeDecodeError's base
+            return {}
 
     @cached_property
     def tree(self) -> ast.Module | SyntaxError:

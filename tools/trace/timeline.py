@@ -14,7 +14,8 @@ from tools.runs.folder import number
 from tools.runs.writing import figure_path, json_text, pyplot_without_display, write_figure, write_text
 
 COLOURS = {
-    "disk_load": "tab:red", "stage": "tab:orange", "gpu_transfer": "tab:purple", "gpu_queue_wait": "black",
+    "disk_load": "tab:red", "disk_idle": "mistyrose", "stage": "tab:orange", "gpu_transfer": "tab:purple",
+    "gpu_queue_wait": "black",
     "chunk": "lightgray", "forward": "tab:blue", "backward": "tab:cyan", "grad_clip": "tab:pink",
     "optimizer": "tab:green", "val": "tab:olive",
 }  # fmt: skip

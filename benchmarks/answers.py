@@ -1,0 +1,160 @@
+"""The first screen of RESULTS.md: a question, its answer, how sure it is, and the table that it is from.
+
+Each figure is read from a table of RESULTS.md or of results/0.5.md, which follow from raw figures. p is of
+a t-test on a difference and its standard error; in brackets it is corrected for all rows of its table (Holm).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from benchmarks import paired, results
+from benchmarks.gpu_model import calibration
+from tools.markdown import Block, table
+
+BEGIN, END = "<!-- answers:begin (make docs) -->", "<!-- answers:end -->"
+HEADER = ["question", "answer (row of the table: bits per byte)", "how sure", "does not show"]
+FROZEN = results.FOLDER / "0.5.md"
+ERRORS = ("its error", "standard error")
+SEEDS = ("n", "seeds")
+
+
+class Asked(NamedTuple):
+    """A question; the section, the column and the rows that answer it; what its figures do not show."""
+
+    question: str
+    section: str
+    column: str
+    rows: tuple[str, ...]
+    limit: str
+
+
+SAMPLE = "fineweb_sample_sp1024"
+BESIDE, NOT_IN = "A public script beside this one: ", "What the default does not have: "
+READ_OUT = "Read-out: the last weights, their average, or a blend: "
+PARTS, EQUAL = f"What each part brings: {SAMPLE}-200steps", f"Quantizers at equal bytes: {SAMPLE}"
+IDEAS = ("Adam betas 0.8 0.95", "momentum mixture, from the start", "short pieces in the first third")
+BOTH = ("trellis, steps of columns",)
+QUESTIONS = (
+    Asked("Is this file better than the challenge's script after equal CPU seconds?",
+          f"{BESIDE}{SAMPLE}-180s", "minus theirs", ("ours",),
+          "8 GPUs. The default's settings: this is the demo's recipe"),
+    Asked("What do shuffled data, and its settings in this file, gain over it?", f"{BESIDE}{SAMPLE}-180s",
+          "minus theirs", ("theirs shuffled", "ours as theirs"), "both at once: not measured"),
+    Asked("Is it better than #549's script, before quantization?", f"{BESIDE}pr549-{SAMPLE}-90s",
+          "minus theirs", ("ours",), "8 GPUs, for which that script is made"),
+    Asked("Than #1493's?", f"{BESIDE}pr1493-{SAMPLE}-90s", "minus theirs", ("ours",), "the same"),
+    Asked("Which parts of the default help, each left out alone?", PARTS, "minus default stack",
+          ("no smear gate", "no XSA", "relu²", "no row normalisation"), "runs longer than 200 steps"),
+    Asked("Which do not help at this size?", PARTS, "minus default stack",
+          ("no recurrence", "no head gate", "no parallel layers", "no weight average"),
+          "effects below 0.005"),
+    Asked("What does test-time training gain?", f"Test-time training: {SAMPLE}", "minus sliding window",
+          ("LoRA", "SGD"), "the default's learning rate. Text like the training text"),
+    Asked("And with 8,192 tokens?", "Test-time training: mixed_text_sp8192", "minus sliding window",
+          ("LoRA", "SGD"), "the same"),
+    Asked("Do ideas of the speedruns help after 300 steps?", f"{NOT_IN}{SAMPLE}-tiny-300steps", "minus base",
+          IDEAS, "long runs"),
+    Asked("At another size?", f"{NOT_IN}{SAMPLE}-looped-240steps", "minus base", IDEAS, "long runs"),
+    Asked("After 1,500 steps?", f"{NOT_IN}{SAMPLE}-tiny-1500steps", "minus base",
+          ("betas, mixture, pieces, half the average",), "4,900 steps"),
+    Asked("Do trellis and per-column steps lose less than GPTQ?", f"{EQUAL}-demo", "minus GPTQ's", BOTH,
+          "trained models of 36 M weights"),
+    Asked("On 10.6 M weights?", f"{EQUAL}-10M", "minus GPTQ's", BOTH,
+          "trained weights: these are near their start"),
+    Asked("Is half EMA, half last weights better than the EMA?", f"{READ_OUT}{SAMPLE}-tiny-300steps",
+          "minus default", ("0.5 of decay 0.95",), "long runs"),
+    Asked("Does CaseOps help on small models?", "CaseOps against plain text: docs_selected-1024-190steps",
+          "minus plain", ("caseops", "caseops_fused"), "more than 190 steps"),
+    Asked("Is our coder shorter than Brotli? (Bytes)", "Entropy coder", "bytes",
+          ("rANS, train_gpt.py: trained, demo, seed 42, 0.43 M", "Brotli-11: trained, demo, seed 42, 0.43 M",
+           "rANS, train_gpt.py: Gaussian, 2.00 M", "Brotli-11: Gaussian, 2.00 M"),
+          "weights of an 8-GPU run"),
+    Asked("Does a step wait for a shard that needs 4 s? (s lost in 100 steps; p99, longest wait in ms)",
+          "Loader", "4 s: lost s/100 steps, p99 ms, longest ms", ("ours", "#1532"), "a gain over #1532"),
+)  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A row of a table: its first cell, its whole name, and its cells by their columns."""
+
+    label: str
+    name: str
+    cells: dict[str, str]
+
+
+def sections(text: str) -> dict[str, list[Row]]:
+    """The rows of all tables of a page, by the heading that they stand under."""
+    found: dict[str, list[Row]] = {}
+    rows: list[Row] = []
+    header: list[str] = []
+    above = ""  # of a table: the line before it
+    for line in text.splitlines():
+        if line.startswith("## "):
+            rows = found[line[3:]] = []
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells:
+            header, above = [], line or above
+        elif not header:
+            header = cells
+        elif "---" not in line:
+            named = dict(zip(reversed(header), reversed(cells), strict=True))  # the first of equal names
+            bits = f", {above[:-1]}" if above.endswith("bits a weight:") else ""
+            coder = f"{named['coder']}: {cells[0]}" if "coder" in named else cells[0]
+            rows.append(Row(cells[0], coder + bits, named))
+    return found
+
+
+def first(row: Row, names: tuple[str, ...]) -> str:
+    """The first of these columns that has a figure in this row, or nothing."""
+    return next((row.cells[name] for name in names if row.cells.get(name, "-") != "-"), "")
+
+
+def p_of(row: Row, column: str) -> float | None:
+    """Two-sided p of the row's difference; None where the table has no standard error of it."""
+    error, seeds = first(row, ERRORS), first(row, SEEDS)
+    if not error or not seeds or row.cells[column] == "-":
+        return None
+    return paired.p_of(float(row.cells[column]), float(error), int(seeds))
+
+
+def answer(asked: Asked, file: str, rows: list[Row]) -> list[str]:
+    """The cells of a question."""
+    rows = [row for row in rows if asked.column in row.cells]
+    known = {row.name: p for row in rows if (p := p_of(row, asked.column)) is not None}
+    corrected = dict(zip(known, paired.holm(list(known.values())), strict=True))
+    lines, sure = [], []
+    for row in [row for name in asked.rows for row in rows if name in (row.label, row.name)]:
+        error, seeds = first(row, ERRORS), first(row, SEEDS)
+        lines.append(f"{row.name}: {row.cells[asked.column]}" + (f" ± {error}" if error else ""))
+        p = f", p {paired.told_p(known[row.name])} ({corrected[row.name]:.2g})" if row.name in known else ""
+        sure.append(f"{seeds} seeds{p}" if seeds else "-")
+    anchor = re.sub(r"[^\w\- ]", "", asked.section.lower()).replace(" ", "-")
+    return [f"[{asked.question}]({file}#{anchor})", "<br>".join(lines), "<br>".join(sure), asked.limit]
+
+
+def answers() -> str:
+    """The table, and the modelled times below it."""
+    pages = {"results/0.5.md": sections(FROZEN.read_text("utf-8")), "": sections(results.page())}
+    rows = []
+    for asked in QUESTIONS:
+        (file,) = [file for file, found in pages.items() if asked.section in found]
+        rows.append(answer(asked, file, pages[file][asked.section]))
+    return f"{table(HEADER, rows)}\n\n{modelled()}"
+
+
+def modelled() -> str:
+    """Modelled step times, with the factor of public logs and its spread."""
+    factor = calibration.logged_over_modelled()
+    without, looped = calibration.STEP_MS
+    return f"""**Modelled, not measured.** A step of the default is modelled at {without:.1f} ms, and at
+{looped:.1f} with recurrence ([gpu_model](gpu_model/README.md)). Public logs have {factor.least:.2f} to
+{factor.most:.2f} times the model's figure for their stacks, and {factor.likely:.2f} times for the nearest
+one, {calibration.NEAREST_STACK}. So a step on an H100 likely needs {calibration.expected_ms(without)},
+with recurrence {calibration.expected_ms(looped)}. No GPU has run it."""
+
+
+def block() -> Block:
+    """The first screen of RESULTS.md."""
+    return Block(results.PAGE, BEGIN, END, answers)
