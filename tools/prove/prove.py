@@ -406,7 +406,7 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     )
     yield from rehearsal.figures(laboratory, second)
     yield from rehearsal.unaware_of_validation(first, second)
-    warm = {**settings, **rehearsal.WARM}
+    warm = rehearsal.warm_settings(script, settings)
     warmed = rehearsal.run_script(script, laboratory, "warm", warm, forged=rehearsal.rising)
     yield from rehearsal.data_apart(laboratory, warmed)
     yield from rehearsal.one_score_each(laboratory, warmed)

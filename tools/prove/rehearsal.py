@@ -513,6 +513,14 @@ def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]
 WARM = {"WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1", "COMPILE": "1"}
 
 
+def warm_settings(script: ModuleType, settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings with WARM. Those that differ are shipped: the limit moves with them, the weights' does not."""
+    warm = {**settings, **WARM}
+    more = code_bytes_of(script, script.Config.from_env(warm))
+    more -= code_bytes_of(script, script.Config.from_env(dict(settings)))
+    return {**warm, "ARTIFACT_BYTES_MAX": str(int(settings["ARTIFACT_BYTES_MAX"]) + more)}
+
+
 def differing(first: Outcome, second: Outcome, losses: bool) -> list[str]:
     """What of two runs is not the same: stream hash, artifact and, where asked for, losses.
 

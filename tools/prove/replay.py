@@ -83,7 +83,8 @@ class Witness:
     @property
     def on_this_machine(self) -> bool:
         """Whether the run was one of fp32 on a CPU, so that its rounding is that of a replay."""
-        return self.log.device is not None and "CPU" in self.log.device
+        ran = self.log.conditions
+        return ran.get("device", "").endswith("CPU") and "float32" in ran.get("dtype", "")
 
     def again(self, label: str, document: int) -> np.ndarray | None:
         """The nats of a document, scored anew; None where they depend on what stands before it."""

@@ -150,7 +150,7 @@ def whole_run(script: ModuleType, mutant: Mutant, name: str, folder: Path) -> It
         yield from rehearsal.figures(laboratory, second)
         yield from rehearsal.unaware_of_validation(first, second)
     if mutant.probe in ("B7", "B14"):
-        warm = {**settings, **rehearsal.WARM}
+        warm = rehearsal.warm_settings(script, settings)
         warmed = rehearsal.run_script(script, laboratory, f"{name}-3", warm, forged=rehearsal.rising)
         yield from rehearsal.data_apart(laboratory, warmed)
         yield from rehearsal.one_score_each(laboratory, warmed)
