@@ -22,8 +22,7 @@ from tools import REPO
 BESIDE = "beside-fineweb_sample_sp1024-180s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
-ESTIMATE = REPO / "docs" / "estimate.md"
-THE_DEFAULT = 2  # its column there; the first has the names
+ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
 BESIDE_THE_AXES = ("axes fraction", "data")
 RUNGS = {
@@ -38,13 +37,14 @@ SIDES = {
 
 def rungs() -> list[tuple[str, float, float]]:
     """Name, mBPB (of the estimate: bits per byte) and half-width of each row that moves the estimate."""
+    text = ESTIMATE.read_text(encoding="utf-8").split("## The estimate")[1].split("\n## ")[0]
     found = []
-    for line in ESTIMATE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip(" *`") for cell in line.split("|")]
-        figures = re.findall(r"[+-]?\d+\.\d+", cells[THE_DEFAULT + 1]) if len(cells) == 6 else []
-        for key, name in RUNGS.items():
-            if figures and cells[1].startswith(key):
-                found.append((name, float(figures[0]), float(figures[1]) if figures[1:] else 0.0))
+    for line in re.findall(r"^\|.*\|$", text, re.MULTILINE):
+        name, *_, of_default = [cell.strip(" *`") for cell in line.split("|")[1:-1]]
+        figures = re.findall(r"[+-]?\d+\.\d+", of_default)
+        for key, label in RUNGS.items():
+            if figures and name.startswith(key):
+                found.append((label, float(figures[0]), float(figures[1]) if figures[1:] else 0.0))
     return found
 
 
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    draw().savefig(results.FOLDER / "results.png", dpi=110)
+    main()

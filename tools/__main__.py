@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "runs": ("tools.compare.overview", "print one table of many runs, finished or not"),
     "sweep": ("tools.compare.sweep", "run settings x seeds from one file, and compare them in pairs"),
     "plot": ("tools.compare.plot", "draw loss, bits per byte and step times"),
+    "export": ("tools.compare.export", "write a run's steps for TensorBoard or wandb"),
     "summary": ("tools.summary", "print the result of a run in ten lines"),
     "timeline": ("tools.trace.timeline", "draw a trace of TRACE_STEPS, lane by lane"),
     "translate": ("tools.translate", "write a public training command in our settings"),

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,34 @@ def test_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (run / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", str(run), "--out", str(tmp_path / "a.gif")]) == 2
     assert ".png or .svg" in capsys.readouterr().err
+
+
+def test_a_run_under_way_is_drawn_until_it_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "a", 1)
+    finished = {name: (run / name).read_text() for name in ("summary.json", "metrics.jsonl", "log.txt")}
+    first_steps = "".join(finished["metrics.jsonl"].splitlines(keepends=True)[:3])
+    stages = iter([{"metrics.jsonl": first_steps}, finished])
+    for name in finished:
+        (run / name).unlink()
+    (run / "log.txt").write_text("")
+    results = []
+
+    def next_stage(_seconds: float) -> None:
+        for name, text in next(stages).items():
+            (run / name).write_text(text)
+
+    monkeypatch.setattr(plot.time, "sleep", next_stage)
+
+    def draw(runs: list[Any], out: Path) -> None:
+        plot.panels(runs)
+        results.append(plot.result_of(runs[0]))
+
+    monkeypatch.setattr(plot, "draw", draw)
+    assert main(["plot", "--follow", str(run)]) == 0
+    assert results[0] == "no score; 60 steps" and "bits per byte" in results[1] and len(results) == 2
+    assert "nothing to draw yet" in capsys.readouterr().out
 
 
 def test_a_figure_goes_into_its_run_never_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +168,45 @@ def test_smoothing_keeps_a_line_and_takes_the_noise() -> None:
     assert wide[0] == 1 and max(wide[20:480]) < 0.1
     damaged = [replace(line[0], value=math.nan), *line]
     assert [s.value for s in smoothed(damaged)] == [s.value for s in smoothed(line)]
+
+
+class Recorder:
+    """Stands for the package of TensorBoard or wandb, and keeps what it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.given: list[Any] = []
+        self.__dict__ |= attributes
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values, **named: self.given.append((name, *values, named))
+
+
+def test_steps_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "a", 1)
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"event": "final", "name": "legal_ttt_exact", "bits_per_byte": 1.5}\n{"event": "tr')
+    board_writer, wandb_run = Recorder(), Recorder()
+    board_package = Recorder(SummaryWriter=lambda folder: board_writer)
+    wandb_package = Recorder(init=lambda **named: wandb_run.start(**named) or wandb_run)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board_package)
+    monkeypatch.setitem(sys.modules, "wandb", wandb_package)
+    for program in ("tensorboard", "wandb"):
+        assert main(["export", str(run), "--to", program]) == 0
+    scalars = {(name, step): value for kind, name, value, step, _ in board_writer.given[:-2]}
+    assert len([name for name, _ in scalars if name == "train/train_loss"]) == 20
+    assert scalars["val/val_bpb", 200] > scalars["final/legal_ttt_exact/bits_per_byte", 400] == 1.5
+    seconds = [named["walltime"] for *_, named in board_writer.given[:-2]]
+    assert seconds == sorted(seconds) and seconds[-1] == pytest.approx(20, abs=1)
+    assert board_writer.given[-2][:2] == ("add_text", "config") and board_writer.given[-1][0] == "close"
+    _, settings = wandb_run.given[0]
+    assert settings["mode"] == "offline" and settings["config"]["MATRIX_LR"] == "0.02"
+    logged = {named["step"]: values for _, values, named in wandb_run.given[1:-1]}
+    assert list(logged) == sorted(logged) and logged[200].keys() >= {"train/train_loss", "val/val_loss"}
+
+
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["export", str(make_run(tmp_path / "a", 1)), "--to", "wandb"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """`plot RUN…`: loss and bits per byte by steps, tokens and seconds; step times, the slow ones by cause.
 
-A panel of which the runs say nothing is left out.
+A panel of which the runs say nothing is left out. `--follow` draws again while the runs are under way.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tools.compare import curves
 from tools.runs.errors import RecordError
 from tools.runs.logs import EXACT
-from tools.runs.runs import Run, load_group, output_path
+from tools.runs.runs import LOG, SUMMARY, Run, load_group, output_path
 from tools.runs.writing import figure_path, json_text, pyplot_without_display, write_figure
 
 if TYPE_CHECKING:
@@ -37,14 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, help="PNG or SVG file (default: plot.png in the first run directory)"
     )
     parser.add_argument("--json", action="store_true", help="print step-time statistics as JSON")
+    parser.add_argument("--follow", action="store_true", help="draw again until all runs have finished")
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS",
+                        help="between drawings of --follow (default: 10)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     name = "plot.png" if len(args.runs) == 1 else f"plot_of_{len(args.runs)}.png"
     out = figure_path(args.out or output_path(args.runs[0], name))
-    runs: list[Run] = []
-    for path in args.runs:
-        runs += load_group(path).runs
+    if args.follow:
+        follow(args.runs, out, args.every)
+    runs = load_runs(args.runs)
     draw(runs, out)
     statistics_of_runs = [step_statistics(found) for found in runs]
     if args.json:
@@ -55,6 +59,23 @@ def run(args: argparse.Namespace) -> int:
         slow = ", ".join(f"{count} by {cause}" for cause, count in found["slow"].items()) or "none"
         print(f"  {found['run']}: median {found['median_ms']} ms per step; slow ones: {slow}")
     return 0
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs that these paths name."""
+    return [found for path in paths for found in load_group(path).runs]
+
+
+def follow(paths: Sequence[Path], out: Path, seconds: float) -> None:
+    """Draw again and again while a run has no summary; Ctrl-C ends it, and leaves the last drawing."""
+    while not all((path / SUMMARY).is_file() for path in paths if (path / LOG).is_file()):
+        try:
+            runs = load_runs(paths)
+            draw(runs, out)
+            print(f"{out}: {'; '.join(f'{found.name}: {result_of(found)}' for found in runs)}", flush=True)
+        except RecordError as error:
+            print(f"nothing to draw yet: {error}", flush=True)
+        time.sleep(seconds)
 
 
 def step_statistics(found: Run) -> dict[str, Any]:
