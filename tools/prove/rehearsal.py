@@ -514,7 +514,7 @@ WARM = {"WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1", "COMPILE": "1"}
 
 
 def warm_settings(script: ModuleType, settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings with WARM. Those that differ are shipped: the limit moves with them, the weights' does not."""
+    """The settings with WARM. The script ships them, so the limit moves: weights get as many bytes."""
     warm = {**settings, **WARM}
     more = code_bytes_of(script, script.Config.from_env(warm))
     more -= code_bytes_of(script, script.Config.from_env(dict(settings)))
