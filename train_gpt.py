@@ -3587,8 +3587,12 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
             f"learned_tokens:{score.learned_tokens}{validation.mark}",
             "final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict(),
         )  # fmt: skip
-        if clock.modes and machine.rank == 0 and run.directory is not None:
-            write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
+        if machine.rank == 0 and run.directory is not None:
+            # The nats of each document, fp64: `prove --replay` scores some of them again.
+            begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
+            write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
+            if clock.modes:
+                write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
         scores[name] = score
     return scores
 
