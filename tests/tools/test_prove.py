@@ -197,7 +197,7 @@ def test_equal_bits_are_asked_of_equal_batches_nothing_is_read_first(subject: pr
     assert failures(ranks.compare(subject, alone, same))
     assert not failures(ranks.compare(subject, alone, others))
     (finding,) = probes.evaluation_warmup(subject)
-    assert finding.level(Mode.AGREED) is Level.INFO and finding.text.startswith("0 ")
+    assert finding.level(Mode.AGREED) is Level.INFO and "read no validation token" in finding.text
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def audited(token_bytes: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> None:
     laboratory = mutants.laboratory_in(folder)
     findings = list(mutants.byte_table(subject, laboratory))
-    assert [finding.written for finding in findings] == [Level.INFO, Level.INFO]
+    assert {finding.written for finding in findings} == {Level.INFO}
 
     class Lossy:
         """Gives back other text than it got, whoever asks."""
@@ -402,7 +402,7 @@ def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: p
     file.write_text("NUM_LOOPS=1\nTTT_EPOCHS=5\n")
     monkeypatch.setenv("TTT_EPOCHS", "2")
     monkeypatch.setenv("A_SECRET_OF_MINE", "x")
-    given = argparse.Namespace(config=file, adapter=None, seed=0, quick=False, full_size=False)
+    given = argparse.Namespace(config=file, adapter=None, seed=0, quick=False, full_size=False, only=None)
     order = prove.Order.of_arguments(given, SCRIPT)
     assert order.settings is not None and "A_SECRET_OF_MINE" not in order.settings
     config = train_gpt.Config.from_env(order.settings)

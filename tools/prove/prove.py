@@ -508,14 +508,16 @@ def _checked(order: Order, folder: Path) -> list[Finding]:
     if missing:
         return not_checked(path, f"it has no {', '.join(missing)}")
     findings: list[Finding] = []
+    ended = True
     try:
         for finding in proofs(script, folder, order):
             findings.append(finding)
     except Exception as error:
+        ended = False
         findings.append(_stopped(script, error, path))
     if order.only:
         findings = [finding for finding in findings if finding.check in (*order.only, NOTE)]
-    if not order.quick and order.wants("B18"):
+    if ended and not order.quick and order.wants("B18"):
         for file in folder.glob("ranks_*/ran_*"):
             executed.add(file)
         config = script.Config.from_env(order.settings or {})
