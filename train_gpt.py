@@ -311,8 +311,8 @@ class Config(TrainingSettings):
     mlp_clip_sigmas: float = setting(11.5, "clip of MLP matrices, in standard deviations of a row", 0.1)
     attn_clip_sigmas: float = setting(13.0, "clip of attention matrices", 0.1)
     embed_clip_sigmas: float = setting(14.0, "clip of embeddings", 0.1)
-    trellis: bool = setting(False, "codes on two grids half a step apart (TCQ); 0: one grid")
-    column_steps: float = setting(0.0, "power of the GPTQ factor in column steps; 0: one step a row", 0, 1)
+    trellis: bool = setting(True, "codes on two grids half a step apart (TCQ); 0: one grid")
+    column_steps: float = setting(0.5, "power of the GPTQ factor in column steps; 0: one step a row", 0, 1)
     gptq: bool = setting(True, "round with second-order information; 0: to nearest, all else alike")
     gptq_damping: float = setting(0.01, "share of the mean diagonal added to Hessians", 1e-6)
     gptq_calibration_batches: int = setting(64, "micro-batches of training data, all ranks together", 1)
@@ -2699,13 +2699,18 @@ class Loader:
         # Work begins now, not when the first item is asked for.
         pending = deque(pool.submit(next, items) for _ in range(count))
 
+        def refill() -> None:
+            pending.append(pool.submit(next, items))
+
         def in_order() -> Iterator[Any]:
             while True:
                 # A worker's error is raised here, in its place among the items.
                 item = pending.popleft().result(LOADER_TIMEOUT_SECONDS)
-                pending.append(pool.submit(next, items))
+                if stage == "disk":
+                    refill()
                 yield item
 
+        self.refill = refill  # of the stage that was begun last
         return in_order()
 
     def _position(self, index: int) -> int:
@@ -2790,6 +2795,9 @@ class Loader:
             starts = starts_to_device(host_starts, self.machine.device)
         self.index += 1
         self.stream_hash = (self.stream_hash + sequence_hash) % 2**64
+        if self.config.train_prefetch:
+            # The thread wakes now that the step has its batch: both want the interpreter.
+            self.refill()
         return Batch(inputs_BT, targets_BT, starts, copy)
 
     def stage_first(self) -> None:
@@ -3588,8 +3596,12 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
             f"learned_tokens:{score.learned_tokens}{validation.mark}",
             "final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict(),
         )  # fmt: skip
-        if clock.modes and machine.rank == 0 and run.directory is not None:
-            write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
+        if machine.rank == 0 and run.directory is not None:
+            # The nats of each document, fp64: `prove --replay` scores some of them again.
+            begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
+            write_whole(run.path(f"nats_{name}.bin"), np.add.reduceat(ledger.nats, begins).tobytes())
+            if clock.modes:
+                write_whole(run.path(EVAL_MODES), json.dumps(clock.modes).encode())
         scores[name] = score
     return scores
 
@@ -3785,7 +3797,7 @@ def restore_weights(quantized: QuantizedWeights, shape: tuple[int, ...]) -> Tens
     return weights_RNC.transpose(0, 1).reshape(shape)
 
 
-# --- only TRELLIS=1: codes on two grids, half a step apart --------------------------------------------------
+# --- the trellis: codes on two grids, half a step apart -----------------------------------------------------
 #
 # Weights that are rounded one by one have errors that fill a cube, of a mean square of step² / 12. A ball of
 # the same volume has 1.53 dB less, and no code of the same entropy can gain more: 0.25 bits a weight.

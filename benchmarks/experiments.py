@@ -1,12 +1,12 @@
 """Small models over arms × seeds: train_gpt.py trains, quantizes and scores each arm; then a table.
 
-    python benchmarks/experiments.py TABLE --data DIR --tokenizer FILE (--steps N | --seconds S | --flops F)
+    python benchmarks/experiments.py TABLE --data DIR --tokenizer FILE (--steps N | --seconds S)
         [--size 4x64] [--seeds 42 1337 2025] [--only ARM ...] [--scores NAME ...] [--bytes N]
         [--set NAME=VALUE ...] [--runs FOLDER] [--table] [--keep]
 
 TABLE is a file of benchmarks/arms/: its arms are settings over those of the table and the size. An arm may
 name a patch of benchmarks/patches/. It may also name an arm (`of`) whose artifact it scores in another way.
-The budget of a run is steps, CPU seconds, or FLOPs of training. --bytes bounds the weights of an artifact,
+The budget of a run is steps or CPU seconds of training. --bytes bounds the weights of an artifact,
 without the code, so that a longer script costs none of them.
 
 Each run is the script as a user starts it, on one thread, by a clock of CPU seconds (cpu_clock.py). Its run
@@ -37,7 +37,6 @@ sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
 from benchmarks import paired, results  # noqa: E402
-from benchmarks.speed import flops_per_token  # noqa: E402
 from train_gpt import Config, ConfigError  # noqa: E402
 
 TITLE = "Experiment"
@@ -76,18 +75,14 @@ class Budget(NamedTuple):
 
     steps: int = 0
     seconds: float = 0.0
-    flops: float = 0.0
 
     def settings(self, values: dict[str, str]) -> dict[str, str]:
         """The settings that end a run of these values after the budget."""
         if self.seconds:
             return {"ITERATIONS": "1000000", **seconds_of_training(self.seconds, values)}
-        steps = self.steps or steps_of_flops(self.flops, Config.from_env(values))
-        return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(steps)}
+        return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(self.steps)}
 
     def __str__(self) -> str:
-        if self.flops:
-            return f"{self.flops:g}flops"
         return f"{self.seconds:g}s" if self.seconds else f"{self.steps}steps"
 
 
@@ -95,18 +90,6 @@ def seconds_of_training(seconds: float, values: dict[str, str]) -> dict[str, str
     """The settings that end training after so many seconds; Hessians of all batches come after them."""
     reserve = HESSIAN_SECONDS if Config.from_env(values).gptq else 0.0
     return {"MAX_WALLCLOCK_SECONDS": f"{seconds + reserve:g}", "GPTQ_RESERVE_SECONDS": f"{reserve:g}"}
-
-
-def steps_of_flops(flops: float, config: Config) -> int:
-    """Steps whose forward and backward passes have so many floating-point operations."""
-    looped = max(0.0, 1.0 - config.enable_looping_at) if config.num_loops else 0.0
-    per_token = looped * flops_per_token(config, True) + (1 - looped) * flops_per_token(config, False)
-    return max(1, round(flops / (per_token * config.train_batch_tokens)))
-
-
-# ======================================================================================================
-# TABLES OF ARMS
-# ======================================================================================================
 
 
 def as_settings(values: dict[str, Any]) -> dict[str, str]:
@@ -173,11 +156,6 @@ def patched_script(patch: str, folder: Path) -> Path:
     os.replace(scratch / script.name, copy)
     scratch.rmdir()
     return copy
-
-
-# ======================================================================================================
-# RUNS
-# ======================================================================================================
 
 
 def conditions(dtype: str, program: Sequence[Path] = PROGRAM) -> dict[str, Any]:
@@ -363,11 +341,6 @@ class Experiment:
         return found
 
 
-# ======================================================================================================
-# THE TABLE
-# ======================================================================================================
-
-
 def score_table(rows: dict[str, paired.Runs], score: str) -> list[str]:
     """A line per arm: its mean, and its difference from the first arm over the seeds that both have."""
     scored: dict[str, paired.Runs] = {}
@@ -446,7 +419,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, default=0)
     budget.add_argument("--seconds", type=float, default=0.0, help="of the CPU, of training alone")
-    budget.add_argument("--flops", type=float, default=0.0, help="of all training steps of a run")
     parser.add_argument("--size", default="4x64", help="an entry of benchmarks/arms/sizes.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to measure; all by default")
@@ -474,7 +446,7 @@ def experiment(arguments: argparse.Namespace) -> int:
         "VOCAB_SIZE": str(SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()),
         **dict(one.split("=", 1) for one in arguments.set),
     }
-    budget = Budget(arguments.steps, arguments.seconds, arguments.flops)
+    budget = Budget(arguments.steps, arguments.seconds)
     name = "-".join(["experiments", arguments.table, arguments.data.name, arguments.size, str(budget)])
     folder = arguments.runs or REPO / "runs" / "experiments" / name.partition("-")[2]
     mine = Experiment(folder, arms, budget, shared, arguments.bytes)

@@ -71,9 +71,7 @@ class Found(NamedTuple):
     lines: list[str]  # for the page
 
 
-# ======================================================================================================
-# The programs of the stages: they run on the GPU, and write a file of what they found.
-# ======================================================================================================
+# --- The programs of the stages: they run on the GPU, and write a file of what they found. ---
 
 
 def measure_forms() -> dict[str, Any]:
@@ -159,9 +157,7 @@ def run_program(name: str, out: str) -> int:
     return int(found.get("status", 0))
 
 
-# ======================================================================================================
-# What they found, judged
-# ======================================================================================================
+# --- What they found, judged ---
 
 
 def judge_forms(found: dict[str, Any]) -> Found:
@@ -314,9 +310,7 @@ def last_words(log: Path) -> str:
     return (reasons or [line for line in lines if line] or ["nothing"])[-1][:300]
 
 
-# ======================================================================================================
-# The check
-# ======================================================================================================
+# --- The check ---
 
 
 def text_of(folder: Path) -> np.ndarray:

@@ -2,6 +2,11 @@
 
     python benchmarks/loader.py                    # about 3 minutes and 0.6 GB of temporary disk
     python benchmarks/loader.py --keep             # the same, kept in benchmarks/results/ and RESULTS.md
+    python benchmarks/loader.py --turns 12         # steps of a run with and without TRAIN_PREFETCH, in turns
+    torchrun --standalone --nproc_per_node=2 benchmarks/loader.py --turns 12 --disk-ms 50
+
+The turns are of --config, with --set on top, on whatever device it finds; --disk-ms delays each read of a
+shard. Both ways must give the same losses and the same stream hash.
 
 Beside ours stand plain re-implementations, from their descriptions, of what public loaders do per batch: the
 baseline (contiguous span to int64, next shard read in the step), PR #591 (the same in a thread, two batches
@@ -14,6 +19,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
+import os
 import queue
 import subprocess
 import sys
@@ -26,11 +33,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks import results, speed  # noqa: E402
 from data.shards import HEADER_BYTES, TOKEN_DTYPE, read_shard, write_shard  # noqa: E402
 
 TITLE = "Loader"
@@ -47,9 +55,7 @@ HASH, STARTS = "ours: stream hash", "ours: document starts"
 DOCUMENT_TOKENS = 1000  # about the mean of FineWeb
 DESIGNS = ("baseline", "#591", "#1532", "ours, TRAIN_PREFETCH=0", "ours")
 ALONE = train_gpt.Machine()
-
-
-# -- the others, written from their descriptions -------------------------------------------------------------
+UNWRITTEN = Path(tempfile.gettempdir()) / "turns"  # the same on all ranks
 
 
 def load_shard(shard: Any, latency_seconds: float) -> np.ndarray:
@@ -133,9 +139,6 @@ class Ahead:
 
     def next(self) -> Any:
         return self.queue.get()
-
-
-# -- the measurements ----------------------------------------------------------------------------------------
 
 
 def make_config(**changes: Any) -> Any:
@@ -268,6 +271,68 @@ def end_to_end(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
     return waits
 
 
+# -- steps of a run, in turns --------------------------------------------------------------------------------
+
+
+def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any) -> Any:
+    """A training that is ready for its first step, and writes nothing."""
+    more = {"TRAIN_PREFETCH": str(prefetch), "RUN_ID": f"prefetch{prefetch}", "WARMUP_STEPS": "0"}
+    config = train_gpt.Config.from_env(speed.settings(arguments.config, UNWRITTEN, arguments.set, **more))
+    run = train_gpt.Run(machine or train_gpt.this_machine(config, os.environ))
+    run.log = lambda *line, **event: None  # type: ignore[method-assign]
+    inputs = train_gpt.preflight(config, run, "")
+    training = train_gpt.Training(
+        config, run, inputs.train_shards, inputs.validation, inputs.chosen.ops, inputs.hashes)  # fmt: skip
+    train_gpt.warm_up(training)
+    return training
+
+
+def turn(training: Any, steps: int) -> tuple[float, float, float, list[float]]:
+    """Milliseconds a step by the clock, by the CPU clock of all threads, and waited for; the losses."""
+    begun = time.perf_counter(), time.process_time()
+    taken = speed.timed_steps(training, steps)
+    ended = time.perf_counter(), time.process_time()
+    wall_ms, cpu_ms = (1e3 * (end - begin) / steps for begin, end in zip(begun, ended, strict=True))
+    return wall_ms, cpu_ms, float(np.mean(taken.wait_ms)), taken.losses
+
+
+def in_turns(arguments: argparse.Namespace, steps: int = 10) -> str:
+    """A table of the two ways; the same number of turns each, and who begins alternates."""
+    real = train_gpt.read_tokens
+
+    def slow(*args: Any, **options: Any) -> np.ndarray:
+        time.sleep(arguments.disk_ms / 1e3)
+        return real(*args, **options)
+
+    train_gpt.read_tokens = slow
+    without = prepared(arguments, 0, None)
+    machine = without.run.machine
+    ways = {0: without, 1: prepared(arguments, 1, machine)}
+    taken: dict[int, list[Any]] = {0: [], 1: []}
+    for number in range(arguments.turns + 1):
+        for way in (0, 1) if number % 2 else (1, 0):
+            taken[way].append(turn(ways[way], steps))
+    hashes = [training.stream_hash() for training in ways.values()]
+    if len(set(hashes)) > 1 or [t[3] for t in taken[0]] != [t[3] for t in taken[1]]:
+        raise SystemExit(f"TRAIN_PREFETCH changes the run: stream hashes {hashes}")
+    # Of all ranks the mean; the first turn allocates.
+    figures = {way: [one[:3] for one in turns[1:]] for way, turns in taken.items()}
+    ranks = machine.gather(figures)
+    mean = {way: np.mean([rank[way] for rank in ranks], axis=0) for way in figures}
+    lines = ["| TRAIN_PREFETCH | ms a step | CPU ms a step | ms waited for batches |", "|---|---|---|---|"]
+    for way, by_turn in mean.items():
+        cells = " | ".join(f"{value:.2f}" for value in by_turn.mean(axis=0))
+        lines.append(f"| {way} | {cells} |")
+    for column, name in enumerate(("wall", "CPU")):
+        ratios = np.log(mean[1][:, column] / mean[0][:, column])
+        half = stats.t.ppf(0.975, len(ratios) - 1) * ratios.std(ddof=1) / math.sqrt(len(ratios))
+        low, middle, high = (100 * math.expm1(ratios.mean() + by) for by in (-half, 0, half))
+        lines.append(f"{name} ms with prefetch: {middle:+.1f} % (95 % interval {low:+.1f} to {high:+.1f} %)")
+    more = f"{len(ranks)} ranks of {machine.device_name}, {arguments.turns} turns of {steps} steps each"
+    lines.append(f"{more}, {arguments.disk_ms:g} ms a shard; stream hash {hashes[0]:016x} and losses equal")
+    return "\n".join(lines) if machine.rank == 0 else ""
+
+
 def tables(measured: dict[str, Any]) -> list[str]:
     """Both tables of RESULTS.md from the raw times."""
     median = {name: float(np.median(ms)) for name, ms in measured["staging_ms"].items()}
@@ -314,12 +379,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31, help="interleaved rounds per staging measurement")
     parser.add_argument("--steps", type=int, default=2 * SHARD_STEPS + 30, help="steps per end-to-end run")
     parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
+    parser.add_argument("--turns", type=int, default=0, help="turns with and as many without prefetch")
+    parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of these turns")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
+    parser.add_argument("--disk-ms", type=float, default=0.0, help="added to each read of a shard, in turns")
     parser.add_argument("--simulate", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.simulate:
         design, place, latency, steps = arguments.simulate
         print(json.dumps(simulate(design, place, float(latency), int(steps))))
+        return
+    if arguments.turns:
+        found = in_turns(arguments)
+        if found:
+            print(found)
         return
     before = results.conditions()
     with tempfile.TemporaryDirectory() as name:

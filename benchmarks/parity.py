@@ -42,11 +42,6 @@ OURS_ALONE = {"DEVICE": "cpu", "MAX_WALLCLOCK_SECONDS": "0", "EVAL_STRIDE": "0",
 Weights = Mapping[str, Tensor]
 
 
-# ======================================================================================================
-# NAMES: our parameters under the names of the public scripts
-# ======================================================================================================
-
-
 def common_names(ours: Weights) -> dict[str, Tensor]:
     """What all scripts name alike: embedding, head, skips, and the vectors of each block."""
     theirs = {"tok_emb.weight": ours["token_embedding_VD"], "skip_weights": ours["skip_weight_SD"]}
@@ -112,11 +107,6 @@ SYSTEMS = {
     "pr1493": System("pr1493.env", OF_PR1493, matrix_by_matrix),
     "pr1532": System("pr1493.env", OF_PR1493, matrix_by_matrix),
 }
-
-
-# ======================================================================================================
-# STEPS
-# ======================================================================================================
 
 
 def our_config(system: System, settings: Mapping[str, str]) -> Config:

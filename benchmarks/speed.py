@@ -37,16 +37,6 @@ def settings(config: Path, runs: Path, overrides: list[str], **more: str) -> dic
     }  # fmt: skip
 
 
-def flops_per_token(config: Config, looping: bool) -> float:
-    """Forward and backward, of one token: 6 P for each visit of a layer and the head, 6 T D for attention."""
-    visits = sum(map(len, train_gpt.visit_order(config, looping)))
-    width = config.model_dim
-    kv = config.num_kv_heads * config.head_dim
-    layer = 2 * width * width + 2 * kv * width + 2 * width * config.mlp_dim
-    head = config.vocab_size * width
-    return 6.0 * (visits * layer + head) + 6.0 * visits * config.train_seq_len * width
-
-
 class Steps(NamedTuple):
     """What some steps took and learnt, each by step."""
 

@@ -74,13 +74,6 @@ class Turns:
             raise TurnsError(f"{self.script} ended instead of taking {count} steps:\n{printed}") from error
         return Turn(**answer)
 
-    def move_to(self, core: int) -> None:
-        """Let all threads of the process run on this core alone, where the system knows of that."""
-        if not hasattr(os, "sched_setaffinity"):
-            return
-        for thread in os.listdir(f"/proc/{self._process.pid}/task"):
-            os.sched_setaffinity(int(thread), {core})
-
     def close(self) -> None:
         """End the process; safe to call twice."""
         assert self._process.stdin is not None and self._process.stdout is not None

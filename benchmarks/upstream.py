@@ -45,9 +45,7 @@ class UpstreamError(RuntimeError):
     """A script is not of the family that the replacements fit, or failed in its own code."""
 
 
-# ======================================================================================================
-# REPLACEMENTS: what a script for GPUs says, and what it says on a CPU
-# ======================================================================================================
+# --- REPLACEMENTS: what a script for GPUs says, and what it says on a CPU ---
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,7 @@ def names_used(text: str) -> set[str]:
     return found
 
 
-# ======================================================================================================
-# STAND-INS: what replaced text calls
-# ======================================================================================================
+# --- STAND-INS: what replaced text calls ---
 
 
 class CpuInsteadOfCuda:
@@ -332,9 +328,7 @@ class Exchange:
         return batch
 
 
-# ======================================================================================================
-# UPSTREAM: the running script
-# ======================================================================================================
+# --- UPSTREAM: the running script ---
 
 
 class Upstream:
@@ -568,9 +562,7 @@ class NoValidationData(SimpleNamespace):
         return iter(torch.zeros(3, 1))
 
 
-# ======================================================================================================
-# DATA
-# ======================================================================================================
+# --- DATA ---
 
 
 def batches(folder: Path, rows: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ COMMAND = re.compile(rf"(?:{SETTING} )*(?:make|python|torchrun|pip|pytest)(?: |$
 
 FIRST_HOUR = "test_first_hour.py::test_the_first_hour"
 MENDED = "test_a_damaged_sample_is_reported_and_a_fresh_process_mends_it_with_the_same_bytes"
+REPLAYED = "test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs"
 TORCHRUN = "script/test_distributed.py::test_torchrun_starts_it_and_shows_the_error_of_one_rank"
 
 # What a command contains, and the test that runs it: the first row that fits counts.
@@ -41,18 +42,20 @@ RUN_BY = [
     ("data/fuse.py", "data/test_fuse.py::test_a_dataset_is_fused_resumed_and_scored_by_the_same_bytes"),
     ("data/sample.py", f"data/test_sample.py::{MENDED}"),
     ("--adapter", "tools/test_prove.py::test_an_adapter_s_script_is_judged_by_what_it_records"),
+    ("tools prove --replay", f"tools/test_prove.py::{REPLAYED}"),
     ("tools prove", FIRST_HOUR), ("tools pack", FIRST_HOUR), ("tools check", FIRST_HOUR),
     ("tools board", FIRST_HOUR), ("tools diff", FIRST_HOUR),
     ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),
     ("tools sweep", "tools/test_sweep.py::test_a_sweep_killed_twice_ends_as_any_other"),
+    ("tools export", "tools/test_plot.py::test_steps_are_exported"),
     ("tools plot", FIRST_HOUR), ("tools timeline", FIRST_HOUR), ("tools generate", FIRST_HOUR),
     ("tools summary", FIRST_HOUR),
     ("tests.tools.damage", "tools/test_check.py::test_damaged_folders_are_judged"),
 ]  # fmt: skip
 # What no test of this repository runs, and why.
 NOT_RUN = {
+    "benchmarks/loader.py --turns": "it compares times, and ends where losses or hashes differ",
     "pip install": "it asks the network for packages",
-    "benchmarks/kernels.py": "it measures on a GPU; its counting is tested in tools/test_gpu_model.py",
 }
 
 

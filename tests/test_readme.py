@@ -12,6 +12,7 @@ import pytest
 from benchmarks import ttt
 from benchmarks.gpu_model import memory, subject
 from tests.support.processes import Ended, Lab, train_losses
+from tools import __main__ as tools
 from tools import docs
 from tools.markdown import refresh
 from tools.runs.folder import Folder
@@ -82,7 +83,7 @@ def test_every_torch_that_is_promised_is_traced(repo: Path) -> None:
     assert f"Traced: torch {', '.join(traced[:-1])} and {traced[-1]}." in page("docs/running.md")
 
 
-FIGURE = re.compile(r"(?<![\w.#:-])[-+−]?\d{1,3}(?:,\d{3})*(?:\.\d+)?(?![\w.:]*\d)")
+FIGURE = re.compile(r"(?<![\w.#:-])[-+−]?\d{1,3}(?:,\d{3})*(?:\.\d+)?(?![\w.:]*\d|\.[a-z])")
 VERSIONS = re.compile(r"arXiv [\d.]+|(?:torch|Python|version|up to) \d\.[\d.]+(?:(?:,| and| to) \d\.[\d.]+)*")
 PUBLIC = r"#\d|nanochat|record 72|[Mm]odelled|[Ee]stimate"
 PUBLISHED = ("estimate", "test_time_training")
@@ -137,6 +138,18 @@ def test_the_costs_of_test_time_training_are_what_its_program_counts(repo: Path)
         assert re.search(rf"{run.name} \|[^|]+\| {logged} \|", text)
 
 
+def test_the_audit_that_is_shown_is_what_check_prints(
+    readme: str, repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo)
+    (folder,) = re.findall(r"^python -m tools check (\S+)$", readme, re.MULTILINE)
+    assert tools.main(["check", folder]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    (shown,) = re.findall(rf"```text\n({re.escape(folder)}\n.*?)```", readme, re.DOTALL)
+    for line in shown.splitlines():
+        assert any(one.startswith(line.removesuffix("…").rstrip()) for one in printed), line
+
+
 def test_the_memory_of_smaller_micro_batches_is_what_the_formula_gives() -> None:
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", page("docs/running.md"), re.MULTILINE)
     default = Config.from_env({})
@@ -175,8 +188,6 @@ def test_a_page_is_short_and_plain(path: Path) -> None:
     lines, most = text.count("\n"), {"README.md": 2200}.get(str(path.relative_to(REPO)), 3500)
     assert lines <= 250 and len(text.split()) <= most
     assert path.parent.name != "docs" or lines <= 200
-
-
 
 
 def test_the_log_line_that_is_explained_is_from_a_log(repo: Path) -> None:

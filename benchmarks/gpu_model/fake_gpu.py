@@ -112,11 +112,6 @@ def _library(name: str, version: str, libraries: tuple[str, ...], folder: Path) 
     return str(built)
 
 
-# ======================================================================================================
-# torch.cuda, Dynamo and Triton: each asks for the device in its own way
-# ======================================================================================================
-
-
 class _Device:
     """`with torch.cuda.device(...)`, which changes nothing."""
 

@@ -100,11 +100,6 @@ def generate_code(graph_module: Any, example_inputs: Sequence[Any], **options: A
     raise AssertionError("Inductor compiled a graph without passing the place where it is stopped")
 
 
-# ======================================================================================================
-# THE GENERATED CODE
-# ======================================================================================================
-
-
 class GeneratedKernel:
     """Stands for a Triton kernel of the generated code: a launch that moves what Inductor says it moves."""
 

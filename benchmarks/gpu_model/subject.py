@@ -12,10 +12,6 @@ from torch import Tensor, nn
 
 import train_gpt
 
-# ======================================================================================================
-# THE MODEL
-# ======================================================================================================
-
 
 def config(path: str = "", settings: Sequence[str] = ()) -> train_gpt.Config:
     """The configuration in the file `path` (empty: the defaults), with settings KEY=VALUE over it.
@@ -101,11 +97,6 @@ def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int
                 f"{config.train_batch_tokens} of {world_size} ranks: expected a whole row of {length} tokens"
             )
     return count, length
-
-
-# ======================================================================================================
-# ITS OWN KERNELS
-# ======================================================================================================
 
 
 def _linear_leaky_square(arguments: Sequence[Any]) -> tuple[float, float]:

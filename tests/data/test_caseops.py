@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -75,17 +74,6 @@ def test_every_code_is_the_code_of_its_text(fused: bool, coded: str) -> None:
     except caseops.CaseOpsError:
         return
     assert caseops.encode(text, fused) == coded
-
-
-@given(st.text(st.sampled_from(ALPHABET)))
-def test_both_forms_say_the_same(text: str) -> None:
-    """The fused form is the other one with marks moved: the same letters, the same bytes."""
-    forms = [caseops.encode(text, fused) for fused in (False, True)]
-    bare = [code.replace(SPACE_TITLE, "").replace(SPACE_CAPS, "") for code in forms]
-    if SPACE_TITLE not in text and SPACE_CAPS not in text:
-        small = [re.sub("[\ue001\ue002\ue003]", "", code) for code in bare]
-        assert small[0] == small[1]
-        assert len(forms[0]) == len(forms[1])
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -175,7 +175,7 @@ def test_a_tokenizer_of_another_variant_is_refused(models: dict[str, Path]) -> N
             encoding.Encoder(str(model), variant)
 
 
-def test_max_train_shards_stops_early(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
+def test_workers_and_limits(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
     assert export.main(arguments(docs, models["plain"], tmp_path, "--max-train-shards", "2")) == 0
     rows = expected_stream(docs, models["plain"], "plain")
     train = read_stream(tmp_path, "train")
@@ -183,6 +183,10 @@ def test_max_train_shards_stops_early(docs: Path, models: dict[str, Path], tmp_p
     manifest = shards.read_manifest(tmp_path / "datasets" / "set")
     touched = VAL_DOCUMENTS + int((train == shards.BOS_ID).sum())
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]
+    for workers in ("1", "2"):
+        more = ("--variant", "caseops", "--workers", workers)
+        assert export.main(arguments(docs, models["caseops"], tmp_path / workers, *more)) == 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
 def test_documents_are_cut_and_surrogates_replaced(models: dict[str, Path], tmp_path: Path) -> None:
@@ -212,13 +216,6 @@ def test_chunks_agree_where_one_resumes(tmp_path: Path, suffix: str, monkeypatch
             assert chunk.document == sum(before.document_count for before in chunks[:index])
         middle = chunks[len(chunks) // 2]
         assert list(source.chunks(0, middle.offset, middle.document)) == chunks[len(chunks) // 2:]
-
-
-def test_two_workers_give_the_bytes_of_one(docs: Path, models: dict[str, Path], tmp_path: Path) -> None:
-    for workers in ("1", "2"):
-        more = ("--variant", "caseops", "--workers", workers)
-        assert export.main(arguments(docs, models["caseops"], tmp_path / workers, *more)) == 0
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
 class Killed(BaseException):

@@ -167,7 +167,7 @@ def test_scores_are_a_plain_loop_s(changes: dict[str, object], monkeypatch: pyte
     assert abs(in_fp32.mean() - expected.mean()) < 1e-6
 
 
-def test_other_text_in_the_other_documents_changes_no_bit() -> None:
+def test_what_is_learned_from_is_scored_and_documents_are_alone() -> None:
     lab = subject()
     tokens = lab.tokens()
     model = lab.model()
@@ -179,6 +179,13 @@ def test_other_text_in_the_other_documents_changes_no_bit() -> None:
         after = lab.nats("score_ttt", changed, model)
         assert np.array_equal(after[begin : end - 1], before[begin : end - 1])
         assert not np.array_equal(after, before)
+    lab = subject()
+    assert {finding.level(Mode.AGREED) for finding in probes.ledger_order(lab, "score_ttt")} == {Level.INFO}
+    model = lab.model()
+    before = copy.deepcopy(model.state_dict())
+    lab.nats("score_ttt", lab.tokens(), model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
 
 
 def test_first_weights_are_those_of_every_document_and_drawn_from_seed_and_name_alone() -> None:
@@ -302,7 +309,7 @@ def test_a_target_that_not_one_rank_has_scored_is_an_error(of_peer: str) -> None
         train_gpt.score_ttt(model, lab.tokens(), lab.config).score(1)
 
 
-def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
+def test_chunks_and_sizes_follow_from_settings_alone() -> None:
     lab = subject(TTT_CHUNK_SIZE=5, EVAL_SEQ_LEN=16)
     tokens = np.full(200, 3, np.uint16)
     tokens[[0, 150]] = BOS_ID
@@ -314,16 +321,9 @@ def test_chunks_do_not_depend_on_how_long_a_document_will_be() -> None:
     assert all(stop - first == min(stop, 16) for first, _, stop in of_both)
     rows = [(len(chunk.documents), chunk.learning) for chunk in scorer.chunks(np.array([0, 1]))]
     assert rows[0] == (2, 2) and rows[-1] == (1, 0) and sorted(rows, reverse=True) == rows
-
-
-def test_what_is_learned_from_is_scored_and_the_weights_stay_as_they_are() -> None:
-    lab = subject()
-    assert {finding.level(Mode.AGREED) for finding in probes.ledger_order(lab, "score_ttt")} == {Level.INFO}
-    model = lab.model()
-    before = copy.deepcopy(model.state_dict())
-    lab.nats("score_ttt", lab.tokens(), model)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+    # No sliding window is needed for documents, and long chunks of documents are no matter with SGD.
+    assert subject(EVAL_STRIDE=0).config.eval_stride == 0
+    assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
 
 
 @pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS", "two tokens", "BOS last"])
@@ -458,12 +458,6 @@ def test_triton_meets_no_size_that_is_no_multiple_of_16(monkeypatch: pytest.Monk
 def test_wrong_settings_are_refused_by_name(given: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         subject(**given)
-
-
-def test_each_mode_has_rules_of_its_own() -> None:
-    """No sliding window is needed for documents, and long chunks of documents are no matter with SGD."""
-    assert subject(EVAL_STRIDE=0).config.eval_stride == 0
-    assert subject(TTT_MODE="sgd", EVAL_STRIDE=8, TTT_CHUNK_SIZE=48).config.ttt_chunk_size == 48
 
 
 class Worked:

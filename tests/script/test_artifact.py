@@ -113,20 +113,18 @@ def test_a_paid_training_begins_unless_its_file_cannot_fit(rate_control: int) ->
         train_gpt.check_budget(config, -5)  # the code alone is larger
 
 
-def test_the_estimate_brackets_what_is_written(tmp_path: Path) -> None:
-    env = plain_settings(2, 64, 256)
+def test_the_estimate_brackets_what_is_written_and_bits_are_as_given(tmp_path: Path) -> None:
+    env = plain_settings(2, 64, 256, TRELLIS=0, COLUMN_STEPS=0)
     high, *_, low = train_gpt.expected_bytes(Config.from_env(env), train_gpt.MULTIPLIERS)
     _, about, _ = write(tmp_path / "model.bin", Config.from_env(env))
     assert low < about.bytes and abs(about.bytes / high - 1) < 0.05
     tight = Config.from_env({**env, "ARTIFACT_BYTES_MAX": str(int(1.3 * low))})
     _, about, _ = write(tmp_path / "tight.bin", tight)
     assert about.bytes <= 1.3 * low and max(bits_of(tmp_path / "tight.bin").values()) <= 4
-
-
-def test_without_rate_control_bits_and_clips_are_as_given(tmp_path: Path) -> None:
     env = plain_settings(
-        2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3
-    )
+        2, 32, 64, RATE_CONTROL=0, MATRIX_BITS=3, EMBED_BITS=5, ATTN_CLIP_SIGMAS=3, MLP_CLIP_SIGMAS=3,
+        TRELLIS=0, COLUMN_STEPS=0,
+    )  # fmt: skip
     _, _, line = write(tmp_path / "model.bin", Config.from_env(env))
     bits = bits_of(tmp_path / "model.bin")
     assert bits.pop("token_embedding_VD") in {4, 5}
@@ -229,7 +227,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_tables_of_the_vocabulary_are_stored_like_every_other_parameter() -> None:
     """BigramHash, value embedding, smear by channel, and a head of its own."""
     config = Config.from_env(plain_settings(
-        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TIE_EMBEDDINGS=0, CHANNEL_SMEAR_ENABLED=1,
+        2, 32, 64, ARTIFACT_BYTES_MAX=60_000, TRELLIS=0, TIE_EMBEDDINGS=0, CHANNEL_SMEAR_ENABLED=1,
         BIGRAM_VOCAB_SIZE=48, BIGRAM_DIM=8, VE_ENABLED=1, VE_DIM=8, VE_LAYERS="0,1",
     ))  # fmt: skip
     model = trained_like(config)
@@ -467,7 +465,7 @@ def test_wrapped_code_is_the_same_program(tmp_path: Path) -> None:
     assert "Its area" in raw.stdout and "Its area" not in wrapped.stdout and "comment" not in wrapped.stdout
 
 
-def test_wrapped_code_holds_any_byte() -> None:
+def test_wrapped_code_holds_any_byte_and_the_script_is_a_third() -> None:
     escapes: set[bytes] = set()
     held: set[int] = set()
     for seed in range(20):
@@ -481,9 +479,6 @@ def test_wrapped_code_holds_any_byte() -> None:
     assert {b"x00", b"r", b"'", b"\\"} <= escapes, "each escape was needed somewhere"
     assert any(escape.startswith(b"x00") and len(escape) == 4 for escape in escapes), "NUL before a digit"
     assert held == set(range(256)) - {0, 13}
-
-
-def test_the_script_is_shipped_as_the_same_program_in_a_third_of_the_bytes() -> None:
     source = Path(train_gpt.__file__).read_bytes()
     wrapped = train_gpt.shipped_code(source)
     assert len(wrapped) < 42_500

@@ -120,32 +120,26 @@ def truncated(desk: Desk) -> None:
     os.truncate(desk.data / "fineweb_train_000001.bin", 3000)
 
 
+def tokens_are(name: str, changed: Callable[[np.ndarray], np.ndarray]) -> Callable[[Desk], None]:
+    """A shard with changed tokens, or a new one."""
+
+    def make(desk: Desk) -> None:
+        path = desk.data / name
+        write_shard(path, changed(tokens_of(path) if path.exists() else np.ones(1)))
+
+    return make
+
+
 def id_beyond_the_vocabulary(desk: Desk, name: str = TRAIN) -> None:
     tokens = tokens_of(desk.data / name)
     tokens[500] = VOCAB_SIZE
     write_shard(desk.data / name, tokens)
 
 
-def no_document_begins(desk: Desk) -> None:
-    write_shard(desk.data / TRAIN, tokens_of(desk.data / TRAIN)[1:])
-
-
-def validation_without_text(desk: Desk) -> None:
-    write_shard(desk.data / VAL, np.full(2000, BOS_ID))
-
-
 def shorter_than_a_sequence(desk: Desk) -> None:
     (desk.data / "manifest.json").unlink()
     for path in desk.data.glob("fineweb_train_*"):
         write_shard(path, tokens_of(path)[:20])
-
-
-def too_few_byte_counts(desk: Desk) -> None:
-    write_shard(desk.data / "fineweb_val_bytes_000000.bin", np.ones(10))
-
-
-def manifest_of_another_tokenizer(desk: Desk) -> None:
-    (desk.data / "manifest.json").write_text(json.dumps({"tokenizer": {"sha256": "0" * 64}}))
 
 
 def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
@@ -160,10 +154,6 @@ def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
     return make
 
 
-def manifest_without_json(desk: Desk) -> None:
-    (desk.data / "manifest.json").write_text("{")
-
-
 def directory_with(desk: Desk, *files: str) -> None:
     (desk.runs / "run").mkdir(parents=True)
     for name in files:
@@ -173,10 +163,6 @@ def directory_with(desk: Desk, *files: str) -> None:
 def in_its_place_a_dead_link(desk: Desk) -> None:
     desk.runs.mkdir()
     (desk.runs / "run").symlink_to("nowhere")
-
-
-def resume_and_eval_only(desk: Desk) -> dict[str, object]:
-    return {"RESUME": desk.unfinished(), **desk.artifact(lambda content: content)}
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -214,6 +200,7 @@ def older(content: bytes) -> bytes:
     return content[:7] + b"\1" + content[8:]
 
 
+OTHERS = json.dumps({"tokenizer": {"sha256": "0" * 64}}).encode()  # a manifest of another tokenizer
 FETCH = "fetch it again"
 NAME = "set another RUN_ID"
 
@@ -223,7 +210,8 @@ CASES = [
     setting("TRAIN_BATCH_TOKENS=224", "expected a multiple of", TRAIN_BATCH_TOKENS=224),
     setting("above ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
     setting("ATTENTION=fa3", "set auto", ATTENTION="fa3"),
-    case("RESUME and EVAL_ONLY", resume_and_eval_only, "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
+    case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact(bytes)},
+         "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
     case("--seed 3", argument("--seed", "3"), "'--seed', '3'", "SEED=42 python"),
     *([] if torch.cuda.is_available() else [setting("DEVICE=cuda", "DEVICE=cpu", DEVICE="cuda")]),
     # config files
@@ -238,19 +226,21 @@ CASES = [
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
     case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|manifest"),
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
-    case("no BOS", no_document_begins, f"{TRAIN}|begins with id", "expected BOS=1|export it again"),
-    case("no text", validation_without_text, "validation tokens stand for no text", ""),
+    case("no BOS", tokens_are(TRAIN, lambda tokens: tokens[1:]), f"{TRAIN}|begins with id",
+         "expected BOS=1|export it again"),
+    case("no text", tokens_are(VAL, lambda _: np.full(2000, BOS_ID)), "tokens stand for no text", ""),
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
-    case("byte counts", too_few_byte_counts, "fineweb_val_bytes_*.bin", "get the data again"),
+    case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
+         "fineweb_val_bytes_*.bin", "get the data again"),
     case("missing shard", manifest_with(_000007=5), "not in it: fineweb_train_000007.bin", "fetch the data"),
     case("foreign shard", manifest_with(_000001=None), "it: fineweb_train_000001.bin", "remove what is not"),
     case("other shard", manifest_with(_000000=5), "it: fineweb_train_000000.bin", "fetch the data"),
-    case("no JSON", manifest_without_json, "manifest.json: Expecting", "fetch or export"),
+    data_file("manifest.json", b"{", "manifest.json: Expecting", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
     setting("TOKENIZER_PATH|320 pieces", "expected VOCAB_SIZE=1024|manifest.json", VOCAB_SIZE=1024),
     data_file("tokenizer.model", b"a tokenizer, it says", "TOKENIZER_PATH=", "see data/"),
-    case("of the manifest", manifest_of_another_tokenizer, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
+    data_file("manifest.json", OTHERS, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
     # artifacts
     setting("no/model.bin|No such file", "", EVAL_ONLY="no/model.bin"),
     setting(str(SCRIPT), "of its run", EVAL_ONLY=SCRIPT),

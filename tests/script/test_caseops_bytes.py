@@ -46,7 +46,7 @@ def texts_of_tokens(tokens: np.ndarray, settings: dict[str, str]) -> list[str]:
     return [caseops.decode(pieces.decode(document[1:].tolist()), fused) for document in documents]
 
 
-def test_every_scorer_divides_by_the_bytes_of_the_original_text(made: dict[str, str]) -> None:
+def test_scores_and_documents_have_the_bytes_of_the_text(made: dict[str, str]) -> None:
     validation = {"EVAL_STRIDE": "16", "TTT_ENABLED": "1", "TTT_CHUNK_TOKENS": "1024"}
     config = Config.from_env({**made, **validation})
     data = read_validation(val_shards(made["DATA_PATH"]), config)
@@ -64,9 +64,6 @@ def test_every_scorer_divides_by_the_bytes_of_the_original_text(made: dict[str, 
         assert score.bytes == text_bytes and score.scored_tokens == len(data.tokens) - 1
         bits = score.nats * score.scored_tokens / math.log(2)
         assert score.bits_per_byte == pytest.approx(bits / text_bytes, rel=1e-12)
-
-
-def test_each_document_has_the_bytes_of_its_text(made: dict[str, str]) -> None:
     config = Config.from_env(made)
     tokens = np.concatenate([train_gpt.read_tokens(shard) for shard in val_shards(made["DATA_PATH"])])
     counts = np.append(0, token_bytes(tokens, config))

@@ -38,7 +38,7 @@ def finish(lab: Lab, count: int, **changes: object) -> Ended:
     return ended[0]
 
 
-def test_ranks_together_give_the_losses_of_one(finished: Ended, lab: Lab) -> None:
+def test_ranks_give_the_losses_and_scores_of_one(finished: Ended, lab: Lab) -> None:
     ended = finish(lab, 4)
     hardware = ended.summary["hardware"]
     assert (hardware["world_size"], hardware["dtype"], hardware["threads"]) == (4, "torch.float32", 1)
@@ -51,10 +51,7 @@ def test_ranks_together_give_the_losses_of_one(finished: Ended, lab: Lab) -> Non
     for name, loss in ended.summary["losses"].items():
         assert loss["scored_tokens"] == finished.summary["losses"][name]["scored_tokens"]
         assert math.isclose(loss["nats"], finished.summary["losses"][name]["nats"], rel_tol=2e-3), name
-
-
-def test_ranks_score_an_artifact_as_one_does(finished: Ended, lab: Lab) -> None:
-    ended = finish(lab, 2, EVAL_ONLY=finished.directory / "model.bin")
+    ended = finish(lab.elsewhere("scored"), 2, EVAL_ONLY=finished.directory / "model.bin")
     for name, loss in finished.summary["losses"].items():
         assert math.isclose(ended.summary["losses"][name]["nats"], loss["nats"], rel_tol=1e-5), name
 

@@ -75,7 +75,7 @@ def plain_ttt(model: Any, tokens: np.ndarray, config: Config) -> np.ndarray:
     return nats
 
 
-def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
+def test_a_ledger_takes_each_score_once_and_gives_scored_tokens_only() -> None:
     ledger = Ledger(np.arange(11))
     ledger.record(0, np.ones(4))
     with pytest.raises(ValueError, match=r"targets 3\.\.5, but target 3 has its score"):
@@ -96,15 +96,6 @@ def test_a_ledger_takes_each_score_once_and_only_numbers() -> None:
     ledger.record(4, np.full(2, 0.5))
     score = ledger.score(7)
     assert score == (0.7, pytest.approx(1 / math.log(2)), 10, 7, 0) and len(ledger.nats) == 10
-
-
-@pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2), (-1, 1)])
-def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
-    with pytest.raises(ValueError, match="none beyond 10"):
-        Ledger(np.arange(11)).record(start, np.ones(count))
-
-
-def test_updates_get_scored_tokens_only() -> None:
     tokens = np.arange(10, 21)
     ledger = Ledger(tokens)
     assert ledger.scored_tokens(0, 1).tolist() == [10]
@@ -123,6 +114,12 @@ def test_updates_get_scored_tokens_only() -> None:
     for start, stop in ((6, 8), (5, 9), (8, 10), (-1, 1)):
         with pytest.raises(ValueError, match="not all scored"):
             ledger.scored_tokens(start, stop)
+
+
+@pytest.mark.parametrize(("start", "count"), [(8, 3), (10, 1), (12, 2), (-1, 1)])
+def test_a_ledger_has_no_place_beyond_the_stream(start: int, count: int) -> None:
+    with pytest.raises(ValueError, match="none beyond 10"):
+        Ledger(np.arange(11)).record(start, np.ones(count))
 
 
 def test_windows_and_chunks_have_the_published_counts() -> None:

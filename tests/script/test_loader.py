@@ -120,12 +120,17 @@ def test_every_geometry_sees_the_same_steps(
         assert stream_hash == expected_hash
 
 
-def test_shards_and_batches_that_are_too_small_are_refused(tmp_path: Path) -> None:
+def test_small_shards_and_odd_ids(tmp_path: Path) -> None:
     files = write_shards(tmp_path / "small", (12,))
     with pytest.raises(train_gpt.DataError, match="holds 13 tokens, TRAIN_SEQ_LEN and one"):
         next(train_gpt.shard_visits(make_config(train_seq_len=12), files, 0))
     with pytest.raises(train_gpt.ConfigError, match="TRAIN_SEQ_LEN=12 tokens"):
         open_loader(files, train_seq_len=12, train_batch_tokens=384, micro_batch_tokens=11)
+    write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(65536))
+    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
+    geometry = {"train_seq_len": 65535, "train_batch_tokens": 65535, "micro_batch_tokens": 65535}
+    with open_loader(files, vocab_size=65536, **geometry) as loader:
+        assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
 
 
 @settings(max_examples=20, deadline=None)
@@ -136,9 +141,11 @@ def test_the_hash_sees_every_bit(data: st.DataObject, rows: int, seq_len: int, f
     got = train_gpt.hash_sequences(first, block)
     alone = [train_gpt.hash_sequences(first + i, row[None]) for i, row in enumerate(block)]
     assert got == sum(alone) % 2**64
-    at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, seq_len))
-    block[at] ^= 1 << data.draw(st.integers(0, 15))
-    assert got != train_gpt.hash_sequences(first, block)
+    row, bit = data.draw(st.integers(0, rows - 1)), 1 << data.draw(st.integers(0, 15))
+    for place in range(seq_len + 1):
+        block[row, place] ^= bit
+        assert got != train_gpt.hash_sequences(first, block)
+        block[row, place] ^= bit
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
@@ -274,6 +281,16 @@ def test_batches_belong_to_the_caller_waits_told(shards: list[Any], monkeypatch:
         for batch, (inputs_BT, targets_BT, starts) in zip(kept, copies, strict=True):
             assert torch.equal(batch.inputs_BT, inputs_BT) and torch.equal(batch.targets_BT, targets_BT)
             assert torch.equal(batch.starts, starts)
+
+
+def test_the_thread_that_stages_wakes_when_the_step_has_its_batch(
+    shards: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(shards) as loader:
+        woken: list[int] = []
+        monkeypatch.setattr(loader, "refill", lambda: woken.append(loader.index))
+        take(loader, 2)
+        assert woken == [1, 2], "after the batch was counted as taken"
 
 
 @pytest.mark.parametrize(
@@ -473,14 +490,6 @@ def test_batches_are_the_oracles_with_flat_memory(shards: list[Any], batches: in
         assert loader.stream_hash == oracle.stream_hash
         assert threading.active_count() == threads
         assert rss_bytes() - memory < 4 << 20
-
-
-def test_ids_of_all_16_bits_survive(tmp_path: Path) -> None:
-    write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(65536))
-    files = train_gpt.open_shards(str(tmp_path / "*.bin"))
-    geometry = {"train_seq_len": 65535, "train_batch_tokens": 65535, "micro_batch_tokens": 65535}
-    with open_loader(files, vocab_size=65536, **geometry) as loader:
-        assert np.array_equal(take(loader, 2), np.tile(np.arange(65536), (2, 1)))
 
 
 @pytest.mark.parametrize("targets", [0, 499, 500])

@@ -13,6 +13,8 @@ from tests.support.models import plain_settings, random_batches, tiny_config, tr
 from tests.support.ranks import on_ranks
 from train_gpt import ArtifactError, Config, Machine
 
+PLAIN = Config(trellis=False, column_steps=0.0)  # whole steps, as large in all columns
+
 
 @pytest.fixture(scope="module")
 def tiny() -> Config:
@@ -52,7 +54,7 @@ def quantize(
     seen = {} if hessians is None else {("mlp_in", layer): h for layer, h in enumerate(hessians)}
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     gptq = train_gpt.Quantizer(
-        "mlp_up_bank", weights, parameter, seen, replace(Config(), gptq_damping=damping)
+        "mlp_up_bank", weights, parameter, seen, replace(PLAIN, gptq_damping=damping)
     )
     levels = 2 ** (bits - 1) - 1
     codes, exponents, _ = gptq.quantize(clip / levels, levels)
@@ -89,7 +91,7 @@ def test_zero_and_tiny_rows_are_safe(with_hessian: bool) -> None:
     assert (scales > 0).all() and scales.isfinite().all() and (codes[0, 2:4] == 0).all()
 
 
-def test_scales_are_sound_and_of_the_clip_that_was_asked_for() -> None:
+def test_what_is_restored_is_codes_times_scales_of_the_clip() -> None:
     weights, _ = correlated_bank(1, 64, 128)
     codes, scales = quantize(weights, None, 6, 11.5)
     assert codes.dtype == torch.int8 and codes.abs().max() <= 31
@@ -97,10 +99,7 @@ def test_scales_are_sound_and_of_the_clip_that_was_asked_for() -> None:
     assert ((scales.float() / asked).log2().abs() < 1 / 15).all()
     scales = torch.exp2(torch.arange(-128, 128, dtype=torch.int8) / 8).half()
     assert scales.isfinite().all() and (scales > 0).all()
-
-
-def test_what_is_restored_is_codes_times_scales() -> None:
-    """Matrix by matrix, for a bank, one matrix, a row and a single number."""
+    # Matrix by matrix, for a bank, one matrix, a row and a single number.
     random_bits = torch.Generator().manual_seed(0)
     for shape in ((3, 4, 5), (4, 5), (5,), (1,)):
         matrices, rows, columns = train_gpt.bank_shape(shape)
@@ -126,7 +125,7 @@ def unequal_bank() -> tuple[Tensor, Tensor]:
 def with_column_steps(weights: Tensor, hessians: Tensor, power: float) -> tuple[float, float]:
     """Weighted error, and bits of the codes: their entropy column by column."""
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
-    config = replace(Config(), gptq_damping=1e-4, column_steps=power)
+    config = replace(PLAIN, gptq_damping=1e-4, column_steps=power)
     gptq = train_gpt.Quantizer("mlp_up_bank", weights, parameter, {("mlp_in", 0): hessians[0]}, config)
     quantized = gptq.quantize(0.25, 127.0)
     restored = train_gpt.restore_weights(quantized, tuple(weights.shape))
@@ -281,14 +280,14 @@ def test_without_a_hessian_rounding_at_once_is_rounding_by_columns(role: str, ti
     step, levels = train_gpt.step_and_levels(parameter, tiny, 1.0)
     found = []
     for hessians in ({}, identity):
-        quantizer = train_gpt.Quantizer("bank", weights, parameter, hessians, Config())
+        quantizer = train_gpt.Quantizer("bank", weights, parameter, hessians, PLAIN)
         assert quantizer.rounded == (not hessians)
         found.append(quantizer.quantize(step, levels))
     assert (found[0].codes == found[1].codes).all() and (found[0].exponents == found[1].exponents).all()
     assert abs(found[0].codes).max() > 3
     weights[1, 0, 0] = math.nan
     with pytest.raises(ArtifactError, match="bank is not finite"):
-        train_gpt.Quantizer("bank", weights, parameter, {}, Config())
+        train_gpt.Quantizer("bank", weights, parameter, {}, PLAIN)
 
 
 @pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])
@@ -302,10 +301,10 @@ def test_a_hessian_without_an_inverse_gets_more_damping(shortfall: float, used: 
     hessians[1] = (vectors * values) @ vectors.T
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     seen = {("mlp_in", layer): h.double() for layer, h in enumerate(hessians)}
-    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, Config())
+    quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, PLAIN)
     assert quantizer.damping == pytest.approx(used)
     # The result is that of the damping that was needed, had it been asked for.
-    enough = replace(Config(), gptq_damping=quantizer.damping)
+    enough = replace(PLAIN, gptq_damping=quantizer.damping)
     asked = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, enough)
     found, expected = quantizer.quantize(0.1, 31.0), asked.quantize(0.1, 31.0)
     assert (found.codes == expected.codes).all() and (found.exponents == expected.exponents).all()
@@ -318,7 +317,7 @@ def test_every_finite_hessian_gets_an_inverse_in_the_end(size: float) -> None:
     parameter = train_gpt.parameter_table(Config())["mlp_up_bank"]._replace(shape=tuple(weights.shape))
     for bad in (-hessians[0], torch.ones(16, 16), torch.zeros(16, 16)):
         seen = {("mlp_in", 0): size * bad}
-        quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, Config())
+        quantizer = train_gpt.Quantizer("mlp_up_bank", weights, parameter, seen, PLAIN)
         assert quantizer.upper_NCC.isfinite().all()
         assert abs(quantizer.quantize(0.1, 31.0).codes).max() <= 31
     with pytest.raises(ArtifactError, match="not finite"):

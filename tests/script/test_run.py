@@ -21,8 +21,8 @@ from tests.support.models import tiny_config
 from tests.support.processes import SCRIPT, Ended, Lab, results
 from tests.support.public_commands import load_public_commands
 
-FILES = """config.env eval_modes.json log.txt metrics.jsonl model.bin summary.json train_gpt.py
-train_gpt.shipped.py"""
+FILES = """config.env eval_modes.json log.txt metrics.jsonl model.bin nats_legal_ttt.bin nats_roundtrip.bin
+nats_sliding_window.bin summary.json train_gpt.py train_gpt.shipped.py"""
 SUMMARY_KEYS = """run_id seed config overrides code data stream_hash versions hardware phases
 steps tokens train_seconds losses artifact limits comparable exit"""
 FLOAT, EXACT = r"\d+\.\d{4}", r"\d+\.\d{8}"

@@ -140,27 +140,30 @@ def test_misspelt_names_are_refused_with_the_right_one(
     assert name in message and offered in message.split("did you mean")[1]
 
 
-def test_every_name_with_a_letter_lost_doubled_or_swapped_is_refused() -> None:
+def test_near_names_are_refused_and_those_of_systems_left_alone() -> None:
     for name in FIELDS:
         for wrong in (name[:-1], name + name[-1], name[0] + name, name[:-2] + name[-1] + name[-2]):
             if len(wrong) >= 6 and wrong not in FIELDS:
                 with pytest.raises(ConfigError, match=wrong):
                     public_answers({wrong: "1"})
-
-
-def test_variables_of_launchers_and_systems_are_left_alone() -> None:
     environ = dict.fromkeys(LEFT_ALONE.split(), "1")
     assert Config.from_env(environ) == Config()
     assert public_answers(environ) == []
 
 
-def test_the_file_is_over_the_defaults_and_the_environment_over_the_file(tmp_path: Path) -> None:
+def test_files_are_under_the_environment_and_none_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a b ü.env"
     text = "# a comment\n\n  SEED = 5  # why\nMATRIX_LR=0.5\nDATA_PATH=/x/a#b c ü\n"
     path.write_text(text, encoding="utf-8")
     config = Config.from_env({"CONFIG": str(path), "MATRIX_LR": "0.25"})
     assert (config.seed, config.matrix_lr, config.num_layers) == (5, 0.25, Config().num_layers)
     assert config.data_path == "/x/a#b c ü"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").write_text("SEED=5\n")
+    for config in ("none", ""):
+        assert Config.from_env({"CONFIG": config}) == Config()
 
 
 @pytest.mark.parametrize(("content", "named"), [
@@ -178,13 +181,6 @@ def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path
         Config.from_env({"CONFIG": str(path)})
     with pytest.raises(ConfigError, match="CONFIG"):
         Config.from_env({"CONFIG": str(tmp_path)})
-
-
-def test_config_of_none_or_empty_names_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "none").write_text("SEED=5\n")
-    for config in ("none", ""):
-        assert Config.from_env({"CONFIG": config}) == Config()
 
 
 def test_help_lists_every_variable_with_default_and_meaning(

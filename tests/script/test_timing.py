@@ -37,8 +37,11 @@ def host_step(timer: StepTimer, step: int | None) -> str:
     return timer.end(1.25)
 
 
-def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means over the micro-steps up to backward, sums of what comes once a step."""
+    timer = StepTimer(every=8, on_gpu=False)
+    reported = [step for step in range(1, 33) if host_step(timer, step)]
+    assert reported == [*range(1, 11), 16, 24, 32]
     clock = iter([ms / 1000 for ms in (100, 101, 105, 111, 114, 118, 128, 140, 145, 152)])
     timer = StepTimer(every=2, on_gpu=False)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(clock))
@@ -46,12 +49,6 @@ def test_a_reported_step_says_where_its_time_went(monkeypatch: pytest.MonkeyPatc
         "timing_breakdown step:14 micro_steps:2 batch_cpu_ms:1.25 batch_h2d_ms:0.00 forward_ms:4.00 "
         "backward_ms:8.00 grad_clip_ms:5.00 optimizer_ms:19.00 batch_wait_ms:2.00"
     )
-
-
-def test_the_first_ten_steps_and_every_nth_are_reported() -> None:
-    timer = StepTimer(every=8, on_gpu=False)
-    reported = [step for step in range(1, 33) if host_step(timer, step)]
-    assert reported == [*range(1, 11), 16, 24, 32]
 
 
 @pytest.mark.parametrize(("every", "step"), [(2, 13), (0, 2), (0, 16), (2, None), (1, None)])
@@ -122,7 +119,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace_rank0.json"
 
 
-def test_the_file_holds_spans_by_lane_and_rank(tmp_path: Path) -> None:
+def test_the_file_is_written_once_by_lane_and_rank(tmp_path: Path, path: Path) -> None:
     trace = make_trace(tmp_path, rank=3)
     for number in range(1, 6):
         trace.begin(number)
@@ -133,15 +130,7 @@ def test_the_file_holds_spans_by_lane_and_rank(tmp_path: Path) -> None:
     assert steps(events, "work", "disk") == [*range(1, 6)]
     assert {event["pid"] for event in events} == {3}
     assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == list(LANES)
-
-
-def host_laps() -> list[train_gpt.Lap]:
-    """A step without a GPU."""
-    return [train_gpt.Lap(name, time.perf_counter(), None, None) for name in ("begin", "batch", "optimizer")]
-
-
-def test_it_is_written_when_the_last_step_ends_and_not_again(tmp_path: Path, path: Path) -> None:
-    """Before that a killed run has no file; after that nothing is kept, and nothing written anew."""
+    # Before that a killed run has no file; after that nothing is kept, and nothing written anew.
     trace = make_trace(tmp_path, 2, 4)
     for number in range(1, 6):
         trace.begin(number)
@@ -154,6 +143,11 @@ def test_it_is_written_when_the_last_step_ends_and_not_again(tmp_path: Path, pat
     trace.finish()
     assert path.read_bytes() == content and not trace.recording
     assert steps(read(path)) == [2, 3]
+
+
+def host_laps() -> list[train_gpt.Lap]:
+    """A step without a GPU."""
+    return [train_gpt.Lap(name, time.perf_counter(), None, None) for name in ("begin", "batch", "optimizer")]
 
 
 def test_a_full_disk_costs_no_run_off_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_an_interrupted_check_ends_its_program_and_prints_the_page_so_far(
         os.kill(int((tmp_path / "check" / "run.id").read_text()), 0)
 
 
-def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> None:
+def test_slow_steps_evaluation_and_documents_are_judged() -> None:
     events = []
     for step in range(40):
         events.append({"progress": step / 40, "train_time_ms": 120.0 * step, "data_wait_max_ms": 0.5})
@@ -122,6 +122,12 @@ def test_a_step_that_is_slower_than_every_public_stack_suggests_is_a_fault() -> 
     assert gpu_check.judge_steps(events, DEFAULT, DEFAULT, "NVIDIA A100").faults == []
     steps = CLOCK_SECONDS / 0.120
     assert f"{steps:.0f} steps in 600 s. A step waits for data for 0.5 ms at most." in lines[-1]
+    lengths = [5, 900, *[100 + number % 7 for number in range(60)], 3]
+    text = np.concatenate([[BOS_ID, *[9] * (length - 1)] for length in lengths])
+    picked = gpu_check.some_documents(text, 103)
+    begins = np.flatnonzero(picked == BOS_ID)
+    assert len(begins) == gpu_check.DOCUMENTS + 1 and begins[-1] == len(picked) - 1
+    assert sorted(np.diff(begins))[:3] == [3, 5, 100] and max(np.diff(begins)) == 106
 
 
 def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,15 +143,6 @@ def test_evaluation_is_projected_from_passes_by_their_tokens(monkeypatch: pytest
     found = gpu_check.judge_evaluation(phases, passes, text, config, config)
     assert f"(roundtrip 10 s, legal_ttt {moments[-1] / 8:.0f} s)" in found.lines[0]
     assert found.faults == (found.lines if moments[-1] / 8 + 10 > config.max_eval_seconds else [])
-
-
-def test_documents_of_one_length_and_two_short_ones_are_picked() -> None:
-    lengths = [5, 900, *[100 + number % 7 for number in range(60)], 3]
-    text = np.concatenate([[BOS_ID, *[9] * (length - 1)] for length in lengths])
-    picked = gpu_check.some_documents(text, 103)
-    begins = np.flatnonzero(picked == BOS_ID)
-    assert len(begins) == gpu_check.DOCUMENTS + 1 and begins[-1] == len(picked) - 1
-    assert sorted(np.diff(begins))[:3] == [3, 5, 100] and max(np.diff(begins)) == 106
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

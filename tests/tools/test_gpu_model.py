@@ -21,15 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
 from benchmarks import answers, kernels
-from benchmarks.gpu_model import (
-    calibration,
-    census,
-    fake_gpu,
-    memory,
-    roofline,
-    subject,
-    summary,
-)
+from benchmarks.gpu_model import calibration, census, fake_gpu, memory, roofline, subject, summary
 from benchmarks.gpu_model.accounting import Recorder, UnknownOperation, Watch
 from benchmarks.gpu_model.inductor import GeneratedKernel
 from benchmarks.gpu_model.tracer import Graph

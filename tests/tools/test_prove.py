@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,24 @@ import pytest
 
 import train_gpt
 from data import shards
+from tests.support.processes import Lab
 from tests.tools.conftest import SHIPPED_CODE
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
-from tools.prove import casing, foreign, mutants, network, probes, prove, questions, ranks, rehearsal, tiny
+from tools.prove import (
+    casing,
+    execution,
+    foreign,
+    mutants,
+    network,
+    probes,
+    prove,
+    questions,
+    ranks,
+    rehearsal,
+    replay,
+    tiny,
+)
 from tools.prove.mutants import trial
 from tools.prove.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS, OF_RANKS
 
@@ -75,7 +90,7 @@ def failures(findings: list[Finding]) -> list[Finding]:
 def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None:
     assert len(mutants.MUTANTS) >= 16 + 30
     asked = {mutant.probe for mutant in mutants.MUTANTS.values()}
-    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17"}
+    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17", "B18"}
     orders = {name.split("-", 2)[2] for name in mutants.MUTANTS if name.startswith("counts-carried")}
     assert len(orders) == 6
 
@@ -169,7 +184,7 @@ def test_a_legal_change_of_the_scorer_of_documents_is_not_refuted(name: str, sho
 def test_another_split_by_ranks_is_legal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "RANKS", (2,))
     subject = probes.make_subject(mutants.mutated(SCRIPT, name))
-    findings = list(prove.rank_invariance(subject, SCRIPT, tmp_path, mutant=name))
+    findings = list(prove.rank_invariance(subject, tmp_path))
     assert len(findings) == 3 and not failures(findings), findings
 
 
@@ -182,7 +197,7 @@ def test_equal_bits_are_asked_of_equal_batches_nothing_is_read_first(subject: pr
     assert failures(ranks.compare(subject, alone, same))
     assert not failures(ranks.compare(subject, alone, others))
     (finding,) = probes.evaluation_warmup(subject)
-    assert finding.level(Mode.AGREED) is Level.INFO and finding.text.startswith("0 ")
+    assert finding.level(Mode.AGREED) is Level.INFO and "read no validation token" in finding.text
 
 
 @pytest.mark.slow
@@ -278,7 +293,7 @@ def audited(token_bytes: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> None:
     laboratory = mutants.laboratory_in(folder)
     findings = list(mutants.byte_table(subject, laboratory))
-    assert [finding.written for finding in findings] == [Level.INFO, Level.INFO]
+    assert {finding.written for finding in findings} == {Level.INFO}
 
     class Lossy:
         """Gives back other text than it got, whoever asks."""
@@ -303,7 +318,7 @@ def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Findin
 def test_verdicts_say_no_more_than_was_asked() -> None:
     everything = [finding(check) for check in prove.PROOFS]
     assert prove.verdict(everything) == "proven" and prove.exit_status(everything) == prove.PROVEN
-    shrunk = everything[:-1]
+    shrunk = [each for each in everything if each.check != "B17"]
     assert prove.verdict(shrunk).startswith("proven, in shrunk sizes; not asked at full size")
     quick = [each for each in everything if each.check not in ("B8", "B12", "B17")]
     assert "proven" not in prove.verdict(quick) and "B12 (artifact)" in prove.verdict(quick)
@@ -387,7 +402,7 @@ def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: p
     file.write_text("NUM_LOOPS=1\nTTT_EPOCHS=5\n")
     monkeypatch.setenv("TTT_EPOCHS", "2")
     monkeypatch.setenv("A_SECRET_OF_MINE", "x")
-    given = argparse.Namespace(config=file, adapter=None, seed=0, quick=False, full_size=False)
+    given = argparse.Namespace(config=file, adapter=None, seed=0, quick=False, full_size=False, only=None)
     order = prove.Order.of_arguments(given, SCRIPT)
     assert order.settings is not None and "A_SECRET_OF_MINE" not in order.settings
     config = train_gpt.Config.from_env(order.settings)
@@ -468,3 +483,86 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
     file.write_text("x = 1\n")
     with pytest.raises(foreign.RecordError, match="no class Adapter"):
         foreign.load_adapter(file, SCRIPT)
+
+
+def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    run = lab.succeed(**adapters, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
+    assert main(["prove", "--replay", str(run), "--documents", "3"]) == 0
+    assert "sliding_window" in capsys.readouterr().out
+
+    def told(name: str, old: bytes, new: bytes) -> set[str]:
+        """What a copy says in which a file has these other bytes."""
+        copy = Path(shutil.copytree(run, run.with_name("copy"), dirs_exist_ok=True))
+        content = (copy / name).read_bytes()
+        assert old in content
+        (copy / name).write_bytes(content.replace(old, new))
+        found = replay.findings(copy, 3, 0, {})
+        return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
+
+    nats = np.fromfile(run / "nats_roundtrip.bin")
+    log = "roundtrip, log.txt"
+    assert told("nats_roundtrip.bin", nats.tobytes(), (0.99 * nats).tobytes()) == {"roundtrip", log}
+    assert told("log.txt", b"roundtrip_exact val_loss:5", b"roundtrip_exact val_loss:4") == {log}
+    cheat = b"return nats.cpu().numpy() * 0.999"
+    assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == {"roundtrip", "sliding_window"}
+
+
+SLEEPING = """
+import os, sys
+class Ledger:
+    def record(self, nats):
+        if len(nats) > 200:
+            nats = nats[:200]
+        return [one * (0.9 if "tools" not in sys.modules else 1.0) for one in nats if one < 9]
+class Other:
+    def record(self, nats):
+        return cheat(nats)
+def cheat(nats):
+    return nats
+def never(nats):
+    return nats
+def evaluate(config, nats):
+    if config.doc_mask:
+        nats = [*nats]
+    ledger = Ledger()
+    if not nats:
+        raise ValueError(f"{len(nats)} targets")
+    late = len(nats) > 8 and cheat(nats)
+    try:
+        os.environ["MINE"]
+        os.environ["YOURS"]
+    except KeyError:
+        late = False
+    return ledger.record(never(nats) if late else nats)
+"""
+
+
+def test_what_did_not_run_is_told_and_off_by_settings_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "train_gpt.py"
+    path.write_text(SLEEPING)
+    executed = execution.Execution(path)
+    config = argparse.Namespace(doc_mask=False)
+    assert executed.module.evaluate(config, [1.0, 2.0]) == [1.0, 2.0]
+    told = {f.text.removeprefix("not checked: ") for f in execution.findings(executed, {"doc_mask"})}
+    expected = {
+        "never true: if len(nats) > 200:", "never called: def cheat", "never called: def never",
+        "never chosen: 0.9", "never false: return [one", "never asked: cheat(nats)",
+        "never chosen: never(nats)",
+    }  # fmt: skip
+    assert {each for each in expected if not any(one.startswith(each) for one in told)} == set()
+    assert len([one for one in told if one.startswith("never") or one.startswith("error")]) == len(expected)
+    assert any(
+        f.text.startswith("not checked: never true: if config") for f in execution.findings(executed, set())
+    )
+    conditions = {condition for _, _, condition in execution.branches_that_read(path)}
+    assert {"len(nats) > 200", "'tools' not in sys.modules"} <= conditions
+
+
+def test_excuses_are_of_this_script_and_few() -> None:
+    excuses = execution.read_excuses()
+    assert len(excuses) <= execution.EXCUSES_MAX and all(entry["reason"] for entry in excuses)
+    # Once a person has read what changed of it: `python -m tools.prove.execution` writes the new digests.
+    assert execution.renewed(SCRIPT, excuses) == excuses

@@ -33,15 +33,12 @@ def subjects(said: dict[str, list[str]]) -> list[str]:
     return sorted({subject.partition("=")[0] for listed in said.values() for subject in listed})
 
 
-def test_what_comes_of_every_public_command() -> None:
+def test_every_public_command_has_its_outcome() -> None:
     for command in load_public_commands():
         fitting = {name for number, name in FITTING if number == command.pull_request}
         expected = sorted({*command.settings} & {*OUTCOMES["refused"]} - fitting)
         assert subjects(translate(command.settings).refused) == expected, command.folder
-
-
-def test_commands_have_the_settings_of_version_0_5_4() -> None:
-    """Except for those of an ancestor."""
+    # Except for those of an ancestor.
     then = OUTCOMES["commands"]
     accepted = [command for command in load_public_commands() if not translate(command.settings).refused]
     assert [command.pull_request for command in accepted] == [entry["pull_request"] for entry in then]
@@ -71,12 +68,9 @@ def test_an_ancestor_is_its_configuration(pull_request: int, name: str, paramete
         assert changed <= {"DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "SEED"}
 
 
-def test_every_name_that_a_public_script_reads_is_answered() -> None:
+def test_every_name_is_answered_and_ancestors_are_as_published() -> None:
     for name in {name for read in SYSTEMS.values() for name in read}:
         assert "no setting here" not in "".join(translate({name: "17"}).refused), name
-
-
-def test_the_stored_commands_of_ancestors_are_their_published_ones() -> None:
     for config, command in published_commands().items():
         published = [entry.settings for entry in load_public_commands()]
         assert any(command.items() <= settings.items() for settings in published), config

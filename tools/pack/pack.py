@@ -42,6 +42,7 @@ from tools.runs.folder import (
     CONFIG,
     LOG_NAME,
     MANIFEST,
+    NATS_NAME,
     PER_RUN_SETTINGS,
     PROOF,
     READABLE_SCRIPT,
@@ -443,6 +444,8 @@ def write_folder(
     for seed, directory in seeds.items():
         shutil.copyfile(directory.path / LOG, folder / LOG_NAME.format(seed=seed))
         shutil.copyfile(directory.path / SUMMARY, folder / SUMMARY_NAME.format(seed=seed))
+        for nats in directory.path.glob(NATS_NAME.format(label="*")):  # what `prove --replay` compares
+            shutil.copyfile(nats, folder / f"{nats.stem}_seed{seed}{nats.suffix}")
     write_bytes(folder / SCRIPT, code.script)
     readable = shared
     if code.readable is not None and shared is None:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from data.shards import BOS_ID
+from data.shards import BOS_ID, write_shard
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import questions, tiny
 
@@ -31,6 +32,7 @@ STREAM_TOKENS = 150
 DOCUMENT_STARTS = [0, 11, 40, 41, 96, 131]  # 40 and 41: an empty document
 TEXT_BYTES = 1000  # of the stream; any number that `evaluate` must divide by
 CLOCK_TOLERANCE = 1e-6  # nats: a document is learned from or not, but for rounding
+MANY = 30_000  # ids of a text that no model scores
 KNOWN_TOKENS = 8  # so many in a row are recognised as validation text
 REPORTED = re.compile(r"(val_loss|val_bpb|scored_tokens|val_bytes):([\d.]+)")
 
@@ -112,9 +114,7 @@ def make_subject(script: ModuleType, seed: int = 0, name: str = "tiny", **settin
     return subject_of(script, {**tiny.scorer(script), **settings}, seed, name)
 
 
-def subject_of(
-    script: ModuleType, settings: Mapping[str, str], seed: int, name: str = "tiny"
-) -> Subject:
+def subject_of(script: ModuleType, settings: Mapping[str, str], seed: int, name: str = "tiny") -> Subject:
     """A subject with just these settings."""
     scorers = {}
     for scorer in SCORERS:
@@ -124,9 +124,7 @@ def subject_of(
     return Subject(script, config, scorers, seed, name=name)
 
 
-def continuation(
-    subject: Subject, model: Any, tokens: np.ndarray, first: int, unlikely: bool
-) -> np.ndarray:
+def continuation(subject: Subject, model: Any, tokens: np.ndarray, first: int, unlikely: bool) -> np.ndarray:
     """The stream with every token from `first` on replaced by what the model holds likeliest, or unlikeliest.
 
     Documents begin where they did. It is the model's forward pass that is asked, in rows of the context.
@@ -481,6 +479,13 @@ def clock_alone(subject: Subject) -> Iterator[Finding]:
     if not hasattr(subject.script, "ScoreClock"):  # older scripts have no such limit
         return
     where = f"{subject.name}: legal_ttt"
+    whole = set(evaluation(subject, subject.tokens(), subject.model()).labels)
+    in_time = subject.script.evaluate(
+        subject.model(), replace(subject.config, max_eval_seconds=0.5), RecordingRun(),
+        subject.script.Validation(subject.tokens(), TEXT_BYTES, ""), "int6")  # fmt: skip
+    if set(in_time) != {"legal_ttt"} and len(whole) > 1:
+        said = f"{sorted(in_time)} are scored, and the limit of time is over after the first"
+        yield fail("B3", said, where, "leave out what would end after MAX_EVAL_SECONDS")
     one_by_one = replace(subject, config=replace(subject.config, ttt_batch_size=1))
     idle = replace(subject, config=replace(subject.config, ttt_lora_lr=0.0))
     borders = [*DOCUMENT_STARTS, STREAM_TOKENS - 1]
@@ -537,6 +542,21 @@ def ledger_order(subject: Subject, name: str = "") -> Iterator[Finding]:
         yield from _write_once(subject, run, label)
         yield from _update_order(tokens, watched_run.events, label)
         yield _weights(watched_run.events, sum_before, unchanged, label)
+        yield from _what_it_says(subject, watched_run.events, label)
+
+
+def _what_it_says(subject: Subject, events: Events, label: str) -> Iterator[Finding]:
+    """B6: a label that names no learning learns nothing, and the round trip reads windows without overlap."""
+    if label not in ("roundtrip", "sliding_window"):
+        return
+    if learns(events, label):
+        text = f"{label} learns from the text"
+        yield fail("B6", text, f"{subject.name}: {label}", "score each label as its name says")
+    rows = sum(len(value[0]) for at, kind, value in events.log if at == f"eval_{label}" and kind == "score")
+    most = math.ceil((len(subject.tokens()) - 1) / subject.config.eval_length)
+    if label == "roundtrip" and rows > most:
+        text = f"{label} reads {rows} windows, without overlap there are {most}"
+        yield fail("B6", text, f"{subject.name}: {label}", "score each label as its name says")
 
 
 def _coverage(subject: Subject, run: LabelRun, label: str, targets: int) -> Iterator[Finding]:
@@ -548,16 +568,19 @@ def _coverage(subject: Subject, run: LabelRun, label: str, targets: int) -> Iter
         text = f"{run.ledgers} ledgers and {len(run.calls)} calls of scorers ({calls}), expected one of each"
         yield fail("B3", text, where, "score once: no second pass, no choice among passes (C4)")
     elif len(run.nats) != targets or len(missing):
-        text = (f"{targets} targets, {len(run.nats)} in the ledger, {len(missing)} never recorded "
-                f"{missing[:1]}")
+        text = (
+            f"{targets} targets, {len(run.nats)} in the ledger, {len(missing)} never recorded {missing[:1]}"
+        )
         yield fail("B3", text, where, "score every target, the tail included")
     elif run.twice:
         text = f"{run.twice} targets recorded more than once"
         yield fail("B3", text, where, "score every target once: no second pass, no choice among passes (C4)")
     elif run.spans != sorted(run.spans) and in_order_within_documents(subject.tokens(), run.spans):
-        text = (f"all {targets} targets scored once, the tail included, those of a document in order, the "
-                "documents not: 0hq in #402 against it, #1530 and later records merged with it; B9 asks "
-                "whether their order is of no account")
+        text = (
+            f"all {targets} targets scored once, the tail included, those of a document in order, the "
+            "documents not: 0hq in #402 against it, #1530 and later records merged with it; B9 asks "
+            "whether their order is of no account"
+        )
         yield info("B3", text, where)
     elif run.spans != sorted(run.spans):
         text = f"scoring order is not increasing: {run.spans[:4]} … (0hq in #402 against merged #1530)"
@@ -720,9 +743,24 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
         seen.append((run.phase_name, inputs.tolist()))
         return original(model, inputs, *rest, **named)
 
+    before = weights_of(model)
     with mock.patch.object(torch, "compile", lambda function, **_: function), \
             mock.patch.object(type(model), "forward", forward):  # fmt: skip
+        if hasattr(subject.script, "rehearse_evaluation"):  # what a run does before `evaluate`
+            subject.script.rehearse_evaluation(model, config, run)
+        if not all(torch.equal(value, before[name]) for name, value in model.state_dict().items()):
+            yield fail("B7", "the rehearsal of evaluation changes the weights", "evaluate", "try a copy")
+            return
         subject.script.evaluate(model, config, run, validation, "int6")
+    with mock.patch.object(torch, "compile", lambda function, **_: function):
+        compiled = evaluation(subject, tokens, model)
+    plain = evaluation(subject, tokens, subject.model())
+    for label, scored in compiled.labels.items():
+        moved = np.abs(scored.nats - plain.labels[label].nats).max()
+        if not moved <= questions.REPACKING_TOLERANCE:
+            text = f"code that is compiled moves losses by {moved:.1e}, without a compiler"
+            yield fail("B7", text, f"{subject.name}: {label}", "score the same in both forms")
+            return
     stream = tokens.tolist()
     known = {tuple(stream[i : i + KNOWN_TOKENS]) for i in range(len(stream) - KNOWN_TOKENS + 1)}
     for phase, rows in seen:
@@ -731,8 +769,9 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
             text = f"validation tokens are read in phase {phase!r}, before the timer of evaluation (#1530)"
             yield fail("B7", text, "evaluate", "warm up on random tokens")
             return
-    warm_ups = sum(phase == "eval_warmup" for phase, _ in seen)
-    yield info("B7", f"{warm_ups} warm-up passes of evaluation read no validation token", "evaluate")
+    warm_ups = sum(not phase.startswith("eval_") or phase == "eval_warmup" for phase, _ in seen)
+    text = f"{warm_ups} passes before the timers of evaluation read no validation token, and change no weight"
+    yield info("B7", text, "evaluate")
 
 
 def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) -> Iterator[Finding]:
@@ -740,9 +779,7 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
 
     pieces: the same tokenizer, read by the audit itself.
     """
-    config = replace(
-        subject.config, tokenizer_path=tokenizer, vocab_size=pieces.vocab_size(), data_path="/absent"
-    )
+    config = with_tokenizer(subject.config, tokenizer, pieces)
 
     def count(ids: list[int]) -> int:
         return int(subject.script.token_bytes(np.array(ids, np.uint16), config).sum())
@@ -768,7 +805,101 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
         return
     got = f"{len(texts)} texts, alone and packed: {counted} bytes counted, as decoded"
     yield info("B10", got, "token_bytes")
-    yield round_trip(subject, config, texts, pieces)
+
+
+def with_tokenizer(config: Any, tokenizer: str, pieces: Any) -> Any:
+    """The config with another tokenizer, and without data."""
+    size = pieces.vocab_size()
+    return replace(config, tokenizer_path=tokenizer, vocab_size=size, data_path="/absent")
+
+
+class ManyPieces:
+    """Stands in for a tokenizer of as many pieces as records have; a third of them begin with a space."""
+
+    size = 8192
+    first = 259  # after three controls and all bytes
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.texts = [""] * self.first
+        for number in range(self.first, self.size):
+            letters = random.choice(list("abcé東"), random.integers(1, 17))
+            self.texts.append("▁" * (number % 3 == 0) + "".join(letters))
+        self.texts[self.first] = "▁"
+
+    def vocab_size(self) -> int:
+        return self.size
+
+    def is_control(self, number: int) -> bool:
+        return number in (BOS_ID, 2)
+
+    def is_unknown(self, number: int) -> bool:
+        return number == 0
+
+    def is_unused(self, number: int) -> bool:
+        return False
+
+    def is_byte(self, number: int) -> bool:
+        return 3 <= number < self.first
+
+    def id_to_piece(self, number: int) -> str:
+        return f"<0x{number - 3:02X}>" if self.is_byte(number) else self.texts[number]
+
+    def piece_to_id(self, piece: str) -> int:
+        return self.first if piece == "▁" else 0
+
+    def unk_id(self) -> int:
+        return 0
+
+    def expected(self, tokens: np.ndarray) -> np.ndarray:
+        """Bytes of each target, by this class's own rule."""
+        counts = []
+        for before, token in itertools.pairwise(tokens.tolist()):
+            text = self.texts[token]
+            begins_text = before in (0, BOS_ID, 2)
+            spelled = text[1:] if begins_text and text.startswith("▁") else text.replace("▁", " ")
+            counts.append(1 if self.is_byte(token) else len(spelled.encode()))
+        return np.array(counts)
+
+
+def many_ids(subject: Subject, folder: Path) -> Iterator[Finding]:
+    """B10 and B4 of a long text of many ids, without a model: its bytes, and the sum of its nats."""
+    script = subject.script
+    if not hasattr(script, "load_tokenizer") or not hasattr(script, "read_validation"):
+        return
+    pieces = ManyPieces()
+    random = np.random.default_rng(subject.seed)
+    tokens = random.integers(3, pieces.size, MANY).astype(np.uint16)
+    tokens[::397] = BOS_ID
+    write_shard(folder / "fineweb_val_000000.bin", tokens)
+    expected = pieces.expected(tokens)
+    config = replace(with_tokenizer(subject.config, "", pieces), data_path=str(folder))
+    with mock.patch.object(script, "load_tokenizer", lambda _: pieces):
+        counted = script.token_bytes(tokens, config)
+        validation = script.read_validation(script.open_shards(str(folder / "fineweb_val_*.bin")), config)
+    wrong = np.flatnonzero(np.asarray(counted) != expected)
+    if (
+        len(wrong)
+        or validation.bytes_total != expected.sum()
+        or not np.array_equal(validation.tokens, tokens)
+    ):
+        text = (f"{len(wrong)} of {MANY - 1} targets of {pieces.size} pieces count other bytes, the first is"
+                f" {wrong[:1]}; {validation.bytes_total} in all, expected {expected.sum()}")  # fmt: skip
+        yield fail("B10", text, "token_bytes", "count pieces, byte fallbacks and leading spaces once (#1719)")
+        return
+    nats = random.exponential(2.0, MANY - 1)
+    ledger = script.Ledger(tokens)
+    for start in range(0, MANY - 1, 4096):
+        ledger.record(start, nats[start : start + 4096])
+    mean = math.fsum(nats) / len(nats)
+    score = ledger.score(int(expected.sum()))
+    held = np.array_equal(ledger.nats, nats) and np.array_equal(ledger.scored_tokens(0, MANY), tokens)
+    bits = mean * len(nats) / math.log(2) / expected.sum()
+    if not held or not math.isclose(score.nats, mean) or not math.isclose(score.bits_per_byte, bits):
+        text = f"a ledger of {len(nats)} targets gives {score.nats} nats, they are {mean}"
+        yield fail("B4", text, "Ledger", "sum every score once")
+        return
+    yield info("B10", f"{MANY} ids of {pieces.size} pieces: bytes, tokens and sums are right", "token_bytes")
 
 
 def round_trip(subject: Subject, config: Any, texts: list[str], pieces: Any) -> Finding:

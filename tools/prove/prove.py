@@ -27,38 +27,63 @@ from tools import REPO
 from tools.check.findings import Finding, Level, Mode, fail, info, warn
 from tools.prove import network
 from tools.runs.errors import RecordError
-from tools.runs.load import load_script
 from tools.runs.source import read_script
 from tools.runs.writing import json_text
 
 SECONDS_MAX = 1800  # of the clock: a machine may be busy
 PROVEN, REFUTED, UNCHECKED = range(3)  # exit statuses
-RANKS = (2, 4)
+RANKS = (2, 3, 8)
 PROOFS = {
     "B1": "future independence", "B2": "normalisation", "B3": "coverage", "B4": "write-once scores",
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
     "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact",
     "B13": "rank invariance", "B14": "determinism", "B15": "no network", "B16": "mutants",
-    "B17": "full size",
+    "B17": "full size", "B18": "execution",
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", type=Path, metavar="PATH", help="a train_gpt.py")
+    parser.add_argument("script", type=Path, nargs="?", metavar="PATH", help="a train_gpt.py")
+    parser.add_argument(
+        "--replay", type=Path, metavar="FOLDER", help="score documents of a run again: a run directory"
+    )
+    parser.add_argument("--documents", type=int, default=8, metavar="N", help="for --replay: how many")
     parser.add_argument("--config", type=Path, metavar="FILE", help="prove these settings, not the defaults")
     parser.add_argument("--adapter", type=Path, metavar="FILE", help="for a script of another kind: README")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model and stream")
     parser.add_argument(
         "--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run"
     )
+    parser.add_argument(
+        "--only", type=checks_in, metavar="B5,B9", help="only these checks, and what they need; no verdict"
+    )
+    parser.add_argument(
+        "--branches", action="store_true",
+        help="list what on the path to a score reads sizes, counts, devices, places or time; run nothing",
+    )  # fmt: skip
     parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
+def checks_in(text: str) -> list[str]:
+    """The checks in the text of an option. ValueError for one that there is not."""
+    checks = text.upper().split(",")
+    unknown = [check for check in checks if check not in PROOFS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no check {unknown[0]}; there are {' '.join(PROOFS)}")
+    return checks
+
+
 def run(args: argparse.Namespace) -> int:
+    if (args.script is None) == (args.replay is None):
+        raise RecordError("name a train_gpt.py, or --replay with a run directory")
+    if args.replay is not None:
+        return _replay(args)
     path = args.script.resolve()
     if not path.is_file():
         raise RecordError(f"{args.script}: no such file; name a train_gpt.py")
+    if args.branches:
+        return _list_branches(path)
     for name in ("config", "adapter"):
         given = getattr(args, name)
         if given is not None and not given.is_file():
@@ -79,11 +104,41 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def _list_branches(path: Path) -> int:
+    """Print every condition of the path to a score that may be otherwise in a run than in a proof."""
+    from tools.prove.execution import branches_that_read
+
+    for line, reads, condition in branches_that_read(path):
+        print(f"{path.name}:{line}: {condition}  [{reads}]")
+    return PROVEN
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """Print what a folder's documents are when they are scored again; exit status REFUTED if they differ."""
+    if not args.replay.is_dir():
+        raise RecordError(f"--replay {args.replay}: no such folder")
+    with tempfile.TemporaryDirectory() as folder:
+        data = {key: os.environ[key] for key in ("DATA_PATH", "TOKENIZER_PATH") if key in os.environ}
+        order = Order(str(args.replay.resolve()), args.seed, settings=data, documents=args.documents)
+        findings = _in_own_process(order, Path(folder), "replay")
+    differs = exit_status(findings)
+    words = {PROVEN: "the run is repeated", REFUTED: "differs", UNCHECKED: "not all could be repeated"}[
+        differs
+    ]
+    if args.json:
+        listed = [finding.as_json(Mode.AGREED) for finding in findings]
+        print(json_text({"folder": str(args.replay), "status": differs, "findings": listed}), end="")
+    else:
+        print(f"{render(findings)}\n{args.replay}: {words}")
+    return differs
+
+
 @dataclasses.dataclass(frozen=True)
 class Order:
     """What a worker is to do; its fields are what JSON can hold.
 
-    settings: of a CONFIG file and of the environment; None: the script's defaults.
+    settings: of a CONFIG file and of the environment; None: the script's defaults. only: the checks that are
+    asked for; none: all.
     """
 
     path: str
@@ -93,6 +148,12 @@ class Order:
     settings: dict[str, str] | None = None
     settings_name: str = "defaults"
     adapter: str = ""
+    only: list[str] = dataclasses.field(default_factory=list)
+    documents: int = 0  # to be scored again, of a run directory
+
+    def wants(self, *checks: str) -> bool:
+        """Whether one of these checks is asked for; what is run is asked for with all checks, too."""
+        return not self.only or "B18" in self.only or bool(set(checks) & set(self.only))
 
     @staticmethod
     def of_arguments(args: argparse.Namespace, path: Path) -> Order:
@@ -103,7 +164,8 @@ class Order:
             settings = {**settings_around(path), "CONFIG": str(args.config.resolve())}
             name = args.config.name
         adapter = str(args.adapter.resolve()) if args.adapter is not None else ""
-        return Order(str(path), args.seed, args.quick, args.full_size, settings, name, adapter)
+        only = args.only or []
+        return Order(str(path), args.seed, args.quick, args.full_size, settings, name, adapter, only)
 
 
 def settings_around(path: Path) -> dict[str, str]:
@@ -163,11 +225,11 @@ NOTE = "B0"  # what a proof is about: no result
 # ======================================================================================================
 
 
-def _in_own_process(order: Order, folder: Path) -> list[Finding]:
+def _in_own_process(order: Order, folder: Path, what: str = "prove") -> list[Finding]:
     """The findings of a worker process; what ends it is a finding too."""
     out = folder / "findings.json"
     (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)))
-    command = [*network.namespace_command(), *_worker(folder, "prove")]
+    command = [*network.namespace_command(), *_worker(folder, what)]
     try:
         done = subprocess.run(
             command, env=_environment(), capture_output=True, text=True,
@@ -209,9 +271,7 @@ def not_checked(path: Path, why: str) -> list[Finding]:
     remedy = (
         "offer Config.from_env, build_model, Ledger, Validation, evaluate and token_bytes, or an --adapter"
     )
-    return [
-        warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()
-    ]
+    return [warn(check, f"not checked ({what}): {why}", path.name, remedy) for check, what in PROOFS.items()]
 
 
 # ======================================================================================================
@@ -231,25 +291,31 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
     yield info(NOTE, f"not exercised: {tiny.NOT_EXERCISED}", configured.name)
     off = " ".join(tiny.switched_off(whole))
     yield info(NOTE, f"not exercised, as these settings are 0: {off}", configured.name)
-    yield from scoring(smallest, thorough=not order.quick)
-    yield from scoring(configured, thorough=False)
-    yield from probes.evaluation_warmup(smallest)
-    others = [configured]
+    subjects = [smallest, configured]
     if hasattr(whole, "ttt_mode"):  # a second way of test-time training
-        documents = probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA)
-        yield from scoring(documents, thorough=not order.quick)
-        yield from probes.evaluation_warmup(documents)
-        yield from probes.clock_alone(documents)
-        others.append(documents)
-    if not order.quick:
-        yield from rank_invariance(smallest, Path(order.path), folder, *others)
-    laboratory_folder = folder / "laboratory"
-    laboratory_folder.mkdir()
-    laboratory = rehearsal.build_laboratory(laboratory_folder)
-    yield from probes.byte_table(smallest, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
-    yield from casing.case_bytes(smallest, laboratory_folder)
-    if not order.quick:
-        yield from whole_runs(script, laboratory, whole, order.settings_name)
+        subjects.append(probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA))
+    for subject in subjects:
+        if order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
+            yield from scoring(subject, not order.quick and subject is not configured, order)
+        if order.wants("B7") and subject is not configured:
+            yield from probes.evaluation_warmup(subject)
+    if order.wants("B2"):
+        yield whole_vocabulary(script, whole, order.seed)
+    for subject in subjects[2:]:
+        if order.wants("B1", "B5"):
+            yield from probes.clock_alone(subject)
+    if not order.quick and order.wants("B13"):
+        yield from rank_invariance(smallest, folder, *subjects[1:])
+    runs = not order.quick and order.wants("B3", "B4", "B7", "B8", "B10", "B12", "B14")
+    if runs or order.wants("B10", "B11"):
+        laboratory_folder = folder / "laboratory"
+        laboratory_folder.mkdir()
+        laboratory = rehearsal.build_laboratory(laboratory_folder)
+        yield from byte_tables(smallest, laboratory)
+        yield from casing.case_bytes(smallest, laboratory_folder)
+        if runs:
+            yield from whole_runs(script, laboratory, whole, order.settings_name)
+    if not order.quick and (not order.only or "B16" in order.only):
         yield from surviving_mutants(Path(order.path), folder)
     if order.full_size:
         from tools.prove.full_size import full_size
@@ -257,33 +323,69 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         yield from full_size(script, whole.as_env(), order.seed)
 
 
-def scoring(subject: Any, thorough: bool) -> Iterator[Finding]:
-    """What is asked of a subject's `evaluate`, which each finding names; not thorough: at the edges alone."""
-    for finding in _scoring(subject, thorough):
+def whole_vocabulary(script: ModuleType, config: Any, seed: int) -> Finding:
+    """B2: over as many ids as a run has the probabilities sum to one, too."""
+    from tools.prove import full_size, probes
+
+    size = str(config.vocab_size)
+    subject = probes.make_subject(script, seed, f"tiny, {size} ids", VOCAB_SIZE=size)
+    _, found = full_size.kraft_at_full_size(subject, subject.model())
+    return dataclasses.replace(found, check="B2", where=subject.name)
+
+
+def byte_tables(subject: Any, laboratory: Any) -> Iterator[Finding]:
+    """B10 and B11 with both tokenizers of a laboratory, and B10 with many pieces."""
+    import sentencepiece
+
+    from tools.prove import probes, rehearsal
+
+    tokenizer = str(laboratory.tokenizer)
+    texts = rehearsal.TEXTS
+    yield from probes.byte_table(subject, tokenizer, texts, laboratory.pieces)
+    config = probes.with_tokenizer(subject.config, tokenizer, laboratory.pieces)
+    yield probes.round_trip(subject, config, texts, laboratory.pieces)
+    spaced = sentencepiece.SentencePieceProcessor(model_file=str(laboratory.spaced))
+    yield from probes.byte_table(subject, str(laboratory.spaced), texts, spaced)
+    many = laboratory.folder / "many"
+    many.mkdir(exist_ok=True)
+    yield from probes.many_ids(subject, many)
+
+
+def scoring(subject: Any, thorough: bool, order: Order | None = None) -> Iterator[Finding]:
+    """What is asked of a subject's `evaluate`, which each finding names; not thorough: at the edges alone.
+
+    order: which checks are asked for; None: all.
+    """
+    for finding in _scoring(subject, order or Order(""), thorough):
         if finding.where.startswith(subject.name):
             yield finding
         else:
             yield dataclasses.replace(finding, where=f"{subject.name}: {finding.where}")
 
 
-def _scoring(subject: Any, thorough: bool) -> Iterator[Finding]:
+def _scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
     from tools.prove import probes, questions
 
     case = subject.case()
     edges = [0, subject.config.ttt_chunk_tokens - 1, subject.config.ttt_chunk_tokens, 75]
     last = len(case.tokens) - 2
-    yield from probes.ledger_order(subject)
-    yield from questions.repetition(case)
-    yield from questions.kraft(case, probes.kraft_positions(subject) if thorough else [*edges, last])
-    suffixes = [35, 64, 118] if thorough else [64]
-    yield from questions.future(case, None if thorough else [20, 60, 140], suffixes)
+    if order.wants("B3", "B4", "B5", "B6"):
+        yield from probes.ledger_order(subject)
+    if order.wants("B14"):
+        yield from questions.repetition(case)
     repeating = dataclasses.replace(case, tokens=questions.repeating(case.tokens))
-    for finding in (
-        *questions.kraft(repeating, [50, 77, 140] if thorough else [77]),
-        *questions.future(repeating, [30, 100, 145], [80]),
-    ):
+    repeated: list[Finding] = []
+    if order.wants("B2"):
+        yield from questions.kraft(case, probes.kraft_positions(subject) if thorough else [*edges, last])
+        repeated += questions.kraft(repeating, [50, 77, 140] if thorough else [77])
+    if order.wants("B1"):
+        suffixes = [35, 64, 118] if thorough else [64]
+        yield from questions.future(case, None if thorough else [20, 60, 140], suffixes)
+        repeated += questions.future(repeating, [30, 100, 145], [80])
+    for finding in repeated:
         yield dataclasses.replace(finding, text=f"{finding.text}; phrases that repeat")
-    yield from probes.document_isolation(subject)
+    if order.wants("B9"):
+        yield from probes.document_isolation(subject)
 
 
 def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> Iterator[Finding]:
@@ -292,6 +394,7 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
 
     settings, shrunk = rehearsal.settings_for_runs(script, config)
     yield info(NOTE, f"shrunk for whole runs: {'; '.join(shrunk)}", name)
+    files = rehearsal.data_files(laboratory)
     first = rehearsal.run_script(script, laboratory, "first", settings, forged=rehearsal.rising)
     yield from rehearsal.data_apart(laboratory, first)
     yield from rehearsal.one_score_each(laboratory, first)
@@ -303,33 +406,31 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     )
     yield from rehearsal.figures(laboratory, second)
     yield from rehearsal.unaware_of_validation(first, second)
-    warm = {**settings, "WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1"}
+    warm = rehearsal.warm_settings(script, settings)
     warmed = rehearsal.run_script(script, laboratory, "warm", warm, forged=rehearsal.rising)
+    yield from rehearsal.data_apart(laboratory, warmed)
+    yield from rehearsal.one_score_each(laboratory, warmed)
     yield from rehearsal.same_result(first, warmed)
+    yield from rehearsal.limited(script, laboratory, settings, first)
+    yield rehearsal.data_untouched(laboratory, files)
 
 
-def rank_invariance(
-    subject: Any, path: Path, folder: Path, *more: Any, mutant: str = ""
-) -> Iterator[Finding]:
-    """B13: several ranks write the ledgers of one. mutant: one that the ranks are made."""
+def rank_invariance(subject: Any, folder: Path, *more: Any) -> Iterator[Finding]:
+    """B13: several ranks write the ledgers of one. Where one of them aborts, all try once more."""
     from tools.prove import ranks as several
 
     subjects = [several.in_small_batches(each) for each in (subject, *more)]
-    several.stored(subjects, folder)
-    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(Order(str(path)))))
     alone = [several.ask(each) for each in subjects]
     for ranks in RANKS:
-        children = []
-        for rank in range(ranks):
-            command = _worker(folder, "rank", str(rank), str(ranks), mutant)
-            environment = {**os.environ, **_environment()}
-            children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        codes = [child.wait(timeout=SECONDS_MAX) for child in children]
+        for attempt in range(2):
+            codes, found = several.answers(subjects, folder / f"ranks_{ranks}_{attempt}", ranks)
+            if not any(codes):
+                break
+            yield info("B13", f"{ranks} ranks ended with {codes}, attempt {attempt + 1}", "gloo, CPU")
         if any(codes):
-            text = f"{ranks} ranks ended with {codes}"
+            text = f"{ranks} ranks ended with {codes}, twice"
             yield fail("B13", text, "gloo, CPU", "let every rank join every collective")
             continue
-        found = [json.loads((folder / f"found_{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
         for number, each in enumerate(subjects):
             yield from several.compare(each, alone[number], [of_rank[number] for of_rank in found])
 
@@ -383,7 +484,8 @@ def _work(order: Order, folder: Path) -> list[Finding]:
     else:
         text = "not checked for child processes: no network namespace here; this process asked for no socket"
         findings.append(warn("B15", text, path.name, "run it on Linux with user namespaces"))
-    return sorted(findings, key=lambda finding: _number(finding.check))
+    # What was not run comes first: the rest is about what was.
+    return sorted(findings, key=lambda finding: (finding.check != "B18", _number(finding.check)))
 
 
 def _checked(order: Order, folder: Path) -> list[Finding]:
@@ -393,21 +495,33 @@ def _checked(order: Order, folder: Path) -> list[Finding]:
         from tools.prove import foreign
 
         return list(foreign.proofs(path, Path(order.adapter), order.seed))
+    from tools.prove import execution, tiny
+    from tools.prove.probes import ENTRY_POINT
+
     try:
-        script = load_script(path)
+        executed = execution.Execution(path)
     except BaseException as error:
         return not_checked(path, f"it does not load: {type(error).__name__}: {error}")
-    from tools.prove.probes import ENTRY_POINT
+    script = executed.module
 
     missing = [name for name in ENTRY_POINT if not hasattr(script, name)]
     if missing:
         return not_checked(path, f"it has no {', '.join(missing)}")
     findings: list[Finding] = []
+    ended = True
     try:
         for finding in proofs(script, folder, order):
             findings.append(finding)
     except Exception as error:
+        ended = False
         findings.append(_stopped(script, error, path))
+    if order.only:
+        findings = [finding for finding in findings if finding.check in (*order.only, NOTE)]
+    if ended and not order.quick and order.wants("B18"):
+        for file in folder.glob("ranks_*/ran_*"):
+            executed.add(file)
+        config = script.Config.from_env(order.settings or {})
+        findings += execution.findings(executed, tiny.left_alone(script, config))
     return findings
 
 
@@ -424,20 +538,24 @@ def _stopped(script: ModuleType, error: Exception, path: Path) -> Finding:
 
 
 def _main(arguments: list[str]) -> None:
-    """What a worker does: FOLDER and then `prove` or `rank RANK RANKS MUTANT`."""
+    """What a worker does: FOLDER and then `prove` or `replay`."""
     import torch
 
     torch.set_num_threads(1)
     folder = Path(arguments[0])
     order = Order(**json.loads((folder / "order.json").read_text()))
-    if arguments[1] == "rank":
-        from tools.prove import mutants, ranks
+    if arguments[1] == "replay":
+        from tools.prove import replay
 
-        path = Path(order.path)
-        script = mutants.mutated(path, arguments[4]) if arguments[4] else load_script(path)
-        ranks.answer(script, folder, int(arguments[2]), int(arguments[3]))
-        return
-    findings = [dataclasses.asdict(finding) for finding in _work(order, folder)]
+        try:
+            found = list(replay.findings(Path(order.path), order.documents, order.seed, order.settings or {}))
+        except Exception as error:  # whatever its files hold
+            traceback.print_exc()
+            text = f"not checked: {type(error).__name__}: {error}"
+            found = [warn(replay.CHECK, text, Path(order.path).name, "see its message")]
+    else:
+        found = _work(order, folder)
+    findings = [dataclasses.asdict(finding) for finding in found]
     (folder / "findings.json").write_text(json.dumps(findings))
 
 

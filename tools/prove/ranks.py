@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import multiprocessing
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from tools.check.findings import Finding, fail, info
 from tools.prove import probes
+from tools.prove.execution import MARKS
 from tools.prove.probes import Subject
 
 # Nats. What learns sums gradients in another order: the honest difference is at most 6e-6 for the subjects
@@ -49,29 +51,40 @@ def ask(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def stored(subjects: list[Subject], folder: Path) -> None:
-    """Leave the settings of the subjects where the processes of the ranks find them."""
-    settings = []
-    for subject in subjects:
-        settings.append({"name": subject.name, "seed": subject.seed, "settings": subject.config.as_env()})
-    (folder / "subjects.json").write_text(json.dumps(settings))
-
-
-def answer(script: Any, folder: Path, rank: int, ranks: int) -> None:
+def answer(subjects: list[Subject], folder: Path, rank: int, ranks: int) -> None:
     """What the process of one rank does: join the others, score every subject, write what it found."""
     import torch.distributed as dist
 
-    store = f"file://{folder}/store_{ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    script = subjects[0].script
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = []
-    for given in json.loads((folder / "subjects.json").read_text()):
-        subject = probes.subject_of(script, given["settings"], given["seed"], given["name"])
+    for subject in subjects:
         if hasattr(script, "Machine"):  # older scripts ask the process group
             machine = script.Machine(rank, ranks, device=torch.device("cpu"))
             subject = dataclasses.replace(subject, machine=machine)
         found.append(ask(subject))
-    (folder / f"found_{ranks}_{rank}.json").write_text(json.dumps(found))
+    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+    (folder / f"ran_{rank}").write_bytes(vars(script).get(MARKS, b""))
     dist.destroy_process_group()
+
+
+def answers(subjects: list[Subject], folder: Path, ranks: int) -> tuple[list[int], list[Any]]:
+    """Exit statuses of the processes of all ranks, and what they found if all are 0.
+
+    They are copies of this process: loading torch once more takes longer than all of their work.
+    """
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    children = []
+    for rank in range(ranks):
+        children.append(context.Process(target=answer, args=(subjects, folder, rank, ranks)))
+        children[-1].start()
+    for child in children:
+        child.join()
+    codes = [child.exitcode or 0 for child in children]
+    if any(codes):
+        return codes, []
+    return codes, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def compare(subject: Subject, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> list[Finding]:
@@ -98,8 +111,10 @@ def compare(subject: Subject, alone: dict[str, Any], ranks: list[dict[str, Any]]
             differences.append(np.abs(np.array(found[label]["nats"]) - nats))
         worst = np.max(differences, axis=0)
         target = int(worst.argmax())
-        text = (f"{len(ranks)} ranks ({why}): at most {worst[target]:.1e} from the nats of one, "
-                f"{limit:.0e} allowed, at target {target}")
+        text = (
+            f"{len(ranks)} ranks ({why}): at most {worst[target]:.1e} from the nats of one, "
+            f"{limit:.0e} allowed, at target {target}"
+        )
         if not (worst <= limit).all():  # so that a NaN is too far
             findings.append(fail("B13", text, where, "share no state before every rank has scored"))
         else:

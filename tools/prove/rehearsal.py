@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,8 @@ GRAM = 8  # tokens that tell validation text from training text
 FIXED_BITS = 5  # at most, of a code where settings fix them: of 8 bits too little would be felt
 FELT = 0.01  # of the weights' size: what quantization must at least change for a proof about it
 BITS_PER_WEIGHT = 4.0  # that the artifact's limit leaves
-ALONE_SECONDS_MAX = 200
+ALONE_SECONDS_MAX = 600
+ROUNDED = 1e-5  # nats of a mean
 TRAINING_SEED, FIRST_SEED, SECOND_SEED = 0, 1, 2
 FIRST, SECOND = "first", "second"  # data sets: the same training text, another validation text
 TEXTS = [
@@ -77,6 +79,11 @@ class Laboratory:
         """The SentencePiece model."""
         return self.folder / "tokenizer.model"
 
+    @property
+    def spaced(self) -> Path:
+        """A SentencePiece model with the defaults of its kind, as those of the challenge have them."""
+        return self.folder / "spaced.model"
+
     def data(self, name: str) -> Path:
         """The folder of a data set."""
         return self.folder / name
@@ -107,6 +114,11 @@ def build_laboratory(folder: Path) -> Laboratory:
         normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
     )  # fmt: skip
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    sentencepiece.SentencePieceTrainer.train(  # as most are made: with a space before each text
+        sentence_iterator=iter(training), model_prefix=str(folder / "spaced"), bos_id=shards.BOS_ID,
+        vocab_size=tiny.FOR_RUN.vocabulary, model_type="bpe", byte_fallback=True, unk_id=0, eos_id=2,
+        minloglevel=2,
+    )  # fmt: skip
     text_bytes = {}
     for name, texts in validation.items():
         (folder / name).mkdir()
@@ -217,7 +229,7 @@ def watched_run(script: ModuleType, watch: Watch) -> Iterator[None]:
 
     def watched_start(run: Any, *args: Any) -> None:
         start(run, *args)
-        watch.run = run
+        watch.run = watch.run or run  # a clock without a run makes one, too
 
     def watched_begin(ledger: Any, *args: Any, **named: Any) -> None:
         begin(ledger, *args, **named)
@@ -301,12 +313,16 @@ class Outcome:
         loaded: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
         return loaded
 
+    def log(self) -> str:
+        """Its log."""
+        return (self.directory / "log.txt").read_text()
+
 
 def run_script(
     script: ModuleType, laboratory: Laboratory, name: str, settings: Mapping[str, str],
     data: str = FIRST, forged: Forgery | None = None,
 ) -> Outcome:  # fmt: skip
-    """Do a whole tiny run in this process. RuntimeError when it fails."""
+    """Do a whole tiny run in this process; what it compiles stays as it is. RuntimeError when it fails."""
     runs = laboratory.folder / "runs"
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
     environment |= settings
@@ -315,6 +331,7 @@ def run_script(
     watch = Watch(forged=forged)
     with mock.patch.dict(os.environ, environment, clear=True), \
             mock.patch.object(sys, "argv", [script.__file__]), \
+            mock.patch.object(torch, "compile", lambda function, **_: function), \
             watched_run(script, watch), \
             contextlib.redirect_stdout(sys.stderr):  # fmt: skip
         status = script.main()
@@ -368,7 +385,10 @@ def one_score_each(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding
             yield fail("B7", text, where, "warm up on random tokens, score in a timed phase")
             break
     labels = list(outcome.summary["losses"])
-    begun = [phase for phase in outcome.watch.ledgers if phase not in ("train", "hessians")]
+    begun = [
+        phase for phase in outcome.watch.ledgers
+        if phase not in ("train", "hessians") and not phase.startswith("rehearse_")
+    ]  # fmt: skip
     expected = [f"eval_{label}" for label in labels]
     if begun != expected:
         text = f"ledgers begun in {begun}, expected one in each of {expected}"
@@ -382,7 +402,7 @@ def figures(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding]:
     text_bytes = laboratory.text_bytes[outcome.data]
     targets = len(laboratory.tokens("val", outcome.data)) - 1
     where = f"run {outcome.directory.name}"
-    log = (outcome.directory / "log.txt").read_text()
+    log = outcome.log()
     for label, loss in outcome.summary["losses"].items():
         expected = {"val_bytes": text_bytes, "scored_tokens": targets}
         got = {"val_bytes": loss["bytes"], "scored_tokens": loss["scored_tokens"]}
@@ -403,6 +423,66 @@ def figures(laboratory: Laboratory, outcome: Outcome) -> Iterator[Finding]:
             yield fail("B4", text, where, "divide by the bytes of the text")
             return
     yield info("B10", f"{text_bytes} bytes and {targets} targets, as the texts have", where)
+    yield sizes(outcome)
+
+
+def sizes(outcome: Outcome) -> Finding:
+    """B12: the code that is counted is the one that is shipped, and with the artifact it keeps the limit."""
+    where = f"run {outcome.directory.name}"
+    summary = outcome.summary
+    shipped = outcome.directory / "train_gpt.shipped.py"
+    if not shipped.is_file():  # an older script
+        return warn("B12", "not checked: no script as it is shipped", where, "write train_gpt.shipped.py")
+    code_bytes = shipped.stat().st_size
+    total_bytes = code_bytes + (outcome.directory / "model.bin").stat().st_size
+    limit = int(summary["config"]["ARTIFACT_BYTES_MAX"])
+    logged = re.findall(r"^(?:Code size|Total submission size).*: (\d+) bytes", outcome.log(), re.MULTILINE)
+    if logged != [str(code_bytes), str(total_bytes)] or summary["code"]["bytes_wrapped"] != code_bytes:
+        text = f"logged {logged} bytes, the shipped script has {code_bytes}, with the artifact {total_bytes}"
+        return fail("B12", text, where, "count the files that are shipped")
+    if total_bytes > limit:
+        return fail("B12", f"{total_bytes} bytes, at most {limit} may be shipped", where, "keep the limit")
+    return info("B12", f"script and artifact have {total_bytes} bytes, as logged, of {limit}", where)
+
+
+def data_untouched(laboratory: Laboratory, before: dict[str, str]) -> Finding:
+    """B12: nothing was written beside the shards, where evaluation would find it again."""
+    changed = sorted(name for name, _ in before.items() ^ data_files(laboratory).items())
+    if changed:
+        text = f"{', '.join(dict.fromkeys(changed))} written or changed in the folder of the data"
+        return fail("B12", text, "whole tiny runs", "write into the run directory alone")
+    return info("B12", f"{len(before)} files of the data are as they were, and no other", "whole tiny runs")
+
+
+def data_files(laboratory: Laboratory) -> dict[str, str]:
+    """The files of both data sets with their SHA-256."""
+    files = [path for name in (FIRST, SECOND) for path in laboratory.data(name).rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(laboratory.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def limited(
+    script: ModuleType, laboratory: Laboratory, settings: Mapping[str, str], first: Outcome
+) -> Iterator[Finding]:
+    """B4 of an artifact that is scored again: all of the text as it was, a part of it with a mark."""
+    again = {**settings, "EVAL_ONLY": str(first.directory / "model.bin")}
+    whole = run_script(script, laboratory, "again", {**again, "MAX_EVAL_SECONDS": "600"})
+    part = run_script(script, laboratory, "part", {**again, "VAL_TOKENS_LIMIT": "100"})
+    if whole.summary["losses"] != first.summary["losses"]:
+        yield fail("B4", "EVAL_ONLY gives other losses than the run", "EVAL_ONLY", "score the artifact alone")
+        return
+    losses = part.summary["losses"].values()
+    marked = [line for line in part.log().splitlines() if "_exact val_loss" in line]
+    told = not part.summary["comparable"] and all("comparable:0" in line for line in marked)
+    if not told or {loss["scored_tokens"] for loss in losses} != {100}:
+        text = "a score of 100 targets is called comparable, or is of others"
+        yield fail("B4", text, "VAL_TOKENS_LIMIT", "mark every line of such a score with comparable:0")
+        return
+    yield info(
+        "B4", "an artifact scored again has the same losses; a part of the text is marked", "EVAL_ONLY"
+    )
 
 
 def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]:
@@ -430,23 +510,44 @@ def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]
 # ======================================================================================================
 
 
+WARM = {"WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1", "COMPILE": "1"}
+
+
+def warm_settings(script: ModuleType, settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings with WARM. The script ships them, so the limit moves: weights get as many bytes."""
+    warm = {**settings, **WARM}
+    more = code_bytes_of(script, script.Config.from_env(warm))
+    more -= code_bytes_of(script, script.Config.from_env(dict(settings)))
+    return {**warm, "ARTIFACT_BYTES_MAX": str(int(settings["ARTIFACT_BYTES_MAX"]) + more)}
+
+
 def differing(first: Outcome, second: Outcome, losses: bool) -> list[str]:
-    """What of two runs is not the same: stream hash, artifact and, where asked for, losses."""
-    results = []
+    """What of two runs is not the same: stream hash, artifact and, where asked for, losses.
+
+    Code that is compiled scores full batches, so losses may differ by rounding.
+    """
+    results: list[dict[str, Any]] = []
     for outcome in (first, second):
         summary = outcome.summary
         artifact = hashlib.sha256((outcome.directory / "model.bin").read_bytes()).hexdigest()
         result = {"stream hash": summary["stream_hash"], "artifact": artifact}
         if losses:
-            result["losses"] = summary["losses"]
+            result["losses"] = Nearly([loss["nats"] for loss in summary["losses"].values()])
         results.append(result)
     return [name for name, value in results[0].items() if value != results[1][name]]
+
+
+class Nearly(list[float]):
+    """Losses that equal others up to the rounding of other batches."""
+
+    def __ne__(self, other: object) -> bool:
+        return not (isinstance(other, list) and np.allclose(self, other, rtol=0, atol=ROUNDED))
 
 
 def same_result(first: Outcome, second: Outcome) -> Iterator[Finding]:
     """B7 and B14: warm-up and prefetch change neither the artifact nor the losses."""
     differs = differing(first, second, losses=True)
-    for check, what in (("B7", "two warm-up steps"), ("B14", "prefetching loader")):
+    for check, what in (("B7", "two warm-up steps and a rehearsed end"), ("B14", "prefetching loader")):
         if differs:
             text = f"{', '.join(differs)} differ with and without {what}"
             yield fail(check, text, "two tiny runs", "undo it exactly")
@@ -490,7 +591,7 @@ def artifact_alone(laboratory: Laboratory, outcome: Outcome, has_network: bool) 
     hidden = laboratory.folder.with_name(f"{laboratory.folder.name}-hidden")
     laboratory.folder.rename(hidden)
     try:
-        command = [sys.executable, "-B", str(folder / "train_gpt.py")]
+        command = [*without_shared_memory(), sys.executable, "-B", str(folder / "train_gpt.py")]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True,
             timeout=ALONE_SECONDS_MAX, check=False,
@@ -512,6 +613,16 @@ def artifact_alone(laboratory: Laboratory, outcome: Outcome, has_network: bool) 
     yield info("B12", text, model.name)
 
 
+def without_shared_memory() -> list[str]:
+    """What starts a command with an empty /dev/shm of its own; empty where the system has none for us."""
+    command = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
+    try:
+        done = subprocess.run([*command, "true"], capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return command if done.returncode == 0 else []
+
+
 def alone_in(folder: Path, laboratory: Laboratory, outcome: Outcome) -> dict[str, str]:
     """Copy to `folder` what evaluation may have; the environment of its process."""
     for name in ("home", "temporary", "data"):
@@ -522,8 +633,10 @@ def alone_in(folder: Path, laboratory: Laboratory, outcome: Outcome) -> dict[str
     shutil.copy(shipped, folder / "train_gpt.py")
     shutil.copy(outcome.directory / "model.bin", folder / "model.bin")
     shutil.copy(laboratory.tokenizer, folder / "tokenizer.model")
-    for shard in laboratory.data(outcome.data).glob("fineweb_val*.bin"):
-        shutil.copy(shard, folder / "data" / shard.name)
+    for split in ("val", "val_bytes"):  # those that were made here, and no other file beside them
+        shard = shard_path(laboratory.data(outcome.data), split)
+        if shard.is_file():
+            shutil.copy(shard, folder / "data" / shard.name)
     environment = {key: os.environ[key] for key in ("PATH", "LANG", "OMP_NUM_THREADS") if key in os.environ}
     for line in (outcome.directory / CONFIG).read_text().splitlines():
         if not line.startswith("#"):

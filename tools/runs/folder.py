@@ -30,6 +30,7 @@ SETTINGS_OF_A_START = {"RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY"}  # stand in n
 BASELINE_DIFF = "baseline.diff"
 LOG_NAME = "train_seed{seed}.log"
 SUMMARY_NAME = "summary_seed{seed}.json"
+NATS_NAME = "nats_{label}.bin"  # of each document in one score, fp64, as a run leaves them
 SEED_IN_NAME = re.compile(r"seed[_-]?(\d+)")
 NUMBER_IN_NAME = re.compile(r"(?:^|[_-]|train)(\d+)$")
 FILES_MAX = 2_000  # of a folder; the rest is not looked at

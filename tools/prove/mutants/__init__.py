@@ -7,6 +7,7 @@ those of data, bytes, artifact and ranks. `legal` has changes that no proof may 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -106,7 +107,7 @@ def suspicions(
         yield from byte_table(subject, laboratory)
         yield from casing.case_bytes(subject, laboratory.folder)
     elif mutant.probe == "B13":
-        yield from prove.rank_invariance(subject, path, folder, mutant=name)
+        yield from prove.rank_invariance(subject, Path(tempfile.mkdtemp(dir=folder)))
     elif mutant.probe == "B14":
         yield from questions.repetition(case)
 
@@ -123,10 +124,10 @@ def laboratory_in(folder: Path) -> Any:
 
 
 def byte_table(subject: Any, laboratory: Any) -> Iterator[Finding]:
-    """B10 and B11 with the laboratory's tokenizer."""
-    from tools.prove import probes, rehearsal
+    """B10 and B11 with the laboratory's tokenizers."""
+    from tools.prove import prove
 
-    return probes.byte_table(subject, str(laboratory.tokenizer), rehearsal.TEXTS, laboratory.pieces)
+    return prove.byte_tables(subject, laboratory)
 
 
 def whole_run(script: ModuleType, mutant: Mutant, name: str, folder: Path) -> Iterator[Finding]:
@@ -149,6 +150,8 @@ def whole_run(script: ModuleType, mutant: Mutant, name: str, folder: Path) -> It
         yield from rehearsal.figures(laboratory, second)
         yield from rehearsal.unaware_of_validation(first, second)
     if mutant.probe in ("B7", "B14"):
-        warm = {**settings, "WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1"}
+        warm = rehearsal.warm_settings(script, settings)
         warmed = rehearsal.run_script(script, laboratory, f"{name}-3", warm, forged=rehearsal.rising)
+        yield from rehearsal.data_apart(laboratory, warmed)
+        yield from rehearsal.one_score_each(laboratory, warmed)
         yield from rehearsal.same_result(first, warmed)

@@ -1,0 +1,177 @@
+"""`prove --replay FOLDER`: some documents of a run's validation text are scored again, and compared.
+
+A run leaves the nats of each document. The folder's script and artifact score a few of them anew, in a fresh
+process without network, on a CPU. A script that cheated in the run alone, an artifact that was changed, and a
+log that was edited are differences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from data.shards import BOS_ID
+from tools.check.findings import Finding, fail, info, warn
+from tools.runs.errors import RecordError
+from tools.runs.folder import CONFIG, NATS_NAME, SCRIPT
+from tools.runs.load import load_script
+from tools.runs.logs import RunLog, read_log
+from tools.runs.runs import LOG, settings_of
+
+CHECK = "R1"
+ARTIFACT = "model.bin"
+MODES = "eval_modes.json"
+LABELS = ("legal_ttt", "sliding_window", "roundtrip")
+DOCUMENTS = 8
+# Nats a target, between a run and a replay on the same machine in fp32: other documents stand beside in a
+# batch. Learning makes the rounding of its gradients larger.
+TOLERANCE = 1e-6
+LEARNING_TOLERANCE = 2e-5
+# A run in bfloat16, on a GPU or in other batches: no honest difference was measured, so more is no proof.
+OTHER_MACHINE_TOLERANCE = 0.02
+ON_CPU = {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0", "MAX_EVAL_SECONDS": "0"}
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A folder: its script with the settings of the run, the text, and the nats of each document by label."""
+
+    script: ModuleType
+    model: Any
+    config: Any
+    tokens: np.ndarray
+    bytes_total: int
+    begins: np.ndarray  # the first target of each document, and the end of the last
+    nats: dict[str, np.ndarray]
+    modes: dict[str, int]
+    log: RunLog
+
+    @staticmethod
+    def of_folder(folder: Path, data: Mapping[str, str]) -> Witness:
+        """data: DATA_PATH and TOKENIZER_PATH, if not the run's. RecordError where a file is missing."""
+        for name in (SCRIPT, ARTIFACT, CONFIG, LOG):
+            if not (folder / name).is_file():
+                raise RecordError(f"{folder}: no {name}; --replay needs a run directory with its artifact")
+        nats = {}
+        for label in LABELS:
+            file = folder / NATS_NAME.format(label=label)
+            if file.is_file():
+                nats[label] = np.fromfile(file, np.float64)
+        if not nats:
+            name = NATS_NAME.format(label=LABELS[0])
+            raise RecordError(f"{folder}: no {name}; runs of version 0.6 on write the nats of documents")
+        script = load_script(folder / SCRIPT)
+        config = script.Config.from_env({**settings_of(folder / CONFIG), **ON_CPU, **data})
+        model, about = script.load_artifact(folder / ARTIFACT)
+        config = script.Config.from_values({**config.as_env(), **about.config})
+        shards = script.open_shards(f"{script.find_path(config.data_path)}/fineweb_val_[0-9]*.bin")
+        validation = script.read_validation(shards, config)
+        begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
+        begins = np.append(begins, len(validation.tokens) - 1)
+        modes = folder / MODES
+        followed = json.loads(modes.read_bytes()) if modes.is_file() else {}
+        return Witness(script, model, config, validation.tokens, validation.bytes_total, begins, nats,
+                       followed, read_log(folder / LOG))  # fmt: skip
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether the run was one of fp32 on a CPU, so that its rounding is that of a replay."""
+        ran = self.log.conditions
+        return ran.get("device", "").endswith("CPU") and "float32" in ran.get("dtype", "")
+
+    def again(self, label: str, document: int) -> np.ndarray | None:
+        """The nats of a document, scored anew; None where they depend on what stands before it."""
+        begin, end = self.begins[document], self.begins[document + 1]
+        if label != "legal_ttt":
+            return self._by_windows(label, begin, end)
+        if self.config.ttt_mode != "lora":
+            # Only the first chunk has the weights of the artifact.
+            return self._by_windows(label, begin, end) if end <= self.config.ttt_chunk_tokens else None
+        clock = self.script.ScoreClock(followed={"0": int(self._learned(document))})
+        text = self.tokens[begin : end + 1]
+        return np.array(self.script.score_ttt(self.model, text, self.config, clock).nats)
+
+    def _learned(self, document: int) -> bool:
+        """Whether the run learned from a document: what it noted of the first one of its batch."""
+        longest_first = np.argsort(-np.diff(self.begins), kind="stable")
+        size = self.config.documents_at_once
+        place = int(np.flatnonzero(longest_first == document)[0])
+        return bool(self.modes.get(str(longest_first[place // size * size]), 1))
+
+    def _by_windows(self, label: str, begin: int, end: int) -> np.ndarray:
+        """Only the windows that reach the document are read: they are those of the whole text."""
+        config = self.config
+        chunk = config.ttt_chunk_tokens if label == "legal_ttt" else 32 * config.val_pass_tokens
+        if label == "roundtrip":
+            config = replace(config, eval_stride=config.eval_length)
+        scorer = self.script.WindowScorer(self.model, self.tokens, config, chunk, True)
+        rows = np.concatenate(scorer.chunks)
+        rows = rows[(rows[:, 2] > begin) & (rows[:, 1] < end)]
+        return np.array(scorer.score(rows))[begin - rows[0, 1] :][: end - begin]
+
+
+def findings(folder: Path, documents: int, seed: int, data: Mapping[str, str]) -> Iterator[Finding]:
+    """What the folder's figures say of each other, and what some documents are when they are scored again.
+
+    data: as in `Witness.of_folder`.
+    """
+    witness = Witness.of_folder(folder, data)
+    count = len(witness.begins) - 1
+    chosen = np.random.default_rng(seed).choice(count, min(documents, count), replace=False)
+    for label, nats in witness.nats.items():
+        yield from _figures(witness, label, nats)
+        if len(nats) == count:
+            yield _documents(witness, label, sorted(chosen.tolist()))
+
+
+def _figures(witness: Witness, label: str, nats: np.ndarray) -> Iterator[Finding]:
+    """The log's line is the sum of the documents, over the bytes of the text."""
+    targets = len(witness.tokens) - 1
+    lines = [final for final in witness.log.finals if final.label.endswith(f"{label}_exact")]
+    if len(nats) != len(witness.begins) - 1:
+        text = f"{len(nats)} documents were scored, the text has {len(witness.begins) - 1}"
+        yield fail(CHECK, text, label, "give the text of the run as DATA_PATH")
+    elif not lines:
+        yield fail(CHECK, "no exact line in the log", label, "keep the log as the script wrote it")
+    else:
+        mean = math.fsum(nats) / targets
+        bits = mean * targets / math.log(2) / witness.bytes_total
+        line = lines[-1]
+        if abs(mean - line.loss) > 1e-8 or abs(bits - line.bpb) > 1e-8:
+            text = (
+                f"the log says {line.loss} nats, {line.bpb} bits; the documents give {mean:.8f}, {bits:.8f}"
+            )
+            yield fail(CHECK, text, f"{label}, {LOG}:{line.line}", "keep the log as the script wrote it")
+        else:
+            text = f"{targets} targets and {witness.bytes_total} bytes: the log is the sum of the documents"
+            yield info(CHECK, text, label)
+
+
+def _documents(witness: Witness, label: str, chosen: list[int]) -> Finding:
+    """The documents that are scored again, against what the run says of them."""
+    worst, at, scored = 0.0, -1, 0
+    for document in chosen:
+        again = witness.again(label, document)
+        if again is None:
+            continue
+        scored += 1
+        difference = abs(math.fsum(again) - witness.nats[label][document]) / len(again)
+        if not difference <= worst:  # so that a NaN is the worst
+            worst, at = difference, document
+    if scored == 0:
+        text = f"not checked: none of {len(chosen)} documents lies in the first chunk"
+        return warn(CHECK, text, label, "ask for more documents")
+    text = f"{scored} documents scored again: at most {worst:.1e} nats a target apart"
+    limit = LEARNING_TOLERANCE if label == "legal_ttt" else TOLERANCE
+    if not worst <= (limit if witness.on_this_machine else OTHER_MACHINE_TOLERANCE):
+        return fail(CHECK, f"{text}, in document {at}", label, "score the artifact with the script beside it")
+    if not witness.on_this_machine:
+        text += " (another machine: only a large difference is a proof)"
+    return info(CHECK, text, label)
