@@ -631,13 +631,16 @@ for capability in map(int, sys.argv[1:]):
     for blocks, tile in train_gpt.TILES.items():
         sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
         options = {name: size for name, size in tile.items() if name not in sizes}
+        # Small cards pass over the large tile: it need not fit in their registers either.
+        too_large = limit < 128 * 1024 and tile is train_gpt.TILES[1]
+        triton.knobs.nvidia.dump_ptxas_log = not too_large
         # With nothing, P, or X and Y given: the last pointer is none, of the sums, or of Y.
         for given, more in enumerate((None, "*fp32", "*bf16")):
             types = {**mlp_types, "more": more} if more else mlp_types
             constants = {"GIVEN": given, **sizes} if more else {"GIVEN": given, "more": None, **sizes}
             binary = build(mlp, types, constants, capability, **options)
             shared = binary.metadata.shared + 1024  # the driver keeps 1 KB of each block
-            if limit < 128 * 1024 and tile is train_gpt.TILES[1]:
+            if too_large:
                 assert shared > limit, "passed over on small cards"
                 continue
             assert shared <= limit + 1024, (capability, tile, shared)
@@ -684,7 +687,7 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     # Two tiles of the MLP, each for three products; heads and XSA, each forward and backward.
-    assert set(spilled) == {("0", "0")} and len(spilled) == 10
+    assert set(spilled) == {("0", "0")} and len(spilled) == (7 if capability in ("89", "120") else 10)
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or
