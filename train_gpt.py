@@ -181,7 +181,8 @@ class ModelSettings:
     tie_embeddings: bool = setting(True, "the output head is the input embedding; 0: a matrix of its own")
     tied_embed_init_std = 0.005  # of that embedding; untied: 1
     matrix_init: str = setting("orthogonal", "initial block matrices", among="orthogonal uniform")
-    logit_softcap: float = setting(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded")
+    # At most 60: exp(60), summed over a vocabulary, stays below exp(88.7), fp32's largest number.
+    logit_softcap: float = setting(30.0, "logits are bounded by c·tanh(x/c); 0: unbounded", 0, 60)
 
     @property
     def head_dim(self) -> int:
@@ -803,7 +804,6 @@ def is_parallel(layer: int, mode: str, c: ModelSettings) -> bool:
 Operation = Callable[..., Tensor]  # of a layer: a plain form, or its faster twin
 RMS_NORM_EPS = 2.0**-23  # the same for every version of torch
 XSA_MIN_SQUARE = 1e-24  # of a value's length: nothing is divided by zero
-MAX_BOUNDED_SOFTCAP = 60.0  # exp(60), summed over a vocabulary, stays below exp(88.7), fp32's largest number
 
 
 def rms_norm(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -933,8 +933,8 @@ def activation(x: Tensor, slope: float) -> Tensor:
 
 
 def mlp_plain(x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float) -> Tensor:
-    """The MLP of `rms_norm(x_ND, scale)`, (N, D) -> (N, D); the three tensors have one dtype."""
-    return F.linear(activation(F.linear(rms_norm(x_ND, scale), up_FD), slope), down_DF)
+    """x_ND plus the MLP of `rms_norm(x_ND, scale)`, (N, D); the three tensors have one dtype."""
+    return x_ND + F.linear(activation(F.linear(rms_norm(x_ND, scale), up_FD), slope), down_DF)
 
 
 def token_before(x_BTD: Tensor) -> Tensor:
@@ -1060,15 +1060,23 @@ class GPT(nn.Module):
         for visit, layer in enumerate(encoder + decoder):
             # As many lanes as the layer reads: a loop may lead from layers with two back to one with one.
             lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [join(lanes)]
+            keep = weights["resid_keep_LD"][layer]
+            x = keep * lanes[0]
             decoded = visit - len(encoder)
             if decoded >= 0 and kept:
+                skip = kept.pop()
                 skip_weight = weights["skip_weight_SD"][decoded]
                 if c.skip_gates_enabled:  # mix them by a learned share (PR #1493)
                     share = weights["skip_gate_SD"][decoded].sigmoid()
                     skip_weight = (1.0 - share) * skip_weight
+                    x = keep * share * lanes[0]
                     lanes[0] = share * lanes[0]
-                lanes[0] = torch.addcmul(lanes[0], skip_weight, kept.pop())
-            lanes = self._block(layer, lanes, context, adapters[visit])
+                # Multiplied out: the backward pass needs a copy of the mixed lane only where it goes on.
+                x = torch.addcmul(x, keep * skip_weight, skip)
+                lanes[0] = torch.addcmul(lanes[0], skip_weight, skip)
+            # Attention reads the first lane, with some of the embeddings mixed in again.
+            x = torch.addcmul(x, weights["resid_inject_LD"][layer], context.x0_BTD)
+            lanes = self._block(layer, x, lanes, context, adapters[visit])
             if decoded < 0:
                 kept.append(lanes[0])
 
@@ -1093,14 +1101,13 @@ class GPT(nn.Module):
         # A sum over the vocabulary needs more digits than bfloat16 has.
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         softcap = self.settings.logit_softcap
-        if softcap:
-            logits_NV = softcap * torch.tanh(logits_NV / softcap)
-        if not 0 < softcap <= MAX_BOUNDED_SOFTCAP:
+        if not softcap:
             return F.cross_entropy(logits_NV, targets_N, reduction="none")
         # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
-        # powers of two faster than those of e, hence bits.
+        # powers of two faster than those of e, hence bits, and the sigmoid in fewer instructions than tanh.
         nats_of_bit = math.log(2)
-        bits_NV = logits_NV / nats_of_bit
+        most = softcap / nats_of_bit
+        bits_NV = 2.0 * most * torch.sigmoid(2.0 / softcap * logits_NV) - most
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 
@@ -1147,15 +1154,17 @@ class GPT(nn.Module):
             x = channel_smear(x, inputs_BT, weights, c)
         return x
 
-    def _block(self, layer: int, lanes: list[Tensor], context: Context, adapters: Adapters) -> list[Tensor]:
-        """One visit of one layer: one residual lane, or from PARALLEL_START_LAYER on two (PR #1529)."""
+    def _block(
+        self, layer: int, x: Tensor, lanes: list[Tensor], context: Context, adapters: Adapters
+    ) -> list[Tensor]:
+        """One visit of one layer: one residual lane, or from PARALLEL_START_LAYER on two (PR #1529).
+
+        x: what attention reads, (B, T, D).
+        """
         c = self.settings
-        w = context.weights
         scale = (layer + 1) ** -0.5 if c.ln_scale else 1.0
         side_by_side = is_parallel(layer, "gptj", c)  # only configs/pr1493.env
 
-        # Attention reads the first lane, with some of the embeddings mixed in again.
-        x = torch.addcmul(w["resid_keep_LD"][layer] * lanes[0], w["resid_inject_LD"][layer], context.x0_BTD)
         attended = self._attention(layer, rms_norm(x, scale), context, adapters)
 
         # The MLP reads the second lane if there is one, else the sum that attention wrote to.
@@ -1165,15 +1174,16 @@ class GPT(nn.Module):
             mlp_reads = x
         else:
             mlp_reads = x + attended
-        written = self._mlp(layer, mlp_reads, scale, context, adapters)
+        lane = self._mlp(layer, mlp_reads, scale, context, adapters)
 
         if side_by_side:
-            return [x + attended + written]
+            return [lane + attended]
         if len(lanes) == 1:
-            return [mlp_reads + written]
+            return [lane]
         # Each lane keeps some of itself and takes some of both outputs.
         mixed = []
-        mix_23 = w["lane_mix_P23"][layer - c.parallel_start_layer]
+        written = lane - mlp_reads
+        mix_23 = context.weights["lane_mix_P23"][layer - c.parallel_start_layer]
         for lane, (keep, from_attention, from_mlp) in zip(lanes, mix_23, strict=True):
             mixed.append(keep * lane + from_attention * attended + from_mlp * written)
         return mixed
@@ -1214,11 +1224,11 @@ class GPT(nn.Module):
     def _mlp(
         self, layer: int, x_BTD: Tensor, scale: float, context: Context, adapters: Adapters
     ) -> Tensor:
-        """The output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
+        """x plus the output of norm and MLP, (B, T, D); adapters and calibration read behind the norm."""
         slope = self.settings.activation_number
         up_FD = context.weights["mlp_up_bank"][layer]
-        y_ND = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, context.weights["mlp_down"][layer], scale, slope)
-        y_BTD = y_ND.view_as(x_BTD)
+        down_DF = context.weights["mlp_down"][layer]
+        y_BTD = self.ops.mlp(x_BTD.flatten(0, 1), up_FD, down_DF, scale, slope).view_as(x_BTD)
         if context.observe is not None or "mlp" in adapters:
             x_BTD = rms_norm(x_BTD, scale)
         if context.observe is not None:
@@ -1326,21 +1336,22 @@ TILES = {
     1: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
     2: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=2),
 }
-SMALL_TILE = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2)  # where sums are fp32
 
 if triton is not None:
 
     @triton.jit
     def linear_leaky_square_kernel(  # type: ignore[no-untyped-def]
-        a, b, norm, pre, out, M, N, K, slope, BACKWARD: tl.constexpr,
+        a, b, factors, given, out, more, M, N, K, scale, slope, GIVEN: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
         # Descriptors are TMA on Hopper and later; for older GPUs the compiler makes them masked pointers.
         HALF_N: tl.constexpr = BLOCK_N // 2  # the epilogue goes by halves: its stores need half the memory
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
-        pre_tiles = tl.make_tensor_descriptor(pre, [M, N], [N, 1], [BLOCK_M, HALF_N])
+        given_tiles = tl.make_tensor_descriptor(given, [M, N], [N, 1], [BLOCK_M, HALF_N])
         out_tiles = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
+        if GIVEN == 2:
+            more_tiles = tl.make_tensor_descriptor(more, [M, N], [N, 1], [BLOCK_M, HALF_N])
         tiles_across = tl.cdiv(N, BLOCK_N)
         tiles = tl.cdiv(M, BLOCK_M) * tiles_across
 
@@ -1354,20 +1365,28 @@ if triton is not None:
                 b_tile = b_tiles.load([column, k])
                 acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
             rows = row + tl.arange(0, BLOCK_M)
-            acc *= tl.load(norm + rows, rows < M, 0.0)[:, None]
+            factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
 
             for half in tl.static_range(2):
                 corner = [row, column + half * HALF_N]
-                if BACKWARD:
-                    p = pre_tiles.load(corner).to(tl.float32)
-                    factor = 2.0 * halves[half]
-                else:  # the activation of the rounded P, which is what the backward pass reads
-                    rounded = halves[half].to(pre.dtype.element_ty)
-                    pre_tiles.store(corner, rounded)
-                    p = rounded.to(tl.float32)
-                    factor = p
-                value = factor * tl.where(p > 0, p, slope * slope * p)
+                value = halves[half]
+                if GIVEN == 0:  # the activation of the rounded P, which is what the backward pass reads
+                    p = (factor * value).to(out.dtype.element_ty)
+                    given_tiles.store(corner, p)
+                else:
+                    p = given_tiles.load(corner)
+                p = p.to(tl.float32)
+                if GIVEN == 2:
+                    value += factor * p + more_tiles.load(corner)
+                else:
+                    steep = tl.where(p > 0, p, slope * slope * p)  # half the derivative
+                    if GIVEN == 0:
+                        value = p * steep
+                    else:
+                        value *= 2.0 * factor * steep
+                        sums = tl.sum(factor * value * p, 1) / (-K * scale * scale)
+                        tl.atomic_add(more + rows, sums, rows < M)
                 out_tiles.store(corner, value.to(out.dtype.element_ty))
 
     @triton.jit
@@ -1377,8 +1396,8 @@ if triton is not None:
         BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
         # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
-        # gradients in q, k, v and own_v, and writes those of qkv and, for each token, of the gain. All is
-        # computed in fp32: Triton converts what meets an fp32 value.
+        # gradients in q, k, v and own_v, and writes those of qkv and, summed over these tokens, of the gain.
+        # All is computed in fp32: Triton converts what meets an fp32 value.
         head = tl.program_id(1)
         token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         channel = tl.arange(0, BLOCK_E)[None, :]
@@ -1390,8 +1409,7 @@ if triton is not None:
             if BACKWARD:
                 there = (row * K + head - H - K) * E + channel
                 d_x = tl.load(v + there, inside, 0.0).to(tl.float32)
-                if own_v is not None:
-                    d_x += tl.load(own_v + there, inside, 0.0)
+                d_x += tl.load(own_v + there, inside, 0.0)
                 tl.store(d_qkv + here, d_x, inside)
         else:
             # Where this head lies in its own tensor, which has other heads than qkv.
@@ -1419,7 +1437,7 @@ if triton is not None:
                 d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x, inside)
                 if head < H:
-                    tl.store(d_gain + token * H + head, along * inverse, token < tokens)
+                    tl.store(d_gain + tl.program_id(0) * H + head, tl.sum(along * inverse))
             else:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
@@ -1463,21 +1481,21 @@ if triton is not None:
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(
-    a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, slope: float, blocks: int
-) -> Tensor:
-    """P = norm A Bᵀ and phi(P), (2, M, N). Given P: norm A Bᵀ phi'(P), (1, M, N).
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor],
+    scale: float, slope: float, blocks: int,
+) -> list[Tensor]:  # fmt: skip
+    """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
 
-    norm: a factor for each row. phi: `activation`.
-    blocks: of a multiprocessor, a key of TILES.
+    None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
+    the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
+    X and Y: A Bᵀ + factors X + Y. factors: one for each row. blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
-    a = a_MK.contiguous()
-    b = b_NK.contiguous()
-    device = a.device
-    planes = linear_leaky_square_shape(a, b, norm_M, pre_MN)
-    pre = planes[0] if pre_MN is None else pre_MN.contiguous()
+    device = a_MK.device
+    results = linear_leaky_square_shapes(a_MK, b_NK, factors_M, given)
+    a, b, *given = [tensor.contiguous() for tensor in (a_MK, b_NK, *given)]
     # The tensor memory accelerator copies whole 16 bytes; other shapes take the plain form.
-    for operand in (a, b, pre):
+    for operand in (a, b, *given, results[0]):
         if operand.data_ptr() % 16 or operand.shape[-1] * operand.itemsize % 16:
             raise ValueError(f"TMA reads rows of whole 16 bytes; got {a.shape[1]} and {len(b)} columns")
 
@@ -1485,67 +1503,68 @@ def linear_leaky_square(
     # It knows the device alone: a tensor in it would stay alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
     programs = blocks
-    tile = SMALL_TILE
     if a.is_cuda:
         programs *= torch.cuda.get_device_properties(device).multi_processor_count
-        if a.itemsize == 2:
-            tile = TILES[blocks]
+    # The kernel has one order of three pointers: P or X, the output, the sums or Y or nothing.
+    pointers = [*given[:1], *results, *given[1:], None]
     linear_leaky_square_kernel[(programs,)](
-        a, b, norm_M, pre, planes[-1], len(a), len(b), a.shape[1], slope,
-        BACKWARD=pre_MN is not None, **tile)  # fmt: skip
-    return planes
+        a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
+        GIVEN=len(given), **TILES[blocks])  # fmt: skip
+    return results
 
 
 @linear_leaky_square.register_fake
-def linear_leaky_square_shape(
-    a_MK: Tensor, b_NK: Tensor, norm_M: Tensor, pre_MN: Tensor | None, *options: float
-) -> Tensor:
+def linear_leaky_square_shapes(
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor], *options: float
+) -> list[Tensor]:
     """What the kernel returns, without its values: torch.compile traces with this."""
     # No `len`, which would make a number of rows that is left open a constant of the graph.
-    return a_MK.new_empty(2 if pre_MN is None else 1, a_MK.size(0), b_NK.size(0))
+    results = [a_MK.new_empty(a_MK.size(0), b_NK.size(0))]
+    if not given:
+        results.append(torch.empty_like(results[0]))
+    if len(given) == 1:
+        results.append(torch.zeros_like(factors_M))  # tiles add to it
+    return results
 
 
 class FusedMlp(torch.autograd.Function):
-    """An MLP of rows that are multiplied by `norm_N` first: by the epilogue of the first product.
+    """`mlp_plain`. Normalised rows are never written, nor kept for the backward pass.
 
-    Activation and derivative are in epilogues, too (PR #1530 after modded-nanogpt PR #197).
+    The factors of the norm, the activation, its derivative, and the gradients of norm and residual are in
+    epilogues of products (PR #1530 after modded-nanogpt PR #197).
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, norm_N: Tensor, up_FD: Tensor, down_DF: Tensor, slope: float, blocks: int
-    ) -> Tensor:
-        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, None, slope, blocks)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x_ND, up_FD, down_DF, *options = inputs
+        norm_N = options[0] * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
+        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
-        ctx.options = slope, blocks
-        return F.linear(act_NF, down_DF)
+        ctx.options = options
+        # Not as two matrices: the compiler would add x in the product, for which torch first copies it.
+        return (x_ND + F.linear(act_NF, down_DF)[None])[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
         x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF = ctx.saved_tensors
-        # The gradient of X Upᵀ, as norm_N multiplies it behind the product.
-        (d_product_NF,) = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, pre_NF, *ctx.options)
-        # Plain products from here on: nothing is left that an epilogue could take over. Where adapters learn,
-        # the matrices stay as they are.
-        d_x_ND = d_product_NF @ up_FD
-        d_norm_N = (d_x_ND.float() * x_ND).sum(1) / norm_N
-        d_up_FD = d_product_NF.t() @ x_ND if ctx.needs_input_grad[2] else None
-        d_down_DF = d_out_ND.t() @ act_NF if ctx.needs_input_grad[3] else None
-        return d_x_ND, d_norm_N, d_up_FD, d_down_DF, None, None
+        options = ctx.options
+        # The gradient of X Upᵀ, as norm_N multiplies it behind the product. A longer row has a smaller
+        # norm_N: along_N of x itself is in its gradient.
+        d_product_NF, along_N = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, [pre_NF], *options)
+        d_x_ND = linear_leaky_square(d_product_NF, up_FD.t(), along_N, [x_ND, d_out_ND], *options)[0]
+        # Where adapters learn, nobody asks for the last two: the compiler leaves them out.
+        return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None, None
 
 
 # A function around each `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
-def mlp_fused(
-    x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float, blocks: int = 1
-) -> Tensor:
-    """`mlp_plain` by the kernel. Normalised rows are never written, nor kept for the backward pass."""
-    norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
-    return FusedMlp.apply(x_ND, norm_N, up_FD, down_DF, slope, blocks)
+def mlp_fused(*inputs: Any) -> Tensor:
+    """`mlp_plain` by the kernel."""
+    return FusedMlp.apply(*inputs, 1)
 
 
 def mlp_fused_in_pairs(*inputs: Any) -> Tensor:
     """`mlp_fused` with two blocks a multiprocessor."""
-    return mlp_fused(*inputs, 2)  # type: ignore[call-arg]
+    return FusedMlp.apply(*inputs, 2)
 
 
 # Tokens of one program of the two kernels around attention: with heads of 64, 16 values a thread.
@@ -1554,11 +1573,11 @@ HEAD_ROWS = 32
 
 @torch.library.custom_op("train_gpt::heads", mutates_args=())
 def launch_heads(
-    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor | None]
+    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of `heads_plain`. Given `gradients` of Heads: the gradients of qkv and of the gain.
 
-    The gradient of the gain is one for each token, (B, T, H) in fp32. Where XSA is off, `own` has none.
+    The gradient of the gain comes in one part for each program, (programs, H) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
@@ -1566,13 +1585,11 @@ def launch_heads(
     K = (N - H) // 2
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if gradients:
-        pointers = [None if gradient is None else gradient.contiguous() for gradient in gradients]
-        pointers += results
-        heads = N
+        pointers = [*(gradient.contiguous() for gradient in gradients), *results]
     else:
         pointers = [*results, None, None, None, None]
-        heads = H + K  # the values stay where they are
-    heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), heads)](
+    # Forward, the values stay where they are.
+    heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), N if gradients else H + K)](
         qkv_BTNE.contiguous(), gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, RMS_NORM_EPS,
         BACKWARD=bool(gradients), H=H, K=K, E=E, HALF=rotary.size(-1),
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))  # fmt: skip
@@ -1581,13 +1598,14 @@ def launch_heads(
 
 @launch_heads.register_fake
 def heads_shapes(
-    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor | None]
+    qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor, gradients: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """What the kernel returns, without its values."""
     B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
     if gradients:
-        return qkv_BTNE.new_empty(B, T, N, E), qkv_BTNE.new_empty(B, T, H, dtype=torch.float32)
+        programs = -(-B * T // HEAD_ROWS)
+        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(programs, H, dtype=torch.float32)
     return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
 
 
@@ -1597,7 +1615,6 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_BTNE: Tensor, gain_H: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(qkv_BTNE, gain_H, rotary)
-        ctx.set_materialize_grads(False)
         q_BTHE, k_BTKE = launch_heads(qkv_BTNE, gain_H, rotary, [])
         # The values come twice, or autograd would add up their gradients before the kernel: two passes.
         values = -k_BTKE.size(2)
@@ -1606,8 +1623,8 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_BTNE, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_BTH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
-        return d_qkv_BTNE, d_gain_BTH.sum((0, 1)).to(gain_H.dtype), None
+        d_qkv_BTNE, d_gain_PH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
+        return d_qkv_BTNE, d_gain_PH.sum(0).to(gain_H.dtype), None
 
 
 def heads_fused(*inputs: Tensor) -> Heads:
@@ -1657,7 +1674,7 @@ class FusedXsa(torch.autograd.Function):
         return launch_xsa(*inputs)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out_BTHE: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, d_out_BTHE: Tensor) -> Any:
         return tuple(launch_xsa(*ctx.saved_tensors, d_out_BTHE))
 
 
@@ -1675,12 +1692,9 @@ def load_attention(name: str) -> Operation:
     """The attention of this name. ImportError, AttributeError where it is not installed."""
     if name == "sdpa":
         return attention_sdpa
-    if name == "fa3":
-        kernel = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
-    elif name == "fa2":
-        kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
-    else:
-        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    modules = {"fa3": "flash_attn_interface", "fa2": "flash_attn", "varlen": "torch.nn.attention.varlen"}
+    module = importlib.import_module(modules[name])
+    kernel = module.varlen_attn if name == "varlen" else module.flash_attn_varlen_func
     # Packages and versions spell causal attention and grouped heads differently.
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}
@@ -1939,11 +1953,6 @@ def orthogonalize(update_NRC: Tensor, steps: int, polar_express: bool, dtype: to
     return (x.mT if tall else x).contiguous()
 
 
-def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """Sum of the squares of all entries, on the device."""
-    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
-
-
 def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
     """The gradients after a backward pass: tensors, as every parameter takes part in the loss."""
     return [parameter.grad for parameter in parameters]
@@ -2066,10 +2075,10 @@ class Optimizer:
 
     def _clip(self, slices: list[Tensor], small: list[Tensor]) -> Tensor:
         """Scale the gradients to a global norm of at most GRAD_CLIP_NORM; returns the norm before."""
-        squared = squared_norm(slices)
+        squared = nn.utils.get_total_norm(slices).square()
         self.machine.add_up(squared)  # every rank has other matrices of the banks
         # The small ones are whole on every rank: they count once.
-        norm = (squared + squared_norm(small)).sqrt()
+        norm = (squared + nn.utils.get_total_norm(small).square()).sqrt()
         if self.config.grad_clip_norm:
             factor = (self.config.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([*slices, *small], factor)

@@ -74,15 +74,18 @@ def shapes() -> list[Shape]:
 
 
 def mlp_costs(s: Shape) -> dict[str, list[Cost]]:
-    """Two products forward, four backward; P and H are written once and read once a use."""
+    """Two products forward, four backward; P and H are written once and read once a use.
+
+    The residual is read by the second product, and with its gradient by the last but two.
+    """
     x = s.tokens * s.dim
     weight = s.hidden * s.dim
     hidden = s.tokens * s.hidden
     operations = 2.0 * s.tokens * s.dim * s.hidden
     two_hidden = Cost(operations, BYTES * (x + weight + 2 * hidden))
     one_hidden = Cost(operations, BYTES * (x + weight + hidden))
-    forward = [two_hidden, one_hidden]
-    backward = [two_hidden, one_hidden, one_hidden, one_hidden]
+    forward = [two_hidden, Cost(operations, one_hidden.bytes + BYTES * x)]
+    backward = [two_hidden, Cost(operations, one_hidden.bytes + BYTES * 2 * x), one_hidden, one_hidden]
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 

@@ -199,6 +199,10 @@ def account(
         first = MATRIX_PRODUCTS[name]
         a, b = arguments[first : first + 2]
         shapes = f"{tuple(a.shape)}@{tuple(b.shape)} {dtype}"
+        # torch adds in place alone: it first copies an addend that lies elsewhere, unless it is one row.
+        if first and arguments[0].dim() > 1 and outputs[0] is not arguments[0]:
+            copied = 2 * tensor_bytes(outputs[0])
+            recorder.add("eager", f"copy before {full_name}", copied, shapes=shapes_of(inputs[:1]))
         recorder.add("product", full_name, moved_bytes, 2 * a.numel() * b.size(-1), product_rate, shapes)
     elif name in recorder.custom_operations:
         flop, unread_bytes = recorder.custom_operations[name](arguments)

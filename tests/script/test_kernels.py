@@ -31,6 +31,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: only the
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32, torch.float16]
+# On a GPU the tiles of the MLP fit its memory in half precision alone, as its tensor cores want it.
+MLP_DTYPES = DTYPES[CUDA:]
 needs_runnable_kernels = pytest.mark.skipif(
     not CUDA and not triton.knobs.runtime.interpret,
     reason="no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported",
@@ -38,8 +40,8 @@ needs_runnable_kernels = pytest.mark.skipif(
 
 # (tokens, model dim, hidden) and slope: the least there is, primes, tile edges, more tiles than programs.
 MLP_CASES = [
-    ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((64, 32, 64), -0.25), ((97, 40, 136), 0.5),
-    ((33, 72, 8), 0.3),
+    ((1, 8, 8), 0.5), ((2, 8, 24), 0.0), ((37, 16, 56), 0.3), ((128, 64, 256), -0.25), ((97, 40, 136), 0.5),
+    ((131, 264, 8), 0.3), ((300, 136, 520), 0.5),
 ]  # fmt: skip
 SCALE = 0.8  # of the norm before the MLP
 
@@ -92,7 +94,7 @@ def poisoned() -> Iterator[None]:
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MLP_DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "slope"), MLP_CASES, ids=str)
 @pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
 def test_mlp_is_as_exact_as_its_twin(
@@ -121,40 +123,42 @@ def test_operands_lie_anywhere_frozen_ones_get_no_gradient() -> None:
     """Layouts that TMA cannot read are brought into order; the product of the forward pass may be refused."""
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     norm_N = x_ND.norm(dim=1)
-    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, None, 0.5, 1)
+    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, [], SCALE, 0.5, 1)
     offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
     for x in (offset, x_ND.t().contiguous().t()):
-        assert torch.equal(train_gpt.linear_leaky_square(x, up_FD, norm_N, None, 0.5, 1), expected)
+        found = train_gpt.linear_leaky_square(x, up_FD, norm_N, [], SCALE, 0.5, 1)
+        assert all(map(torch.equal, found, expected))
     pre_NF = x_ND @ up_FD.t()
-    (expected,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, pre_NF, 0.5, 1)
+    expected = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [pre_NF], SCALE, 0.5, 1)
     turned = pre_NF.t().contiguous().t()
-    (found,) = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, turned, 0.5, 1)
-    assert torch.equal(found, expected)
+    found = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [turned], SCALE, 0.5, 1)
+    assert all(map(torch.equal, found, expected))
     beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
     with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
-        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, beside, 0.5, 1)
+        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [beside], SCALE, 0.5, 1)
     # Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long.
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), None, 0.5, 1)
+    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), [], SCALE, 0.5, 1)
     operand = weakref.ref(x_ND)
     del x_ND
     gc.collect()
     assert operand() is None
     # Where adapters learn, the input's gradient is as ever, and no product is spent on the matrices.
+    run = torch.compile(train_gpt.mlp_fused, backend="aot_eager", fullgraph=True, dynamic=False)
     gradients, flops = [], []
     for frozen in (False, True):
-        x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(21, 12, 20))
+        x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(21, 16, 24))
         x_ND.requires_grad_()
         up_FD.requires_grad_(not frozen)
         down_DF.requires_grad_(not frozen)
-        out_ND = train_gpt.mlp_fused(x_ND, up_FD, down_DF, SCALE, 0.5)
+        out_ND = run(x_ND, up_FD, down_DF, SCALE, 0.5)
         with FlopCounterMode(display=False) as counter:
             out_ND.sum().backward()
         assert (up_FD.grad is None) == (down_DF.grad is None) == frozen
         gradients.append(x_ND.grad)
         flops.append(counter.get_total_flops())
     assert torch.equal(*gradients)
-    assert flops[0] - flops[1] == 2 * (2 * 21 * 12 * 20)
+    assert flops == [2 * (2 * 21 * 16 * 24), 0]
 
 
 @needs_runnable_kernels
@@ -209,7 +213,7 @@ def test_a_graph_of_the_mlp_takes_any_number_of_rows(backward: bool) -> None:
         torch.testing.assert_close(out_ND, train_gpt.mlp_plain(*tensors, SCALE, 0.5), rtol=1e-4, atol=1e-4)
         if backward:
             out_ND.sum().backward()
-    assert products == ([1, 3] if backward else [1])
+    assert products == ([1, 2] if backward else [1])
 
 
 SMALL = tiny_config(MODEL_DIM=16, MLP_MULT=2, ROPE_DIMS=8, TRAIN_SEQ_LEN=16, COMPILE=0)
@@ -446,7 +450,6 @@ def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch
         assert name == "kernel2" and line.endswith(" | kernel 9.00 ms | kernel2 2.00 ms | plain 3.00 ms")
     right = train_gpt.mlp_fused
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
-    monkeypatch.setattr(train_gpt, "mlp_fused_in_pairs", lambda *inputs: right(*inputs, 2))
     name, line = mlp_of(CallsItselfGpu(), (1, 2, 3))
     assert name == "kernel2" and line.startswith("fused_mlp:kernel2 tried: kernel error:5.0e-01 | kernel2 ")
     # On a CPU nothing is timed: the first that agrees.
@@ -541,14 +544,14 @@ def plain_documents(ids_BT: Tensor, starts: Any, attend: Any, *rest: Any) -> Any
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A fault of a twenty-fifth in one result of the kernel turns both its forms off."""
+@pytest.mark.parametrize("wrong", range(3))
+def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """A fault of a twenty-fifth in one of the three products of the kernel turns both its forms off."""
     exact = train_gpt.linear_leaky_square
 
-    def faulty(a: Tensor, b: Tensor, norm: Tensor, pre: Tensor | None, *options: Any) -> Tensor:
-        here = (pre is None) == (where == "forward")
-        return exact(a, b, norm, pre, *options) * (1.04 if here else 1.0)
+    def faulty(a: Tensor, b: Tensor, factors: Tensor, given: list[Tensor], *options: Any) -> list[Tensor]:
+        results = exact(a, b, factors, given, *options)
+        return [result * (1.04 if len(given) == wrong else 1.0) for result in results]
 
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
     name, line = mlp_of(CallsItselfGpu())
@@ -582,14 +585,11 @@ def test_auto_keeps_only_heads_that_are_right(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(("is_cuda", "dtype", "blocks", "tile"), [
-    (True, torch.bfloat16, 1, train_gpt.TILES[1]),
-    (True, torch.float16, 2, train_gpt.TILES[2]),
-    (True, torch.float32, 2, train_gpt.SMALL_TILE),
-    (False, torch.bfloat16, 1, train_gpt.SMALL_TILE),
-])  # fmt: skip
-def test_large_tiles_are_for_tensor_cores(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, dtype: torch.dtype, blocks: int, tile: dict[str, int]
+@pytest.mark.parametrize(
+    ("is_cuda", "blocks"), [(True, 1), (True, 2), (False, 1)]
+)
+def test_the_blocks_of_a_multiprocessor_choose_the_tile(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, blocks: int
 ) -> None:
     class Card(torch.Tensor):
         """A CPU tensor that may call itself a GPU's."""
@@ -599,10 +599,10 @@ def test_large_tiles_are_for_tensor_cores(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     kernel = mock.MagicMock()
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
-    a, b = (torch.zeros(8, 16, dtype=dtype).as_subclass(Card) for _ in range(2))
-    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), None, 0.5, blocks)
+    a, b = (torch.zeros(8, 16).as_subclass(Card) for _ in range(2))
+    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), [], SCALE, 0.5, blocks)
     kernel.__getitem__.assert_called_once_with((7 * blocks if is_cuda else blocks,))
-    assert kernel.__getitem__().call_args.kwargs == {"BACKWARD": False, **tile}
+    assert kernel.__getitem__().call_args.kwargs == {"GIVEN": 0, **train_gpt.TILES[blocks]}
 
 
 COMPILE = """
@@ -622,18 +622,20 @@ def build(kernel, types, constants, capability, **options):
     source = ASTSource(kernel, signature, constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
-mlp_types = dict.fromkeys(["a", "b", "pre", "out"], "*bf16") | dict.fromkeys("MNK", "i32")
-mlp_types |= {"norm": "*fp32", "slope": "fp32"}
+mlp_types = dict.fromkeys(["a", "b", "given", "out"], "*bf16") | dict.fromkeys("MNK", "i32")
+mlp_types |= {"factors": "*fp32", "scale": "fp32", "slope": "fp32"}
 mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
     hopper = capability == 90
     limit = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024  # bytes of shared memory
-    small = {} if hopper else {1: train_gpt.SMALL_TILE}
-    for blocks, tile in (*small.items(), *train_gpt.TILES.items()):
+    for blocks, tile in train_gpt.TILES.items():
         sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
         options = {name: size for name, size in tile.items() if name not in sizes}
-        for backward in (False, True):
-            binary = build(mlp, mlp_types, {"BACKWARD": backward, **sizes}, capability, **options)
+        # With nothing, P, or X and Y given: the last pointer is none, of the sums, or of Y.
+        for given, more in enumerate((None, "*fp32", "*bf16")):
+            types = {**mlp_types, "more": more} if more else mlp_types
+            constants = {"GIVEN": given, **sizes} if more else {"GIVEN": given, "more": None, **sizes}
+            binary = build(mlp, types, constants, capability, **options)
             shared = binary.metadata.shared + 1024  # the driver keeps 1 KB of each block
             if limit < 128 * 1024 and tile is train_gpt.TILES[1]:
                 assert shared > limit, "passed over on small cards"
@@ -641,15 +643,14 @@ for capability in map(int, sys.argv[1:]):
             assert shared <= limit + 1024, (capability, tile, shared)
             # Two blocks share what a multiprocessor of a large card has: 1 KB more than one may ask for.
             assert capability not in (90, 100) or blocks * shared <= limit + 1024
-            large = tile["BLOCK_M"] >= 64
-            assert ("wgmma.mma_async" in binary.asm["ptx"]) == (hopper and large), "Hopper's tensor cores"
+            assert ("wgmma.mma_async" in binary.asm["ptx"]) == hopper, "Hopper's tensor cores"
             assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
     e = 64
     # Of each kernel: its arguments, its sizes, and the pointers that each direction lacks, which are None.
     numbers = {"tokens": "i32", "T": "i32", "eps": "fp32"}
     pointers = dict.fromkeys(["qkv", "gain", "rotary", "q", "k", "v", "own_v", "d_qkv"], "*bf16")
     heads = {**pointers, "d_gain": "*fp32", **numbers}, {"H": 8, "K": 4, "HALF": 8}
-    heads_lack = [["v", "own_v", "d_qkv", "d_gain"], ["own_v"], []]
+    heads_lack = [["v", "own_v", "d_qkv", "d_gain"], []]
     numbers = {"tokens": "i32", "v_stride": "i32", "min_square": "fp32"}
     pointers = dict.fromkeys(["y", "v", "gate", "out", "d_out", "d_y", "d_v", "d_gate"], "*bf16")
     xsa = {**pointers, **numbers}, {"K": 4, "GROUPS": 2}
@@ -682,8 +683,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
                           timeout=DEADLINE_SECONDS)  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
-    # Tiles of the MLP, heads and XSA, each forward and backward; heads also with values used once.
-    assert set(spilled) == {("0", "0")} and len(spilled) == (9 if capability == "90" else 11)
+    # Two tiles of the MLP, each for three products; heads and XSA, each forward and backward.
+    assert set(spilled) == {("0", "0")} and len(spilled) == 10
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or

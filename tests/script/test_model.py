@@ -470,7 +470,7 @@ def test_calibration_follows_a_changed_activation(monkeypatch: pytest.MonkeyPatc
     matrices = model.mlp_up_bank[2], model.mlp_down_bank[2]
     written = train_gpt.mlp_plain(seen["mlp_in", 2], *matrices, 3**-0.5, config.leaky_slope)
     hidden = F.linear(seen["mlp_hidden", 2], model.mlp_down_bank[2])
-    torch.testing.assert_close(hidden, written, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen["mlp_in", 2] + hidden, written, rtol=1e-4, atol=1e-5)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, groups: bool) -> Tensor:
@@ -537,7 +537,7 @@ def test_every_varlen_kernel(name: str, kernel: Any, doc_mask: int, monkeypatch:
     assert chosen.report[0].startswith(f"attention:{name}")
 
 
-@pytest.mark.parametrize("softcap", [0, 15, 30, 60, 90])
+@pytest.mark.parametrize("softcap", [0, 15, 30, 60])
 def test_the_loss_and_its_gradient_against_float64(softcap: float) -> None:
     """From tiny logits to absurd ones. Without a softcap, the bits of torch's own cross-entropy."""
     generator = torch.Generator().manual_seed(5)
