@@ -1104,10 +1104,9 @@ class GPT(nn.Module):
         if not softcap:
             return F.cross_entropy(logits_NV, targets_N, reduction="none")
         # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
-        # powers of two faster than those of e, hence bits, and the sigmoid in fewer instructions than tanh.
+        # powers of two faster than those of e, hence bits.
         nats_of_bit = math.log(2)
-        most = softcap / nats_of_bit
-        bits_NV = 2.0 * most * torch.sigmoid(2.0 / softcap * logits_NV) - most
+        bits_NV = softcap * torch.tanh(logits_NV / softcap) / nats_of_bit
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 

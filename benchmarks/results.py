@@ -99,19 +99,20 @@ def latest(name: str) -> dict[str, Any]:
     return found
 
 
-def release() -> dict[str, str]:
-    """version, commit and script (the SHA-256 of train_gpt.py) of what the figures are of."""
-    named: dict[str, str] = json.loads((FOLDER / RELEASE).read_text(encoding="utf-8"))
+def release() -> dict[str, Any]:
+    """version, commit and script (the SHA-256 of train_gpt.py) of figures; later: files of a newer one."""
+    named: dict[str, Any] = json.loads((FOLDER / RELEASE).read_text(encoding="utf-8"))
     return named
 
 
 def page() -> str:
     """The generated part of RESULTS.md: the figures of the release."""
     of = release()
+    later = f" A later script made {', '.join(of['later'])}." if "later" in of else ""
     return "\n".join([
         f"# Version {of['version']}", "",
         f"Measured with train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. More tables of "
-        "version 0.5 are frozen in [results/0.5.md](results/0.5.md): their programs have left.", "",
+        "version 0.5 are frozen in [results/0.5.md](results/0.5.md): their programs have left." + later, "",
         "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
         "paired t-test, bold below 0.01.", "",

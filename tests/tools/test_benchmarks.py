@@ -53,6 +53,8 @@ def test_the_release_is_that_of_every_figure(repo: Path) -> None:
     script = results.release()["script"]
     assert re.fullmatch("[0-9a-f]{64}", script)
     of = {name: one["conditions"]["script"] for name, one in results.stored(results.FOLDER).items()}
+    for name in results.release()["later"]:
+        assert of.pop(name) != script[:12]
     assert of and set(of.values()) == {script[:12]}, of
     of_records = []
     for path in repo.glob("records/track_*/*/submission.json"):
