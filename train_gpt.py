@@ -1691,9 +1691,12 @@ def load_attention(name: str) -> Operation:
     """The attention of this name. ImportError, AttributeError where it is not installed."""
     if name == "sdpa":
         return attention_sdpa
-    modules = {"fa3": "flash_attn_interface", "fa2": "flash_attn", "varlen": "torch.nn.attention.varlen"}
-    module = importlib.import_module(modules[name])
-    kernel = module.varlen_attn if name == "varlen" else module.flash_attn_varlen_func
+    if name == "fa3":
+        kernel = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+    elif name == "fa2":
+        kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
+    else:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # Packages and versions spell causal attention and grouped heads differently.
     spellings = {"causal": True, "is_causal": True, "window_size": (-1, 0), "enable_gqa": True}
     options = {key: spellings[key] for key in inspect.signature(kernel).parameters if key in spellings}

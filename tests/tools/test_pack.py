@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import lzma
+import shlex
 import shutil
 import subprocess
 import sys
@@ -379,7 +380,7 @@ def test_the_data_command_needs_nothing_of_ours(tmp_path: Path) -> None:
     (tmp_path / "huggingface_hub.py").write_text(HUB)
     data = {"source": "kevclark/parameter-golf", "dataset": "fineweb10B_sp8192", "revision": "abc",
             "train_shards": 2, "tokenizer": "fineweb_8192_bpe.model"}  # fmt: skip
-    command = readme.hub_command(data).replace("python3", sys.executable)
+    command = readme.hub_command(data).replace("python3", shlex.quote(sys.executable))
     subprocess.run(["bash", "-ec", command], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True)
     fetched = {path.name for path in tmp_path.glob("data/datasets/fineweb10B_sp8192/*")}
     assert fetched == {f"fineweb_{name}.bin" for name in ("train_000000", "train_000001", "val_000000")}
