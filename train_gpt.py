@@ -1585,10 +1585,12 @@ def launch_heads(
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if gradients:
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
+        programs = len(results[1])  # the last may have no tokens: it writes zeros
     else:
         pointers = [*results, None, None, None, None]
+        programs = triton.cdiv(B * T, HEAD_ROWS)
     # Forward, the values stay where they are.
-    heads_kernel[(triton.cdiv(B * T, HEAD_ROWS), N if gradients else H + K)](
+    heads_kernel[(programs, N if gradients else H + K)](
         qkv_BTNE.contiguous(), gain_H.contiguous(), rotary.contiguous(), *pointers, B * T, T, RMS_NORM_EPS,
         BACKWARD=bool(gradients), H=H, K=K, E=E, HALF=rotary.size(-1),
         BLOCK_N=HEAD_ROWS, BLOCK_E=triton.next_power_of_2(E))  # fmt: skip
@@ -1603,7 +1605,8 @@ def heads_shapes(
     B, T, N, E = qkv_BTNE.shape
     H = len(gain_H)
     if gradients:
-        programs = -(-B * T // HEAD_ROWS)
+        # Two at least: the compiler would make a graph of its own for one.
+        programs = 2 + B * T // HEAD_ROWS
         return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(programs, H, dtype=torch.float32)
     return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
 
