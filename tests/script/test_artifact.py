@@ -481,7 +481,7 @@ def test_wrapped_code_holds_any_byte_and_the_script_is_a_third() -> None:
     assert held == set(range(256)) - {0, 13}
     source = Path(train_gpt.__file__).read_bytes()
     wrapped = train_gpt.shipped_code(source)
-    assert len(wrapped) < 42_500
+    assert len(wrapped) < 42_600
     inner = unwrap(decoded(wrapped))
     assert inner is not None and same_program(inner, source.decode()) and '"""Of' not in inner
     # The shell costs little, and what is wrapped already stays as it is.
