@@ -1061,19 +1061,11 @@ class GPT(nn.Module):
             # As many lanes as the layer reads: a loop may lead from layers with two back to one with one.
             lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [join(lanes)]
             keep = weights["resid_keep_LD"][layer]
-            x = keep * lanes[0]
             decoded = visit - len(encoder)
             if decoded >= 0 and kept:
-                skip = kept.pop()
-                skip_weight = weights["skip_weight_SD"][decoded]
-                if c.skip_gates_enabled:  # mix them by a learned share (PR #1493)
-                    share = weights["skip_gate_SD"][decoded].sigmoid()
-                    skip_weight = (1.0 - share) * skip_weight
-                    x = keep * share * lanes[0]
-                    lanes[0] = share * lanes[0]
-                # Multiplied out: the backward pass needs a copy of the mixed lane only where it goes on.
-                x = torch.addcmul(x, keep * skip_weight, skip)
-                lanes[0] = torch.addcmul(lanes[0], skip_weight, skip)
+                lanes[0], x = take_back(lanes[0], kept.pop(), keep, decoded, weights)
+            else:
+                x = keep * lanes[0]
             # Attention reads the first lane, with some of the embeddings mixed in again.
             x = torch.addcmul(x, weights["resid_inject_LD"][layer], context.x0_BTD)
             lanes = self._block(layer, x, lanes, context, adapters[visit])
@@ -1173,15 +1165,15 @@ class GPT(nn.Module):
             mlp_reads = x
         else:
             mlp_reads = x + attended
-        lane = self._mlp(layer, mlp_reads, scale, context, adapters)
+        mlp_sum = self._mlp(layer, mlp_reads, scale, context, adapters)
 
         if side_by_side:
-            return [lane + attended]
+            return [mlp_sum + attended]
         if len(lanes) == 1:
-            return [lane]
+            return [mlp_sum]
         # Each lane keeps some of itself and takes some of both outputs.
         mixed = []
-        written = lane - mlp_reads
+        written = mlp_sum - mlp_reads
         mix_23 = context.weights["lane_mix_P23"][layer - c.parallel_start_layer]
         for lane, (keep, from_attention, from_mlp) in zip(lanes, mix_23, strict=True):
             mixed.append(keep * lane + from_attention * attended + from_mlp * written)
@@ -1242,6 +1234,26 @@ def join(lanes: list[Tensor]) -> Tensor:
     if len(lanes) == 1:
         return lanes[0]
     return (lanes[0] + lanes[1]) / 2
+
+
+def take_back(
+    lane: Tensor, skip: Tensor, keep: Tensor, decoded: int, weights: WeightRows
+) -> tuple[Tensor, Tensor]:
+    """A lane with a skip of the U-Net, and `keep` times it, both (B, T, D).
+
+    decoded: the number of the decoder's visit. The second is multiplied out: so the backward pass needs a
+    copy of the first only where it goes on.
+    """
+    skip_weight = weights["skip_weight_SD"][decoded]
+    if "skip_gate_SD" in weights:  # mix them by a learned share (PR #1493)
+        share = weights["skip_gate_SD"][decoded].sigmoid()
+        skip_weight = (1.0 - share) * skip_weight
+        x = keep * share * lane
+        lane = share * lane
+    else:
+        x = keep * lane
+    x = torch.addcmul(x, keep * skip_weight, skip)
+    return torch.addcmul(lane, skip_weight, skip), x
 
 
 def build_model(config: Config) -> GPT:
@@ -1504,8 +1516,10 @@ def linear_leaky_square(
     programs = blocks
     if a.is_cuda:
         programs *= torch.cuda.get_device_properties(device).multi_processor_count
-    # The kernel has one order of three pointers: P or X, the output, the sums or Y or nothing.
-    pointers = [*given[:1], *results, *given[1:], None]
+    # The kernel has one order of three pointers: P or X, the output, then nothing, the sums or Y.
+    pointers = [*given, *results, None]
+    if len(given) == 2:
+        pointers = [given[0], results[0], given[1]]
     linear_leaky_square_kernel[(programs,)](
         a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
         GIVEN=len(given), **TILES[blocks])  # fmt: skip
@@ -1536,7 +1550,8 @@ class FusedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x_ND, up_FD, down_DF, *options = inputs
-        norm_N = options[0] * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
+        scale = options[0]  # slope and blocks follow
+        norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
         pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
         ctx.options = options
@@ -4656,15 +4671,16 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     every = config.train_log_every
     if every == 0 or (step > FIRST_STEPS and step % every != 0):
         return
-    waits_ms = training.waits_ms
-    # Half of the steps waited for less than the first number, 1 % for more than the second.
+    # Half of the steps waited for less than the first, 1 % for more than the second.
+    p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100])
+    training.waits_ms.clear()
+    lr_scale = learning_rate_scale(result.progress, step - 1, config)
+    eta_seconds = seconds / run_progress(seconds, step, config) - seconds
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
         f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{np.median(waits_ms):.2f}/{np.percentile(waits_ms, 99):.2f}/{max(waits_ms):.2f} "
-        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
-        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
-    waits_ms.clear()
+        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} grad_norm:{norm:.3f} "
+        f"eta:{eta_seconds:.0f}s")
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
@@ -5101,10 +5117,8 @@ def summarize(
     }
     if machine.rank == 0:
         write_whole(run.path("summary.json"), (json.dumps(summary, indent=1) + "\n").encode())
-    run.log(
-        "done: bits per byte "
-        f"{' '.join(f'{name}={score.bits_per_byte:.4f}' for name, score in scores.items())}; "
-        f"stream_hash:{trained.stream_hash}; files in {run.directory}")
+    results = " ".join(f"{name}={score.bits_per_byte:.4f}" for name, score in scores.items())
+    run.log(f"done: bits per byte {results}; stream_hash:{trained.stream_hash}; files in {run.directory}")
 
 
 if __name__ == "__main__":
