@@ -45,7 +45,9 @@ def predictions(model: GPT, tokens: np.ndarray, config: Config) -> Iterator[torc
     for inputs_BT in torch.from_numpy(tokens[:-1].astype(np.int64)).view(-1, length).split(rows):
         with torch.no_grad():
             logits_NV = model.logits(model(inputs_BT).flatten(0, 1)).float()
-        yield F.log_softmax(softcap * torch.tanh(logits_NV / softcap), dim=-1)
+        if softcap:
+            logits_NV = softcap * torch.tanh(logits_NV / softcap)
+        yield F.log_softmax(logits_NV, dim=-1)
 
 
 def trained_model(run: Path, config: Config, machine: Machine) -> GPT:

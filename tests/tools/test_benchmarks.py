@@ -17,10 +17,23 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import answers, beside, coder, experiments, loader, paired, picture, results, speed, ttt
+from benchmarks import (
+    answers,
+    beside,
+    coder,
+    divergence,
+    experiments,
+    loader,
+    paired,
+    picture,
+    results,
+    speed,
+    ttt,
+)
 from benchmarks.turns import Turns, TurnsError
 from benchmarks.upstream import TrainingClock
 from data.shards import write_shard
+from tests.support.models import tiny_config, trained_like
 from tests.support.tiny import environment
 from tests.tools.test_upstream import KEEPS_AN_AVERAGE
 from tools.markdown import refresh
@@ -463,3 +476,25 @@ def test_an_answer_is_read_from_its_table_with_a_corrected_p() -> None:
     assert answer.split("<br>")[1] == "a, 3.5 bits a weight: -0.0222 ± 0.0035"
     p = paired.p_of(-0.0222, 0.0035, 5)
     assert 0.003 < p < 0.0035 and sure.split("<br>")[1] == f"5 seeds, p **{p:.2g}** ({2 * p:.2g})"
+
+
+def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -> None:
+    config = tiny_config(DATA_PATH=dataset, TOKENIZER_PATH=dataset / "tokenizer.model", MODEL_DIM=64)
+    lines = [f"{name}={value}" for name, value in config.as_env().items()]
+    (tmp_path / train_gpt.SETTINGS_FILE).write_text("\n".join(lines))
+    model = trained_like(config)
+    torch.save(model.state_dict(), tmp_path / "final_model.pt")
+    targets = 8 * config.eval_length
+    measured = divergence.measure(tmp_path, [5.0], targets, batches=2)
+    rows = {row["arm"]: row for row in measured["rows"]}
+    limit = measured["parameters"] * 5 / 8
+    assert all(0.9 * limit < row["bytes"] <= limit and row["passes"] >= 1 for row in rows.values())
+    # Each arm is a quantizer of its own, whatever the run had.
+    lost = {arm: row["divergence"] for arm, row in rows.items()}
+    assert len(set(lost.values())) == len(lost) == 5 and 0 < lost["trellis"] < lost["GPTQ"]
+    # The loss of the weights before is the model's own on that text.
+    shard = train_gpt.open_shards(f"{dataset}/fineweb_val_[0-9]*.bin")[0]
+    tokens = torch.from_numpy(train_gpt.read_tokens(shard)[: targets + 1].astype(np.int64))
+    inputs_BT, targets_BT = (part.view(-1, config.eval_length) for part in (tokens[:-1], tokens[1:]))
+    assert measured["nats_before"] == pytest.approx(model.loss(inputs_BT, targets_BT).item(), abs=1e-5)
+    assert divergence.tables(measured)[4].startswith("| GPTQ | 5 |")
