@@ -71,7 +71,7 @@ def test_runs_are_fetched_until_the_machine_has_ended(there: Path) -> None:
     assert start(there, "fetch.sh")[0] == 2
     status, out, calls = start(there, "fetch.sh", "root@pod", EVERY="60", PORT="2222")
     assert status == 0 and len(calls) == 3 and "stop the machine" in out
-    assert "root@pod:/work/runs/ runs/" in calls[0] and "ssh -p 2222" in calls[0]
+    assert "root@pod:/repository/runs/ runs/" in calls[0] and "ssh -p 2222" in calls[0]
 
 
 def test_the_image_has_a_traced_torch_and_its_wheel(repo: Path) -> None:

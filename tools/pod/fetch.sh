@@ -11,7 +11,7 @@ mkdir -p runs
 rm -f runs/pod/ended
 while true; do
     # Checkpoints stay there: a run resumes where it began.
-    if ! rsync -az --partial --exclude checkpoint.pt -e "ssh -p ${PORT:-22}" "$1:${2:-/work}/runs/" runs/; then
+    if ! rsync -az --partial --exclude checkpoint.pt -e "ssh -p ${PORT:-22}" "$1:${2:-/repository}/runs/" runs/; then
         echo "fetch: rsync failed; is the machine up, and PORT right?" >&2
         [ -n "${EVERY:-}" ] || exit 1
     fi
