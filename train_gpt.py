@@ -1063,7 +1063,7 @@ class GPT(nn.Module):
             keep = weights["resid_keep_LD"][layer]
             decoded = visit - len(encoder)
             if decoded >= 0 and kept:
-                lanes[0], x = take_back(lanes[0], kept.pop(), keep, decoded, weights)
+                lanes[0], x = self._take_back(lanes[0], kept.pop(), keep, decoded, weights)
             else:
                 x = keep * lanes[0]
             # Attention reads the first lane, with some of the embeddings mixed in again.
@@ -1076,6 +1076,25 @@ class GPT(nn.Module):
         if observe is not None:
             observe("hidden", 0, hidden)
         return hidden
+
+    def _take_back(
+        self, lane: Tensor, skip: Tensor, keep: Tensor, decoded: int, weights: WeightRows
+    ) -> tuple[Tensor, Tensor]:
+        """A lane with a skip of the U-Net, and `keep` times it, both (B, T, D).
+
+        decoded: the number of the decoder's visit. The second is multiplied out: so the backward pass needs a
+        copy of the first only where it goes on.
+        """
+        skip_weight = weights["skip_weight_SD"][decoded]
+        if self.settings.skip_gates_enabled:  # mix them by a learned share (PR #1493)
+            share = weights["skip_gate_SD"][decoded].sigmoid()
+            skip_weight = (1.0 - share) * skip_weight
+            x = keep * share * lane
+            lane = share * lane
+        else:
+            x = keep * lane
+        x = torch.addcmul(x, keep * skip_weight, skip)
+        return torch.addcmul(lane, skip_weight, skip), x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Scores (N, V) of every next token, before the softcap."""
@@ -1234,26 +1253,6 @@ def join(lanes: list[Tensor]) -> Tensor:
     if len(lanes) == 1:
         return lanes[0]
     return (lanes[0] + lanes[1]) / 2
-
-
-def take_back(
-    lane: Tensor, skip: Tensor, keep: Tensor, decoded: int, weights: WeightRows
-) -> tuple[Tensor, Tensor]:
-    """A lane with a skip of the U-Net, and `keep` times it, both (B, T, D).
-
-    decoded: the number of the decoder's visit. The second is multiplied out: so the backward pass needs a
-    copy of the first only where it goes on.
-    """
-    skip_weight = weights["skip_weight_SD"][decoded]
-    if "skip_gate_SD" in weights:  # mix them by a learned share (PR #1493)
-        share = weights["skip_gate_SD"][decoded].sigmoid()
-        skip_weight = (1.0 - share) * skip_weight
-        x = keep * share * lane
-        lane = share * lane
-    else:
-        x = keep * lane
-    x = torch.addcmul(x, keep * skip_weight, skip)
-    return torch.addcmul(lane, skip_weight, skip), x
 
 
 def build_model(config: Config) -> GPT:
@@ -4675,12 +4674,11 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100])
     training.waits_ms.clear()
     lr_scale = learning_rate_scale(result.progress, step - 1, config)
-    eta_seconds = seconds / run_progress(seconds, step, config) - seconds
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
         f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
         f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} grad_norm:{norm:.3f} "
-        f"eta:{eta_seconds:.0f}s")
+        f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
 
 
 def validate(training: Training, label: str, looping: bool = True) -> None:
