@@ -4784,8 +4784,7 @@ def main() -> int:
     # What ended the run, and how to continue from what it has saved.
     if run is not None:
         # A rank whose peer is gone only knows that. The peer itself prints the reason.
-        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-        if peer_is_gone and message.startswith("Traceback"):
+        if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
             message = "ends: another rank has ended or does not answer"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
@@ -4822,6 +4821,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 
     answers: lines for the log, about settings.
     """
+    machine = run.machine
     tokenizer_sha256 = ""
     if config.eval_only:
         # The artifact says what its model is. Whoever set something else is told.
@@ -4841,14 +4841,14 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         if not config.eval_only:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
             path = run.path(ARTIFACT)
-            data = path.read_bytes() if run.machine.rank == 0 else b""
-            model, about = load_artifact(path, run.machine.gather(data)[0])
-        ready_model(model, run.machine, inputs.chosen.ops)
-    if run.machine.compiled:
+            data = path.read_bytes() if machine.rank == 0 else b""
+            model, about = load_artifact(path, machine.gather(data)[0])
+        ready_model(model, machine, inputs.chosen.ops)
+    if machine.compiled:
         rehearse_evaluation(model, config, run)
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores)
-    if run.machine.rank == 0:
+    if machine.rank == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
 
 
@@ -4950,12 +4950,36 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     checkpoint = read_checkpoint(config, hashes)
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
-        micro_steps_per_step(config, machine.world_size)
+        check_memory(config, machine)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
         fast_ops(config, machine), checkpoint)  # fmt: skip
+
+
+def check_memory(config: Config, machine: Machine) -> None:
+    """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
+
+    The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
+    MLPs, and on a CPU one mask of attention.
+    """
+    micro_steps = micro_steps_per_step(config, machine.world_size)
+    tokens = config.train_batch_tokens // machine.world_size // micro_steps
+    values = config.vocab_size + config.num_layers * config.mlp_dim
+    memory_bytes = sys.maxsize
+    if machine.on_gpu:
+        memory_bytes, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if config.doc_mask:
+            values += config.train_seq_len
+    needed_bytes = machine.dtype.itemsize * tokens * values
+    if needed_bytes > memory_bytes:
+        raise ConfigError(
+            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: a forward "
+            f"pass of {tokens} tokens keeps {needed_bytes >> 20} MiB at least, expected at most the "
+            f"{memory_bytes >> 20} MiB of this device; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
