@@ -228,7 +228,7 @@ CASES = [
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
     case("no BOS", tokens_are(TRAIN, lambda tokens: tokens[1:]), f"{TRAIN}|begins with id",
          "expected BOS=1|export it again"),
-    case("no text", tokens_are(VAL, lambda _: np.full(2000, BOS_ID)), "tokens stand for no text", ""),
+    case("no text", tokens_are(VAL, lambda _: np.full(2000, BOS_ID)), "validation tokens have no bytes", ""),
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
          "fineweb_val_bytes_*.bin", "get the data again"),
