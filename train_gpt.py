@@ -3037,11 +3037,11 @@ class ScoreClock:
     def tell(self, ledger: Ledger, targets: int = 0) -> None:
         """Print a line if it is time for one. targets: how many this rank scores; 0: all."""
         now = self.seconds()
-        share = ledger.scored / (targets or len(ledger.nats))
         early = now - self.printed_at < self.every_seconds
-        if self.every_seconds == 0 or (early and share < 1):
+        if self.every_seconds == 0 or (early and ledger.scored < len(ledger.nats)):
             return
         self.printed_at = now
+        share = min(1.0, ledger.scored / (targets or len(ledger.nats)))
         self.run.log(f"val_progress:{self.name} {share:.0%} "
                      f"partial_mean_loss:{ledger.scored_nats / ledger.scored:.4f} "
                      f"tokens_seen:{ledger.scored} eta:{now * (1 / share - 1):.0f}s")
@@ -3510,6 +3510,8 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
         if rank != machine.rank:
             for begin, nats in scores:
                 ledger.record(begin, nats)
+    if machine.world_size > 1:
+        clock.tell(ledger)
     return ledger
 
 

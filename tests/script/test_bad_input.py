@@ -208,7 +208,7 @@ CASES = [
     # settings
     setting("ITERATIONS='abc'", "expected int", ITERATIONS="abc"),
     setting("TRAIN_BATCH_TOKENS=224", "expected a multiple of", TRAIN_BATCH_TOKENS=224),
-    setting("above ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
+    setting("too many for ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
     setting("ATTENTION=fa3", "set auto", ATTENTION="fa3"),
     case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact(bytes)},
          "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
@@ -232,9 +232,9 @@ CASES = [
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
          "fineweb_val_bytes_*.bin", "get the data again"),
-    case("missing shard", manifest_with(_000007=5), "not in it: fineweb_train_000007.bin", "fetch the data"),
-    case("foreign shard", manifest_with(_000001=None), "it: fineweb_train_000001.bin", "remove what is not"),
-    case("other shard", manifest_with(_000000=5), "it: fineweb_train_000000.bin", "fetch the data"),
+    case("missing shard", manifest_with(_000007=5), "manifest: fineweb_train_000007.bin", "Fetch the data"),
+    case("foreign shard", manifest_with(_000001=None), "manifest: fineweb_train_000001.bin", "remove foreign"),
+    case("other shard", manifest_with(_000000=5), "manifest: fineweb_train_000000.bin", "Fetch the data"),
     data_file("manifest.json", b"{", "manifest.json: Expecting", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
