@@ -233,7 +233,7 @@ CASES = [
     case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
          "fineweb_val_bytes_*.bin", "get the data again"),
     case("missing shard", manifest_with(_000007=5), "manifest: fineweb_train_000007.bin", "Fetch the data"),
-    case("foreign shard", manifest_with(_000001=None), "manifest: fineweb_train_000001.bin", "remove foreign"),
+    case("foreign shard", manifest_with(_000001=None), "manifest: fineweb_train_000001", "remove foreign"),
     case("other shard", manifest_with(_000000=5), "manifest: fineweb_train_000000.bin", "Fetch the data"),
     data_file("manifest.json", b"{", "manifest.json: Expecting", "fetch or export"),
     # tokenizers
