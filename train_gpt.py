@@ -365,7 +365,9 @@ class Config(TrainingSettings):
     training_timing_breakdown: bool = setting(False, "print where the milliseconds of a step go")
     training_timing_every: int = setting(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = setting("", "A:B; trace steps A to B - 1, of 1 …, for ui.perfetto.dev; empty: none",
-                               pattern="|[0-9]{1,9}:[0-9]{1,9}")  # fmt: skip
+                               pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
+    profile_steps: str = setting("", "A:B; as TRACE_STEPS, with torch.profiler's trace beside; empty: none",
+                                 pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
     device: str = setting("auto", "where to run", among="auto cpu cuda")
     cpu_threads: int = setting(0, "threads of torch on the CPU; 0: its own number", 0, 1024)
     compile: str = setting("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
@@ -416,8 +418,8 @@ class Config(TrainingSettings):
 
     @property
     def traced_steps(self) -> range:
-        """The steps of TRACE_STEPS; the first step of a run is 1."""
-        first, _, after = (self.trace_steps or "0:0").partition(":")
+        """The steps of TRACE_STEPS or PROFILE_STEPS; the first step of a run is 1."""
+        first, _, after = (self.trace_steps or self.profile_steps or "0:0").partition(":")
         return range(int(first), int(after))
 
     def rules(self) -> list[Rule]:
@@ -426,6 +428,7 @@ class Config(TrainingSettings):
         chunk = self.ttt_chunk_tokens
         chunk_fits = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
         clock = self.max_wallclock_seconds
+        window = self.trace_steps or self.profile_steps
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
@@ -436,7 +439,8 @@ class Config(TrainingSettings):
              "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
-            (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B with A < B"),
+            (not self.trace_steps or not self.profile_steps, "either TRACE_STEPS or PROFILE_STEPS"),
+            (not window or len(self.traced_steps) > 0, "TRACE_STEPS or PROFILE_STEPS as A:B with A < B"),
             (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
         ]  # fmt: skip
 
@@ -2388,20 +2392,25 @@ class Trace:
     Times are seconds of `time.perf_counter`, one clock for all ranks of a machine; microseconds in the file.
     A span that reaches beyond these steps is cut at their first and their last moment. The file is written
     when the last step ends: a run that is killed earlier has none. Without TRACE_STEPS nothing is measured.
+    With PROFILE_STEPS, torch.profiler records the same steps for a file of its own: operators, and on a GPU
+    kernels, copies and NCCL. That makes these steps slower.
     """
 
     steps: range = field(default=range(0))
     directory: Path | None = None
     rank: int = 0
     log: Callable[[str], None] = print
+    profiler: Any = None  # a torch.profiler.profile, with PROFILE_STEPS
     recording: bool = False
     began: float = 0.0  # when the first step began
     spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
     gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
-    def begin(self, step: int | None) -> None:
-        """Start of a step, counted from 1; None: one of the warm-up."""
+    def begin(self, step: int) -> None:
+        """Start of a step, counted from 1; 0: one of the warm-up."""
         if step in self.steps and not self.recording:
+            if self.profiler:
+                self.profiler.start()
             self.began = time.perf_counter()
             self.recording = True
 
@@ -2466,6 +2475,9 @@ class Trace:
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
             self.log(f"trace:{path} for ui.perfetto.dev")
+        if self.profiler:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(f"{self.directory}/profile_rank{self.rank}.json")
 
 
 @dataclass
@@ -2487,13 +2499,13 @@ class StepTimer:
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
-    def begin(self, step: int | None) -> None:
-        """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
+    def begin(self, step: int) -> None:
+        """Start of a step, for the trace too; the first is 1. 0: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
         self.trace.begin(step)
-        self.step = step or 0
-        counted = step is not None and self.every > 0
-        self.reported = counted and (self.step <= FIRST_STEPS or self.step % self.every == 0)
+        self.step = step
+        counted = step > 0 and self.every > 0
+        self.reported = counted and (step <= FIRST_STEPS or step % self.every == 0)
         self.laps = []
         self.lap("begin")  # where the first part starts
 
@@ -2507,7 +2519,7 @@ class StepTimer:
         if event is not None:
             event.record()
 
-    def end(self, stage_ms: float) -> str:
+    def end(self, stage_ms: float, micro_steps: int) -> str:
         """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
@@ -2525,7 +2537,6 @@ class StepTimer:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
             if lap.copy is not None:
                 total_ms["copy"] += lap.copy.begin.elapsed_time(lap.copy.end)
-        micro_steps = [lap.name for lap in self.laps].count("batch")
         return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
                 f"batch_cpu_ms:{stage_ms:.2f} "
                 f"batch_h2d_ms:{total_ms['copy'] / micro_steps:.2f} "
@@ -4368,7 +4379,8 @@ class Training:
         # One graph from tokens to loss.
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
-        self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
+        profiler = torch.profiler.profile() if config.profile_steps else None
+        self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log, profiler)
         self.timer = StepTimer(
             config.training_timing_every if config.training_timing_breakdown else 0,
             machine.on_gpu, self.trace)  # fmt: skip
@@ -4478,7 +4490,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
-    timer.begin(training.step + 1 if training.run.training else None)
+    timer.begin(training.step + 1 if training.run.training else 0)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch", batch.copy)
@@ -4493,7 +4505,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
     timer.lap("optimizer")
-    line = timer.end(loader.stage_ms)
+    line = timer.end(loader.stage_ms, loader.micro_steps)
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -4784,8 +4796,7 @@ def main() -> int:
     # What ended the run, and how to continue from what it has saved.
     if run is not None:
         # A rank whose peer is gone only knows that. The peer itself prints the reason.
-        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-        if peer_is_gone and message.startswith("Traceback"):
+        if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
             message = "ends: another rank has ended or does not answer"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
@@ -4822,6 +4833,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 
     answers: lines for the log, about settings.
     """
+    machine = run.machine
     tokenizer_sha256 = ""
     if config.eval_only:
         # The artifact says what its model is. Whoever set something else is told.
@@ -4841,14 +4853,14 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         if not config.eval_only:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
             path = run.path(ARTIFACT)
-            data = path.read_bytes() if run.machine.rank == 0 else b""
-            model, about = load_artifact(path, run.machine.gather(data)[0])
-        ready_model(model, run.machine, inputs.chosen.ops)
-    if run.machine.compiled:
+            data = path.read_bytes() if machine.rank == 0 else b""
+            model, about = load_artifact(path, machine.gather(data)[0])
+        ready_model(model, machine, inputs.chosen.ops)
+    if machine.compiled:
         rehearse_evaluation(model, config, run)
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores)
-    if run.machine.rank == 0:
+    if machine.rank == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
 
 
@@ -4950,12 +4962,36 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     checkpoint = read_checkpoint(config, hashes)
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
-        micro_steps_per_step(config, machine.world_size)
+        check_memory(config, machine)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
         fast_ops(config, machine), checkpoint)  # fmt: skip
+
+
+def check_memory(config: Config, machine: Machine) -> None:
+    """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
+
+    The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
+    MLPs, and on a CPU one mask of attention.
+    """
+    micro_steps = micro_steps_per_step(config, machine.world_size)
+    tokens = config.train_batch_tokens // machine.world_size // micro_steps
+    values = config.vocab_size + config.num_layers * config.mlp_dim
+    memory_bytes = sys.maxsize
+    if machine.on_gpu:
+        memory_bytes, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if config.doc_mask:
+            values += config.train_seq_len
+    needed_bytes = machine.dtype.itemsize * tokens * values
+    if needed_bytes > memory_bytes:
+        raise ConfigError(
+            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: a forward "
+            f"pass of {tokens} tokens keeps {needed_bytes >> 20} MiB at least, expected at most the "
+            f"{memory_bytes >> 20} MiB of this device; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
