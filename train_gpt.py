@@ -1117,7 +1117,7 @@ class GPT(nn.Module):
         # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
         # powers of two faster than those of e, hence bits.
         nats_of_bit = math.log(2)
-        bits_NV = softcap * torch.tanh(logits_NV / softcap) / nats_of_bit
+        bits_NV = softcap / nats_of_bit * torch.tanh(logits_NV / softcap)
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 
@@ -1375,7 +1375,8 @@ if triton is not None:
                 b_tile = b_tiles.load([column, k])
                 acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
             rows = row + tl.arange(0, BLOCK_M)
-            factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
+            if factors is not None:
+                factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
 
             for half in tl.static_range(2):
@@ -1387,7 +1388,9 @@ if triton is not None:
                 else:
                     p = given_tiles.load(corner)
                 p = p.to(tl.float32)
-                if GIVEN == 2:
+                if factors is None:
+                    value += p
+                elif GIVEN == 2:
                     value += factor * p + more_tiles.load(corner)
                 else:
                     steep = tl.where(p > 0, p, slope * slope * p)  # half the derivative
@@ -1409,9 +1412,8 @@ if triton is not None:
         # gradients in q, k, v and own_v, and writes those of qkv and, summed over these tokens, of the gain.
         # All is computed in fp32: Triton promotes every operand of an fp32 value.
         head = tl.program_id(1)
-        token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
-        row = token[:, None]
         inside = (row < tokens) & (channel < E)
         here = (row * (H + 2 * K) + head) * E + channel
 
@@ -1447,7 +1449,7 @@ if triton is not None:
                 d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x, inside)
                 if head < H:
-                    tl.store(d_gain + tl.program_id(0) * H + head, tl.sum(along * inverse))
+                    tl.store(d_gain + head * tl.num_programs(0) + tl.program_id(0), tl.sum(along * inverse))
             else:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
@@ -1472,18 +1474,18 @@ if triton is not None:
             head = token * (K * GROUPS) + key_head * GROUPS + group
             here = head[:, None] * E + channel
             value = tl.load(y + here, inside, 0.0)
-            opened = tl.load(gate + head, exists, 0.0)
-            share = tl.sum(value * own, 1) / square
-            rest = value - share[:, None] * own
+            opened = tl.load(gate + head, exists, 0.0)[:, None]
+            share = (tl.sum(value * own, 1) / square)[:, None]
+            rest = value - share * own
             if BACKWARD:
                 d = tl.load(d_out + here, inside, 0.0).to(tl.float32)
                 tl.store(d_gate + head, tl.sum(d * rest, 1), exists)
-                d = d * opened[:, None]
+                d = d * opened
                 along = (tl.sum(d * own, 1) / square)[:, None]
                 tl.store(d_y + here, d - along * own, inside)
-                d_own -= share[:, None] * d + along * (rest - share[:, None] * own)
+                d_own -= share * d + along * (rest - share * own)
             else:
-                tl.store(out + here, opened[:, None] * rest, inside)
+                tl.store(out + here, opened * rest, inside)
         if BACKWARD:
             there = (token[:, None] * K + key_head) * E + channel
             tl.store(d_v + there, d_own, inside)
@@ -1491,14 +1493,15 @@ if triton is not None:
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor],
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float, blocks: int,
 ) -> list[Tensor]:  # fmt: skip
     """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
 
     None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
     the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
-    X and Y: A Bᵀ + factors X + Y. factors: one for each row. blocks: of a multiprocessor, a key of TILES.
+    X and Y: A Bᵀ + factors X + Y. X without factors: A Bᵀ + X. factors: one for each row.
+    blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     device = a_MK.device
@@ -1516,9 +1519,7 @@ def linear_leaky_square(
     if a.is_cuda:
         programs *= torch.cuda.get_device_properties(device).multi_processor_count
     # The kernel has one order of three pointers: P or X, the output, then nothing, the sums or Y.
-    pointers = [*given, *results, None]
-    if len(given) == 2:
-        pointers = [given[0], results[0], given[1]]
+    pointers = [*given[:1], *results, *given[1:], None]
     linear_leaky_square_kernel[(programs,)](
         a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
         GIVEN=len(given), **TILES[blocks])  # fmt: skip
@@ -1527,14 +1528,14 @@ def linear_leaky_square(
 
 @linear_leaky_square.register_fake
 def linear_leaky_square_shapes(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor], *options: float
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
 ) -> list[Tensor]:
     """Empty outputs of the kernel's shapes, with which torch.compile traces."""
     # No `len`, which would make a number of rows that is left open a constant of the graph.
     results = [a_MK.new_empty(a_MK.size(0), b_NK.size(0))]
     if not given:
         results.append(torch.empty_like(results[0]))
-    if len(given) == 1:
+    if len(given) == 1 and factors_M is not None:
         results.append(torch.zeros_like(factors_M))  # tiles add to it
     return results
 
@@ -1554,8 +1555,7 @@ class FusedMlp(torch.autograd.Function):
         pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
         ctx.options = options
-        # Not as two matrices: the compiler would add x in the product, for which torch first copies it.
-        return (x_ND + F.linear(act_NF, down_DF)[None])[0]
+        return linear_leaky_square(act_NF, down_DF, None, [x_ND], *options)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
@@ -1590,7 +1590,7 @@ def launch_heads(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of `heads_plain`. Given `gradients` of Heads: the gradients of qkv and of the gain.
 
-    The gradient of the gain comes in one part for each program, (programs, H) in fp32.
+    The gradient of the gain comes in one part for each program, (H, programs) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
@@ -1599,7 +1599,7 @@ def launch_heads(
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if gradients:
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
-        programs = len(results[1])  # the last may have no tokens: it writes zeros
+        programs = results[1].size(1)  # the last may have no tokens: it writes zeros
     else:
         pointers = [*results, None, None, None, None]
         programs = triton.cdiv(B * T, HEAD_ROWS)
@@ -1621,7 +1621,7 @@ def heads_shapes(
     if gradients:
         # Two at least: the compiler would make a graph of its own for one.
         programs = 2 + B * T // HEAD_ROWS
-        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(programs, H, dtype=torch.float32)
+        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)
     return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
 
 
@@ -1639,8 +1639,8 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_BTNE, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_PH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
-        return d_qkv_BTNE, d_gain_PH.sum(0).to(gain_H.dtype), None
+        d_qkv_BTNE, d_gain_HP = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
+        return d_qkv_BTNE, d_gain_HP.sum(1).to(gain_H.dtype), None
 
 
 def heads_fused(*inputs: Tensor) -> Heads:
