@@ -34,7 +34,6 @@ PROFILE_STEPS=110:100
 WRONG_TOGETHER = """
 ROPE_DIMS=0 MODEL_DIM=24 NUM_HEADS=8 : ROPE_DIMS
 VE_ENABLED=1 VE_LAYERS=10,11 : VE_LAYERS
-VE_ENABLED=1 VE_LAYERS=10,10 : VE_LAYERS
 TTT_MODE=sgd EVAL_STRIDE=0 : EVAL_STRIDE
 TTT_MODE=sgd EVAL_SEQ_LEN=65536 : TTT_CHUNK_TOKENS
 TTT_MODE=sgd TTT_CHUNK_TOKENS=1000 : TTT_CHUNK_TOKENS
@@ -173,7 +172,7 @@ def test_files_are_under_the_environment_and_none_is_none(
     ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
     ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
     ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-    ("MUON_MIXTURE=0", "MUON_MIXTURE.* script beside it, files of 0.5.4 and older"),
+    ("MUON_MIXTURE=0", "MUON_MIXTURE.* train_gpt.py of that run, and files of 0.5.4"),
 ])  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"
