@@ -299,8 +299,9 @@ def turn(training: Any, steps: int) -> tuple[float, float, float, list[float]]:
     return wall_ms, cpu_ms, float(np.mean(taken.wait_ms)), taken.losses
 
 
-def in_turns(arguments: argparse.Namespace, steps: int = 10) -> dict[str, Any]:
+def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
     """Figures of the turns of both ways, as many of each; who begins alternates. Empty but on rank 0."""
+    steps = arguments.turn_steps
     real = train_gpt.read_tokens
 
     def slow(*args: Any, **options: Any) -> np.ndarray:
@@ -400,6 +401,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
     parser.add_argument("--name", default="turns", help="of the kept turns")
     parser.add_argument("--turns", type=int, default=0, help="turns with and as many without prefetch")
+    parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of these turns")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--disk-ms", type=float, default=0.0, help="added to each read of a shard, in turns")
