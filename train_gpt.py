@@ -2053,9 +2053,10 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same for any world size; all ranks call it together."""
+        momenta = [whole for _, whole in self._gather(self.momenta)]
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(),
-            "momenta": [whole for _, whole in self._gather(self.momenta)],
+            "momenta": momenta,
         })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -4264,7 +4265,7 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
 
 SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
-WRAPPER = """# -*- coding: latin-1 -*-
+WRAPPER = """#coding:latin-1
 SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
@@ -4272,6 +4273,8 @@ n=__file__+" (unpacked)"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
+# Decorators that leave the types of a function alone.
+READ_NO_TYPES = {"property", "classmethod", "staticmethod", "contextlib.contextmanager", "torch.no_grad()"}
 # What the text of a wrapper cannot hold as it is, in the order of replacement. A digit after NUL would
 # belong to its escape. Three quotes, or one more at the end, would end the text.
 ESCAPES = {r"\\": r"\\\\", "\r": r"\\r", "\0(?=[0-7])": r"\\x00", "\0": r"\\0", r"'(?=''|\Z)": r"\\'"}
@@ -4288,8 +4291,8 @@ def shipped_code(source: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-        # Decorators may read the types of a function: Triton's and torch's do.
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        # Other decorators may read the types of a function: Triton's and torch's do.
+        if isinstance(node, ast.FunctionDef) and {*map(ast.unparse, node.decorator_list)} <= READ_NO_TYPES:
             node.returns = None
             for argument in node.args.args:
                 argument.annotation = None
