@@ -299,9 +299,15 @@ PLAIN_TYPES = (
 )  # fmt: skip
 
 
+# Decorators that read no types. `shipped_code` drops the types of such functions, too.
+READ_NO_TYPES = {"property", "classmethod", "staticmethod", "contextlib.contextmanager", "torch.no_grad()"}
+
+
 def remove_types(node: ast.AST) -> None:
-    """Those of an undecorated function's arguments and result; a type that could do something stays."""
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+    """Those of a function's arguments and result. A type stays that could do something or may be read."""
+    if not isinstance(node, ast.FunctionDef):
+        return
+    if any(ast.unparse(decorator) not in READ_NO_TYPES for decorator in node.decorator_list):
         return
     if _is_plain_type(node.returns):
         node.returns = None
