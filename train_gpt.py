@@ -361,7 +361,9 @@ class Config(TrainingSettings):
     training_timing_breakdown: bool = setting(False, "print where the milliseconds of a step go")
     training_timing_every: int = setting(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = setting("", "A:B; trace steps A to B - 1, of 1 …, for ui.perfetto.dev; empty: none",
-                               pattern="|[0-9]{1,9}:[0-9]{1,9}")  # fmt: skip
+                               pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
+    profile_steps: str = setting("", "A:B; as TRACE_STEPS, with torch.profiler's trace beside; empty: none",
+                                 pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
     device: str = setting("auto", "where to run", among="auto cpu cuda")
     cpu_threads: int = setting(0, "threads of torch on the CPU; 0: its own number", 0, 1024)
     compile: str = setting("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
@@ -412,8 +414,8 @@ class Config(TrainingSettings):
 
     @property
     def traced_steps(self) -> range:
-        """The steps of TRACE_STEPS; the first step of a run is 1."""
-        first, _, after = (self.trace_steps or "0:0").partition(":")
+        """The steps of TRACE_STEPS or PROFILE_STEPS; the first step of a run is 1."""
+        first, _, after = (self.trace_steps or self.profile_steps or "0:0").partition(":")
         return range(int(first), int(after))
 
     def rules(self) -> list[Rule]:
@@ -422,6 +424,7 @@ class Config(TrainingSettings):
         chunk = self.ttt_chunk_tokens
         chunk_fits = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
         clock = self.max_wallclock_seconds
+        window = self.trace_steps or self.profile_steps
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
@@ -432,7 +435,8 @@ class Config(TrainingSettings):
              "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
-            (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B with A < B"),
+            (not self.trace_steps or not self.profile_steps, "either TRACE_STEPS or PROFILE_STEPS"),
+            (not window or len(self.traced_steps) > 0, "TRACE_STEPS or PROFILE_STEPS as A:B with A < B"),
             (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
         ]  # fmt: skip
 
@@ -1113,7 +1117,7 @@ class GPT(nn.Module):
         # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
         # powers of two faster than those of e, hence bits.
         nats_of_bit = math.log(2)
-        bits_NV = softcap * torch.tanh(logits_NV / softcap) / nats_of_bit
+        bits_NV = softcap / nats_of_bit * torch.tanh(logits_NV / softcap)
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 
@@ -1371,7 +1375,8 @@ if triton is not None:
                 b_tile = b_tiles.load([column, k])
                 acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
             rows = row + tl.arange(0, BLOCK_M)
-            factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
+            if factors is not None:
+                factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
 
             for half in tl.static_range(2):
@@ -1383,7 +1388,9 @@ if triton is not None:
                 else:
                     p = given_tiles.load(corner)
                 p = p.to(tl.float32)
-                if GIVEN == 2:
+                if factors is None:
+                    value += p
+                elif GIVEN == 2:
                     value += factor * p + more_tiles.load(corner)
                 else:
                     steep = tl.where(p > 0, p, slope * slope * p)  # half the derivative
@@ -1405,9 +1412,8 @@ if triton is not None:
         # gradients in q, k, v and own_v, and writes those of qkv and, summed over these tokens, of the gain.
         # All is computed in fp32: Triton promotes every operand of an fp32 value.
         head = tl.program_id(1)
-        token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
-        row = token[:, None]
         inside = (row < tokens) & (channel < E)
         here = (row * (H + 2 * K) + head) * E + channel
 
@@ -1443,7 +1449,7 @@ if triton is not None:
                 d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x, inside)
                 if head < H:
-                    tl.store(d_gain + tl.program_id(0) * H + head, tl.sum(along * inverse))
+                    tl.store(d_gain + head * tl.num_programs(0) + tl.program_id(0), tl.sum(along * inverse))
             else:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
@@ -1468,18 +1474,18 @@ if triton is not None:
             head = token * (K * GROUPS) + key_head * GROUPS + group
             here = head[:, None] * E + channel
             value = tl.load(y + here, inside, 0.0)
-            opened = tl.load(gate + head, exists, 0.0)
-            share = tl.sum(value * own, 1) / square
-            rest = value - share[:, None] * own
+            opened = tl.load(gate + head, exists, 0.0)[:, None]
+            share = (tl.sum(value * own, 1) / square)[:, None]
+            rest = value - share * own
             if BACKWARD:
                 d = tl.load(d_out + here, inside, 0.0).to(tl.float32)
                 tl.store(d_gate + head, tl.sum(d * rest, 1), exists)
-                d = d * opened[:, None]
+                d = d * opened
                 along = (tl.sum(d * own, 1) / square)[:, None]
                 tl.store(d_y + here, d - along * own, inside)
-                d_own -= share[:, None] * d + along * (rest - share[:, None] * own)
+                d_own -= share * d + along * (rest - share * own)
             else:
-                tl.store(out + here, opened[:, None] * rest, inside)
+                tl.store(out + here, opened * rest, inside)
         if BACKWARD:
             there = (token[:, None] * K + key_head) * E + channel
             tl.store(d_v + there, d_own, inside)
@@ -1487,14 +1493,15 @@ if triton is not None:
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor],
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float, blocks: int,
 ) -> list[Tensor]:  # fmt: skip
     """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
 
     None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
     the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
-    X and Y: A Bᵀ + factors X + Y. factors: one for each row. blocks: of a multiprocessor, a key of TILES.
+    X and Y: A Bᵀ + factors X + Y. X without factors: A Bᵀ + X. factors: one for each row.
+    blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     device = a_MK.device
@@ -1512,9 +1519,7 @@ def linear_leaky_square(
     if a.is_cuda:
         programs *= torch.cuda.get_device_properties(device).multi_processor_count
     # The kernel has one order of three pointers: P or X, the output, then nothing, the sums or Y.
-    pointers = [*given, *results, None]
-    if len(given) == 2:
-        pointers = [given[0], results[0], given[1]]
+    pointers = [*given[:1], *results, *given[1:], None]
     linear_leaky_square_kernel[(programs,)](
         a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
         GIVEN=len(given), **TILES[blocks])  # fmt: skip
@@ -1523,14 +1528,14 @@ def linear_leaky_square(
 
 @linear_leaky_square.register_fake
 def linear_leaky_square_shapes(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor], *options: float
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
 ) -> list[Tensor]:
     """Empty outputs of the kernel's shapes, with which torch.compile traces."""
     # No `len`, which would make a number of rows that is left open a constant of the graph.
     results = [a_MK.new_empty(a_MK.size(0), b_NK.size(0))]
     if not given:
         results.append(torch.empty_like(results[0]))
-    if len(given) == 1:
+    if len(given) == 1 and factors_M is not None:
         results.append(torch.zeros_like(factors_M))  # tiles add to it
     return results
 
@@ -1550,8 +1555,7 @@ class FusedMlp(torch.autograd.Function):
         pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
         ctx.options = options
-        # Not as two matrices: the compiler would add x in the product, for which torch first copies it.
-        return (x_ND + F.linear(act_NF, down_DF)[None])[0]
+        return linear_leaky_square(act_NF, down_DF, None, [x_ND], *options)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
@@ -1586,7 +1590,7 @@ def launch_heads(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of `heads_plain`. Given `gradients` of Heads: the gradients of qkv and of the gain.
 
-    The gradient of the gain comes in one part for each program, (programs, H) in fp32.
+    The gradient of the gain comes in one part for each program, (H, programs) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
@@ -1595,7 +1599,7 @@ def launch_heads(
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if gradients:
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
-        programs = len(results[1])  # the last may have no tokens: it writes zeros
+        programs = results[1].size(1)  # the last may have no tokens: it writes zeros
     else:
         pointers = [*results, None, None, None, None]
         programs = triton.cdiv(B * T, HEAD_ROWS)
@@ -1617,7 +1621,7 @@ def heads_shapes(
     if gradients:
         # Two at least: the compiler would make a graph of its own for one.
         programs = 2 + B * T // HEAD_ROWS
-        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(programs, H, dtype=torch.float32)
+        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)
     return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
 
 
@@ -1635,8 +1639,8 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_BTNE, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_PH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
-        return d_qkv_BTNE, d_gain_PH.sum(0).to(gain_H.dtype), None
+        d_qkv_BTNE, d_gain_HP = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
+        return d_qkv_BTNE, d_gain_HP.sum(1).to(gain_H.dtype), None
 
 
 def heads_fused(*inputs: Tensor) -> Heads:
@@ -2382,20 +2386,25 @@ class Trace:
     Times are seconds of `time.perf_counter`, one clock for all ranks of a machine; microseconds in the file.
     A span that reaches beyond these steps is cut at their first and their last moment. The file is written
     when the last step ends: a run that is killed earlier has none. Without TRACE_STEPS nothing is measured.
+    With PROFILE_STEPS, torch.profiler records the same steps for a file of its own: operators, and on a GPU
+    kernels, copies and NCCL. That makes these steps slower.
     """
 
     steps: range = field(default=range(0))
     directory: Path | None = None
     rank: int = 0
     log: Callable[[str], None] = print
+    profiler: Any = None  # a torch.profiler.profile, with PROFILE_STEPS
     recording: bool = False
     began: float = 0.0  # when the first step began
     spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
     gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
-    def begin(self, step: int | None) -> None:
-        """Start of a step, counted from 1; None: one of the warm-up."""
+    def begin(self, step: int) -> None:
+        """Start of a step, counted from 1; 0: one of the warm-up."""
         if step in self.steps and not self.recording:
+            if self.profiler:
+                self.profiler.start()
             self.began = time.perf_counter()
             self.recording = True
 
@@ -2460,6 +2469,9 @@ class Trace:
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
             self.log(f"trace:{path} for ui.perfetto.dev")
+        if self.profiler:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(f"{self.directory}/profile_rank{self.rank}.json")
 
 
 @dataclass
@@ -2481,13 +2493,13 @@ class StepTimer:
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
-    def begin(self, step: int | None) -> None:
-        """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
+    def begin(self, step: int) -> None:
+        """Start of a step, for the trace too; the first is 1. 0: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
         self.trace.begin(step)
-        self.step = step or 0
-        counted = step is not None and self.every > 0
-        self.reported = counted and (self.step <= FIRST_STEPS or self.step % self.every == 0)
+        self.step = step
+        counted = step > 0 and self.every > 0
+        self.reported = counted and (step <= FIRST_STEPS or step % self.every == 0)
         self.laps = []
         self.lap("begin")  # where the first part starts
 
@@ -2501,7 +2513,7 @@ class StepTimer:
         if event is not None:
             event.record()
 
-    def end(self, stage_ms: float) -> str:
+    def end(self, stage_ms: float, micro_steps: int) -> str:
         """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
@@ -2519,7 +2531,6 @@ class StepTimer:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
             if lap.copy is not None:
                 total_ms["copy"] += lap.copy.begin.elapsed_time(lap.copy.end)
-        micro_steps = [lap.name for lap in self.laps].count("batch")
         return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
                 f"batch_cpu_ms:{stage_ms:.2f} "
                 f"batch_h2d_ms:{total_ms['copy'] / micro_steps:.2f} "
@@ -4352,7 +4363,8 @@ class Training:
         # One graph from tokens to loss.
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
-        self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
+        profiler = torch.profiler.profile() if config.profile_steps else None
+        self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log, profiler)
         self.timer = StepTimer(
             config.training_timing_every if config.training_timing_breakdown else 0,
             machine.on_gpu, self.trace)  # fmt: skip
@@ -4462,7 +4474,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
-    timer.begin(training.step + 1 if training.run.training else None)
+    timer.begin(training.step + 1 if training.run.training else 0)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch", batch.copy)
@@ -4477,7 +4489,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
     timer.lap("optimizer")
-    line = timer.end(loader.stage_ms)
+    line = timer.end(loader.stage_ms, loader.micro_steps)
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -4758,8 +4770,7 @@ def main() -> int:
     # What ended the run, and how to continue from what it has saved.
     if run is not None:
         # A rank whose peer is gone only knows that. The peer itself prints the reason.
-        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-        if peer_is_gone and message.startswith("Traceback"):
+        if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
             message = "ends: another rank has ended or does not answer"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
@@ -4796,6 +4807,7 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 
     answers: lines for the log, about settings.
     """
+    machine = run.machine
     tokenizer_sha256 = ""
     if config.eval_only:
         # The artifact defines the model. Other settings in the environment are ignored with a warning.
@@ -4815,14 +4827,14 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         if not config.eval_only:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
             path = run.path(ARTIFACT)
-            data = path.read_bytes() if run.machine.rank == 0 else b""
-            model, about = load_artifact(path, run.machine.gather(data)[0])
-        ready_model(model, run.machine, inputs.chosen.ops)
-    if run.machine.compiled:
+            data = path.read_bytes() if machine.rank == 0 else b""
+            model, about = load_artifact(path, machine.gather(data)[0])
+        ready_model(model, machine, inputs.chosen.ops)
+    if machine.compiled:
         rehearse_evaluation(model, config, run)
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores)
-    if run.machine.rank == 0:
+    if machine.rank == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
 
 
@@ -4924,12 +4936,36 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     checkpoint = read_checkpoint(config, hashes)
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
-        micro_steps_per_step(config, machine.world_size)
+        check_memory(config, machine)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
         fast_ops(config, machine), checkpoint)  # fmt: skip
+
+
+def check_memory(config: Config, machine: Machine) -> None:
+    """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
+
+    The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
+    MLPs, and on a CPU one mask of attention.
+    """
+    micro_steps = micro_steps_per_step(config, machine.world_size)
+    tokens = config.train_batch_tokens // machine.world_size // micro_steps
+    values = config.vocab_size + config.num_layers * config.mlp_dim
+    memory_bytes = sys.maxsize
+    if machine.on_gpu:
+        memory_bytes, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if config.doc_mask:
+            values += config.train_seq_len
+    needed_bytes = machine.dtype.itemsize * tokens * values
+    if needed_bytes > memory_bytes:
+        raise ConfigError(
+            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: a forward "
+            f"pass of {tokens} tokens keeps {needed_bytes >> 20} MiB at least, expected at most the "
+            f"{memory_bytes >> 20} MiB of this device; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 Most cases call `main` in this process, with a tiny dataset of their own.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -255,6 +256,9 @@ CASES = [
     # the disk
     case("too small", disk_with_no_room, "a run needs", "make room|RUNS_DIR"),
     case("full", mkdir_fails, "No space left", ""),
+    # memory
+    setting("TRAIN_SEQ_LEN=1048576|MiB at least", "lower MICRO_BATCH_TOKENS", TRAIN_SEQ_LEN=1 << 20,
+            TRAIN_BATCH_TOKENS=1 << 20, MICRO_BATCH_TOKENS=1 << 20),
 ]
 
 
@@ -355,3 +359,13 @@ def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
     assert b"final_int" in outs[0] and b"done: " in outs[0] and b"MATRIX_LR" in outs[1]
     # Python itself cannot read the name of the last one there.
     assert errs[0] == errs[1] == b"" and errs[2].startswith(b"error: DATA_PATH=")
+
+
+@pytest.mark.parametrize(("gigabytes", "enough"), [(80, True), (5, False)])
+def test_a_gpu_has_room_for_a_micro_batch(
+    gigabytes: int, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gigabytes * 10**9, 10**11))
+    gpu = train_gpt.Machine(0, 8, torch.device("cuda"), torch.bfloat16)
+    with contextlib.nullcontext() if enough else pytest.raises(train_gpt.ConfigError, match="98304 tokens"):
+        train_gpt.check_memory(train_gpt.Config(), gpu)
