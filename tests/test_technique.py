@@ -56,14 +56,6 @@ def test_it_is_as_plain_as_the_script(patched: Path) -> None:
         assert finds(source) == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_its_types_and_all_tests_of_the_script_pass(patched: Path) -> None:
-    passes(patched, "mypy", "train_gpt.py")
-    quick = ["pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "-n", "2"]
-    assert " passed" in passes(patched, *quick, "tests/script")
-
-
 START = """
 import torch
 from train_gpt import *
