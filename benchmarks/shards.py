@@ -31,7 +31,8 @@ DOCUMENT_TOKENS = 1000  # the rest of a document is left out, so that a shard ha
 SIZE = "2x128"
 # An average over two shards, as in the run on eight GPUs: 285 steps of 127 a shard.
 SETTINGS = {
-    "MODEL_DIM": "64", "EMA_DECAY": "0.98", "GPTQ": "0", "TRELLIS": "0", "RATE_CONTROL": "0", "VAL_TOKENS_LIMIT": "65536",
+    "MODEL_DIM": "64", "EMA_DECAY": "0.98", "GPTQ": "0", "TRELLIS": "0", "RATE_CONTROL": "0",
+    "VAL_TOKENS_LIMIT": "65536",
 }  # fmt: skip
 ONE, SHUFFLED, SORTED = "any shard for each sequence", "one shard at a time", "one shard, documents sorted"
 
@@ -129,8 +130,9 @@ def tables(measured: dict[str, Any]) -> list[str]:
     header = paired.HEADER.format("the first")
     return [
         f"Beginnings of documents of `{measured['data']}`, {SHARDS * SHARD_STEPS} steps, {SHARD_STEPS} of "
-        f"each shard; size {SIZE}, but 64 wide. Spread: standard deviation of the training loss, in nats, of single steps "
-        f"and of means over {SHARD_STEPS} steps, in the second half of training. Score: before quantization.",
+        f"each shard; size {SIZE}, but 64 wide. Spread: standard deviation of the training loss, in nats, "
+        f"of single steps and of means over {SHARD_STEPS} steps, in the second half of training. Score: "
+        "before quantization.",
         "",
         *paired.table("| batches | shards | nats apart | spread of steps | of shards | " + header, lines),
     ]  # fmt: skip
