@@ -1389,11 +1389,11 @@ if triton is not None:
                 if factors is None:
                     value += p
                 elif GIVEN == 2:
-                    # By addresses: Triton 3.5 gives a third descriptor more memory than a Hopper has.
-                    columns = column + half * HALF_N + tl.arange(0, HALF_N)
-                    inside = (rows < M)[:, None] & (columns < N)
+                    # By addresses: Triton 3.5 gives a third descriptor more memory than a Hopper has. What
+                    # lies right of the last column is of the next row, and is not stored.
+                    there = rows[:, None] * N + corner[1] + tl.arange(0, HALF_N)
                     value += factor * p
-                    value += tl.load(more + rows[:, None] * N + columns, inside, 0.0)
+                    value += tl.load(more + there, there < M * N, 0.0)
                 else:
                     steep = tl.where(p > 0, p, slope * slope * p)  # half the derivative
                     if GIVEN == 0:
