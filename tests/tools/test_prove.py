@@ -1,6 +1,7 @@
 """The proofs pass what is honest and refute every script that is not, each by the probe named for it."""
 
 import argparse
+import ast
 import json
 import shutil
 import time
@@ -90,7 +91,7 @@ def failures(findings: list[Finding]) -> list[Finding]:
 def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None:
     assert len(mutants.MUTANTS) >= 16 + 30
     asked = {mutant.probe for mutant in mutants.MUTANTS.values()}
-    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17", "B18"}
+    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17", "B18", "B19"}
     orders = {name.split("-", 2)[2] for name in mutants.MUTANTS if name.startswith("counts-carried")}
     assert len(orders) == 6
 
@@ -355,7 +356,7 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
         ("import a_package_that_is_not_there\n", "a_package_that_is_not_there"),
     ):
         script.write_text(text)
-        findings = prove._checked(prove.Order(str(script)), tmp_path)
+        findings, _ = prove._checked(prove.Order(str(script)), tmp_path)
         assert prove.exit_status(findings) == prove.UNCHECKED
         assert {each.check for each in findings} == set(prove.PROOFS)
         assert all(each.text.startswith("not checked") and why in each.text for each in findings)
@@ -368,33 +369,55 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
 NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
 
 
-def test_the_network_is_refused_and_named(proved: Proved) -> None:
-    call = "socket.create_connection(('example.org', 80))"
-    status, found = proved(f"import socket\ntry:\n    {call}\nexcept OSError:\n    pass\n{NAMES}")
+# A script asks which interfaces its child sees and what lies in its home, and calls a host.
+CURIOUS = """
+import os, socket, subprocess, sys
+from pathlib import Path
+child = [sys.executable, '-c', 'import socket; print(socket.if_nameindex())']
+out = subprocess.run(child, capture_output=True, text=True).stdout
+Path(ANSWER).write_text(repr([out, os.listdir(Path.home()), dict(os.environ)]))
+try:
+    socket.create_connection(('example.org', 80))
+except OSError:
+    pass
+"""
+
+
+def test_a_script_reaches_no_network_and_sees_little(
+    tmp_path: Path, proved: Proved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET_OF_MINE", "x")
+    status, found = proved(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
     assert status == prove.REFUTED
     assert found["B15"]["level"] == "FAIL" and "example.org" in found["B15"]["text"]
-
-
-def test_a_child_process_reaches_no_network_or_it_is_said(tmp_path: Path, proved: Proved) -> None:
-    """The child asks which interfaces there are, and leaves the answer in a file."""
-    answer = tmp_path / "interfaces"
-    child = f"import socket; open({str(answer)!r}, 'w').write(repr(socket.if_nameindex()))"
-    _, found = proved(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])\n{NAMES}")
-    if network.namespace_command():
-        assert "'lo'" in answer.read_text() and answer.read_text().count("(") == 1
-        assert "no network is in reach" in found["B15"]["text"]
-    else:
-        assert found["B15"]["text"].startswith("not checked for child processes")
-
-
-def test_without_namespaces_children_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces, home, environment = ast.literal_eval((tmp_path / "answer").read_text())
+    assert home == [] and "A_SECRET_OF_MINE" not in environment
+    assert not network.namespace_command() or ("'lo'" in interfaces and interfaces.count("(") == 1)
+    # Where the system cuts no network, a child might have one: that is said.
     monkeypatch.setattr(network, "namespace_command", lambda: [])
     monkeypatch.setattr(network, "is_out_of_reach", lambda: False)
-    monkeypatch.setattr(prove, "_checked", lambda order, folder: [])
-    monkeypatch.setattr(network, "refuse", lambda attempts: None)
+    monkeypatch.setattr(prove, "_checked", lambda order, folder: ([], []))
     (found,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
     assert found.text.startswith("not checked for child processes")
     assert prove.exit_status([found]) == prove.UNCHECKED
+
+
+ATTACKS = {  # s01 and s02 of the adversary, and others
+    "for m in [*sys.modules.values()]:\n    if m.__name__.startswith('tools.') and hasattr(m, 'fail'):\n"
+    "        m.fail = lambda check, text, where, remedy: m.info(check, text, where)": prove.REFUTED,
+    "for fd in range(64):\n    with contextlib.suppress(OSError):\n        os.write(fd, b'[]\\nproven\\n')\n"
+    "os._exit(0)": prove.UNCHECKED,
+    "os.kill(os.getppid(), 9)": prove.UNCHECKED,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_script_cannot_write_its_own_verdict(attack: str, proved: Proved) -> None:
+    marker = 'if __name__ == "__main__":'
+    text = SCRIPT.read_text().replace(marker, f"{attack}\n\n\n{marker}")
+    status, found = proved(text, "--only", "B19")
+    assert status == ATTACKS[attack]
+    assert found["B19"]["level"] == ("FAIL" if status == prove.REFUTED else "WARN")
 
 
 def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,14 +502,14 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
         found = {each.check for each in failures(findings)}
         assert bool(found) == bool(checks) and found <= checks, change
         assert prove.exit_status(findings) == (prove.REFUTED if found else prove.UNCHECKED)
-        assert {each.check for each in findings} >= set(prove.PROOFS) - {"B15"}
+        assert {each.check for each in findings} >= set(prove.PROOFS) - {"B15", "B19"}
     file.write_text("x = 1\n")
     with pytest.raises(foreign.RecordError, match="no class Adapter"):
         foreign.load_adapter(file, SCRIPT)
 
 
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapters = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
     run = lab.succeed(**adapters, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
@@ -499,7 +522,7 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
         content = (copy / name).read_bytes()
         assert old in content
         (copy / name).write_bytes(content.replace(old, new))
-        found = replay.findings(copy, 3, 0, {})
+        found = replay.findings(copy, 3, 0, {}, tmp_path)
         return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
 
     nats = np.fromfile(run / "nats_roundtrip.bin")
@@ -544,8 +567,9 @@ def test_what_did_not_run_is_told_and_off_by_settings_is_not(tmp_path: Path) -> 
     path = tmp_path / "train_gpt.py"
     path.write_text(SLEEPING)
     executed = execution.Execution(path)
+    script = executed.load()
     config = argparse.Namespace(doc_mask=False)
-    assert executed.module.evaluate(config, [1.0, 2.0]) == [1.0, 2.0]
+    assert script.evaluate(config, [1.0, 2.0]) == [1.0, 2.0]
     told = {f.text.removeprefix("not checked: ") for f in execution.findings(executed, {"doc_mask"})}
     expected = {
         "never true: if len(nats) > 200:", "never called: def cheat", "never called: def never",

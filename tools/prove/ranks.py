@@ -15,6 +15,7 @@ import torch
 
 from tools.check.findings import Finding, fail, info
 from tools.prove import probes
+from tools.prove.cell import in_cell
 from tools.prove.execution import MARKS
 from tools.prove.probes import Subject
 
@@ -26,6 +27,7 @@ LEARNING_TOLERANCE = 6e-5
 BATCHING_TOLERANCE = 5e-6
 
 
+@in_cell
 def in_small_batches(subject: Subject) -> Subject:
     """The subject with two rows in a scoring pass: a chunk has several, so that several ranks score it."""
     config = subject.config
@@ -34,6 +36,7 @@ def in_small_batches(subject: Subject) -> Subject:
     return dataclasses.replace(subject, config=dataclasses.replace(config, val_batch_size=tokens))
 
 
+@in_cell
 def ask(subject: Subject) -> dict[str, Any]:
     """What this process finds: by label the nats, the batches that it scored, and whether it learned."""
     run = probes.evaluation(subject, subject.tokens(), subject.model(), passes=True)
@@ -68,6 +71,7 @@ def answer(subjects: list[Subject], folder: Path, rank: int, ranks: int) -> None
     dist.destroy_process_group()
 
 
+@in_cell
 def answers(subjects: list[Subject], folder: Path, ranks: int) -> tuple[list[int], list[Any]]:
     """Exit statuses of the processes of all ranks, and what they found if all are 0.
 

@@ -9,6 +9,8 @@ import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tools.prove.cell import in_cell
+
 MODEL = {
     "DEVICE": "cpu",
     "COMPUTE_DTYPE": "float32",
@@ -62,6 +64,8 @@ LORA = {
     "TTT_CHUNK_SIZE": "8",
     "TTT_BATCH_SIZE": "3",
 }
+
+FEW = "4"  # ids: quick sums in a long text
 
 # For a whole run: a few steps, with validation on the way.
 RUN = {
@@ -120,6 +124,7 @@ def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
     return values, changed
 
 
+@in_cell
 def left_alone(script: ModuleType, config: Any) -> set[str]:
     """Names of the fields of a config that every proof of it leaves as a run has them."""
     whole = config.as_env()

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tools.check.findings import Finding, Level, Mode, fail
+from tools.prove.cell import in_cell
 from tools.prove.mutants.documents import DOCUMENTS
 from tools.prove.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS
 from tools.prove.mutants.running import RUNNING
@@ -41,6 +42,7 @@ SELF_TEST = (
 SELF_TEST_OF_DOCUMENTS = ("own-chunk-learned-early", "adapters-kept-from-the-batch-before")
 
 
+@in_cell
 def self_test(path: Path) -> list[str]:
     """What a full proof tries on the script at `path`."""
     names = [*SELF_TEST]
@@ -73,6 +75,13 @@ def kill(path: Path, name: str, folder: Path) -> Finding | None:
             return fail("B3", text, name, "score every target once")
         raise
     return None
+
+
+@in_cell
+def killed_by(path: Path, name: str, folder: Path) -> str:
+    """The text of what refutes a mutant; empty when it survives."""
+    killer = kill(path, name, folder)
+    return killer.text if killer else ""
 
 
 def suspicions(
