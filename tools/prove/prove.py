@@ -68,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--branches", action="store_true",
         help="list what on the path to a score reads sizes, counts, devices, places or time; run nothing",
     )  # fmt: skip
+    parser.add_argument(
+        "--self-test", action="store_true", help="try all mutants and legal changes of this script; minutes"
+    )
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="of --self-test; 0: all cores")
     parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
@@ -95,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         given = getattr(args, name)
         if given is not None and not given.is_file():
             raise RecordError(f"--{name} {given}: no such file")
+    if args.self_test:
+        return _self_test(path, args)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         order = Order.of_arguments(args, path)
@@ -118,6 +124,19 @@ def _list_branches(path: Path) -> int:
     for line, reads, condition in branches_that_read(path):
         print(f"{path.name}:{line}: {condition}  [{reads}]")
     return PROVEN
+
+
+def _self_test(path: Path, args: argparse.Namespace) -> int:
+    """Print what became of every mutant and legal change; REFUTED if one did not end as it should."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        findings = _in_own_process(Order(str(path), workers=args.workers), Path(folder), "self-test")
+    status = exit_status(findings)
+    wrong = sum(finding.level(Mode.AGREED) is Level.FAIL for finding in findings)
+    words = "the audit is blind" if wrong else "every mutant is killed, no legal change is"
+    print(f"{render(findings)}\n{path.name}: {len(findings)} tried, {wrong} ended otherwise than they "
+          f"should, in {time.monotonic() - started:.0f} s: {words}")  # fmt: skip
+    return status
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -157,6 +176,7 @@ class Order:
     adapter: str = ""
     only: list[str] = dataclasses.field(default_factory=list)
     documents: int = 0  # to be scored again, of a run directory
+    workers: int = 0  # of a self-test; 0: as many as there are cores
 
     def wants(self, *checks: str) -> bool:
         """Whether one of these checks is asked for; what is run is asked for with all checks, too."""
@@ -292,7 +312,7 @@ def not_checked(path: Path, why: str) -> list[Finding]:
 # ======================================================================================================
 
 
-def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
+def proofs(script: ModuleType, folder: Path, order: Order, self_test: bool = True) -> Iterator[Finding]:
     """All findings about a script that offers the entry point."""
     from tools.prove import casing, probes, rehearsal, tiny
 
@@ -330,7 +350,7 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         yield from casing.case_bytes(smallest, laboratory_folder)
         if runs:
             yield from whole_runs(script, laboratory, whole, order.settings_name)
-    if not order.quick and (not order.only or "B16" in order.only):
+    if self_test and not order.quick and (not order.only or "B16" in order.only):
         yield from surviving_mutants(Path(order.path), folder)
     if order.full_size:
         from tools.prove.full_size import full_size
@@ -635,6 +655,14 @@ def _main(arguments: list[str]) -> None:
             traceback.print_exc()
             text = f"not checked: {type(error).__name__}: {error}"
             found = [warn(replay.CHECK, text, Path(order.path).name, "see its message")]
+    elif task["what"] == "self-test":
+        from tools.prove import cell, mutants
+
+        if network.is_out_of_reach():
+            network.start_loopback()
+        with cell.opened(Path(order.path), folder, [], False):
+            workers = order.workers or mutants.workers_here()
+            found = list(mutants.judged(mutants.all_tried(Path(order.path), folder, workers)))
     else:
         found = _work(order, folder)
     with os.fdopen(int(arguments[0]), "w") as file:
