@@ -314,7 +314,7 @@ def not_checked(path: Path, why: str) -> list[Finding]:
 
 def proofs(script: ModuleType, folder: Path, order: Order, self_test: bool = True) -> Iterator[Finding]:
     """All findings about a script that offers the entry point."""
-    from tools.prove import casing, probes, rehearsal, tiny
+    from tools.prove import casing, probes, questions, rehearsal, tiny
 
     whole = probes_config(script, order)
     settings, shrunk = tiny.shrink(whole, tiny.FOR_SCORER)
@@ -332,6 +332,11 @@ def proofs(script: ModuleType, folder: Path, order: Order, self_test: bool = Tru
             yield from scoring(subject, not order.quick and subject is not configured, order)
         if order.wants("B7") and subject is not configured:
             yield from probes.evaluation_warmup(subject)
+    if not order.quick and order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
+        for name, more in (("other features", tiny.OTHER), ("adapters of the head", tiny.HEAD_ALONE)):
+            other = probes.make_subject(script, order.seed, name, **tiny.known(whole, more))
+            yield from probes.ledger_order(other)
+            yield from questions.future(other.case(), [60], [35])
     if order.wants("B1", "B2") and not order.quick:
         yield from long_text(script, order.seed)
     if order.wants("B2"):
@@ -469,7 +474,21 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     yield from rehearsal.one_score_each(laboratory, warmed)
     yield from rehearsal.same_result(first, warmed)
     yield from rehearsal.limited(script, laboratory, settings, first)
+    yield from other_run(script, laboratory, config)
     yield rehearsal.data_untouched(laboratory, files)
+
+
+def other_run(script: ModuleType, laboratory: Any, config: Any) -> Iterator[Finding]:
+    """B3, B4, B8 and B10 of a run with features that the defaults have not."""
+    from tools.prove import probes, rehearsal, tiny
+
+    subject = probes.make_subject(script, 0, "other features", **tiny.known(config, tiny.OTHER_RUN))
+    settings, _ = rehearsal.settings_for_runs(script, subject.config)
+    settings.update(tiny.known(config, tiny.OTHER_WAY))
+    outcome = rehearsal.run_script(script, laboratory, "other", settings)
+    yield from rehearsal.data_apart(laboratory, outcome)
+    yield from rehearsal.one_score_each(laboratory, outcome)
+    yield from rehearsal.figures(laboratory, outcome)
 
 
 def rank_invariance(subject: Any, folder: Path, *more: Any) -> Iterator[Finding]:
