@@ -132,10 +132,10 @@ Rule = tuple[bool, str]  # whether it holds, and what it expects, in the names o
 class ModelSettings:
     """The settings that define the model. The artifact stores them.
 
-    In the environment their names are upper case. The class of a setting says what stores it: ModelSettings
-    the artifact, TrainingSettings the checkpoint too, Config the run directory alone. A new setting here
-    changes the artifact: load older ones with the script that wrote them. A name without a type is a
-    constant, which nobody sets.
+    In the environment their names are upper case. The class of a setting decides which file stores it:
+    ModelSettings the artifact, TrainingSettings the checkpoint too, Config the run directory alone. A new
+    setting here changes the artifact: load older ones with the script that wrote them. A name without a type
+    is a constant, which nobody sets.
     """
 
     # The text.
@@ -156,7 +156,7 @@ class ModelSettings:
     # Attention, and bounds on deep layers.
     ln_scale: bool = setting(True, "scale block inputs by 1/sqrt(layer + 1)")
     qk_gain_init: float = setting(5.25, "initial learned gain of each query head")
-    xsa_last_n: int = setting(11, "last layers whose heads drop their own value's direction")
+    xsa_last_n: int = setting(11, "number of last layers with XSA")
     sparse_attn_gate_enabled: bool = setting(True, "gate each head by the first 12 channels of its input")
     gate_window = 12  # channels that feed this gate and the next
     # The token before, and the skips of the U-Net.
@@ -215,10 +215,7 @@ class ModelSettings:
         return [int(layer) for layer in self.ve_layers.split(",")] if self.ve_enabled else []
 
     def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
-        value_layers = self.value_layers
-        # Each of them has one scale.
-        listed_once = len(set(value_layers)) == len(value_layers)
+        """The rules between these settings."""
         return [
             (self.model_dim % self.num_heads == 0, "MODEL_DIM as a multiple of NUM_HEADS"),
             (self.num_heads % self.num_kv_heads == 0, "NUM_HEADS as a multiple of NUM_KV_HEADS"),
@@ -227,8 +224,7 @@ class ModelSettings:
             (self.num_loops == 0 or self.loop_start <= self.loop_end < self.num_layers,
              "LOOP_START <= LOOP_END < NUM_LAYERS"),
             (self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE of 2 at least, or 0"),
-            (listed_once and max(value_layers, default=0) < self.num_layers,
-             "VE_LAYERS as different numbers < NUM_LAYERS"),
+            (max(self.value_layers, default=0) < self.num_layers, "VE_LAYERS as numbers < NUM_LAYERS"),
         ]
 
     def as_env(self, part: "type[ModelSettings] | None" = None) -> dict[str, str]:
@@ -331,7 +327,7 @@ class Config(TrainingSettings):
     ttt_grad_clip = 1.0  # bound on the gradient norm
     # TTT_MODE=lora: adapters learn from their document chunk by chunk; names of PR #1855, values of PR #2067.
     ttt_lora_targets: str = setting(
-        "q,k,v,o,mlp,head", "projections, attention and MLP as a whole, output head: those with adapters",
+        "q,k,v,o,mlp,head", "modules with adapters: projections, attention, MLP, output head",
         pattern="(q|k|v|o|mlp|head)(,(q|k|v|o|mlp|head))*")  # fmt: skip
     ttt_lora_rank: int = setting(224, "rank of an adapter", 1)
     ttt_lora_alpha: float = setting(144.0, "an adapter's output is scaled by this over TTT_LORA_RANK")
@@ -360,12 +356,14 @@ class Config(TrainingSettings):
         20, "untimed steps that compile each graph, after a rehearsal of the end; undone; 0: none", 0, 1000)
     train_log_every: int = setting(50, "steps between train lines, after the first ten; 0: no train lines")
     val_loss_every: int = setting(0, "steps between validations, first and last; 0: none")
-    val_batch_size: int = setting(524_288, "tokens scored at once by eight ranks; each takes an eighth", 1)
+    val_batch_size: int = setting(524_288, "tokens scored at once by eight ranks together", 1)
     val_progress_log_every: int = setting(10, "seconds between progress lines of a score; 0: none")
     training_timing_breakdown: bool = setting(False, "print where the milliseconds of a step go")
     training_timing_every: int = setting(200, "steps between those lines; the first ten are printed too", 1)
     trace_steps: str = setting("", "A:B; trace steps A to B - 1, of 1 …, for ui.perfetto.dev; empty: none",
-                               pattern="|[0-9]{1,9}:[0-9]{1,9}")  # fmt: skip
+                               pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
+    profile_steps: str = setting("", "A:B; as TRACE_STEPS, with torch.profiler's trace beside; empty: none",
+                                 pattern="|[1-9][0-9]{0,8}:[0-9]{1,9}")  # fmt: skip
     device: str = setting("auto", "where to run", among="auto cpu cuda")
     cpu_threads: int = setting(0, "threads of torch on the CPU; 0: its own number", 0, 1024)
     compile: str = setting("auto", "torch.compile; auto: on CUDA", among="auto 0 1")
@@ -416,16 +414,17 @@ class Config(TrainingSettings):
 
     @property
     def traced_steps(self) -> range:
-        """The steps of TRACE_STEPS; the first step of a run is 1."""
-        first, _, after = (self.trace_steps or "0:0").partition(":")
+        """The steps of TRACE_STEPS or PROFILE_STEPS; the first step of a run is 1."""
+        first, _, after = (self.trace_steps or self.profile_steps or "0:0").partition(":")
         return range(int(first), int(after))
 
     def rules(self) -> list[Rule]:
-        """What must hold between these settings."""
+        """The rules between these settings."""
         ttt_mode = self.ttt_mode if self.ttt_enabled else "none"
         chunk = self.ttt_chunk_tokens
         chunk_fits = self.eval_stride > 0 and chunk % self.eval_stride == 0 and chunk >= self.eval_length
         clock = self.max_wallclock_seconds
+        window = self.trace_steps or self.profile_steps
         return [
             *super().rules(),
             (self.eval_stride <= self.eval_length, "EVAL_STRIDE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN)"),
@@ -436,7 +435,8 @@ class Config(TrainingSettings):
              "TTT_CHUNK_SIZE <= EVAL_SEQ_LEN (0: TRAIN_SEQ_LEN) for TTT_MODE=lora"),
             (not self.gptq or clock == 0 or self.gptq_reserve_seconds < clock,
              "GPTQ_RESERVE_SECONDS < MAX_WALLCLOCK_SECONDS"),
-            (not self.trace_steps or len(self.traced_steps) > 0, "TRACE_STEPS as A:B with A < B"),
+            (not self.trace_steps or not self.profile_steps, "either TRACE_STEPS or PROFILE_STEPS"),
+            (not window or len(self.traced_steps) > 0, "TRACE_STEPS or PROFILE_STEPS as A:B with A < B"),
             (not self.resume or not self.eval_only, "either RESUME or EVAL_ONLY"),
         ]  # fmt: skip
 
@@ -499,8 +499,9 @@ def read_config_file(path: str) -> dict[str, str]:
         if name not in known or not equals:
             near = similar_setting(name) or "one that --help lists"
             raise ConfigError(
-                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? A "
-                "run's file is for the script beside it, files of 0.5.4 and older are for that version")
+                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? "
+                "Use a run's config.env with the train_gpt.py of that run, and files of 0.5.4 or older with "
+                "that version")
         values[name] = value
     return values
 
@@ -521,8 +522,8 @@ def read_settings(environ: Mapping[str, str]) -> dict[str, str]:
 def public_answers(environ: Mapping[str, str]) -> list[str]:
     """Lines for the log about variables of other scripts. ConfigError if one would train something else.
 
-    configs/public_names.json has the answers to the names of public scripts. Of other names, those that
-    resemble a setting are refused. A name of fewer than six letters may be anybody's: it gives a warning.
+    configs/public_names.json has the answers to the names of public scripts. Other names are refused if
+    they resemble a setting. A name of fewer than six letters may be anybody's: it gives a warning.
     A script without that file looks for misspelt settings alone.
     """
     path = find_path("configs/public_names.json")
@@ -714,7 +715,7 @@ def parameter_table(c: ModelSettings) -> dict[str, Parameter]:
     """
     layers = c.num_layers
     width = c.model_dim
-    skips = len(visit_order(c, looping=True)[0])
+    skips = len(visit_order(c, looping=True)) // 2
     lane_layers = sum(is_parallel(layer, "lanes", c) for layer in range(layers))
     table = {
         "token_embedding_VD": Parameter(
@@ -779,16 +780,15 @@ def initial_weights(name: str, parameter: Parameter, c: ModelSettings, seed: int
     return weights
 
 
-def visit_order(c: ModelSettings, looping: bool) -> tuple[list[int], list[int]]:
-    """The layers in the order they run, split into the U-Net's encoder and decoder half (PR #1493)."""
+def visit_order(c: ModelSettings, looping: bool) -> list[int]:
+    """The layers in the order they run; the first half are the U-Net's encoder (PR #1493)."""
     layers = list(range(c.num_layers))
     if looping and c.num_loops > 0:  # LOOP_START and LOOP_END have no meaning without extra passes
         first = c.loop_start
         after = c.loop_end + 1
         # The looped layers follow one another as a group, not each by itself.
         layers = layers[:first] + layers[first:after] * (c.num_loops + 1) + layers[after:]
-    half = len(layers) // 2
-    return layers[:half], layers[half:]
+    return layers
 
 
 def is_parallel(layer: int, mode: str, c: ModelSettings) -> bool:
@@ -1039,7 +1039,7 @@ class GPT(nn.Module):
         as [{}], and `longest` as 0.
         """
         c = self.settings
-        encoder, decoder = visit_order(c, looping)
+        layers = visit_order(c, looping)
         weights = self._weights_by_row()
         context = Context(
             weights=weights,
@@ -1051,17 +1051,17 @@ class GPT(nn.Module):
                 self, inputs_BT, weights, "value_table_VC", "value_projection_1KC", "value_scale_1"
             ) if c.ve_enabled else None,
         )  # fmt: skip
-        adapters = adapters or [{}] * len(encoder + decoder)
+        adapters = adapters or [{}] * len(layers)
 
         # A U-Net. The encoder keeps the first lane after each visit. Each visit of the decoder gets one of
         # them back, the last one first.
         lanes = [context.x0_BTD]
         kept: list[Tensor] = []
-        for visit, layer in enumerate(encoder + decoder):
+        for visit, layer in enumerate(layers):
             # As many lanes as the layer reads: a loop may lead from layers with two back to one with one.
             lanes = [lanes[0], lanes[-1]] if is_parallel(layer, "lanes", c) else [join(lanes)]
             keep = weights["resid_keep_LD"][layer]
-            decoded = visit - len(encoder)
+            decoded = visit - len(layers) // 2
             if decoded >= 0 and kept:
                 lanes[0], x = self._take_back(lanes[0], kept.pop(), keep, decoded, weights)
             else:
@@ -1117,7 +1117,7 @@ class GPT(nn.Module):
         # Powers of bounded scores cannot overflow, so no pass looks for the largest one first. A GPU computes
         # powers of two faster than those of e, hence bits.
         nats_of_bit = math.log(2)
-        bits_NV = softcap * torch.tanh(logits_NV / softcap) / nats_of_bit
+        bits_NV = softcap / nats_of_bit * torch.tanh(logits_NV / softcap)
         bits_N = bits_NV.exp2().sum(1).log2() + F.nll_loss(bits_NV, targets_N, reduction="none")
         return nats_of_bit * bits_N
 
@@ -1139,7 +1139,7 @@ class GPT(nn.Module):
         keys, values = whole.pop("kv_bank").chunk(2)
         # One product makes queries, keys and values: it reads the activations once, and so do its gradients.
         whole["qkv"] = torch.cat([queries, keys, values], dim=1)
-        # Scaling the rows of a matrix scales what it writes, with fewer products than scaling activations.
+        # Scale the rows of the matrix instead of the activations: fewer products, same output.
         whole["attn_out"] = whole.pop("attn_scale_LD")[:, :, None] * outputs
         whole["mlp_down"] = whole.pop("mlp_scale_LD")[:, :, None] * whole.pop("mlp_down_bank")
         return {name: weights.to(self.compute_dtype).unbind(0) for name, weights in whole.items()}
@@ -1190,7 +1190,7 @@ class GPT(nn.Module):
             return [mlp_sum + attended]
         if len(lanes) == 1:
             return [mlp_sum]
-        # Each lane keeps some of itself and takes some of both outputs.
+        # Each lane keeps a learned share of itself and adds shares of both outputs.
         mixed = []
         written = mlp_sum - mlp_reads
         mix_23 = context.weights["lane_mix_P23"][layer - c.parallel_start_layer]
@@ -1204,7 +1204,7 @@ class GPT(nn.Module):
         w = context.weights
         # Project the input to queries, keys and values, and split them into heads.
         qkv_BTR = F.linear(x_BTD, w["qkv"][layer])
-        if "q" in adapters or "k" in adapters or "v" in adapters:
+        if adapters:
             parts = qkv_BTR.split([c.model_dim, c.kv_dim, c.kv_dim], dim=-1)
             parts = [adapted(part, x_BTD, adapters, name) for name, part in zip("qkv", parts, strict=True)]
             qkv_BTR = torch.cat(parts, dim=-1)
@@ -1319,7 +1319,7 @@ def table_rows(
 ) -> Tensor:
     """Rows of a table, (B, T, C): projected to C channels where the table has others, and scaled.
 
-    The table of bigrams starts at zero: pairs first add nothing, and the projection shapes what they learn.
+    The bigram table starts at zero, so pairs add nothing at first.
     """
     values = model.look_up(table, rows_BT)
     if projection in weights:
@@ -1328,7 +1328,7 @@ def table_rows(
 
 
 def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: ModelSettings) -> Tensor:
-    """Mix each channel with that of the token before, by a learned share (PR #549)."""
+    """Mix each channel with a learned share of the token before (PR #549)."""
     previous = token_before(x_BTD)
     # The first token of a document is mixed with zero.
     if c.doc_mask:
@@ -1375,7 +1375,8 @@ if triton is not None:
                 b_tile = b_tiles.load([column, k])
                 acc = tl.dot(a_tile, b_tile.T, acc, input_precision="ieee")
             rows = row + tl.arange(0, BLOCK_M)
-            factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
+            if factors is not None:
+                factor = tl.load(factors + rows, rows < M, 0.0)[:, None]
             halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
 
             for half in tl.static_range(2):
@@ -1387,7 +1388,9 @@ if triton is not None:
                 else:
                     p = given_tiles.load(corner)
                 p = p.to(tl.float32)
-                if GIVEN == 2:
+                if factors is None:
+                    value += p
+                elif GIVEN == 2:
                     value += factor * p + more_tiles.load(corner)
                 else:
                     steep = tl.where(p > 0, p, slope * slope * p)  # half the derivative
@@ -1407,11 +1410,10 @@ if triton is not None:
     ):  # fmt: skip
         # One head of some tokens. Forward reads qkv and writes queries and keys into q and k. Backward finds
         # gradients in q, k, v and own_v, and writes those of qkv and, summed over these tokens, of the gain.
-        # All is computed in fp32: Triton converts what meets an fp32 value.
+        # All is computed in fp32: Triton promotes every operand of an fp32 value.
         head = tl.program_id(1)
-        token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         channel = tl.arange(0, BLOCK_E)[None, :]
-        row = token[:, None]
         inside = (row < tokens) & (channel < E)
         here = (row * (H + 2 * K) + head) * E + channel
 
@@ -1447,7 +1449,7 @@ if triton is not None:
                 d_x = scale * (d - x * (inverse * inverse * along / E)[:, None])
                 tl.store(d_qkv + here, d_x, inside)
                 if head < H:
-                    tl.store(d_gain + tl.program_id(0) * H + head, tl.sum(along * inverse))
+                    tl.store(d_gain + head * tl.num_programs(0) + tl.program_id(0), tl.sum(along * inverse))
             else:
                 x_partner = tl.load(qkv + here - channel + partner, turned, 0.0).to(tl.float32)
                 out = (x * cos + x_partner * sin) * scale
@@ -1472,18 +1474,18 @@ if triton is not None:
             head = token * (K * GROUPS) + key_head * GROUPS + group
             here = head[:, None] * E + channel
             value = tl.load(y + here, inside, 0.0)
-            opened = tl.load(gate + head, exists, 0.0)
-            share = tl.sum(value * own, 1) / square
-            rest = value - share[:, None] * own
+            opened = tl.load(gate + head, exists, 0.0)[:, None]
+            share = (tl.sum(value * own, 1) / square)[:, None]
+            rest = value - share * own
             if BACKWARD:
                 d = tl.load(d_out + here, inside, 0.0).to(tl.float32)
                 tl.store(d_gate + head, tl.sum(d * rest, 1), exists)
-                d = d * opened[:, None]
+                d = d * opened
                 along = (tl.sum(d * own, 1) / square)[:, None]
                 tl.store(d_y + here, d - along * own, inside)
-                d_own -= share[:, None] * d + along * (rest - share[:, None] * own)
+                d_own -= share * d + along * (rest - share * own)
             else:
-                tl.store(out + here, opened[:, None] * rest, inside)
+                tl.store(out + here, opened * rest, inside)
         if BACKWARD:
             there = (token[:, None] * K + key_head) * E + channel
             tl.store(d_v + there, d_own, inside)
@@ -1491,14 +1493,15 @@ if triton is not None:
 
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor],
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor],
     scale: float, slope: float, blocks: int,
 ) -> list[Tensor]:  # fmt: skip
     """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
 
     None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
     the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
-    X and Y: A Bᵀ + factors X + Y. factors: one for each row. blocks: of a multiprocessor, a key of TILES.
+    X and Y: A Bᵀ + factors X + Y. X without factors: A Bᵀ + X. factors: one for each row.
+    blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     device = a_MK.device
@@ -1516,9 +1519,7 @@ def linear_leaky_square(
     if a.is_cuda:
         programs *= torch.cuda.get_device_properties(device).multi_processor_count
     # The kernel has one order of three pointers: P or X, the output, then nothing, the sums or Y.
-    pointers = [*given, *results, None]
-    if len(given) == 2:
-        pointers = [given[0], results[0], given[1]]
+    pointers = [*given[:1], *results, *given[1:], None]
     linear_leaky_square_kernel[(programs,)](
         a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
         GIVEN=len(given), **TILES[blocks])  # fmt: skip
@@ -1527,14 +1528,14 @@ def linear_leaky_square(
 
 @linear_leaky_square.register_fake
 def linear_leaky_square_shapes(
-    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor, given: list[Tensor], *options: float
+    a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor], *options: float
 ) -> list[Tensor]:
-    """What the kernel returns, without its values: torch.compile traces with this."""
+    """Empty outputs of the kernel's shapes, with which torch.compile traces."""
     # No `len`, which would make a number of rows that is left open a constant of the graph.
     results = [a_MK.new_empty(a_MK.size(0), b_NK.size(0))]
     if not given:
         results.append(torch.empty_like(results[0]))
-    if len(given) == 1:
+    if len(given) == 1 and factors_M is not None:
         results.append(torch.zeros_like(factors_M))  # tiles add to it
     return results
 
@@ -1554,8 +1555,7 @@ class FusedMlp(torch.autograd.Function):
         pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
         ctx.options = options
-        # Not as two matrices: the compiler would add x in the product, for which torch first copies it.
-        return (x_ND + F.linear(act_NF, down_DF)[None])[0]
+        return linear_leaky_square(act_NF, down_DF, None, [x_ND], *options)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
@@ -1590,7 +1590,7 @@ def launch_heads(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of `heads_plain`. Given `gradients` of Heads: the gradients of qkv and of the gain.
 
-    The gradient of the gain comes in one part for each program, (programs, H) in fp32.
+    The gradient of the gain comes in one part for each program, (H, programs) in fp32.
     """
     results = heads_shapes(qkv_BTNE, gain_H, rotary, gradients)
     B, T, N, E = qkv_BTNE.shape
@@ -1599,7 +1599,7 @@ def launch_heads(
     # The kernel has one order of pointers for both directions. Those that a direction lacks are None.
     if gradients:
         pointers = [*(gradient.contiguous() for gradient in gradients), *results]
-        programs = len(results[1])  # the last may have no tokens: it writes zeros
+        programs = results[1].size(1)  # the last may have no tokens: it writes zeros
     else:
         pointers = [*results, None, None, None, None]
         programs = triton.cdiv(B * T, HEAD_ROWS)
@@ -1621,7 +1621,7 @@ def heads_shapes(
     if gradients:
         # Two at least: the compiler would make a graph of its own for one.
         programs = 2 + B * T // HEAD_ROWS
-        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(programs, H, dtype=torch.float32)
+        return qkv_BTNE.new_empty(qkv_BTNE.shape), qkv_BTNE.new_empty(H, programs, dtype=torch.float32)
     return qkv_BTNE.new_empty(B, T, H, E), qkv_BTNE.new_empty(B, T, (N - H) // 2, E)
 
 
@@ -1639,8 +1639,8 @@ class FusedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_BTNE, gain_H, rotary = ctx.saved_tensors
-        d_qkv_BTNE, d_gain_PH = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
-        return d_qkv_BTNE, d_gain_PH.sum(0).to(gain_H.dtype), None
+        d_qkv_BTNE, d_gain_HP = launch_heads(qkv_BTNE, gain_H, rotary, list(gradients))
+        return d_qkv_BTNE, d_gain_HP.sum(1).to(gain_H.dtype), None
 
 
 def heads_fused(*inputs: Tensor) -> Heads:
@@ -1746,7 +1746,7 @@ FORMS = {
 
 
 def forms_to_try(setting: str, c: Config, machine: Machine) -> list[str]:
-    """The forms of a setting that this machine may have, in order. What was asked for stands alone."""
+    """The forms of a setting that this machine can run, in order; or the one that the setting names."""
     forms = FORMS[setting]
     asked = getattr(c, setting)
     if asked != "auto":
@@ -1772,7 +1772,7 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
 
 
 def trial_of(setting: str, c: Config, machine: Machine) -> tuple[Operation, list[Tensor]]:
-    """How a model calls the operations of a setting, and inputs as in one forward pass of training.
+    """The model's call of a setting's operations, with inputs as in one forward pass of training.
 
     The first input has the shape of the output: `both_passes` makes it the gradient of the output, too.
     """
@@ -1907,7 +1907,7 @@ def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOp
 def fast_ops(c: Config, machine: Machine) -> ChosenOps:
     """The fastest form of each operation that agrees with its plain twin at the shape of a micro-batch.
 
-    All ranks call it together. ConfigError where a form was asked for and fails.
+    All ranks call it together. ConfigError if a setting names a form and it fails.
     """
     ops = Ops()
     report = []
@@ -2006,7 +2006,7 @@ class Optimizer:
         def group(kind: str) -> list[nn.Parameter]:
             return [weights for name, weights in model.named_parameters() if table[name].optimizer == kind]
 
-        # The largest bank first: its communication takes longest, and hides behind the others' work.
+        # The largest bank first: its communication is the longest, and overlaps with the work on the others.
         self.banks = sorted(group("muon"), key=Tensor.numel, reverse=True)
         # Those of the matrices that this rank updates.
         self.momenta = [torch.zeros_like(self._part(bank)) for bank in self.banks]
@@ -2057,10 +2057,9 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same for any world size; all ranks call it together."""
-        momenta = [whole for _, whole in self._gather(self.momenta)]
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(),
-            "momenta": momenta,
+            "momenta": [whole for _, whole in self._gather(self.momenta)],
         })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -2123,7 +2122,7 @@ class Optimizer:
         update = gradient.add_(buffer, alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-        # Newton-Schulz needs few digits: those of the activations.
+        # Newton-Schulz needs little precision: the dtype of the activations.
         return self.orthogonalize(update, c.muon_backend_steps, c.muon_polar_express, self.machine.dtype)
 
     def _fill(self, bank: Tensor) -> Tensor:
@@ -2211,8 +2210,8 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
-    # A GPU that cannot be used is an error, never a slower run; who hides the GPUs asks for a CPU. torch may
-    # count GPUs that it cannot use.
+    # An unusable GPU is an error, never a slower run. To run on a CPU, hide the GPUs. torch may count GPUs
+    # that it cannot use.
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     found = torch.cuda.device_count() > 0 or (os.path.exists(NVIDIA_DRIVER) and not hidden)
     on_gpu = config.device == "cuda" or (config.device == "auto" and found)
@@ -2297,15 +2296,13 @@ class Run:
         assert self.directory is not None, "a run without a directory has no files"
         return self.directory / name
 
-    def log(self, line: str, event: str = "", **values: Any) -> None:
-        """A line to log.txt and the console; with `event` also its values to metrics.jsonl; rank 0 only."""
+    def log(self, line: str) -> None:
+        """A line to log.txt and the console; rank 0 only."""
         # One log for all ranks: another rank reports a problem by raising.
         if self.machine.rank != 0:
             return
         print_line(line)
         self.append("log.txt", line)
-        if event:
-            self.record(event, **values)
 
     def record(self, event: str, **values: Any) -> None:
         """An event to metrics.jsonl; rank 0 only."""
@@ -2388,20 +2385,25 @@ class Trace:
     Times are seconds of `time.perf_counter`, one clock for all ranks of a machine; microseconds in the file.
     A span that reaches beyond these steps is cut at their first and their last moment. The file is written
     when the last step ends: a run that is killed earlier has none. Without TRACE_STEPS nothing is measured.
+    With PROFILE_STEPS, torch.profiler records the same steps for a file of its own: operators, and on a GPU
+    kernels, copies and NCCL. That makes these steps slower.
     """
 
     steps: range = field(default=range(0))
     directory: Path | None = None
     rank: int = 0
     log: Callable[[str], None] = print
+    profiler: Any = None  # a torch.profiler.profile, with PROFILE_STEPS
     recording: bool = False
     began: float = 0.0  # when the first step began
     spans: list[list[Any]] = field(default_factory=list)  # name, lane, begin, end, args
     gpu_work: list[tuple[Any, ...]] = field(default_factory=list)  # step, name, lane, the events around it
 
-    def begin(self, step: int | None) -> None:
-        """Start of a step, counted from 1; None: one of the warm-up."""
+    def begin(self, step: int) -> None:
+        """Start of a step, counted from 1; 0: one of the warm-up."""
         if step in self.steps and not self.recording:
+            if self.profiler:
+                self.profiler.start()
             self.began = time.perf_counter()
             self.recording = True
 
@@ -2425,7 +2427,7 @@ class Trace:
         """The spans of a step: `chunk` is all of it."""
         for before, lap in itertools.pairwise(laps):
             name = "gpu_queue_wait" if lap.name == "batch" else lap.name
-            # What the host does: on a GPU it only asks for the work.
+            # The host's part: on a GPU it only launches the work.
             self.spans.append([name, "main", before.host_seconds, lap.host_seconds, {"step": step}])
             if lap.event is not None and lap.name != "batch":
                 self.gpu_work.append((step, lap.name, "compute_stream", before.event, lap.event))
@@ -2439,8 +2441,8 @@ class Trace:
         """Write the file, after the last step or after training."""
         if not self.recording or self.directory is None:
             return
-        # The spans of the GPU, by their distance from an event whose host time is known: now. The steps are
-        # over, so it does not change what is shown that the host waits here.
+        # GPU spans are placed by their distance from an event of known host time: now. Waiting here is
+        # harmless, because the traced steps are over.
         if self.gpu_work:
             last = torch.cuda.Event(enable_timing=True)
             last.record()
@@ -2454,7 +2456,7 @@ class Trace:
         for number, lane in enumerate(LANES, 1):
             events.append({"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number,
                            "args": {"name": lane}})  # fmt: skip
-        # What other threads have not finished is shown as far as it got.
+        # Unfinished spans of other threads end now.
         for name, lane, begin, end, args in list(self.spans):
             begin = max(begin, self.began)
             seconds = min(end, now) - begin
@@ -2466,6 +2468,9 @@ class Trace:
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
             write_whole(path, text.encode())
             self.log(f"trace:{path} for ui.perfetto.dev")
+        if self.profiler:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(f"{self.directory}/profile_rank{self.rank}.json")
 
 
 @dataclass
@@ -2487,13 +2492,13 @@ class StepTimer:
     step: int = 0
     laps: list[Lap] = field(default_factory=list)
 
-    def begin(self, step: int | None) -> None:
-        """Start of a step, for the trace too; the first is 1. None: one of the warm-up, never shown."""
+    def begin(self, step: int) -> None:
+        """Start of a step, for the trace too; the first is 1. 0: one of the warm-up, never shown."""
         # Steps that are neither reported nor traced read no clock.
         self.trace.begin(step)
-        self.step = step or 0
-        counted = step is not None and self.every > 0
-        self.reported = counted and (self.step <= FIRST_STEPS or self.step % self.every == 0)
+        self.step = step
+        counted = step > 0 and self.every > 0
+        self.reported = counted and (step <= FIRST_STEPS or step % self.every == 0)
         self.laps = []
         self.lap("begin")  # where the first part starts
 
@@ -2507,7 +2512,7 @@ class StepTimer:
         if event is not None:
             event.record()
 
-    def end(self, stage_ms: float) -> str:
+    def end(self, stage_ms: float, micro_steps: int) -> str:
         """End of a step, for the trace too: its line, empty if it is not reported. stage_ms: of a batch."""
         if self.trace.recording:
             self.trace.add_step(self.step, self.laps)
@@ -2525,7 +2530,6 @@ class StepTimer:
                 total_ms[lap.name] += before.event.elapsed_time(lap.event)
             if lap.copy is not None:
                 total_ms["copy"] += lap.copy.begin.elapsed_time(lap.copy.end)
-        micro_steps = [lap.name for lap in self.laps].count("batch")
         return (f"timing_breakdown step:{self.step} micro_steps:{micro_steps} "
                 f"batch_cpu_ms:{stage_ms:.2f} "
                 f"batch_h2d_ms:{total_ms['copy'] / micro_steps:.2f} "
@@ -2927,24 +2931,16 @@ def load_tokenizer(config: Config) -> Any:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name that of the shards, "
-                        "see data/README.md") from error  # fmt: skip
+        raise DataError(f"TOKENIZER_PATH={path}: no SentencePiece model ({error}); name the "
+                        "tokenizer of the shards, see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
                         f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
     return pieces
 
 
-class PieceBytes(NamedTuple):
-    """The text of each id."""
-
-    lengths: Array  # bytes of its piece, without a leading space
-    spaced: Array  # whether the piece begins with a space
-    is_text: Array  # whether it is text at all
-
-
-def piece_bytes(pieces: Any, size: int) -> PieceBytes:
-    """The bytes of each of `size` pieces of a SentencePiece model."""
+def piece_bytes(pieces: Any, size: int) -> tuple[Array, Array, Array]:
+    """For each of `size` ids: bytes of its piece, whether a space comes before them, whether it is text."""
     lengths = np.zeros(size, np.int64)
     spaced = np.zeros(size, bool)
     is_text = np.zeros(size, bool)
@@ -2958,7 +2954,7 @@ def piece_bytes(pieces: Any, size: int) -> PieceBytes:
             lengths[i] = 1
         else:
             lengths[i] = len(piece.removeprefix("▁").encode())
-    return PieceBytes(lengths, spaced, is_text)
+    return lengths, spaced, is_text
 
 
 CASE_MARK = "\ue001"  # a piece of every CaseOps tokenizer: it capitalises the next word, and is no text
@@ -2988,19 +2984,13 @@ def token_bytes(tokens: Array, config: Config) -> Array:
                         f"DATA_PATH={folder} no fineweb_val_bytes_*.bin; get the data again, see data/")
     if pieces.piece_to_id("▁") == pieces.unk_id():
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: expected a lone space among its pieces")
-    of_piece = piece_bytes(pieces, config.vocab_size)
+    lengths, spaced, is_text = piece_bytes(pieces, config.vocab_size)
     targets = tokens[1:]
     # A leading space is a byte. Decoding drops it after an id that is no text.
-    return of_piece.lengths[targets] + (of_piece.spaced[targets] & of_piece.is_text[tokens[:-1]])
+    return lengths[targets] + (spaced[targets] & is_text[tokens[:-1]])
 
 
 # --- windows ---
-
-
-def document_start_of_targets(tokens: Array, c: ModelSettings) -> Array:
-    """The token at which the document of each target begins; without DOC_MASK all are one document."""
-    starts = document_starts(tokens[None, :-1], c)
-    return np.repeat(starts[:-1], np.diff(starts))
 
 
 def window_rows(
@@ -3035,7 +3025,7 @@ EVAL_MODES = "eval_modes.json"
 
 @dataclass
 class ScoreClock:
-    """The clock of one score: it prints how far the score is, and knows what there is still time for.
+    """The clock of one score: it prints progress, and decides whether the next batch still fits.
 
     Nothing else reads the time while a text is scored. Where a score learns depends on this clock alone,
     never on tokens or losses.
@@ -3075,14 +3065,14 @@ class ScoreClock:
         now = self.seconds()
         learning = bool(self.followed.get(part, now + needed_seconds <= self.limit_seconds))
         if not learning and all(self.modes.values()):
-            self.run.log(f"warning: {self.name} goes on without learning: {now:.1f}s of "
-                         f"{self.limit_seconds:.1f}s are over, and {needed_seconds:.1f}s would be needed")
+            self.run.log(f"warning: {self.name} continues without learning: {now:.1f}s of "
+                         f"{self.limit_seconds:.1f}s are used, the rest needs {needed_seconds:.1f}s")
         self.modes[part] = targets if learning else 0
         return learning
 
 
 class WindowScorer:
-    """Scores a token stream chunk by chunk with sliding windows; keeps what all chunks share."""
+    """Scores a token stream chunk by chunk with sliding windows."""
 
     def __init__(self, model: GPT, tokens: Array, config: Config, chunk_tokens: int, looping: bool) -> None:
         """tokens: 1-D ids. chunk_tokens: targets. looping: as in `GPT.forward`."""
@@ -3096,7 +3086,9 @@ class WindowScorer:
         self.forward = self.machine.compile(GPT.forward)
 
         tokens = np.asarray(tokens).astype(np.int64)
-        begins = document_start_of_targets(tokens, config)
+        # The token at which the document of each target begins; without DOC_MASK all are one document.
+        starts = document_starts(tokens[None, :-1], config)
+        begins = np.repeat(starts[:-1], np.diff(starts))
         self.chunks = window_rows(len(tokens) - 1, self.context, config.eval_stride, begins, chunk_tokens)
         tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
         # Row i holds the T + 1 tokens from i on.
@@ -3246,8 +3238,7 @@ def adapter_layout(c: Config) -> list[dict[str, int]]:
     outputs = {"q": c.model_dim, "k": c.kv_dim, "v": c.kv_dim, "o": c.model_dim, "mlp": c.model_dim}
     of_visit = {name: outputs[name] for name in c.lora_targets if name != "head"}
     of_head = {"head": c.vocab_size} if "head" in c.lora_targets else {}
-    encoder, decoder = visit_order(c, looping=True)
-    return [*(len(encoder + decoder) * [of_visit]), of_head]
+    return [*(len(visit_order(c, looping=True)) * [of_visit]), of_head]
 
 
 def first_adapters(model: GPT, config: Config) -> Tensor:
@@ -3513,7 +3504,7 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
     for number, batch in enumerate(batches):
         started = clock.seconds()
         steps = len(list(scorer.chunks(batch)))
-        # Held in reserve: a pass without learning takes at most half a step, as it has no backward pass.
+        # Reserve: a pass without learning needs at most half a step, since it has no backward pass.
         needed_seconds = step_seconds * (steps + sum(passes[number + 1 :]) / 2)
         learning = clock.learns(str(batch[0]), int(scorer.lengths[batch].sum()), needed_seconds)
         scorer.score(batch, learning)
@@ -3523,9 +3514,9 @@ def score_documents(model: GPT, tokens: Any, config: Config, clock: ScoreClock) 
     # Until now each rank has the scores of its own documents only. The ledger refuses a second score.
     machine = model.machine
     own = []
-    for begin, length in zip(scorer.begins, scorer.lengths, strict=True):
-        if not np.isnan(ledger.nats[begin]):
-            own.append((int(begin), ledger.nats[begin : begin + length]))
+    for document in itertools.chain(*batches):
+        begin = int(scorer.begins[document])
+        own.append((begin, ledger.nats[begin : begin + scorer.lengths[document]]))
     for rank, scores in enumerate(machine.gather(own)):
         if rank != machine.rank:
             for begin, nats in scores:
@@ -3609,12 +3600,10 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
         score = ledger.score(validation.bytes_total)._replace(learned_tokens=sum(clock.modes.values()))
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
                 f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
-        run.log(
-            f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
-            f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes} "
-            f"learned_tokens:{score.learned_tokens}{validation.mark}",
-            "final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict(),
-        )  # fmt: skip
+        run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
+                f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes} "
+                f"learned_tokens:{score.learned_tokens}{validation.mark}")
+        run.record("final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())
         if machine.rank == 0 and run.directory is not None:
             # The nats of each document, fp64: `prove --replay` scores some of them again.
             begins = np.flatnonzero(validation.tokens[:-1] == BOS_ID)
@@ -3633,7 +3622,7 @@ Hessians = dict[tuple[str, int], Tensor]  # (input of matrices, layer) -> (C, C)
 
 
 @torch.no_grad()
-def collect_hessians(model: GPT, batches: Iterable[Batch], machine: Machine) -> Hessians:
+def collect_hessians(model: GPT, batches: Iterable[Batch]) -> Hessians:
     """Sums of x xᵀ over the tokens of all ranks' training `batches`.
 
     All ranks call it together, with equally many batches. A looped layer adds up all of its visits.
@@ -3647,7 +3636,7 @@ def collect_hessians(model: GPT, batches: Iterable[Batch], machine: Machine) -> 
     for batch in batches:
         model(batch.inputs_BT, batch.starts, observe=observe)
     for total in sums.values():
-        machine.add_up(total)
+        model.machine.add_up(total)
     return sums
 
 
@@ -3712,11 +3701,9 @@ class Quantizer:
         if self.rounded:
             return
 
-        # With two inputs the first half of the bank has the first, the second half the second. A matrix whose
-        # input nobody observed has the identity, and so is rounded to nearest.
-        identity_CC = torch.eye(self.weights_NRC.size(2), device=weights.device)
+        # With two inputs the first half of the bank has the first, the second half the second.
         layers = range(len(self.weights_NRC) // len(parameter.inputs))
-        found = [hessians.get((site, layer), identity_CC) for site in parameter.inputs for layer in layers]
+        found = [hessians[site, layer] for site in parameter.inputs for layer in layers]
         h_NCC = torch.stack(found).double()
         if not h_NCC.isfinite().all():
             raise ArtifactError(f"inputs of {name} are not finite: nothing written; resume from a checkpoint")
@@ -3791,7 +3778,7 @@ class Quantizer:
             values_NR = work_NRC[:, :, column]
             steps_NR = self.nearest(values_NR / scales_NR, levels)
             errors_NR = (values_NR - steps_NR * scales_NR) / self.upper_NCC[:, column, column, None]
-            # The columns still to come take the error up, each as much as it can make up for.
+            # Spread the error over the remaining columns, as GPTQ does.
             shares_N1C = self.upper_NCC[:, column, None, column:]
             work_NRC[:, :, column:].baddbmm_(errors_NR[:, :, None], shares_N1C, alpha=-1)
             work_NRC[:, :, column] = steps_NR
@@ -3864,8 +3851,8 @@ def half_steps(codes_RC: Array) -> Array:
     return halves_RC
 
 
-# A branch of the trellis goes from the state of a row (its shift, the one before, the one before that) to the
-# next state (next shift, shift, shift before). The code has the parity that leads to the next shift.
+# A branch of the trellis leads from a state (the last three shifts) to the next one (next shift, shift, shift
+# before). The code has the parity that leads to the next shift.
 NEXT, SHIFT, BEFORE, BEFORE_THAT = np.indices((2, 2, 2, 2))
 PARITY = NEXT ^ BEFORE ^ BEFORE_THAT
 
@@ -4127,8 +4114,8 @@ def check_size(size_bytes: int, budget: int) -> None:
     """ArtifactError where a file does not fit into `budget` bytes, which the code leaves for it."""
     if size_bytes > budget:
         raise ArtifactError(
-            f"a file of {size_bytes} bytes, expected {budget} at most beside the code: {size_bytes - budget} "
-            "bytes above ARTIFACT_BYTES_MAX; lower MODEL_DIM, raise ARTIFACT_BYTES_MAX or set RATE_CONTROL=1")
+            f"artifact {size_bytes} bytes, limit {budget} without the code: {size_bytes - budget} bytes too "
+            "many for ARTIFACT_BYTES_MAX; lower MODEL_DIM, raise ARTIFACT_BYTES_MAX or set RATE_CONTROL=1")
 
 
 def check_budget(config: Config, budget: int) -> None:
@@ -4160,7 +4147,7 @@ def fill_budget(config: Config, budget: int, make_file: Callable[[float], bytes]
     expected_before = 0.0
     true_before = 0
     while finest <= coarsest and (not best or (len(best) < enough and passes < 10)):
-        # Never twice the same, and never outside what is still open.
+        # A new factor, inside the open interval.
         at = int(np.clip(np.searchsorted(-expected, -wanted), finest, coarsest))
         data = make_file(multipliers[at])
         passes += 1
@@ -4266,7 +4253,8 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
     settings = ModelSettings.from_values(header["config"])
     if settings.as_env() != header["config"]:
         raise ValueError("this script has other settings than the file; use the train_gpt.py of its run")
-    # A few bytes could ask for any amount of memory. No trained file comes near 1,024 weights a byte.
+    # A few bytes in a broken file could request any amount of memory. No trained file comes near 1,024
+    # weights a byte.
     weights = count_parameters(settings)
     if weights > 1024 * len(data):
         raise ValueError(f"{weights} weights are more than {len(data)} bytes can hold")
@@ -4295,7 +4283,9 @@ n=__file__+" (unpacked)"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
-ESCAPES = str.maketrans({"\\": r"\\", "\0": r"\x00", "\r": r"\r", "'": r"\'"})
+# What the text of a wrapper cannot hold as it is, in the order of replacement. A digit after NUL would
+# belong to its escape. Three quotes, or one more at the end, would end the text.
+ESCAPES = {r"\\": r"\\\\", "\r": r"\\r", "\0(?=[0-7])": r"\\x00", "\0": r"\\0", r"'(?=''|\Z)": r"\\'"}
 
 
 def shipped_code(source: bytes) -> bytes:
@@ -4315,8 +4305,10 @@ def shipped_code(source: bytes) -> bytes:
             for argument in node.args.args:
                 argument.annotation = None
     # On a text of this length bzip2 is 3 % ahead of LZMA.
-    packed = bz2.compress(ast.unparse(tree).encode())
-    return (WRAPPER % packed.decode("latin-1").translate(ESCAPES)).encode("latin-1")
+    packed = bz2.compress(ast.unparse(tree).encode()).decode("latin-1")
+    for pattern, escape in ESCAPES.items():
+        packed = re.sub(pattern, escape, packed)
+    return (WRAPPER % packed).encode("latin-1")
 
 
 def with_settings(shipped: bytes, config: Config) -> bytes:
@@ -4368,7 +4360,8 @@ class Training:
         # One graph from tokens to loss.
         self.loss = machine.compile(GPT.loss)
         self.optimizer = Optimizer(self.model, config, machine)
-        self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log)
+        profiler = torch.profiler.profile() if config.profile_steps else None
+        self.trace = Trace(config.traced_steps, run.directory, machine.rank, run.log, profiler)
         self.timer = StepTimer(
             config.training_timing_every if config.training_timing_breakdown else 0,
             machine.on_gpu, self.trace)  # fmt: skip
@@ -4478,7 +4471,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     # The sum of the losses stays on the device: nobody waits for it.
     total = torch.zeros((), device=training.run.machine.device)
     # Steps of the warm-up have no number, and are neither timed nor traced.
-    timer.begin(training.step + 1 if training.run.training else None)
+    timer.begin(training.step + 1 if training.run.training else 0)
     for _ in range(loader.micro_steps):
         batch = loader.next_batch()
         timer.lap("batch", batch.copy)
@@ -4493,7 +4486,7 @@ def train_step(training: Training, progress: float) -> Tensor:
     momentum = muon_momentum(progress, training.step, config)
     norm = training.optimizer.step(lr_scale, momentum, training.step, timer.lap)
     timer.lap("optimizer")
-    line = timer.end(loader.stage_ms)
+    line = timer.end(loader.stage_ms, loader.micro_steps)
     if line:
         training.run.log(line)
     return torch.stack([total, norm])
@@ -4512,14 +4505,13 @@ def rehearse_end(training: Training) -> None:
         # The first batch loads kernels. The second one shows how long all will take.
         for part in ("rehearse_hessians", "rehearse_calibration_batch"):
             with run.phase(part):
-                hessians = collect_hessians(training.model, [training.loader.next_batch()], machine)
+                hessians = collect_hessians(training.model, [training.loader.next_batch()])
         batches = math.ceil(config.gptq_calibration_batches / machine.world_size)
         seconds = batches * run.phases["rehearse_calibration_batch"]
         # Of the reserve, `calibration_batches` keeps a tenth to spare.
         if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
-            run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, a tenth less than "
-                    f"GPTQ_RESERVE_SECONDS={config.gptq_reserve_seconds:g} at most; raise it, or fewer are "
-                    "taken")
+            run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, GPTQ_RESERVE_SECONDS="
+                    f"{config.gptq_reserve_seconds:g} allows 90 % of it. Raise it, or fewer batches are used")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
@@ -4559,18 +4551,6 @@ def warm_up(training: Training, resumed: dict[str, Any] | None = None) -> None:
                 f"train_time:{1e3 * resumed['seconds']:.0f}ms code:{training.hashes['code']}")
 
 
-def agree_on_clock_and_signal(training: Training) -> tuple[float, int]:
-    """Rank 0's seconds of training, and a signal that any rank has caught (0: none); the same on all ranks.
-
-    All ranks call it together. The tensor is on the host, so no device is asked: it may be steps behind.
-    """
-    seconds = training.seconds if training.run.machine.rank == 0 else 0.0
-    mine = torch.tensor([seconds, training.run.stop_signal], dtype=torch.float64)
-    if training.run.machine.world_size > 1:
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return mine[0].item(), int(mine[1])
-
-
 def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
     config = training.config
@@ -4578,14 +4558,17 @@ def train(training: Training) -> None:
     every = config.checkpoint_every_seconds
     # Steps that a GPU may be behind the host, so that it always has work.
     behind = 2 if run.machine.on_gpu else 0
-    seconds = run.machine.gather(training.seconds)[0]  # by the clock of rank 0, here and below
+    seconds = run.machine.gather(training.seconds)[0]  # by the clock of rank 0
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
     run.training = True
     while True:
         before = seconds
-        seconds, caught = agree_on_clock_and_signal(training)
-        # The slowest recent step; of what it took 10 % is forgotten with each step.
+        # The clock of rank 0, and a signal that any rank has caught; 0: none. No device is asked.
+        told = run.machine.gather((training.seconds, run.stop_signal))
+        seconds = told[0][0]
+        caught = max(number for _, number in told)
+        # The slowest recent step, which fades by 10 % per step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
         # The step to come must end in time, so must those the device still has to do, and one to spare.
         ends_at = seconds + (2 + behind) * step_seconds
@@ -4594,7 +4577,7 @@ def train(training: Training) -> None:
         save_now = stop or (every > 0 and seconds // every > before // every)
         validate_now = config.val_loss_every > 0 and (stop or training.step % config.val_loss_every == 0)
 
-        # Whatever uses the weights, or ends the run, first wants to know that all steps were good.
+        # Before the weights are used or the run ends, all steps must be checked.
         read_results(training, leave=0 if save_now or validate_now else behind)
         if save_now:
             training.save()
@@ -4618,7 +4601,7 @@ def end_training(training: Training) -> None:
     """After the last step, which is saved: end the process if a signal has come."""
     run = training.run
     run.training = False  # from here on a signal ends the process at once
-    _, caught = agree_on_clock_and_signal(training)
+    caught = max(run.machine.gather(run.stop_signal))
     training.trace.finish()
     if caught != 0:
         run.machine.gather(None)  # torchrun kills the others when a rank has left
@@ -4702,10 +4685,10 @@ def validate(training: Training, label: str, looping: bool = True) -> None:
     run.log(
         f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} train_time:{train_ms:.0f}ms "
         f"step_avg:{train_ms / max(training.step, 1):.2f}ms{data.mark}\n"
-        f"val_stage_time_ms:{1e3 * val_seconds:.0f}ms {label}",
+        f"val_stage_time_ms:{1e3 * val_seconds:.0f}ms {label}")
+    run.record(
         "val", label=label, step=training.step, val_loss=score.nats, val_bpb=score.bits_per_byte,
-        train_time_ms=train_ms, val_ms=1e3 * val_seconds,
-    )  # fmt: skip
+        train_time_ms=train_ms, val_ms=1e3 * val_seconds)  # fmt: skip
 
 
 def calibration_batches(training: Training) -> Iterator[Batch]:
@@ -4784,8 +4767,7 @@ def main() -> int:
     # What ended the run, and how to continue from what it has saved.
     if run is not None:
         # A rank whose peer is gone only knows that. The peer itself prints the reason.
-        peer_is_gone = any(sign in message for sign in ("gloo/", "pair closure", "DistBackendError"))
-        if peer_is_gone and message.startswith("Traceback"):
+        if re.match("Traceback.*(gloo/|pair closure|DistBackendError)", message, re.DOTALL):
             message = "ends: another rank has ended or does not answer"
         if run.machine.world_size > 1:
             message = f"rank {run.machine.rank}: {message}"
@@ -4822,9 +4804,10 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
 
     answers: lines for the log, about settings.
     """
+    machine = run.machine
     tokenizer_sha256 = ""
     if config.eval_only:
-        # The artifact says what its model is. Whoever set something else is told.
+        # The artifact defines the model. Other settings in the environment are ignored with a warning.
         model, about = load_artifact(find_path(config.eval_only))
         tokenizer_sha256 = about.tokenizer_sha256
         for name, value in config.overrides().items():
@@ -4841,14 +4824,14 @@ def whole_run(config: Config, run: Run, answers: list[str]) -> None:
         if not config.eval_only:
             # Rank 0 wrote it on a disk that other nodes may not see. So it reads the file for all of them.
             path = run.path(ARTIFACT)
-            data = path.read_bytes() if run.machine.rank == 0 else b""
-            model, about = load_artifact(path, run.machine.gather(data)[0])
-        ready_model(model, run.machine, inputs.chosen.ops)
-    if run.machine.compiled:
+            data = path.read_bytes() if machine.rank == 0 else b""
+            model, about = load_artifact(path, machine.gather(data)[0])
+        ready_model(model, machine, inputs.chosen.ops)
+    if machine.compiled:
         rehearse_evaluation(model, config, run)
     scores = evaluate(model, config, run, inputs.validation, f"int{config.matrix_bits}")
     summarize(config, run, inputs, trained, about, scores)
-    if run.machine.rank == 0:
+    if machine.rank == 0:
         run.path(CHECKPOINT).unlink(missing_ok=True)  # a finished run is never resumed
 
 
@@ -4863,11 +4846,11 @@ def train_and_ship(config: Config, run: Run, inputs: Inputs) -> Trained:
     # Of training alone: how many batches are calibrated with depends on ranks and on the clock.
     stream_hash = training.stream_hash()
     with run.phase("hessians"):
-        # What is calibrated, shipped and scored is the average.
+        # From here on the EMA is the model: calibrated, shipped and scored.
         training.optimizer.use_average()
         hessians: Hessians = {}
         if config.gptq:
-            hessians = collect_hessians(training.model, calibration_batches(training), run.machine)
+            hessians = collect_hessians(training.model, calibration_batches(training))
             run.log(f"gptq:collected {len(hessians)} Hessians; with training {training.seconds:.2f}s")
         validate(training, "DIAGNOSTIC post_ema" if config.ema_decay else "DIAGNOSTIC final")
         run.log(f"timing_train_loop_ms:{1e3 * training.seconds:.0f}ms "
@@ -4950,12 +4933,36 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     checkpoint = read_checkpoint(config, hashes)
     shipped = with_settings(shipped_code(source), config)
     if train_shards:
-        micro_steps_per_step(config, machine.world_size)
+        check_memory(config, machine)
         next(shard_visits(config, train_shards, 0))  # whether a shard holds a sequence
         check_budget(config, config.artifact_bytes_max - len(shipped))
     return Inputs(
         choose_directory(config, machine), train_shards, validation, source, shipped, hashes,
         fast_ops(config, machine), checkpoint)  # fmt: skip
+
+
+def check_memory(config: Config, machine: Machine) -> None:
+    """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
+
+    The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
+    MLPs, and on a CPU one mask of attention.
+    """
+    micro_steps = micro_steps_per_step(config, machine.world_size)
+    tokens = config.train_batch_tokens // machine.world_size // micro_steps
+    values = config.vocab_size + config.num_layers * config.mlp_dim
+    memory_bytes = sys.maxsize
+    if machine.on_gpu:
+        memory_bytes, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if config.doc_mask:
+            values += config.train_seq_len
+    needed_bytes = machine.dtype.itemsize * tokens * values
+    if needed_bytes > memory_bytes:
+        raise ConfigError(
+            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: a forward "
+            f"pass of {tokens} tokens keeps {needed_bytes >> 20} MiB at least, expected at most the "
+            f"{memory_bytes >> 20} MiB of this device; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:
@@ -4971,8 +4978,8 @@ def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> 
     # Sidecars are checked with the bytes that they count.
     odd = {name for name, _ in listed.items() ^ tokens_of.items() if "_val_bytes_" not in name}
     if listed and tokens_of and odd:
-        raise DataError(f"{path}: not as it says, or not in it: {', '.join(sorted(odd))}; fetch the data "
-                        "again, or remove what is not of them")  # fmt: skip
+        raise DataError(f"{path}: differs from the manifest: {', '.join(sorted(odd))}. Fetch the data "
+                        "again, or remove foreign files")  # fmt: skip
     return str(manifest.get("tokenizer", {}).get("sha256", ""))
 
 
@@ -4985,7 +4992,7 @@ def read_validation(shards: list[Shard], config: Config) -> Validation:
         mark = " comparable:0"
     bytes_total = int(token_bytes(tokens, config).sum())
     if bytes_total == 0:
-        raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens stand for no text")
+        raise DataError(f"{shards[0].path.parent}: {len(tokens)} validation tokens have no bytes")
     return Validation(tokens, bytes_total, mark)
 
 

@@ -85,7 +85,7 @@ def measure(run: Path, bits: list[float], targets: int, batches: int) -> dict[st
     model = trained_model(run, config, machine)
     folder = train_gpt.find_path(config.data_path)
     loader = train_gpt.Loader(config, train_gpt.open_shards(f"{folder}/fineweb_train_*.bin"), machine)
-    hessians = train_gpt.collect_hessians(model, [loader.next_batch() for _ in range(batches)], machine)
+    hessians = train_gpt.collect_hessians(model, [loader.next_batch() for _ in range(batches)])
     loader.close()
     validation = train_gpt.open_shards(f"{folder}/fineweb_val_[0-9]*.bin")[0]
     tokens = train_gpt.read_tokens(validation, config.vocab_size)[: targets + 1]

@@ -135,7 +135,8 @@ def text_of(lengths: np.ndarray) -> np.ndarray:
 
 def passes_of_windows(tokens: np.ndarray, config: Config, stride: int, chunk_tokens: int) -> list[Pass]:
     """Of windows that learn nothing."""
-    begins = train_gpt.document_start_of_targets(tokens, config)
+    starts = train_gpt.document_starts(tokens[None, :-1], config)
+    begins = np.repeat(starts[:-1], np.diff(starts))
     rows = train_gpt.window_rows(len(tokens) - 1, config.eval_length, stride, begins, chunk_tokens)
     return [Pass(sum(map(len, rows)) * config.eval_length, learning=False)]
 

@@ -230,7 +230,8 @@ def test_the_model_that_is_drawn_is_the_default() -> None:
     for half in ("encoder", "decoder"):
         (layers,) = re.findall(rf"^{half} +layers ([0-9 ]+)", readme, re.MULTILINE)
         drawn.append([int(layer) for layer in layers.split()])
-    assert tuple(drawn) == visit_order(config, looping=True)
+    order = visit_order(config, looping=True)
+    assert drawn == [order[: len(order) // 2], order[len(order) // 2 :]]
     first, last, passes = config.loop_start, config.loop_end, {2: "three"}[config.num_loops]
     assert f"layers {first} to {last} run {passes} times" in readme
     assert f"once {config.enable_looping_at:.0%} of".replace("%", " %") in readme

@@ -67,8 +67,7 @@ def loops(config: train_gpt.Config, phase: str) -> bool:
 
 def visits(config: train_gpt.Config, looping: bool) -> int:
     """How many blocks one forward pass runs, and so how often it attends."""
-    encoder, decoder = train_gpt.visit_order(config, looping)
-    return len(encoder) + len(decoder)
+    return len(train_gpt.visit_order(config, looping))
 
 
 def sizes(config: train_gpt.Config) -> dict[str, int]:

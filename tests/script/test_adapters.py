@@ -509,7 +509,7 @@ def test_batches_without_time_left_are_scored_without_learning(monkeypatch: pyte
     clock, _ = worked.score(lab, tokens, 0.0)
     least = worked.now
     (warning,) = clock.run.lines
-    assert "goes on without learning: 82.0s of 0.0s are over" in warning
+    assert "continues without learning: 82.0s of 0.0s are used" in warning
     assert [count > 0 for count in clock.modes.values()] == [True] + 8 * [False]
     frozen = train_gpt.ScoreClock(clock.run, "", 0, math.inf, dict.fromkeys(clock.modes, 0))
     plain = train_gpt.score_ttt(lab.model(), tokens, lab.config, frozen).nats

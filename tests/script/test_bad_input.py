@@ -3,6 +3,7 @@
 Most cases call `main` in this process, with a tiny dataset of their own.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -208,7 +209,7 @@ CASES = [
     # settings
     setting("ITERATIONS='abc'", "expected int", ITERATIONS="abc"),
     setting("TRAIN_BATCH_TOKENS=224", "expected a multiple of", TRAIN_BATCH_TOKENS=224),
-    setting("above ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
+    setting("too many for ARTIFACT_BYTES_MAX", "raise ARTIFACT_BYTES_MAX", ARTIFACT_BYTES_MAX=20_000),
     setting("ATTENTION=fa3", "set auto", ATTENTION="fa3"),
     case("RESUME and EVAL_ONLY", lambda desk: {"RESUME": desk.unfinished(), **desk.artifact(bytes)},
          "RESUME=|EVAL_ONLY=", "either RESUME or EVAL_ONLY"),
@@ -228,13 +229,13 @@ CASES = [
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
     case("no BOS", tokens_are(TRAIN, lambda tokens: tokens[1:]), f"{TRAIN}|begins with id",
          "expected BOS=1|export it again"),
-    case("no text", tokens_are(VAL, lambda _: np.full(2000, BOS_ID)), "tokens stand for no text", ""),
+    case("no text", tokens_are(VAL, lambda _: np.full(2000, BOS_ID)), "validation tokens have no bytes", ""),
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
          "fineweb_val_bytes_*.bin", "get the data again"),
-    case("missing shard", manifest_with(_000007=5), "not in it: fineweb_train_000007.bin", "fetch the data"),
-    case("foreign shard", manifest_with(_000001=None), "it: fineweb_train_000001.bin", "remove what is not"),
-    case("other shard", manifest_with(_000000=5), "it: fineweb_train_000000.bin", "fetch the data"),
+    case("missing shard", manifest_with(_000007=5), "manifest: fineweb_train_000007.bin", "Fetch the data"),
+    case("foreign shard", manifest_with(_000001=None), "manifest: fineweb_train_000001", "remove foreign"),
+    case("other shard", manifest_with(_000000=5), "manifest: fineweb_train_000000.bin", "Fetch the data"),
     data_file("manifest.json", b"{", "manifest.json: Expecting", "fetch or export"),
     # tokenizers
     setting("TOKENIZER_PATH=/no/such.model", "see data/", TOKENIZER_PATH="/no/such.model"),
@@ -255,6 +256,9 @@ CASES = [
     # the disk
     case("too small", disk_with_no_room, "a run needs", "make room|RUNS_DIR"),
     case("full", mkdir_fails, "No space left", ""),
+    # memory
+    setting("TRAIN_SEQ_LEN=1048576|MiB at least", "lower MICRO_BATCH_TOKENS", TRAIN_SEQ_LEN=1 << 20,
+            TRAIN_BATCH_TOKENS=1 << 20, MICRO_BATCH_TOKENS=1 << 20),
 ]
 
 
@@ -355,3 +359,13 @@ def test_a_locale_that_is_not_utf_8(lab: Lab) -> None:
     assert b"final_int" in outs[0] and b"done: " in outs[0] and b"MATRIX_LR" in outs[1]
     # Python itself cannot read the name of the last one there.
     assert errs[0] == errs[1] == b"" and errs[2].startswith(b"error: DATA_PATH=")
+
+
+@pytest.mark.parametrize(("gigabytes", "enough"), [(80, True), (5, False)])
+def test_a_gpu_has_room_for_a_micro_batch(
+    gigabytes: int, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gigabytes * 10**9, 10**11))
+    gpu = train_gpt.Machine(0, 8, torch.device("cuda"), torch.bfloat16)
+    with contextlib.nullcontext() if enough else pytest.raises(train_gpt.ConfigError, match="98304 tokens"):
+        train_gpt.check_memory(train_gpt.Config(), gpu)

@@ -412,11 +412,11 @@ def test_initial_weights() -> None:
 
 def test_visit_order() -> None:
     """PRs #1493 and #1855 with layers 3 to 5 three times, off and on; the baseline's halves."""
-    assert visit_order(Config(), False) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10])
-    assert visit_order(Config(), True) == ([0, 1, 2, 3, 4, 5, 3, 4], [5, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert visit_order(Config(), False) == list(range(11))
+    assert visit_order(Config(), True) == [0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10]
     for borders in ({}, {"loop_start": 7, "loop_end": 2}):  # without a loop they are nobody's
         baseline = Config(num_layers=9, num_loops=0, **borders)
-        assert visit_order(baseline, True) == ([0, 1, 2, 3], [4, 5, 6, 7, 8])
+        assert visit_order(baseline, True) == list(range(9))
 
 
 @pytest.mark.parametrize("trained", [0, 7])
@@ -450,7 +450,7 @@ def test_parameter_counts(name: str, reference: int, repo: Path) -> None:
 
 @pytest.mark.parametrize("settings", [
     "NUM_HEADS=5", "NUM_KV_HEADS=3", "ROPE_DIMS=5", "ROPE_DIMS=10", "LOOP_END=6", "LOOP_START=3",
-    "BIGRAM_VOCAB_SIZE=1", "VE_ENABLED=1 VE_LAYERS=4,6", "VE_ENABLED=1 VE_LAYERS=4,04",
+    "BIGRAM_VOCAB_SIZE=1", "VE_ENABLED=1 VE_LAYERS=4,6",
 ])  # fmt: skip
 def test_impossible_shapes_are_refused_by_name(settings: str) -> None:
     with pytest.raises(ConfigError, match=settings.split()[-1]):
@@ -554,7 +554,8 @@ def test_the_loss_and_its_gradient_against_float64(softcap: float) -> None:
         return
     exact_N = F.cross_entropy(softcap * torch.tanh(exact_NV / softcap), targets_N, reduction="none")
     torch.testing.assert_close(found_N.double(), exact_N, rtol=0, atol=2e-5)
-    assert abs(found_N.double().mean() - exact_N.mean()) < 1e-6
+    half_a_unit = torch.finfo(torch.float32).eps / 2
+    assert abs(found_N.double().mean() - exact_N.mean()) < half_a_unit * exact_N.mean()
     found_N.sum().backward()
     exact_N.sum().backward()
     torch.testing.assert_close(found_NV.grad.double(), exact_NV.grad, rtol=0, atol=1e-6)

@@ -29,12 +29,12 @@ def fields(line: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+):([-\d.]+)", line)}
 
 
-def host_step(timer: StepTimer, step: int | None) -> str:
+def host_step(timer: StepTimer, step: int) -> str:
     """A step of two micro-batches."""
     timer.begin(step)
     for lap in ("batch", "forward", "backward") * 2 + ("optimizer", "grad_clip", "optimizer"):
         timer.lap(lap)
-    return timer.end(1.25)
+    return timer.end(1.25, 2)
 
 
 def test_reported_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +51,8 @@ def test_reported_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(("every", "step"), [(2, 13), (0, 2), (0, 16), (2, None), (1, None)])
-def test_other_steps_are_not_timed(every: int, step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every", "step"), [(2, 13), (0, 2), (0, 16), (2, 0), (1, 0)])
+def test_other_steps_are_not_timed(every: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those between, all of them without TRAINING_TIMING_BREAKDOWN, and those of the warm-up."""
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("an event was made"))
@@ -200,10 +200,11 @@ def test_what_overlaps_its_steps_stays(tmp_path: Path, path: Path, monkeypatch: 
     assert kept == expected and len(kept) < len(every)
 
 
-@pytest.mark.parametrize("text", ["5", "3:", ":3", "3:3", "4:2", "-1:2", "a:b", "1:2:3", " 1:2", "1_0:20"])
-def test_steps_that_are_no_window_are_refused(text: str) -> None:
-    with pytest.raises(train_gpt.ConfigError, match=r"TRACE_STEPS.*A:B"):
-        train_gpt.Config.from_env({"TRACE_STEPS": text})
+@pytest.mark.parametrize("name", ["TRACE_STEPS", "PROFILE_STEPS"])
+@pytest.mark.parametrize("text", ["5", "3:", ":3", "3:3", "4:2", "0:2", "a:b", "1:2:3", " 1:2", "1_0:20"])
+def test_steps_that_are_no_window_are_refused(name: str, text: str) -> None:
+    with pytest.raises(train_gpt.ConfigError, match=rf"{name}.*A:B"):
+        train_gpt.Config.from_env({name: text})
 
 
 def traced(lab: Lab, **changes: Any) -> tuple[Ended, list[Event]]:
@@ -339,3 +340,16 @@ def test_a_run_on_a_gpu_has_all_lanes_and_the_same_stream(lab: Lab) -> None:
     device = [e for e in events if e["ph"] == "X" and LANES[e["tid"] - 1] == "compute_stream"]
     assert len(device) == 6 * (4 + 4 + 3) and all(begin <= span["ts"] <= end for span in device)
     assert len(spans(events, "gpu_transfer", "copy")) >= 20
+
+
+def test_a_profile_holds_its_steps_alone_and_the_same_bits(lab: Lab, finished: Ended) -> None:
+    """Two of six steps, their operators beside their spans, and no others; a signal ends it with a file."""
+    ended = lab.succeed(PROFILE_STEPS="3:5")
+    assert results(ended) == results(finished)
+    profile = json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]
+    adds = [event for event in profile if event.get("name") == "aten::embedding_dense_backward"]
+    assert steps(read(ended.directory / "trace_rank0.json")) == [3, 4]
+    assert len(adds) == 2 * 4, "four micro-batches a step"
+    ended = lab.elsewhere("stopped").run(fault=signal_at_step(4), PROFILE_STEPS="1:1000")
+    assert ended.status == 128 + signal.SIGTERM
+    assert json.loads((ended.directory / "profile_rank0.json").read_text())["traceEvents"]

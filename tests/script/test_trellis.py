@@ -75,7 +75,7 @@ def file_of(**settings: object) -> tuple[train_gpt.GPT, train_gpt.Hessians, byte
     """A model that looks trained, its Hessians, and its file."""
     config = Config.from_env(plain_settings(**settings))
     model = trained_like(config)
-    hessians = train_gpt.collect_hessians(model, random_batches(config), train_gpt.Machine())
+    hessians = train_gpt.collect_hessians(model, random_batches(config))
     data, _ = train_gpt.write_artifact(model, config, hessians, "", config.artifact_bytes_max)
     return model, hessians, data
 

@@ -69,7 +69,7 @@ class FakeGpu:
                 self._part(timer, part)
         for part in ("optimizer", "grad_clip", "optimizer"):
             self._part(timer, part)
-        line = timer.end(STAGE_MS)
+        line = timer.end(STAGE_MS, micro_steps)
         # The host is a few steps ahead of the device, and no more.
         self.ends_of_steps.append(self.free_ns)
         if len(self.ends_of_steps) > STEPS_AHEAD:

@@ -14,21 +14,23 @@ def run_directory(tmp_path: Path) -> Path:
     for rank in range(2):
         trace = Trace(range(1, 2), tmp_path, rank)
         trace.recording = True
-        trace.spans.append(["chunk", "main", 7.0, 7.004, {}])
+        trace.spans.append(["chunk", "main", 7.0, 7.004, {"step": 1}])
         trace.spans.append(["forward", "main", 7.0, 7.0015, {}])
-        trace.spans.append(["stage", "stage", 6.9995, 7.0, {}])
+        trace.spans.append(["stage", "stage", 6.9995, 7.0, {"batch": 7}])
         trace.finish()
     return tmp_path
 
 
 def test_lanes_and_seconds(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_directory / "t.png"
+    out = run_directory / "t.svg"
     merged = run_directory / "merged.json"
     assert main(["timeline", str(run_directory), "--out", str(out), "--merge", str(merged), "--json"]) == 0
     seconds = json.loads(capsys.readouterr().out)["seconds"]
     assert seconds["rank 0 main"] == pytest.approx({"chunk": 0.004, "forward": 0.0015})
     assert seconds["rank 1 stage"] == pytest.approx({"stage": 0.0005})
-    assert out.read_bytes()[:4] == b"\x89PNG"
+    drawn = out.read_text()
+    assert all(drawn.count(f"<!-- {label} -->") == 2 for label in ("step 1", "forward", "stage 7")), "labels"
+    assert drawn.count("<!-- milliseconds -->") == 1
     assert {event["pid"] for event in json.loads(merged.read_text())["traceEvents"]} == {0, 1}
 
 

@@ -217,7 +217,7 @@ class RecordingRun:
         """Keep a log line."""
         self.lines.append(line)
 
-    def event(self, *_: Any, **__: Any) -> None:
+    def record(self, *_: Any, **__: Any) -> None:
         """Accept and forget."""
 
     def alive(self) -> None:

@@ -123,6 +123,7 @@ PRIVATE = (
     "EVAL_ONLY",
     "VAL_TOKENS_LIMIT",
     "TRACE_STEPS",
+    "PROFILE_STEPS",
 )
 
 

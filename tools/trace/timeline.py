@@ -19,7 +19,11 @@ COLOURS = {
     "chunk": "lightgray", "forward": "tab:blue", "backward": "tab:cyan", "grad_clip": "tab:pink",
     "optimizer": "tab:green", "val": "tab:olive",
 }  # fmt: skip
-ENCLOSING = "chunk"  # a step: drawn first and in full height, with its parts on top
+ENCLOSING = "chunk"  # a step: drawn in full height, with its parts on top
+DARK = ("disk_load", "gpu_queue_wait", "forward", "optimizer", "gpu_transfer")  # bars with white labels
+ABOVE, INSIDE, BELOW = -0.33, 0.0, 0.33  # heights of a label, from the middle of its row
+LETTER_SHARE = 0.0053  # width of a letter, as a share of the drawing
+SHORT_SPANS_LABELLED = 20  # in a lane that has more, none of them gets a label
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +99,7 @@ class Span(NamedTuple):
     name: str
     start: float
     length: float
+    label: str  # with the number of the step or the batch
 
 
 def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> dict[str, list[Span]]:
@@ -113,7 +118,7 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
     several_ranks = len({event["pid"] for event in complete}) > 1
     found: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for event in complete:
-        span = Span(event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6)
+        span = Span(event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6, span_label(event))
         if window is None or overlaps(span, window):
             found[event["pid"], event["tid"]].append(span)
     spans = {}
@@ -123,6 +128,15 @@ def lane_spans(events: list[dict[str, Any]], window: Window | None = None) -> di
             lane = f"rank {rank} {lane}"
         spans[lane] = found[rank, thread]
     return spans
+
+
+def span_label(event: dict[str, Any]) -> str:
+    """What stands at a span: its name, and which step or batch it is."""
+    args = event.get("args")
+    args = args if isinstance(args, dict) else {}
+    if event["name"] == ENCLOSING:
+        return f"step {args.get('step', '')}"
+    return f"{event['name']} {args['batch']}" if "batch" in args else event["name"]
 
 
 def overlaps(span: Span, window: Window) -> bool:
@@ -152,28 +166,61 @@ def span_table(spans: dict[str, list[Span]]) -> list[dict[str, Any]]:
 
 
 def draw(spans: dict[str, list[Span]], path: Path, window: Window | None = None) -> None:
-    """One row per lane, a bar per span, coloured by name."""
+    """One row per lane, a bar per span, coloured by name and labelled where there is room."""
     pyplot = pyplot_without_display()
-    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(spans)), layout="constrained")
-    legend: dict[str, Any] = {}  # per name: its first bar
+    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.75 * len(spans)), layout="constrained")
+    every = [span for found in spans.values() for span in found]
+    shown = window or Window(min(s.start for s in every), max(s.start + s.length for s in every))
+    length = shown.end - shown.start
+    unit, per_second = ("seconds", 1.0) if length > 1 else ("milliseconds", 1e3)
+    legend: dict[str, Any] = {}  # per name without a label: its first bar
     for row, found in enumerate(spans.values()):
-        enclosing_first = sorted(found, key=lambda span: span.name != ENCLOSING)
-        for span in enclosing_first:
+        labels = place_labels(found, shown)
+        for span in sorted(found, key=lambda span: -span.length):  # short ones on top
             colour = COLOURS.get(span.name, "tab:gray")
-            height = 0.5
-            edge = colour  # so that a short span is seen
-            if span.name == ENCLOSING:
-                height = 0.8
-                edge = "white"
-            bars = axes.barh(
-                row, span.length, height, span.start, color=colour, edgecolor=edge, linewidth=0.3
-            )
-            legend.setdefault(span.name, bars)
+            # The edge has the colour of the bar, so that a short span is seen.
+            height, edge = (0.9, "white") if span.name == ENCLOSING else (0.4, colour)
+            bars = axes.barh(row, per_second * span.length, height, per_second * span.start, color=colour,
+                             edgecolor=edge, linewidth=0.8)  # fmt: skip
+            if span.name not in {labelled.name for labelled, _, _ in labels}:
+                legend.setdefault(span.name, bars)
+        for span, begin, height in labels:
+            colour = "white" if span.name in DARK and height == INSIDE else "black"
+            axes.text(per_second * begin, row + height, span.label, fontsize=7, va="center", color=colour)
     axes.set_yticks(range(len(spans)), list(spans))
-    axes.invert_yaxis()
-    if window is not None:
-        axes.set_xlim(*window)
-    axes.set_xlabel("seconds")
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=5, frameon=False)
+    axes.set_ylim(len(spans) - 0.5, -0.5)
+    axes.set_xlim(per_second * (shown.start - 0.01 * length), per_second * (shown.end + 0.01 * length))
+    axes.set_xlabel(unit)
+    if legend:
+        figure.legend(legend.values(), legend, loc="outside lower center", ncols=5, frameon=False)
     write_figure(path, figure, dpi=120)
     pyplot.close(figure)
+
+
+def place_labels(spans: list[Span], shown: Window) -> list[tuple[Span, float, float]]:
+    """The spans of a lane that get a label, where it begins in seconds, and its height in the row.
+
+    A label stands in its bar if that is long enough, else below it, unless its name stands in another bar or
+    another label is in the way.
+    """
+    letter = (shown.end - shown.start) * LETTER_SHARE
+    labels = []
+    short = []
+    for span in spans:
+        begin = max(span.start, shown.start)
+        room = min(span.start + span.length, shown.end) - begin
+        needed = letter * len(span.label)
+        if needed > room:
+            short.append((span, min(begin, shown.end - needed), needed))
+        elif span.name == ENCLOSING:
+            labels.append((span, begin + letter / 2, ABOVE))
+        else:
+            labels.append((span, begin + (room - needed) / 2, INSIDE))
+    in_bars = {span.name for span, _, _ in labels} | {ENCLOSING}
+    free_from = shown.start
+    short = [one for one in short if one[0].name not in in_bars]
+    for span, begin, needed in short if len(short) <= SHORT_SPANS_LABELLED else []:
+        if begin >= free_from:
+            labels.append((span, begin, BELOW))
+            free_from = begin + needed
+    return labels

@@ -36,8 +36,8 @@ def other_piece_lengths(script: ModuleType, change: Any) -> None:
     original = script.piece_bytes
 
     def table(pieces: Any, size: int) -> Any:
-        found = original(pieces, size)
-        return found._replace(lengths=change(found.lengths.copy(), pieces))
+        lengths, *others = original(pieces, size)
+        return change(lengths.copy(), pieces), *others
 
     script.piece_bytes = table  # type: ignore[attr-defined]
 
