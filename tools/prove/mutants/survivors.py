@@ -174,10 +174,10 @@ def is_text_where(change_of_ids: Callable[[np.ndarray], Any]) -> Change:
         original = script.piece_bytes
 
         def table(pieces: Any, size: int) -> Any:
-            found = original(pieces, size)
-            is_text = found.is_text.copy()
+            *others, is_text = original(pieces, size)
+            is_text = is_text.copy()
             change_of_ids(is_text)
-            return found._replace(is_text=is_text)
+            return *others, is_text
 
         script.piece_bytes = table
 
