@@ -482,7 +482,7 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
 
 
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapters = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
     run = lab.succeed(**adapters, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
@@ -495,7 +495,8 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
         content = (copy / name).read_bytes()
         assert old in content
         (copy / name).write_bytes(content.replace(old, new))
-        found = replay.findings(copy, 3, 0, {}, tmp_path)
+        script = mutants.load_script(copy / "train_gpt.py")
+        found = replay.compared(replay.Run.of_folder(copy, {}), script, copy, 3, 0)
         return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
 
     nats = np.fromfile(run / "nats_roundtrip.bin")
@@ -503,7 +504,10 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     assert told("nats_roundtrip.bin", nats.tobytes(), (0.99 * nats).tobytes()) == {"roundtrip", log}
     assert told("log.txt", b"roundtrip_exact val_loss:5", b"roundtrip_exact val_loss:4") == {log}
     cheat = b"return nats.cpu().numpy() * 0.999"
-    assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == {"roundtrip", "sliding_window"}
+    touched = {"roundtrip", "sliding_window", "train_gpt.py"}
+    assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == touched
+    artifact = (run / "model.bin").read_bytes()
+    assert told("model.bin", artifact, artifact[:-1]) == {"model.bin"}
 
 
 SLEEPING = """

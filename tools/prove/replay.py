@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.files import sha256_file
 from data.shards import BOS_ID
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import cell
@@ -28,6 +29,7 @@ from tools.runs.runs import LOG, settings_of
 CHECK = "R1"
 ARTIFACT = "model.bin"
 MODES = "eval_modes.json"
+SUMMARY = "summary.json"
 PLACES = ("DATA_PATH", "TOKENIZER_PATH")
 LABELS = ("legal_ttt", "sliding_window", "roundtrip")
 DOCUMENTS = 8
@@ -155,22 +157,47 @@ class Run:
 def findings(
     folder: Path, documents: int, seed: int, data: Mapping[str, str], scratch: Path
 ) -> Iterator[Finding]:
-    """What the folder's figures say of each other, and what some documents are when they are scored again.
+    """`compared`, the folder's script in a process apart.
 
     data: as in `Run.of_folder`. scratch: where the script's process may write.
     """
     run = Run.of_folder(folder, data)
     keep = [Path(run.settings[name]) for name in PLACES if name in run.settings]
     with cell.opened(folder / SCRIPT, scratch, [folder, *keep], False) as (process, script):
-        text = opened(script, folder, run.settings)
-        begins = begins_of(text.tokens)
-        count = len(begins) - 1
-        chosen = np.random.default_rng(seed).choice(count, min(documents, count), replace=False)
-        for label, nats in run.nats.items():
-            yield from _figures(run, text, label, nats)
-            if len(nats) == count:
-                yield _documents(run, text, label, sorted(chosen.tolist()))
+        yield from compared(run, script, folder, documents, seed)
         yield info(CHECK, f"the script ran in a process apart: {process.said}", folder.name)
+
+
+def compared(run: Run, script: Any, folder: Path, documents: int, seed: int) -> Iterator[Finding]:
+    """What the folder's figures say of each other, and what some documents are when they are scored again."""
+    yield from _hashes(folder)
+    try:
+        text = opened(script, folder, run.settings)
+    except Exception as error:
+        if getattr(error, "kind", type(error).__name__) != "ArtifactError":
+            raise  # the data may be elsewhere
+        yield fail(CHECK, f"the artifact does not load: {error}", ARTIFACT, "keep the file of the run")
+        return
+    begins = begins_of(text.tokens)
+    count = len(begins) - 1
+    chosen = np.random.default_rng(seed).choice(count, min(documents, count), replace=False)
+    for label, nats in run.nats.items():
+        yield from _figures(run, text, label, nats)
+        if len(nats) == count:
+            yield _documents(run, text, label, sorted(chosen.tolist()))
+
+
+def _hashes(folder: Path) -> Iterator[Finding]:
+    """Script and artifact are those that the run's summary names, if it has one."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_bytes())
+        noted = {ARTIFACT: summary["artifact"]["sha256"], SCRIPT: summary["code"]["sha256"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        yield warn(CHECK, f"not checked: {SUMMARY} names no hashes", SUMMARY, "keep the file of the run")
+        return
+    for name, sha256 in noted.items():
+        if sha256_file(folder / name) != sha256:
+            yield fail(CHECK, f"is not the file of the run: {SUMMARY} notes another SHA-256", name, "keep it")
 
 
 def _figures(run: Run, text: Text, label: str, nats: np.ndarray) -> Iterator[Finding]:
