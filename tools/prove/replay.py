@@ -34,11 +34,10 @@ PLACES = ("DATA_PATH", "TOKENIZER_PATH")
 LABELS = ("legal_ttt", "sliding_window", "roundtrip")
 DOCUMENTS = 8
 # Nats a target, between a run and a replay on the same machine in fp32: other documents stand beside in a
-# batch. Learning makes the rounding of its gradients larger.
+# batch. Honest runs of 4 layers, 30 steps and 12 documents, with batches of 1 and 4 rows, had 2.6e-8 at most.
 TOLERANCE = 1e-6
-LEARNING_TOLERANCE = 2e-5
-# A run in bfloat16, on a GPU or in other batches: no honest difference was measured, so more is no proof.
-OTHER_MACHINE_TOLERANCE = 0.02
+# A run in bfloat16, as on a GPU: ten times the most between such runs and their replay in fp32, 2.4e-3.
+OTHER_MACHINE_TOLERANCE = 0.024
 ON_CPU = {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": "0", "MAX_EVAL_SECONDS": "0"}
 
 
@@ -239,9 +238,10 @@ def _documents(run: Run, text: Text, label: str, chosen: list[int]) -> Finding:
         said = f"not checked: none of {len(chosen)} documents lies in the first chunk"
         return warn(CHECK, said, label, "ask for more documents")
     said = f"{scored} documents scored again: at most {worst:.1e} nats a target apart"
-    limit = LEARNING_TOLERANCE if label == "legal_ttt" else TOLERANCE
-    if not worst <= (limit if run.on_this_machine else OTHER_MACHINE_TOLERANCE):
+    limit = TOLERANCE if run.on_this_machine else OTHER_MACHINE_TOLERANCE
+    said += f", {limit:.1e} allowed"
+    if not worst <= limit:
         return fail(CHECK, f"{said}, in document {at}", label, "score the artifact with the script beside it")
     if not run.on_this_machine:
-        said += " (another machine: only a large difference is a proof)"
+        said += " (in bfloat16 or on another machine: only a larger difference is a proof)"
     return info(CHECK, said, label)

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -287,9 +288,9 @@ def all_tried(path: Path, folder: Path, workers: int) -> list[Tried]:
         *(name for name in legal if name not in NOT_CHECKED),
     ]
     # Copies of this process: loading torch once more takes longer than most of their work.
-    with multiprocessing.get_context("fork").Pool(workers, maxtasksperchild=8) as pool:
-        pending = [pool.apply_async(tried, (path, name, folder)) for name in names]
-        return [one for answer in pending for one in answer.get()]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        pending = [pool.submit(tried, path, name, folder) for name in names]
+        return [one for answer in pending for one in answer.result()]
 
 
 def _longest_first(name: str) -> tuple[bool, bool]:
