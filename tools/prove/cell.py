@@ -217,8 +217,8 @@ class Cell:
 
     current: Cell | None = None  # of the proof under way
 
-    def __init__(self, folder: Path, keep: list[Path]) -> None:
-        """folder: of the proof. keep: files of the user that the script needs."""
+    def __init__(self, folder: Path, keep: list[Path], quiet: bool = False) -> None:
+        """folder: of the proof. keep: files of the user that the script needs. quiet: drop all it prints."""
         own = folder / "home"
         own.mkdir(parents=True, exist_ok=True)
         self.things = Things(is_cell=False)
@@ -227,7 +227,8 @@ class Cell:
         prefix, self.said = walls.command(folder, keep)
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-B", "-m", "tools.prove.cell", str(requests), str(answers)],
-            pass_fds=(requests, answers), stdin=subprocess.DEVNULL, stdout=2, cwd=own,
+            pass_fds=(requests, answers), stdin=subprocess.DEVNULL, cwd=own,
+            stdout=subprocess.DEVNULL if quiet else 2, stderr=subprocess.DEVNULL if quiet else 2,
             start_new_session=True,  # a signal to its group reaches nobody else
             env={**walls.environment(), "HOME": str(own), "TMPDIR": str(own)},
         )  # fmt: skip
@@ -402,9 +403,11 @@ def end_with_the_auditor(requests: int) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path, folder: Path, keep: list[Path], marked: bool) -> Iterator[tuple[Cell, Any]]:
+def opened(
+    path: Path, folder: Path, keep: list[Path], marked: bool, quiet: bool = False
+) -> Iterator[tuple[Cell, Any]]:
     """A cell for the proof under way, and the script in it."""
-    with Cell(folder, [path, *keep]) as cell:
+    with Cell(folder, [path, *keep], quiet) as cell:
         yield cell, cell.call("open", (path, marked))
 
 

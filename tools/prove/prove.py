@@ -62,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run"
     )
     parser.add_argument(
-        "--only", type=checks_in, metavar="B5,B9", help="only these checks, and what they need; no verdict"
-    )
+        "--only", type=checks_in, metavar="B5,B9",
+        help="only these checks, and what they need; no verdict. With --self-test: their mutants alone",
+    )  # fmt: skip
     parser.add_argument(
         "--branches", action="store_true",
         help="list what on the path to a score reads sizes, counts, devices, places or time; run nothing",
@@ -130,10 +131,15 @@ def _self_test(path: Path, args: argparse.Namespace) -> int:
     """Print what became of every mutant and legal change; REFUTED if one did not end as it should."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        findings = _in_own_process(Order(str(path), workers=args.workers), Path(folder), "self-test")
+        order = Order(str(path), only=args.only or [], workers=args.workers)
+        findings = _in_own_process(order, Path(folder), "self-test")
     status = exit_status(findings)
     wrong = sum(finding.level(Mode.AGREED) is Level.FAIL for finding in findings)
-    words = "the audit is blind" if wrong else "every mutant is killed, no legal change is"
+    words = {
+        PROVEN: "every mutant is killed, no legal change is",
+        REFUTED: "the audit is blind",
+        UNCHECKED: "not all could be tried",
+    }[status]
     print(f"{render(findings)}\n{path.name}: {len(findings)} tried, {wrong} ended otherwise than they "
           f"should, in {time.monotonic() - started:.0f} s: {words}")  # fmt: skip
     return status
@@ -267,11 +273,13 @@ def _in_own_process(order: Order, folder: Path, what: str = "prove") -> list[Fin
     last = f"no end within {SECONDS_MAX} s"
     with (folder / "messages").open("w+") as messages, os.fdopen(findings_end) as findings_file:
         with subprocess.Popen(
-            [*network.namespace_command(), *command], stdin=subprocess.PIPE, stdout=messages, stderr=messages,
+            [*network.namespace_command(), *command], stdin=subprocess.PIPE, stdout=messages,
+            stderr=None if what == "self-test" else messages,  # it prints what it has tried
             pass_fds=(auditors_end,), env={**_home(), **walls.environment()}, text=True,
         ) as process:  # fmt: skip
             os.close(auditors_end)
-            watch = threading.Timer(SECONDS_MAX * (2 if order.full_size else 1), process.kill)
+            longer = 4 if what == "self-test" else 2 if order.full_size else 1
+            watch = threading.Timer(SECONDS_MAX * longer, process.kill)
             watch.start()
             with contextlib.suppress(BrokenPipeError):
                 process.communicate(task)
@@ -679,9 +687,12 @@ def _main(arguments: list[str]) -> None:
 
         if network.is_out_of_reach():
             network.start_loopback()
-        with cell.opened(Path(order.path), folder, [], False):
+        with cell.opened(Path(order.path), folder, [], False, quiet=True):
             workers = order.workers or mutants.workers_here()
-            found = list(mutants.judged(mutants.all_tried(Path(order.path), folder, workers)))
+            found = []
+            for finding in mutants.all_judged(Path(order.path), folder, workers, order.only):
+                print(f"{finding.where}: {finding.check} {finding.text}", file=sys.stderr, flush=True)
+                found.append(finding)
     else:
         found = _work(order, folder)
     with os.fdopen(int(arguments[0]), "w") as file:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -277,20 +277,43 @@ def asleep(path: Path, folder: Path) -> list[Tried]:
     return found
 
 
+class Trials:
+    """All mutants and legal changes under trial, in the script's process, side by side in others."""
+
+    def __init__(self, path: Path, folder: Path, workers: int, only: list[str]) -> None:
+        laboratory_in(folder)
+        names = sorted((n for n in MUTANTS if not only or MUTANTS[n].probe in only), key=_longest_first)
+        if not only or "B18" in only:
+            names.insert(0, SLEEPERS)
+        if not only:
+            names += [name for name in (*LEGAL, *LEGAL_OF_DOCUMENTS) if name not in NOT_CHECKED]
+        # Copies of this process: loading torch once more takes longer than most of their work.
+        self.pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
+        self.pending = as_completed([self.pool.submit(tried, path, name, folder) for name in names])
+
+    def more(self) -> list[Tried]:
+        """What has ended next; nothing once all has."""
+        ended = next(self.pending, None)
+        return [] if ended is None else ended.result()
+
+
 @in_cell
-def all_tried(path: Path, folder: Path, workers: int) -> list[Tried]:
-    """What became of all mutants and legal changes, in so many processes."""
-    laboratory_in(folder)
-    legal = [*LEGAL, *LEGAL_OF_DOCUMENTS]
-    names = [
-        SLEEPERS,
-        *sorted(MUTANTS, key=_longest_first),
-        *(name for name in legal if name not in NOT_CHECKED),
-    ]
-    # Copies of this process: loading torch once more takes longer than most of their work.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        pending = [pool.submit(tried, path, name, folder) for name in names]
-        return [one for answer in pending for one in answer.result()]
+def begun_trials(path: Path, folder: Path, workers: int, only: list[str]) -> Trials:
+    """All trials begin; only: those of mutants for these checks."""
+    return Trials(path, folder, workers, only)
+
+
+@in_cell
+def next_tried(trials: Trials) -> list[Tried]:
+    """`Trials.more`, asked from outside."""
+    return trials.more()
+
+
+def all_judged(path: Path, folder: Path, workers: int, only: list[str]) -> Iterator[Finding]:
+    """A finding for each, as they end."""
+    trials = begun_trials(path, folder, workers, only)
+    while ended := next_tried(trials):
+        yield from judged(ended)
 
 
 def _longest_first(name: str) -> tuple[bool, bool]:
