@@ -28,7 +28,7 @@ class Newcomer:
     """A clone, and a shell in it."""
 
     def __init__(self, repo: Path, folder: Path) -> None:
-        self.clone = folder / "clone"
+        self.clone = folder / "my clone"
         self.home = folder  # where programs put what is theirs
         subprocess.run(["git", "clone", "--quiet", str(repo), str(self.clone)], check=True)
         # The environment that `make` would fill from the network, in minutes: this one, under its name.
@@ -49,7 +49,7 @@ class Newcomer:
     def start(self, command: str, **settings: str) -> subprocess.Popen[str]:
         """Start a line of the README."""
         words = shlex.split(command)
-        if "*" in command:
+        if re.search(r"[*|#]|^[A-Z_]+=", command):
             words = ["sh", "-c", command]
         return subprocess.Popen(
             words, cwd=self.clone, env=self.environment(settings), text=True,
@@ -174,6 +174,19 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     me.do("python -m tools plot runs/mine-seed1 runs/mine-seed2 --out curves.png")
     assert (me.clone / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
+    # Many runs: a sweep and its table. A public command as one of ours. A name with a space, and what is
+    # printed for it.
+    rates = me.home / "rates.txt"
+    rates.write_text("seeds: 1 2\nall: CONFIG=runs/first/config.env\nbase:\nlow: MATRIX_LR=0.02\n")
+    assert re.search(r"^low +2 ", me.do(f"python -m tools sweep {rates}", **STEPS), re.M)
+    low = me.do("python -m tools runs runs --sort val_bpb --where MATRIX_LR=0.02")
+    assert "low-seed1" in low and "base-seed1" not in low
+    public = "MATRIX_CLIP_SIGMAS=12.85 SEED=42 torchrun --nproc_per_node=8 train_gpt.py"
+    assert "MLP_CLIP_SIGMAS=12.85" in me.do(f"python -m tools translate '{public}'")
+    me.do("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="two words", **STEPS)
+    (again,) = re.findall(r"^again: (.*)", me.do("python -m tools summary 'runs/two words'"), re.M)
+    me.do(again)
+
     # A trace, and its drawing beside it.
     traced = {**STEPS, "ITERATIONS": "12", "RUN_ID": "traced", "CONFIG": "runs/first/config.env"}
     me.do("python train_gpt.py", TRACE_STEPS="5:8", **traced)
@@ -202,3 +215,14 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     ).stdout.splitlines()
     made = {line[3:].rstrip("/").split("/")[0] for line in changed}
     assert made <= {"records", "diff.html", "curves.png"}, changed
+
+
+def test_a_technique_goes_in_with_every_fast_test_and_out_again(repo: Path, tmp_path: Path) -> None:
+    me = Newcomer(repo, tmp_path)
+    page = (me.clone / "docs/technique.md").read_text("utf-8")
+    for command in page.split("## The patch")[1].split("```\n")[1].splitlines():
+        me.do(command)
+    me.do("python -m mypy train_gpt.py")
+    assert " passed" in me.do("make test")
+    me.do("git apply -R z.patch")
+    assert me.do("git status --porcelain") == "?? z.patch\n"

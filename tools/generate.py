@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         model, about = script.load_artifact(args.artifact)
         pieces = load_tokenizer(args.artifact, about.tokenizer_sha256, args.tokenizer)
     except (script.ArtifactError, script.ConfigError) as error:
-        raise RecordError(str(error)) from error
+        raise RecordError(f"{error}; name the model.bin of a run of this script") from error
     fused = caseops.form_of(pieces)
     prompt = args.prompt if fused is None else caseops.encode(args.prompt, fused)
     pairs = fuse.pairs_in(script.find_path(settings_of_run(args.artifact.parent).data_path))

@@ -93,8 +93,8 @@ def python_command() -> str:
     """The Python that runs this, as short as a shell in the working directory takes it."""
     python = Path(sys.executable)  # a link in a virtual environment, and what makes it one: not resolved
     if python.is_relative_to(Path.cwd()):
-        return str(python.relative_to(Path.cwd()))
-    return str(python)
+        python = python.relative_to(Path.cwd())
+    return shlex.quote(str(python))
 
 
 def plain_means(settings: Path, summary: dict[str, Any]) -> dict[str, float]:

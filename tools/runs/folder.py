@@ -69,7 +69,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise RecordError(
-                f"{path} is not a folder: give the path of one records folder (track_*/DATE_Name)"
+                f"{path} is not a folder: name one of records (track_*/DATE_Name), or runs/<RUN_ID> for diff"
             )
         self.path = path
 
