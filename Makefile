@@ -97,10 +97,9 @@ gpu-check: $(READY) ## whether this GPU runs the script as it should: ten minute
 	@$(RUN) data/sample.py
 	@$(RUN) benchmarks/gpu_check.py
 
-bench: $(READY) ## print what loader, coder, steps and kernels cost (KEEP=1: put it into benchmarks/, too)
+bench: $(READY) ## print what loader and coder cost (KEEP=1: put it into benchmarks/, too)
 	@$(RUN) data/sample.py
-	@for bench in loader coder speed; do $(RUN) benchmarks/$$bench.py $(KEEP_OPTION) || exit 1; done
-	@$(RUN) benchmarks/kernels.py $(KEEP_OPTION) || test $$? -eq 2  # 2: no GPU, and it says so
+	@for bench in loader coder; do $(RUN) benchmarks/$$bench.py $(KEEP_OPTION) || exit 1; done
 
 docs: $(READY) ## write every generated table of the pages
 	@$(RUN) -m tools docs

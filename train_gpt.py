@@ -4275,7 +4275,7 @@ def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeigh
 
 SETTINGS_OF_A_START = ("RUN_ID", "RESUME", "RESUME_OTHER_CODE", "EVAL_ONLY")  # the next one has its own
 # A wrapped script: Python that unpacks its own source. latin-1 has a character for every byte.
-WRAPPER = """# -*- coding: latin-1 -*-
+WRAPPER = """# coding: latin-1
 SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
@@ -4286,6 +4286,9 @@ exec(compile(s,n,"exec"))
 # What the text of a wrapper cannot hold as it is, in the order of replacement. A digit after NUL would
 # belong to its escape. Three quotes, or one more at the end, would end the text.
 ESCAPES = {r"\\": r"\\\\", "\r": r"\\r", "\0(?=[0-7])": r"\\x00", "\0": r"\\0", r"'(?=''|\Z)": r"\\'"}
+
+# Other decorators may read the types of a function: Triton's and torch's own do.
+READ_NO_TYPES = {"staticmethod", "contextlib.contextmanager", "torch.no_grad()", "property", "classmethod"}
 
 
 def shipped_code(source: bytes) -> bytes:
@@ -4299,8 +4302,8 @@ def shipped_code(source: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-        # Decorators may read the types of a function: Triton's and torch's do.
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        decorators = {ast.unparse(one) for one in getattr(node, "decorator_list", [])}
+        if isinstance(node, ast.FunctionDef) and decorators <= READ_NO_TYPES:
             node.returns = None
             for argument in node.args.args:
                 argument.annotation = None
@@ -4960,9 +4963,9 @@ def check_memory(config: Config, machine: Machine) -> None:
     needed_bytes = machine.dtype.itemsize * tokens * values
     if needed_bytes > memory_bytes:
         raise ConfigError(
-            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: a forward "
-            f"pass of {tokens} tokens keeps {needed_bytes >> 20} MiB at least, expected at most the "
-            f"{memory_bytes >> 20} MiB of this device; lower MICRO_BATCH_TOKENS, or both")
+            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: {tokens} "
+            f"tokens at once need {needed_bytes >> 20} MiB at least, this device has {memory_bytes >> 20} "
+            "MiB; lower MICRO_BATCH_TOKENS, or both")
 
 
 def check_manifest(path: Path, content: bytes, tokens_of: Mapping[str, int]) -> str:

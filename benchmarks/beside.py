@@ -49,7 +49,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import experiments, paired, results, speed  # noqa: E402
+from benchmarks import experiments, paired, results, stepping  # noqa: E402
 from benchmarks.experiments import mean_of  # noqa: E402
 from benchmarks.turns import Turns  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
@@ -261,13 +261,13 @@ class Race:
             turns = {}
             for name, given in ((AS_THEIRS, self.as_theirs()), ("ours", self.ours)):
                 unpaced = {"ARTIFACT_BYTES_MAX": "16000000", "RATE_CONTROL": "0", "WARMUP_STEPS": "0"}
-                settings = speed.settings(Path(given["CONFIG"]), Path(folder), [])
+                settings = stepping.settings(Path(given["CONFIG"]), Path(folder), [])
                 settings = {**given, **settings, **unpaced, "RUN_ID": name.replace(" ", "-")}
                 turns[name] = ends.enter_context(Turns(REPO / "train_gpt.py", settings))
             for turn in range(SPEED_TURNS + 1):
-                new = {name: ours.steps(speed.TURN_STEPS).cpu_ms for name, ours in turns.items()}
+                new = {name: ours.steps(stepping.TURN_STEPS).cpu_ms for name, ours in turns.items()}
                 new["theirs"] = []
-                for inputs_BT, targets_BT in itertools.islice(feed, speed.TURN_STEPS):
+                for inputs_BT, targets_BT in itertools.islice(feed, stepping.TURN_STEPS):
                     start = time.process_time()
                     upstream.step(inputs_BT, targets_BT)
                     new["theirs"].append(1e3 * (time.process_time() - start))
@@ -283,7 +283,7 @@ def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
         theirs_ms = [ms for run in runs for ms in run["theirs"]]
         low, *_, high = statistics.quantiles(all_ms, n=5)
         median_ms = statistics.median(all_ms)
-        pairs = zip(speed.means_of_turns(all_ms), speed.means_of_turns(theirs_ms), strict=True)
+        pairs = zip(stepping.means_of_turns(all_ms), stepping.means_of_turns(theirs_ms), strict=True)
         times = statistics.median(theirs / ours for ours, theirs in pairs)
         per_second = step_tokens / median_ms * 1e3
         lines.append(

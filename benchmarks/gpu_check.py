@@ -81,11 +81,11 @@ def measure_forms() -> dict[str, Any]:
     config = Config.from_env(os.environ)
     machine = train_gpt.this_machine(config, os.environ)
     tokens = config.micro_batch_tokens
-    shape = kernels.Shape("", tokens, config.model_dim, config.mlp_dim, config.leaky_slope)
+    shape = (tokens, config.model_dim, config.mlp_dim)
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     roof = kernels.measure_roof()
     floors_ms = {
-        "fused_mlp": roof.floor_ms(kernels.mlp_costs(shape)["both"]),
+        "fused_mlp": roof.floor_ms(kernels.mlp_costs(*shape)["both"]),
         "fused_heads": roof.floor_ms(kernels.heads_costs(tokens, *heads)["both"]),
     }
     report = train_gpt.fast_ops(config, machine).report

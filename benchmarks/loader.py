@@ -38,7 +38,7 @@ from scipy import stats
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 import train_gpt  # noqa: E402
-from benchmarks import results, speed  # noqa: E402
+from benchmarks import results, stepping  # noqa: E402
 from data.shards import HEADER_BYTES, TOKEN_DTYPE, read_shard, write_shard  # noqa: E402
 
 TITLE = "Loader"
@@ -277,7 +277,7 @@ def end_to_end(folder: Path, steps: int) -> dict[str, dict[str, list[float]]]:
 def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any) -> Any:
     """A training that is ready for its first step, and writes nothing."""
     more = {"TRAIN_PREFETCH": str(prefetch), "RUN_ID": f"prefetch{prefetch}", "WARMUP_STEPS": "0"}
-    config = train_gpt.Config.from_env(speed.settings(arguments.config, UNWRITTEN, arguments.set, **more))
+    config = train_gpt.Config.from_env(stepping.settings(arguments.config, UNWRITTEN, arguments.set, **more))
     run = train_gpt.Run(machine or train_gpt.this_machine(config, os.environ))
     run.log = lambda *line, **event: None  # type: ignore[method-assign]
     inputs = train_gpt.preflight(config, run, "")
@@ -290,7 +290,7 @@ def prepared(arguments: argparse.Namespace, prefetch: int, machine: Any) -> Any:
 def turn(training: Any, steps: int) -> tuple[float, float, float, list[float]]:
     """Milliseconds a step by the clock, by the CPU clock of all threads, and waited for; the losses."""
     begun = time.perf_counter(), time.process_time()
-    taken = speed.timed_steps(training, steps)
+    taken = stepping.timed_steps(training, steps)
     wall_ms = 1e3 * (time.perf_counter() - begun[0]) / steps
     # The batches made ahead belong to this turn: as many as it has taken.
     for pool in training.loader.pools:

@@ -9,7 +9,6 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from benchmarks import (
     paired,
     picture,
     results,
-    speed,
     ttt,
 )
 from benchmarks.turns import Turns, TurnsError
@@ -99,19 +97,6 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(results, "commit", lambda: "0000000")  # whatever the working tree is
     (tmp_path / "results" / results.RELEASE).write_text(json.dumps(release))
     return tmp_path
-
-
-def test_every_scorer_of_a_config_is_timed() -> None:
-    subject = make_subject(train_gpt)
-    training: Any = SimpleNamespace(
-        config=subject.config,
-        model=subject.model(),
-        validation=SimpleNamespace(tokens=subject.tokens()),
-        run=SimpleNamespace(machine=train_gpt.Machine()),
-    )
-    found = speed.scoring(training, 100)
-    assert [one["scorer"] for one in found] == ["round-trip", "sliding window", "legal TTT"]
-    assert all(one["targets"] == 100 and one["seconds"] > 0 for one in found)
 
 
 def test_a_kept_measurement_is_on_the_page_and_a_changed_figure_changes_it(

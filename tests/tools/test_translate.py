@@ -49,11 +49,10 @@ def test_every_public_command_has_its_outcome() -> None:
             assert translated(command.settings).overrides() == entry["settings"], command.folder
 
 
-@pytest.mark.parametrize(("pull_request", "name", "parameters"), [
-    (549, "pr549", 26_928_220), (785, "pr785", 26_928_220), (591, "pr591", 17_059_912),
-    (1493, "pr1493", 35_944_536), (1532, "pr1493", 35_944_536),
+@pytest.mark.parametrize(("pull_request", "name"), [
+    (549, "pr549"), (785, "pr785"), (591, "pr591"), (1493, "pr1493"), (1532, "pr1493"),
 ])  # fmt: skip
-def test_an_ancestor_is_its_configuration(pull_request: int, name: str, parameters: int, repo: Path) -> None:
+def test_an_ancestor_is_its_configuration(pull_request: int, name: str, repo: Path) -> None:
     """Translated, or over its configuration: nothing differs but what names this one run."""
     (command,) = [entry for entry in load_public_commands() if entry.pull_request == pull_request]
     theirs = Config.from_env({"CONFIG": str(repo / "configs" / f"{name}.env")}).as_env()
@@ -61,9 +60,6 @@ def test_an_ancestor_is_its_configuration(pull_request: int, name: str, paramete
         translated(command.settings),
         Config.from_env({"CONFIG": f"configs/{name}.env", **command.settings}),
     ):
-        with train_gpt.torch.device("meta"):
-            model = train_gpt.GPT(config, seed=None)
-        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
         changed = {setting for setting, value in config.as_env().items() if value != theirs[setting]}
         assert changed <= {"DATA_PATH", "TOKENIZER_PATH", "RUN_ID", "SEED"}
 

@@ -299,9 +299,15 @@ PLAIN_TYPES = (
 )  # fmt: skip
 
 
+# Decorators that read no types, as train_gpt.py has them.
+READ_NO_TYPES = {"staticmethod", "contextlib.contextmanager", "torch.no_grad()", "property", "classmethod"}
+
+
 def remove_types(node: ast.AST) -> None:
-    """Those of an undecorated function's arguments and result; a type that could do something stays."""
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+    """Those of a function's arguments and result, if no decorator reads them. One that could act stays."""
+    if not isinstance(node, ast.FunctionDef):
+        return
+    if not READ_NO_TYPES.issuperset(map(ast.unparse, node.decorator_list)):
         return
     if _is_plain_type(node.returns):
         node.returns = None
