@@ -299,8 +299,9 @@ def turn(training: Any, steps: int) -> tuple[float, float, float, list[float]]:
     return wall_ms, cpu_ms, float(np.mean(taken.wait_ms)), taken.losses
 
 
-def in_turns(arguments: argparse.Namespace, steps: int = 10) -> str:
-    """A table of the two ways; the same number of turns each, and who begins alternates."""
+def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Figures of the turns of both ways, as many of each; who begins alternates. Empty but on rank 0."""
+    steps = arguments.turn_steps
     real = train_gpt.read_tokens
 
     def slow(*args: Any, **options: Any) -> np.ndarray:
@@ -319,25 +320,41 @@ def in_turns(arguments: argparse.Namespace, steps: int = 10) -> str:
     if len(set(hashes)) > 1 or [t[3] for t in taken[0]] != [t[3] for t in taken[1]]:
         raise SystemExit(f"TRAIN_PREFETCH changes the run: stream hashes {hashes}")
     # Of all ranks the mean; the first turn allocates.
-    figures = {way: [one[:3] for one in turns[1:]] for way, turns in taken.items()}
-    ranks = machine.gather(figures)
-    mean = {way: np.mean([rank[way] for rank in ranks], axis=0) for way in figures}
+    ranks = machine.gather({way: [one[:3] for one in turns[1:]] for way, turns in taken.items()})
+    mean = {str(way): np.mean([rank[way] for rank in ranks], axis=0).tolist() for way in taken}
+    measured = {
+        "turns": mean, "ranks": len(ranks), "steps": steps, "disk_ms": arguments.disk_ms, "hash": hashes[0],
+        "config": arguments.config.name, "set": arguments.set, "device": machine.device_name,
+    }  # fmt: skip
+    return measured if machine.rank == 0 else {}
+
+
+def turns_table(measured: dict[str, Any]) -> list[str]:
+    """A row for each way; then how much longer a step is with prefetch, and its 95 % interval."""
+    turns = {way: np.array(by_turn) for way, by_turn in measured["turns"].items()}
     lines = ["| TRAIN_PREFETCH | ms a step | CPU ms a step | ms waited for batches |", "|---|---|---|---|"]
-    for way, by_turn in mean.items():
+    for way, by_turn in turns.items():
         cells = " | ".join(f"{value:.2f}" for value in by_turn.mean(axis=0))
         lines.append(f"| {way} | {cells} |")
+    told = []
     for column, name in enumerate(("wall", "CPU")):
-        ratios = np.log(mean[1][:, column] / mean[0][:, column])
+        ratios = np.log(turns["1"][:, column] / turns["0"][:, column])
         half = stats.t.ppf(0.975, len(ratios) - 1) * ratios.std(ddof=1) / math.sqrt(len(ratios))
         low, middle, high = (100 * math.expm1(ratios.mean() + by) for by in (-half, 0, half))
-        lines.append(f"{name} ms with prefetch: {middle:+.1f} % (95 % interval {low:+.1f} to {high:+.1f} %)")
-    more = f"{len(ranks)} ranks of {machine.device_name}, {arguments.turns} turns of {steps} steps each"
-    lines.append(f"{more}, {arguments.disk_ms:g} ms a shard; stream hash {hashes[0]:016x} and losses equal")
-    return "\n".join(lines) if machine.rank == 0 else ""
+        told.append(f"{name} ms with prefetch {middle:+.1f} % (95 % interval {low:+.1f} to {high:+.1f} %)")
+    where = " ".join([measured["config"], *measured["set"]])
+    return [
+        *lines, "",
+        f"{'; '.join(told)}. {where}, {measured['ranks']} ranks of {measured['device']}, "
+        f"{len(turns['0'])} turns of {measured['steps']} steps each, {measured['disk_ms']:g} ms a shard; "
+        f"stream hash {measured['hash']:016x} and losses equal.",
+    ]  # fmt: skip
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
-    """Both tables of RESULTS.md from the raw times."""
+    """The tables of RESULTS.md from the raw times: the turns, or both of the designs."""
+    if "turns" in measured:
+        return turns_table(measured)
     median = {name: float(np.median(ms)) for name, ms in measured["staging_ms"].items()}
     lines = ["| per step of 786,432 tokens | CPU ms | Mtok/s | × memcpy |", "|---|---|---|---|"]
     for name, ms in median.items():
@@ -382,7 +399,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31, help="interleaved rounds per staging measurement")
     parser.add_argument("--steps", type=int, default=2 * SHARD_STEPS + 30, help="steps per end-to-end run")
     parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
+    parser.add_argument("--name", default="turns", help="of the kept turns")
     parser.add_argument("--turns", type=int, default=0, help="turns with and as many without prefetch")
+    parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of these turns")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings on top of it")
     parser.add_argument("--disk-ms", type=float, default=0.0, help="added to each read of a shard, in turns")
@@ -393,12 +412,12 @@ def main() -> None:
         design, place, latency, steps = arguments.simulate
         print(json.dumps(simulate(design, place, float(latency), int(steps))))
         return
+    before = results.conditions()
     if arguments.turns:
         found = in_turns(arguments)
         if found:
-            print(found)
+            results.finish(f"loader-{arguments.name}", before, found, arguments.keep)
         return
-    before = results.conditions()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shard_tokens = SHARD_STEPS * (STEP_TOKENS + RANKS)

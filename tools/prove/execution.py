@@ -180,7 +180,7 @@ def _only_raises(body: list[ast.stmt]) -> bool:
 
 
 class Execution:
-    """A loaded script and its marks."""
+    """A script's marks, and which of them were passed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -188,10 +188,9 @@ class Execution:
         self.tree = ast.parse(source)
         self.on_path = reachable(self.tree)
         marker = _Marker(source)
-        marked: ast.Module = ast.fix_missing_locations(marker.visit(ast.parse(source)))
+        self.marked: ast.Module = ast.fix_missing_locations(marker.visit(ast.parse(source)))
         self.marks = marker.marks
         self.ran = bytearray(len(self.marks))
-        self.module = self._load(marked)
 
     @staticmethod
     def marks_of(path: Path) -> list[Mark]:
@@ -201,20 +200,20 @@ class Execution:
         marker.visit(ast.parse(source))
         return marker.marks
 
-    def _load(self, marked: ast.Module) -> ModuleType:
+    def load(self) -> ModuleType:
+        """The script as a module that notes the marks it passes."""
         spec = importlib.util.spec_from_file_location("audited_script", self.path)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         vars(module)[MARKS] = self.ran
         sys.modules[spec.name] = module
         with contextlib.redirect_stdout(sys.stderr):
-            exec(compile(marked, str(self.path), "exec"), vars(module))
+            exec(compile(self.marked, str(self.path), "exec"), vars(module))
         return module
 
-    def add(self, file: Path) -> None:
-        """Add what another process has passed."""
-        if file.is_file():
-            self.ran[:] = bytes(a | b for a, b in zip(self.ran, file.read_bytes(), strict=True))
+    def add(self, ran: bytes) -> None:
+        """Add what a process has passed. ValueError for that of another script."""
+        self.ran[:] = bytes(a | b for a, b in zip(self.ran, ran, strict=True))
 
     def not_run(self) -> list[Mark]:
         """Marks on the path that were not passed; of a function that was never called its own alone."""
