@@ -368,8 +368,8 @@ def score_table(rows: dict[str, paired.Runs], score: str) -> list[str]:
             f"| {name} | {runs[0]['parameters']:,} | {steps:.0f} | {seconds:.0f} | {size:,.0f} | "
             f"{statistics.mean(values):.4f} | {spread} | {told} | {len(runs)} |")
     header = (
-        f"| arm | parameters | steps | CPU s | weights, bytes | {score} | std | minus {base} | its error | p "
-        "| p, Holm | seeds |")
+        f"| arm | parameters | steps | CPU s | weights, bytes | {score} | std | {score} minus {base} | "
+        "its error | p | p, Holm | seeds |")
     kept = sum(p < paired.SMALL_P for p in corrected.values())
     counted = (
         f"Looks: {len(looks)}, of which {kept} stay below {paired.SMALL_P:g} when each p is corrected for "

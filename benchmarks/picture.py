@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from benchmarks import paired, results
 from tools import REPO
 
-BESIDE = "beside-fineweb_sample_sp1024-180s"
+BESIDE = "beside-fineweb_sample_sp1024-60s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
 ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
@@ -42,7 +42,10 @@ RUNGS = {
 }  # fmt: skip
 SIDES = {
     "theirs": "the challenge's script", "ours as theirs": "its settings in this file",
-    "theirs shuffled": "the challenge's script,\non shuffled data", "ours": "this file's demo recipe",
+    "ours in order": "this file's demo recipe,\nunshuffled",
+    "theirs shuffled": "the challenge's script,\non shuffled data",
+    "ours as theirs, shuffled": "its settings in this file,\nshuffled",
+    "ours": "this file's demo recipe",
 }  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def draw() -> dict[str, Figure]:
     """The pictures by the names of their files, from what is stored."""
     ladder = Figure((9.0, 3.0), layout="constrained")
     draw_ladder(ladder.subplots())
-    figure = Figure((12.0, 3.2), layout="constrained")
+    figure = Figure((12.0, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_beside(left, results.latest(BESIDE)["measured"])
     draw_scoring(right, results.latest(SCORING)["measured"]["scores"])

@@ -43,6 +43,7 @@ RUN_BY = [
     ("data/sample.py", f"data/test_sample.py::{MENDED}"),
     ("--adapter", "tools/test_prove.py::test_an_adapter_s_script_is_judged_by_what_it_records"),
     ("tools prove --replay", f"tools/test_prove.py::{REPLAYED}"),
+    ("--self-test", "tools/test_prove.py::test_every_mutant_is_killed_and_no_legal_change_is"),
     ("tools prove", FIRST_HOUR), ("tools pack", FIRST_HOUR), ("tools check", FIRST_HOUR),
     ("tools board", FIRST_HOUR), ("tools diff", FIRST_HOUR),
     ("tools runs", "tools/test_sweep.py::test_runs_is_one_table"),

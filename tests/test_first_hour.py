@@ -136,13 +136,9 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     # What it reached, said again.
     assert me.do("python -m tools summary runs/first").strip() in out
 
-    # Its configuration starts the run again, here for a few steps.
-    before = me.runs()
-    me.do("python train_gpt.py", CONFIG="runs/first/config.env", **STEPS)
-    assert me.summary(me.new_run(before))["config"]["MODEL_DIM"] == demo["config"]["MODEL_DIM"]
-
-    # Ctrl-C, and on from there: as if nothing had happened.
+    # Its configuration starts the run again, here for a few steps. Ctrl-C, and on, as if nothing happened.
     me.do("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="straight", **STEPS)
+    assert me.summary("straight")["config"]["MODEL_DIM"] == demo["config"]["MODEL_DIM"]
     process = me.start("python train_gpt.py", CONFIG="runs/first/config.env", RUN_ID="stopped", **STEPS)
     log = me.clone / "runs/stopped/log.txt"
     while process.poll() is None and not (log.exists() and "\nstep:1/" in log.read_text("utf-8")):

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import train_gpt
+from tests.script.test_style import MAX_TOKENS_OF_CODE
 from tests.support.models import plain_settings, random_batches, trained_like
 from tests.support.waiting import DEADLINE_SECONDS
 from tools.runs.source import decoded, same_program, unwrap
@@ -483,7 +484,8 @@ def test_wrapped_code_holds_any_byte_and_the_script_is_a_third(monkeypatch: pyte
             assert rare in [node.value for node in nodes if isinstance(node, ast.Constant)]
     source = Path(train_gpt.__file__).read_bytes()
     wrapped = train_gpt.shipped_code(source)
-    assert len(wrapped) <= 42_100  # 42 kB: bzip2's length varies by some 50 bytes with any edit
+    # 42 kB at the ceiling; bzip2's length varies by some 50 bytes with any edit.
+    assert len(wrapped) <= 1.186 * MAX_TOKENS_OF_CODE
     inner = unwrap(decoded(wrapped))
     assert inner is not None and same_program(inner, source.decode()) and '"""Of' not in inner
     # The shell costs little, and what is wrapped already stays as it is.

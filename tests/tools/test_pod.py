@@ -16,7 +16,7 @@ PYTHON = """#!/bin/sh
 echo "python $*" >> calls
 case "$*" in
     *data/fineweb.py*) [ "$FAILS" != data ] ;;
-    *gpu_check.py*) [ "$FAILS" != check ] ;;
+    *gpu_check.py*) mkdir "$3" && [ "$FAILS" != check ] ;;
     *sweep*) mkdir -p runs/seeds/base-seed1337
         echo "stopped by signal 15; continue with RESUME=x" > runs/seeds/base-seed1337/log.txt
         [ "$FAILS" != seeds ] || { echo "Traceback of torchrun"; exit 1; } ;;
@@ -55,16 +55,16 @@ def test_stages_come_in_order_stop_at_a_failure_and_are_done_once(there: Path) -
         ["fineweb"], ["gpu_check"],
     ]  # fmt: skip
     assert "--train-shards 3" in calls[0] and (there / "runs/pod/ended").read_text() == "1\n"
-    status, out, calls = start(there, "run.sh", FAILS="seeds")
+    status, out, calls = start(there, "run.sh", FAILS="seeds", SHARDS="3")
     assert status == 1 and [call.split()[1] for call in calls] == ["benchmarks/gpu_check.py", "-m"]
     # How to go on comes after all that torchrun prints.
     assert re.search(r"Traceback of torchrun\n.*log.txt: stopped .*; continue with RESUME=x\nended with", out)
     for _ in range(2):  # the sweep knows by itself what is left to do
-        status, out, calls = start(there, "run.sh")
+        status, out, calls = start(there, "run.sh", SHARDS="3")
         assert status == 0 and calls == ["python -m tools sweep tools/pod/seeds.sweep"]
     assert (there / "runs/pod/ended").read_text() == "0\n" and "RESUME" not in out
     seconds = (there / "runs/pod/seconds.txt").read_text()
-    assert re.fullmatch(r"(pod: (data|check|seeds) took \d+ s\n){4}", seconds)
+    assert re.fullmatch(r"(pod: (data-caseops-3|check|seeds) took \d+ s\n){4}", seconds)
 
 
 def test_runs_are_fetched_until_the_machine_has_ended(there: Path) -> None:

@@ -1,9 +1,9 @@
 """The proofs pass what is honest and refute every script that is not, each by the probe named for it."""
 
 import argparse
+import ast
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from tools.prove import (
     foreign,
     mutants,
     network,
+    noise,
     probes,
     prove,
     questions,
@@ -31,21 +32,18 @@ from tools.prove import (
     replay,
     tiny,
 )
-from tools.prove.mutants import trial
-from tools.prove.mutants.legal import LEGAL, LEGAL_OF_DOCUMENTS, OF_RANKS
+from tools.prove.mutants import sleeping, survivors, trial
+from tools.prove.mutants.legal import LEGAL_OF_DOCUMENTS
 
 SCRIPT = Path(train_gpt.__file__)
-# A handful for each probe, the quick ones; all of them are tried by a slow test. Some are asked below.
-ASKED_BELOW = {"learning-rate-picked-in-private", "one-token-past-the-chunk", "long-match-cache"}
-LONG = {"adapters-drawn-by-row", "chunks-by-document-length", "first-adapters-that-learn"}
+# A few for each probe, the quick ones; `prove --self-test` tries all of them.
+ASKED_BELOW = {"learning-rate-picked-in-private", "one-token-past-the-chunk", "tokenizer-drops-case"}
 QUICK = [
-    *sorted({*mutants.SELF_TEST, *mutants.DOCUMENTS} - ASKED_BELOW - LONG),
-    "next-chunk-in-the-second-epoch", "counts-carried-legal-roundtrip-sliding",
+    *sorted({*mutants.SELF_TEST, *mutants.SELF_TEST_OF_DOCUMENTS} - ASKED_BELOW),
     "pick-carried-sliding-legal-roundtrip", "weights-carried-roundtrip-legal-sliding", "expert-by-hindsight",
-    "shift-on-scored-targets", "learning-rate-picked-by-score", "shorter-text", "dropped-tail", "more-bytes",
-    "flattering-log", "last-chunk-first", "other-weights-scored", "cross-document-attention",
-    "document-starts-counted", "case-marks-as-text", "better-on-second-sight", "unquantized-weights-scored",
-    "average-picked-by-validation",
+    "clipped-deep-in-documents", "compiled-documents-flattered", "shorter-text", "flattering-log",
+    "case-marks-as-text", "better-on-second-sight", "unquantized-weights-scored", "roundtrip-that-learns",
+    "average-picked-by-validation", "kind-to-long-texts", "unlearned-by-their-losses", "padding-that-learns",
 ]  # fmt: skip
 # One of each kind of legal change, the quick ones; all of them are asked more by a slow test.
 QUICK_LEGAL = ["batches-by-ranks", "cache-of-scored-tokens", "learns-in-place", "recorded-in-pieces"]
@@ -90,9 +88,11 @@ def failures(findings: list[Finding]) -> list[Finding]:
 def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None:
     assert len(mutants.MUTANTS) >= 16 + 30
     asked = {mutant.probe for mutant in mutants.MUTANTS.values()}
-    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17", "B18"}
+    assert asked == set(prove.PROOFS) - {"B15", "B16", "B17", "B18", "B19"}
     orders = {name.split("-", 2)[2] for name in mutants.MUTANTS if name.startswith("counts-carried")}
     assert len(orders) == 6
+    assert len(survivors.KINDS) >= 18 and min(map(len, survivors.KINDS.values())) >= 2
+    compile(sleeping.with_all(SCRIPT.read_text()), "", "exec")
 
 
 def killed(name: str, folder: Path) -> None:
@@ -108,20 +108,20 @@ def test_a_mutant_is_killed_by_its_probe(name: str, folder: Path) -> None:
     killed(name, folder)
 
 
-@pytest.mark.slow
-def test_all_mutants_are_killed_by_their_probes(folder: Path) -> None:
-    before = time.process_time()
-    for name in mutants.MUTANTS:
-        killed(name, folder)
-    print(f"{len(mutants.MUTANTS)} mutants, {time.process_time() - before:.0f} s of CPU")
+WHOLE = pytest.param((), marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
+
+
+@pytest.mark.parametrize("options", [("--only", "B11"), WHOLE])
+def test_every_mutant_is_killed_and_no_legal_change_is(options: tuple[str, ...]) -> None:
+    assert main(["prove", str(SCRIPT), "--self-test", *options]) == 0
 
 
 def test_the_mould_of_the_mutants_and_our_scorer_of_documents_are_legal(short: None) -> None:
     script = mutants.load_script(SCRIPT)
     trial.scorer(trial.honest)(script)
-    assert not failures(asked(probes.make_subject(script), [32]))
+    assert not failures(list(mutants.asked(probes.make_subject(script), [32])))
     documents = probes.make_subject(train_gpt, **tiny.LORA)
-    findings = [*asked(documents, [32]), *probes.document_isolation(documents)]
+    findings = [*mutants.asked(documents, [32]), *probes.document_isolation(documents)]
     assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
     asked_of = {finding.check for finding in findings}
     assert asked_of == {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"}
@@ -143,27 +143,10 @@ def test_a_flip_does_not_see_all(subject: probes.Subject) -> None:
     assert failures(list(questions.kraft(repeats, [77])))
 
 
-def asked(subject: probes.Subject, targets: list[int]) -> list[Finding]:
-    """A question of each kind; those of B2 at these targets."""
-    case = subject.case()
-    return [
-        *probes.ledger_order(subject),
-        *questions.repetition(case),
-        *questions.kraft(case, targets),
-        *questions.future(case, [60], [64]),
-    ]
-
-
 @pytest.mark.parametrize("name", QUICK_LEGAL)
 def test_a_legal_change_is_not_refuted(name: str, short: None) -> None:
-    findings = asked(probes.make_subject(mutants.mutated(SCRIPT, name)), [32])
+    findings = list(mutants.asked(probes.make_subject(mutants.mutated(SCRIPT, name)), [32]))
     assert not failures(findings) and len(findings) >= 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(LEGAL) - {"ledger-renamed", "evaluate-renamed"}))
-def test_no_legal_change_is_refuted(name: str) -> None:
-    assert not failures(asked(probes.make_subject(mutants.mutated(SCRIPT, name)), [0, 32]))
 
 
 @pytest.mark.parametrize("name", sorted(LEGAL_OF_DOCUMENTS))
@@ -177,15 +160,6 @@ def test_a_legal_change_of_the_scorer_of_documents_is_not_refuted(name: str, sho
     ]
     assert not failures(findings)
     assert {"B1", "B3", "B4", "B5", "B6", "B9"} == {finding.check for finding in findings}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_RANKS)
-def test_another_split_by_ranks_is_legal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove, "RANKS", (2,))
-    subject = probes.make_subject(mutants.mutated(SCRIPT, name))
-    findings = list(prove.rank_invariance(subject, tmp_path))
-    assert len(findings) == 3 and not failures(findings), findings
 
 
 def test_equal_bits_are_asked_of_equal_batches_nothing_is_read_first(subject: probes.Subject) -> None:
@@ -216,15 +190,8 @@ def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch
     assert {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"} == {finding.check for finding in findings}
     labels = {finding.where for finding in findings if finding.check == "B2"}
     assert labels == {"tiny: roundtrip", "tiny: sliding_window", "tiny: legal_ttt"}
-
-
-@pytest.mark.slow
-def test_our_scorer_of_documents_passes_at_the_edges() -> None:
-    documents = probes.make_subject(train_gpt, **tiny.LORA)
-    findings = list(prove.scoring(documents, thorough=False))
-    assert all(finding.level(Mode.AGREED) is Level.INFO for finding in findings), findings
-    isolated = {finding.where for finding in findings if finding.check == "B9"}
-    assert isolated == {"tiny: roundtrip", "tiny: legal_ttt"}
+    assert 3 * noise.repacking(subject) < questions.REPACKING_TOLERANCE
+    assert 0 < 3 * noise.sums(subject) < questions.KRAFT_TOLERANCE
 
 
 def test_our_defaults_and_configs_are_shrunk_and_keep_their_features(repo: Path) -> None:
@@ -355,7 +322,7 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
         ("import a_package_that_is_not_there\n", "a_package_that_is_not_there"),
     ):
         script.write_text(text)
-        findings = prove._checked(prove.Order(str(script)), tmp_path)
+        findings, _ = prove._checked(prove.Order(str(script)), tmp_path)
         assert prove.exit_status(findings) == prove.UNCHECKED
         assert {each.check for each in findings} == set(prove.PROOFS)
         assert all(each.text.startswith("not checked") and why in each.text for each in findings)
@@ -368,33 +335,55 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
 NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
 
 
-def test_the_network_is_refused_and_named(proved: Proved) -> None:
-    call = "socket.create_connection(('example.org', 80))"
-    status, found = proved(f"import socket\ntry:\n    {call}\nexcept OSError:\n    pass\n{NAMES}")
+# A script asks which interfaces its child sees and what lies in its home, and calls a host.
+CURIOUS = """
+import os, socket, subprocess, sys
+from pathlib import Path
+child = [sys.executable, '-c', 'import socket; print(socket.if_nameindex())']
+out = subprocess.run(child, capture_output=True, text=True).stdout
+Path(ANSWER).write_text(repr([out, os.listdir(Path.home()), dict(os.environ)]))
+try:
+    socket.create_connection(('example.org', 80))
+except OSError:
+    pass
+"""
+
+
+def test_a_script_reaches_no_network_and_sees_little(
+    tmp_path: Path, proved: Proved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET_OF_MINE", "x")
+    status, found = proved(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
     assert status == prove.REFUTED
     assert found["B15"]["level"] == "FAIL" and "example.org" in found["B15"]["text"]
-
-
-def test_a_child_process_reaches_no_network_or_it_is_said(tmp_path: Path, proved: Proved) -> None:
-    """The child asks which interfaces there are, and leaves the answer in a file."""
-    answer = tmp_path / "interfaces"
-    child = f"import socket; open({str(answer)!r}, 'w').write(repr(socket.if_nameindex()))"
-    _, found = proved(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])\n{NAMES}")
-    if network.namespace_command():
-        assert "'lo'" in answer.read_text() and answer.read_text().count("(") == 1
-        assert "no network is in reach" in found["B15"]["text"]
-    else:
-        assert found["B15"]["text"].startswith("not checked for child processes")
-
-
-def test_without_namespaces_children_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces, home, environment = ast.literal_eval((tmp_path / "answer").read_text())
+    assert home == [] and "A_SECRET_OF_MINE" not in environment
+    assert not network.namespace_command() or ("'lo'" in interfaces and interfaces.count("(") == 1)
+    # Where the system cuts no network, a child might have one: that is said.
     monkeypatch.setattr(network, "namespace_command", lambda: [])
     monkeypatch.setattr(network, "is_out_of_reach", lambda: False)
-    monkeypatch.setattr(prove, "_checked", lambda order, folder: [])
-    monkeypatch.setattr(network, "refuse", lambda attempts: None)
+    monkeypatch.setattr(prove, "_checked", lambda order, folder: ([], []))
     (found,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
     assert found.text.startswith("not checked for child processes")
     assert prove.exit_status([found]) == prove.UNCHECKED
+
+
+ATTACKS = {  # s01 and s02 of the adversary, and others
+    "for m in [*sys.modules.values()]:\n    if m.__name__.startswith('tools.') and hasattr(m, 'fail'):\n"
+    "        m.fail = lambda check, text, where, remedy: m.info(check, text, where)": prove.REFUTED,
+    "for fd in range(64):\n    with contextlib.suppress(OSError):\n        os.write(fd, b'[]\\nproven\\n')\n"
+    "os._exit(0)": prove.UNCHECKED,
+    "os.kill(os.getppid(), 9)": prove.UNCHECKED,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_script_cannot_write_its_own_verdict(attack: str, proved: Proved) -> None:
+    marker = 'if __name__ == "__main__":'
+    text = SCRIPT.read_text().replace(marker, f"{attack}\n\n\n{marker}")
+    status, found = proved(text, "--only", "B19")
+    assert status == ATTACKS[attack]
+    assert found["B19"]["level"] == ("FAIL" if status == prove.REFUTED else "WARN")
 
 
 def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +468,7 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
         found = {each.check for each in failures(findings)}
         assert bool(found) == bool(checks) and found <= checks, change
         assert prove.exit_status(findings) == (prove.REFUTED if found else prove.UNCHECKED)
-        assert {each.check for each in findings} >= set(prove.PROOFS) - {"B15"}
+        assert {each.check for each in findings} >= set(prove.PROOFS) - {"B15", "B19"}
     file.write_text("x = 1\n")
     with pytest.raises(foreign.RecordError, match="no class Adapter"):
         foreign.load_adapter(file, SCRIPT)
@@ -499,7 +488,8 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
         content = (copy / name).read_bytes()
         assert old in content
         (copy / name).write_bytes(content.replace(old, new))
-        found = replay.findings(copy, 3, 0, {})
+        script = mutants.load_script(copy / "train_gpt.py")
+        found = replay.compared(replay.Run.of_folder(copy, {}), script, copy, 3, 0)
         return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
 
     nats = np.fromfile(run / "nats_roundtrip.bin")
@@ -507,7 +497,10 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     assert told("nats_roundtrip.bin", nats.tobytes(), (0.99 * nats).tobytes()) == {"roundtrip", log}
     assert told("log.txt", b"roundtrip_exact val_loss:5", b"roundtrip_exact val_loss:4") == {log}
     cheat = b"return nats.cpu().numpy() * 0.999"
-    assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == {"roundtrip", "sliding_window"}
+    touched = {"roundtrip", "sliding_window", "train_gpt.py"}
+    assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == touched
+    artifact = (run / "model.bin").read_bytes()
+    assert told("model.bin", artifact, artifact[:-1]) == {"model.bin"}
 
 
 SLEEPING = """
@@ -544,8 +537,9 @@ def test_what_did_not_run_is_told_and_off_by_settings_is_not(tmp_path: Path) -> 
     path = tmp_path / "train_gpt.py"
     path.write_text(SLEEPING)
     executed = execution.Execution(path)
+    script = executed.load()
     config = argparse.Namespace(doc_mask=False)
-    assert executed.module.evaluate(config, [1.0, 2.0]) == [1.0, 2.0]
+    assert script.evaluate(config, [1.0, 2.0]) == [1.0, 2.0]
     told = {f.text.removeprefix("not checked: ") for f in execution.findings(executed, {"doc_mask"})}
     expected = {
         "never true: if len(nats) > 200:", "never called: def cheat", "never called: def never",

@@ -138,3 +138,9 @@ def test_runs_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (row,) = json.loads(capsys.readouterr().out)
     assert row["seed"] == "2" and row["steps"] == 400 and row["scores"]["ttt"] == row["val_bpb"]
     assert main(["runs", str(tmp_path), "--where", "MATRIX_LR=7"]) == 2
+    make_run(tmp_path / "rates/low-seed1", 1)
+    make_run(tmp_path / "rates/stopped/low-seed1.1", 1)
+    capsys.readouterr()
+    assert main(["runs", str(tmp_path)]) == 0  # runs of sweeps too, but none that began anew
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == [
+        "rates/low-seed1", "run1", "run2", "stopped"]

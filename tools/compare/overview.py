@@ -7,6 +7,7 @@ stage, bytes, and how the run stands.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_directories(folders: Sequence[Path]) -> list[Path]:
-    """The folders that are runs, and the runs directly inside the others. RecordError for a missing one."""
+    """The folders that are runs, and the runs inside the others, those of sweeps too.
+
+    RecordError for a missing folder. Those that a sweep began anew, and moved to `stopped`, are left out.
+    """
     found = []
     for folder in folders:
         if not folder.is_dir():
@@ -83,7 +87,8 @@ def run_directories(folders: Sequence[Path]) -> list[Path]:
         if is_own(folder / LOG):
             found.append(folder)
         else:
-            found += sorted(path for path in folder.iterdir() if is_own(path / LOG))
+            inside = [*folder.glob(f"*/{LOG}"), *folder.glob(f"*/*/{LOG}")]
+            found += sorted(log.parent for log in inside if is_own(log) and log.parts[-3] != "stopped")
     return found
 
 
@@ -147,9 +152,11 @@ def table(rows: Sequence[Row]) -> str:
         "status",
     ]
     cells = []
+    # A run of a sweep has the name of the sweep before its own where other runs are in the table.
+    above = os.path.commonpath([row.path.absolute().parent for row in rows])
     for row in rows:
         cells.append([
-            row.path.name,
+            os.path.relpath(row.path.absolute(), above),
             *(row.settings.get(name, UNSET) for name in names),
             row.seed,
             UNSET if row.steps is None else f"{row.steps:,}",

@@ -37,7 +37,12 @@ stage() {
     touch "$POD/$name.done"
 }
 
-stage data python data/fineweb.py --variant "$VARIANT" --train-shards "$SHARDS"
+# Other shards are another stage.
+stage "data-$VARIANT-$SHARDS" python data/fineweb.py --variant "$VARIANT" --train-shards "$SHARDS"
+# The check wants a new folder: that of a former try moves.
+if [ -e "$POD/check" ] && [ ! -e "$POD/check.done" ]; then
+    mv "$POD/check" "$(mktemp -d "$POD/former-XXXX")"
+fi
 stage check python benchmarks/gpu_check.py --out "$POD/check"
 # The sweep itself skips seeds that have finished, resumes those that have a checkpoint, and stops at a limit.
 rm -f "$POD/seeds.done"

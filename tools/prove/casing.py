@@ -16,6 +16,7 @@ import numpy as np
 from data import export, shards
 from data.encoding import CASEOPS, CASEOPS_FUSED
 from tools.check.findings import Finding, fail, info, warn
+from tools.prove.cell import in_cell
 from tools.prove.probes import Subject
 from tools.prove.rehearsal import sample_texts, shard_path
 
@@ -81,6 +82,7 @@ def case_bytes(subject: Subject, folder: Path) -> Iterator[Finding]:
     yield info("B10", f"CaseOps data in both forms count {expected} bytes, as their text has", "token_bytes")
 
 
+@in_cell
 def bytes_counted(subject: Subject, folder: Path, data: Path, variant: str) -> int | None:
     """Bytes of the validation text of a data set by the script; None where it refuses."""
     tokenizer = str(folder / "tokenizers" / f"{variant}.model")

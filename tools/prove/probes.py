@@ -8,6 +8,7 @@ checks that `tools prove` reports; `questions` has those that need no look insid
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 import re
@@ -25,11 +26,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from data.shards import BOS_ID, write_shard
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import questions, tiny
+from tools.prove.cell import in_cell, offers, record
 
 SCORERS = ("score_roundtrip", "score_sliding", "score_ttt")
 ENTRY_POINT = ("Config", "build_model", "Ledger", "Validation", "evaluate", "token_bytes")
 STREAM_TOKENS = 150
 DOCUMENT_STARTS = [0, 11, 40, 41, 96, 131]  # 40 and 41: an empty document
+LONG_TOKENS = 700
+LONG_DOCUMENT = 340  # tokens of the first document of a long text; the others have about 20 each
+LATE_TARGETS = [301, 690]  # beyond the tenth chunk of its long document; in the last one, alone in its batch
 TEXT_BYTES = 1000  # of the stream; any number that `evaluate` must divide by
 CLOCK_TOLERANCE = 1e-6  # nats: a document is learned from or not, but for rounding
 MANY = 30_000  # ids of a text that no model scores
@@ -45,6 +50,7 @@ Scorer = Callable[[Any, np.ndarray, Any], Any]
 # ======================================================================================================
 
 
+@record
 @dataclass(frozen=True)
 class Subject:
     """A script under audit and its settings.
@@ -61,16 +67,18 @@ class Subject:
     machine: Any = None
     name: str = "tiny"
 
+    def to_cell(self) -> list[Any]:
+        """What crosses to the script's process; the scorers are found there."""
+        return [self.script, self.config, self.seed, self.name]
+
+    @staticmethod
+    def from_cell(script: Any, config: Any, seed: int, name: str) -> Subject:
+        """The subject again."""
+        return Subject(script, config, scorers_of(script), seed, name=name)
+
     def model(self) -> Any:
         """The tiny model: every parameter away from its initial value, so that every path counts."""
-        model = self.script.build_model(self.config)
-        generator = torch.Generator().manual_seed(self.seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-        if self.machine is not None:
-            model.machine = self.machine
-        return model
+        return model_of(self, 0.3)
 
     def tokens(self) -> np.ndarray:
         """The stream: BOS first, an empty document, some longer than a window, a tail."""
@@ -90,7 +98,7 @@ class Subject:
         stream = self.tokens() if tokens is None else tokens
 
         def ask(asked: np.ndarray) -> dict[str, np.ndarray]:
-            return {label: run.nats for label, run in evaluation(self, asked, model, only).labels.items()}
+            return nats_by_label(self, asked, model, only)
 
         def continued(asked: np.ndarray, first: int, unlikely: bool) -> np.ndarray:
             return continuation(self, model, asked, first, unlikely)
@@ -109,21 +117,58 @@ class Subject:
         return f"{self.name}: {label}, target {target}, chunk {target // self.config.ttt_chunk_tokens}"
 
 
+@in_cell
+def model_of(subject: Subject, deviation: float) -> Any:
+    """A model of the subject's settings, every parameter moved by random numbers of this deviation."""
+    model = subject.script.build_model(subject.config)
+    generator = torch.Generator().manual_seed(subject.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += deviation * torch.randn(parameter.shape, generator=generator)
+    if subject.machine is not None:
+        model.machine = subject.machine
+    return model
+
+
+def long_tokens(subject: Subject) -> np.ndarray:
+    """One long document and many short ones, one more than whole batches of them."""
+    random = np.random.default_rng(subject.seed)
+    tokens = random.integers(2, subject.config.vocab_size, LONG_TOKENS).astype(np.uint16)
+    tokens[0] = BOS_ID
+    tokens[LONG_DOCUMENT::20] = BOS_ID
+    return tokens
+
+
+@in_cell
 def make_subject(script: ModuleType, seed: int = 0, name: str = "tiny", **settings: str) -> Subject:
     """A subject of the script's own config and scorers, with the smallest settings and what is given."""
     return subject_of(script, {**tiny.scorer(script), **settings}, seed, name)
 
 
+@in_cell
 def subject_of(script: ModuleType, settings: Mapping[str, str], seed: int, name: str = "tiny") -> Subject:
     """A subject with just these settings."""
-    scorers = {}
-    for scorer in SCORERS:
-        if hasattr(script, scorer):
-            scorers[scorer] = getattr(script, scorer)
-    config = script.Config.from_env(dict(settings))
-    return Subject(script, config, scorers, seed, name=name)
+    return Subject(script, config_of(script, settings), scorers_of(script), seed, name=name)
 
 
+def scorers_of(script: Any) -> dict[str, Scorer]:
+    """The scorers that a script has."""
+    return {name: getattr(script, name) for name in SCORERS if hasattr(script, name)}
+
+
+@in_cell
+def config_of(script: ModuleType, settings: Mapping[str, str]) -> Any:
+    """The config that a script makes of these settings."""
+    return script.Config.from_env(dict(settings))
+
+
+@in_cell
+def with_settings(subject: Subject, **changes: Any) -> Subject:
+    """The subject with some settings changed, past all checks of them."""
+    return replace(subject, config=replace(subject.config, **changes))
+
+
+@in_cell
 def continuation(subject: Subject, model: Any, tokens: np.ndarray, first: int, unlikely: bool) -> np.ndarray:
     """The stream with every token from `first` on replaced by what the model holds likeliest, or unlikeliest.
 
@@ -179,6 +224,7 @@ class RecordingRun:
         """Accept and forget."""
 
 
+@record
 @dataclass
 class Events:
     """What a run did, in order, each with the phase it was in.
@@ -192,6 +238,7 @@ class Events:
     log: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
+@record
 @dataclass
 class LabelRun:
     """What `evaluate` did for one label: nats by target as they were recorded, and what it says of them."""
@@ -209,6 +256,7 @@ class LabelRun:
         return math.fsum(self.nats)
 
 
+@record
 @dataclass
 class Evaluation:
     """All labels in the order of the run, its log, and how many ledgers belong to none of them."""
@@ -224,11 +272,28 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@in_cell
 def weight_sum(model: Any) -> float:
     """A number that changes when a weight does."""
     return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 
 
+@in_cell
+def weights_hash(model: Any) -> str:
+    """The SHA-256 of all weights of a model."""
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@in_cell
+def nats_by_label(subject: Subject, tokens: np.ndarray, model: Any, only: str = "") -> dict[str, np.ndarray]:
+    """The nats of every target by label, as `evaluation` finds them."""
+    return {label: run.nats for label, run in evaluation(subject, tokens, model, only).labels.items()}
+
+
+@in_cell
 def evaluation(
     subject: Subject, tokens: np.ndarray, model: Any, only: str = "", passes: bool = False
 ) -> Evaluation:
@@ -454,6 +519,7 @@ class WorkedTime:
         return timed
 
 
+@in_cell
 def under_a_limit(subject: Subject, tokens: np.ndarray, limit: float = 0.0) -> tuple[np.ndarray, float]:
     """The nats of legal_ttt with MAX_EVAL_SECONDS=limit by a clock that counts work, and its seconds."""
     run = RecordingRun(subject.machine)
@@ -470,24 +536,30 @@ def under_a_limit(subject: Subject, tokens: np.ndarray, limit: float = 0.0) -> t
     return label_run("legal_ttt", None, events, ledgers, len(tokens) - 1).nats, clock.seconds
 
 
+@in_cell
+def labels_in_time(subject: Subject, limit: float) -> list[str]:
+    """The labels that are scored where each phase lasts a second and MAX_EVAL_SECONDS is `limit`."""
+    config = replace(subject.config, max_eval_seconds=limit)
+    text = subject.script.Validation(subject.tokens(), TEXT_BYTES, "")
+    return list(subject.script.evaluate(subject.model(), config, RecordingRun(), text, "int6"))
+
+
 def clock_alone(subject: Subject) -> Iterator[Finding]:
     """B1 and B5 of a limit of time: it may leave whole documents without learning, by the clock alone.
 
     Each document has the scores of one that learns or of one that never does, and which it is stays the same
     when all documents are rewritten in their lengths.
     """
-    if not hasattr(subject.script, "ScoreClock"):  # older scripts have no such limit
+    if not offers(subject.script, "ScoreClock"):  # older scripts have no such limit
         return
     where = f"{subject.name}: legal_ttt"
     whole = set(evaluation(subject, subject.tokens(), subject.model()).labels)
-    in_time = subject.script.evaluate(
-        subject.model(), replace(subject.config, max_eval_seconds=0.5), RecordingRun(),
-        subject.script.Validation(subject.tokens(), TEXT_BYTES, ""), "int6")  # fmt: skip
+    in_time = labels_in_time(subject, 0.5)
     if set(in_time) != {"legal_ttt"} and len(whole) > 1:
         said = f"{sorted(in_time)} are scored, and the limit of time is over after the first"
         yield fail("B3", said, where, "leave out what would end after MAX_EVAL_SECONDS")
-    one_by_one = replace(subject, config=replace(subject.config, ttt_batch_size=1))
-    idle = replace(subject, config=replace(subject.config, ttt_lora_lr=0.0))
+    one_by_one = with_settings(subject, ttt_batch_size=1)
+    idle = with_settings(subject, ttt_lora_lr=0.0)
     borders = [*DOCUMENT_STARTS, STREAM_TOKENS - 1]
     tokens = subject.tokens()
     rewritten = np.where(tokens == BOS_ID, tokens, 2 + (tokens - 1) % (subject.config.vocab_size - 2))
@@ -529,13 +601,13 @@ def ledger_order(subject: Subject, name: str = "") -> Iterator[Finding]:
     """B3-B6 from the events of one run; name: of one scorer, empty: all labels of `evaluate`."""
     tokens = subject.tokens()
     model = subject.model()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = weights_hash(model)
     sum_before = weight_sum(model)
     watched_run = evaluation(subject, tokens, model, name, passes=True)
     if watched_run.stray_ledgers:
         text = f"{watched_run.stray_ledgers} ledgers are filled outside the phases of all labels"
         yield fail("B3", text, subject.name, "score a label once, in its own phase (C4)")
-    unchanged = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    unchanged = weights_hash(model) == before
     for label, run in watched_run.labels.items():
         yield from _coverage(subject, run, label, len(tokens) - 1)
         yield from _headline(subject, run, label, watched_run.lines)
@@ -643,15 +715,29 @@ def refusal(script: ModuleType) -> type[Exception]:
     return getattr(script, "ScoringError", ValueError)
 
 
+@in_cell
+def held_by(ledger: Any) -> np.ndarray:
+    """The nats that a ledger holds."""
+    return np.array(ledger.nats, dtype=np.float64)
+
+
+@in_cell
+def takes_again(script: ModuleType, ledger: Any) -> bool:
+    """Whether a full ledger takes another score of a target."""
+    with contextlib.suppress(refusal(script)):
+        ledger.record(12, np.zeros(1))
+        return True
+    return False
+
+
 def _write_once(subject: Subject, run: LabelRun, label: str) -> Iterator[Finding]:
     """B4: a ledger holds what was recorded, and refuses a second score of a target."""
     where = f"{subject.name}: {label}"
-    held = np.array(run.ledger.nats, dtype=np.float64) if run.ledger is not None else np.zeros(0)
+    held = held_by(run.ledger) if run.ledger is not None else np.zeros(0)
     if not np.array_equal(held, run.nats):
         yield fail("B4", "the ledger holds other nats than it was given", where, "write with `record` alone")
         return
-    with contextlib.suppress(refusal(subject.script)):
-        run.ledger.record(12, np.zeros(1))
+    if takes_again(subject.script, run.ledger):
         yield fail("B4", "target 12 took a second score", where, "let the ledger refuse a second write")
         return
     yield info("B4", "the ledger holds what was recorded, and refuses a second write", where)
@@ -727,8 +813,15 @@ def _weights(events: Events, sum_before: float, unchanged: bool, label: str) -> 
 # ======================================================================================================
 
 
-def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
-    """B7: what `evaluate` does before its timers reads no validation token and leaves the weights alone."""
+@in_cell
+def rehearsed(
+    subject: Subject,
+) -> tuple[bool, list[tuple[str, list[list[int]]]], list[dict[str, np.ndarray]]]:
+    """What a run does around its scores where code is compiled, but for the compiler.
+
+    Whether its rehearsal changes weights; phase and inputs of all its passes; the nats by label in the form
+    that is compiled, and in the plain one.
+    """
     run = RecordingRun()
     model = subject.model()
     config = replace(subject.config, compile="1")
@@ -743,25 +836,30 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
         seen.append((run.phase_name, inputs.tolist()))
         return original(model, inputs, *rest, **named)
 
-    before = weights_of(model)
-    with mock.patch.object(torch, "compile", lambda function, **_: function), \
-            mock.patch.object(type(model), "forward", forward):  # fmt: skip
-        if hasattr(subject.script, "rehearse_evaluation"):  # what a run does before `evaluate`
-            subject.script.rehearse_evaluation(model, config, run)
-        if not all(torch.equal(value, before[name]) for name, value in model.state_dict().items()):
-            yield fail("B7", "the rehearsal of evaluation changes the weights", "evaluate", "try a copy")
-            return
-        subject.script.evaluate(model, config, run, validation, "int6")
+    before = weights_hash(model)
     with mock.patch.object(torch, "compile", lambda function, **_: function):
-        compiled = evaluation(subject, tokens, model)
-    plain = evaluation(subject, tokens, subject.model())
-    for label, scored in compiled.labels.items():
-        moved = np.abs(scored.nats - plain.labels[label].nats).max()
+        with mock.patch.object(type(model), "forward", forward):
+            if hasattr(subject.script, "rehearse_evaluation"):  # what a run does before `evaluate`
+                subject.script.rehearse_evaluation(model, config, run)
+            changed = weights_hash(model) != before
+            subject.script.evaluate(model, config, run, validation, "int6")
+        compiled = nats_by_label(subject, tokens, model)
+    return changed, seen, [compiled, nats_by_label(subject, tokens, subject.model())]
+
+
+def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
+    """B7: what `evaluate` does before its timers reads no validation token and leaves the weights alone."""
+    changed, seen, (compiled, plain) = rehearsed(subject)
+    if changed:
+        yield fail("B7", "the rehearsal of evaluation changes the weights", "evaluate", "try a copy")
+        return
+    for label, nats in compiled.items():
+        moved = np.abs(nats - plain[label]).max()
         if not moved <= questions.REPACKING_TOLERANCE:
             text = f"code that is compiled moves losses by {moved:.1e}, without a compiler"
             yield fail("B7", text, f"{subject.name}: {label}", "score the same in both forms")
             return
-    stream = tokens.tolist()
+    stream = subject.tokens().tolist()
     known = {tuple(stream[i : i + KNOWN_TOKENS]) for i in range(len(stream) - KNOWN_TOKENS + 1)}
     for phase, rows in seen:
         timed = phase.startswith("eval_") and phase != "eval_warmup"
@@ -779,10 +877,10 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
 
     pieces: the same tokenizer, read by the audit itself.
     """
-    config = with_tokenizer(subject.config, tokenizer, pieces)
+    config = with_tokenizer(subject.config, tokenizer, pieces.vocab_size())
 
     def count(ids: list[int]) -> int:
-        return int(subject.script.token_bytes(np.array(ids, np.uint16), config).sum())
+        return int(bytes_of(subject, config, np.array(ids, np.uint16)).sum())
 
     packed: list[int] = []
     decoded_bytes = 0
@@ -807,9 +905,15 @@ def byte_table(subject: Subject, tokenizer: str, texts: list[str], pieces: Any) 
     yield info("B10", got, "token_bytes")
 
 
-def with_tokenizer(config: Any, tokenizer: str, pieces: Any) -> Any:
-    """The config with another tokenizer, and without data."""
-    size = pieces.vocab_size()
+@in_cell
+def bytes_of(subject: Subject, config: Any, tokens: np.ndarray) -> np.ndarray:
+    """The bytes of each target by the script's table."""
+    return np.asarray(subject.script.token_bytes(tokens, config))
+
+
+@in_cell
+def with_tokenizer(config: Any, tokenizer: str, size: int) -> Any:
+    """The config with another tokenizer of `size` pieces, and without data."""
     return replace(config, tokenizer_path=tokenizer, vocab_size=size, data_path="/absent")
 
 
@@ -862,10 +966,37 @@ class ManyPieces:
         return np.array(counts)
 
 
+@in_cell
+def counted_many(subject: Subject, folder: Path, tokens: np.ndarray) -> tuple[np.ndarray, int, np.ndarray]:
+    """Of a text with the ids of ManyPieces, as a run reads it: bytes of each target, of all; its tokens."""
+    script = subject.script
+    config = replace(with_tokenizer(subject.config, "", ManyPieces.size), data_path=str(folder))
+    with mock.patch.object(script, "load_tokenizer", lambda _: ManyPieces()):
+        counted = np.asarray(script.token_bytes(tokens, config))
+        validation = script.read_validation(script.open_shards(str(folder / "fineweb_val_*.bin")), config)
+    return counted, int(validation.bytes_total), np.asarray(validation.tokens)
+
+
+@in_cell
+def summed_many(
+    script: ModuleType, tokens: np.ndarray, nats: np.ndarray, text_bytes: int
+) -> tuple[float, float, np.ndarray, np.ndarray]:
+    """Mean and bits per byte of these nats by a ledger, those that it holds, and the tokens it gives."""
+    ledger = script.Ledger(tokens)
+    for start in range(0, len(nats), 4096):
+        ledger.record(start, nats[start : start + 4096])
+    score = ledger.score(text_bytes)
+    return (
+        float(score.nats),
+        float(score.bits_per_byte),
+        held_by(ledger),
+        ledger.scored_tokens(0, len(tokens)),
+    )
+
+
 def many_ids(subject: Subject, folder: Path) -> Iterator[Finding]:
     """B10 and B4 of a long text of many ids, without a model: its bytes, and the sum of its nats."""
-    script = subject.script
-    if not hasattr(script, "load_tokenizer") or not hasattr(script, "read_validation"):
+    if not offers(subject.script, "load_tokenizer", "read_validation"):
         return
     pieces = ManyPieces()
     random = np.random.default_rng(subject.seed)
@@ -873,44 +1004,39 @@ def many_ids(subject: Subject, folder: Path) -> Iterator[Finding]:
     tokens[::397] = BOS_ID
     write_shard(folder / "fineweb_val_000000.bin", tokens)
     expected = pieces.expected(tokens)
-    config = replace(with_tokenizer(subject.config, "", pieces), data_path=str(folder))
-    with mock.patch.object(script, "load_tokenizer", lambda _: pieces):
-        counted = script.token_bytes(tokens, config)
-        validation = script.read_validation(script.open_shards(str(folder / "fineweb_val_*.bin")), config)
-    wrong = np.flatnonzero(np.asarray(counted) != expected)
-    if (
-        len(wrong)
-        or validation.bytes_total != expected.sum()
-        or not np.array_equal(validation.tokens, tokens)
-    ):
+    counted, bytes_total, read = counted_many(subject, folder, tokens)
+    wrong = np.flatnonzero(counted != expected)
+    if len(wrong) or bytes_total != expected.sum() or not np.array_equal(read, tokens):
         text = (f"{len(wrong)} of {MANY - 1} targets of {pieces.size} pieces count other bytes, the first is"
-                f" {wrong[:1]}; {validation.bytes_total} in all, expected {expected.sum()}")  # fmt: skip
+                f" {wrong[:1]}; {bytes_total} in all, expected {expected.sum()}")  # fmt: skip
         yield fail("B10", text, "token_bytes", "count pieces, byte fallbacks and leading spaces once (#1719)")
         return
     nats = random.exponential(2.0, MANY - 1)
-    ledger = script.Ledger(tokens)
-    for start in range(0, MANY - 1, 4096):
-        ledger.record(start, nats[start : start + 4096])
     mean = math.fsum(nats) / len(nats)
-    score = ledger.score(int(expected.sum()))
-    held = np.array_equal(ledger.nats, nats) and np.array_equal(ledger.scored_tokens(0, MANY), tokens)
+    said, bits_said, held, given = summed_many(subject.script, tokens, nats, int(expected.sum()))
     bits = mean * len(nats) / math.log(2) / expected.sum()
-    if not held or not math.isclose(score.nats, mean) or not math.isclose(score.bits_per_byte, bits):
-        text = f"a ledger of {len(nats)} targets gives {score.nats} nats, they are {mean}"
+    same = np.array_equal(held, nats) and np.array_equal(given, tokens)
+    if not same or not math.isclose(said, mean) or not math.isclose(bits_said, bits):
+        text = f"a ledger of {len(nats)} targets gives {said} nats, they are {mean}"
         yield fail("B4", text, "Ledger", "sum every score once")
         return
     yield info("B10", f"{MANY} ids of {pieces.size} pieces: bytes, tokens and sums are right", "token_bytes")
 
 
+@in_cell
+def returned(subject: Subject, config: Any, texts: list[str]) -> list[str]:
+    """What becomes of texts in the tokenizer as the script reads it."""
+    loaded = subject.script.load_tokenizer(config)
+    return [loaded.decode(loaded.encode(text)) for text in texts]
+
+
 def round_trip(subject: Subject, config: Any, texts: list[str], pieces: Any) -> Finding:
     """B11: the tokenizer as the script reads it gives every text back that the tokenizer itself does."""
-    if not hasattr(subject.script, "load_tokenizer"):
+    if not offers(subject.script, "load_tokenizer"):
         return warn("B11", "not checked: the script has no load_tokenizer", "tokenizer", "offer one")
-    loaded = subject.script.load_tokenizer(config)
     lossy = 0
-    for text in texts:
+    for text, got in zip(texts, returned(subject, config, texts), strict=True):
         expected = pieces.decode(pieces.encode(text))
-        got = loaded.decode(loaded.encode(text))
         if got != expected:
             found = f"{text!r} comes back as {got!r}, by the tokenizer itself as {expected!r}"
             return fail("B11", found, "load_tokenizer", "score the text as it is (#1604)")

@@ -1,34 +1,41 @@
 """`prove PATH`: dynamic proofs of a legal score; exit status 0 proven, 1 refuted, 2 not checked.
 
-The script runs in a process of its own without network: its `evaluate` on tiny streams, and whole runs of its
-`main`. Two configurations are proved, the smallest one and the script's defaults (or --config), shrunk in
-width, rows and tokens alone. Honest scores pass; every mutant must be killed.
+Three processes: this one starts the auditor, the auditor starts the script's (`cell`), both without network.
+The auditor asks the script's `evaluate` about tiny streams and has its `main` do whole runs, and judges; its
+findings come through a pipe that the script's process has not. Two configurations are proved, the smallest
+one and the script's defaults (or --config), shrunk in width, rows and tokens alone. Honest scores pass; every
+mutant must be killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.files import sha256_file
-from tools import REPO
 from tools.check.findings import Finding, Level, Mode, fail, info, warn
-from tools.prove import network
+from tools.prove import network, walls
 from tools.runs.errors import RecordError
 from tools.runs.source import read_script
 from tools.runs.writing import json_text
+
+if TYPE_CHECKING:
+    from tools.prove import cell
 
 SECONDS_MAX = 1800  # of the clock: a machine may be busy
 PROVEN, REFUTED, UNCHECKED = range(3)  # exit statuses
@@ -38,7 +45,7 @@ PROOFS = {
     "B5": "score before update", "B6": "weights", "B7": "inert warm-up", "B8": "data kept apart",
     "B9": "document isolation", "B10": "byte table", "B11": "tokenizer round trip", "B12": "artifact",
     "B13": "rank invariance", "B14": "determinism", "B15": "no network", "B16": "mutants",
-    "B17": "full size", "B18": "execution",
+    "B17": "full size", "B18": "execution", "B19": "the auditor untouched",
 }  # fmt: skip
 
 
@@ -55,12 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="flips and Kraft sums at the edges only, no whole run"
     )
     parser.add_argument(
-        "--only", type=checks_in, metavar="B5,B9", help="only these checks, and what they need; no verdict"
-    )
+        "--only", type=checks_in, metavar="B5,B9",
+        help="only these checks, and what they need; no verdict. With --self-test: their mutants alone",
+    )  # fmt: skip
     parser.add_argument(
         "--branches", action="store_true",
         help="list what on the path to a score reads sizes, counts, devices, places or time; run nothing",
     )  # fmt: skip
+    parser.add_argument(
+        "--self-test", action="store_true", help="try all mutants and legal changes of this script; minutes"
+    )
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="of --self-test; 0: all cores")
     parser.add_argument("--full-size", action="store_true", help="ask a little at full size too; minutes")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
@@ -88,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         given = getattr(args, name)
         if given is not None and not given.is_file():
             raise RecordError(f"--{name} {given}: no such file")
+    if args.self_test:
+        return _self_test(path, args)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         order = Order.of_arguments(args, path)
@@ -111,6 +125,24 @@ def _list_branches(path: Path) -> int:
     for line, reads, condition in branches_that_read(path):
         print(f"{path.name}:{line}: {condition}  [{reads}]")
     return PROVEN
+
+
+def _self_test(path: Path, args: argparse.Namespace) -> int:
+    """Print what became of every mutant and legal change; REFUTED if one did not end as it should."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        order = Order(str(path), only=args.only or [], workers=args.workers)
+        findings = _in_own_process(order, Path(folder), "self-test")
+    status = exit_status(findings)
+    wrong = sum(finding.level(Mode.AGREED) is Level.FAIL for finding in findings)
+    words = {
+        PROVEN: "every mutant is killed, no legal change is",
+        REFUTED: "the audit is blind",
+        UNCHECKED: "not all could be tried",
+    }[status]
+    print(f"{render(findings)}\n{path.name}: {len(findings)} tried, {wrong} ended otherwise than they "
+          f"should, in {time.monotonic() - started:.0f} s: {words}")  # fmt: skip
+    return status
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -150,6 +182,7 @@ class Order:
     adapter: str = ""
     only: list[str] = dataclasses.field(default_factory=list)
     documents: int = 0  # to be scored again, of a run directory
+    workers: int = 0  # of a self-test; 0: as many as there are cores
 
     def wants(self, *checks: str) -> bool:
         """Whether one of these checks is asked for; what is run is asked for with all checks, too."""
@@ -226,44 +259,52 @@ NOTE = "B0"  # what a proof is about: no result
 
 
 def _in_own_process(order: Order, folder: Path, what: str = "prove") -> list[Finding]:
-    """The findings of a worker process; what ends it is a finding too."""
-    out = folder / "findings.json"
-    (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)))
-    command = [*network.namespace_command(), *_worker(folder, what)]
+    """The findings of an auditor's process; what ends it is a finding too.
+
+    They come through a pipe that only the auditor has, with a number that only it was told: the script's
+    process has neither.
+    """
+    nonce = secrets.token_hex(32)
+    task = json.dumps(
+        {"nonce": nonce, "order": dataclasses.asdict(order), "folder": str(folder), "what": what}
+    )
+    findings_end, auditors_end = os.pipe()
+    command = [sys.executable, "-B", "-m", "tools.prove.prove", str(auditors_end)]
+    last = f"no end within {SECONDS_MAX} s"
+    with (folder / "messages").open("w+") as messages, os.fdopen(findings_end) as findings_file:
+        with subprocess.Popen(
+            [*network.namespace_command(), *command], stdin=subprocess.PIPE, stdout=messages,
+            stderr=None if what == "self-test" else messages,  # it prints what it has tried
+            pass_fds=(auditors_end,), env={**_home(), **walls.environment()}, text=True,
+        ) as process:  # fmt: skip
+            os.close(auditors_end)
+            longer = 4 if what == "self-test" else 2 if order.full_size else 1
+            watch = threading.Timer(SECONDS_MAX * longer, process.kill)
+            watch.start()
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate(task)
+            ended = watch.is_alive()
+            watch.cancel()
+        if ended:
+            messages.seek(0)
+            last = (messages.read().strip().splitlines() or ["no message"])[-1]
+        answer = findings_file.read()
     try:
-        done = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True,
-            timeout=SECONDS_MAX * (2 if order.full_size else 1), check=False,
-        )  # fmt: skip
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    except subprocess.TimeoutExpired:
-        last = f"no end within {SECONDS_MAX} s"
-    if not out.is_file():
-        return not_checked(Path(order.path), f"the script's process ended early: {last}")
+        told, stored = json.loads(answer)
+    except ValueError:
+        told, stored = "", []
+    if not secrets.compare_digest(told, nonce):
+        return not_checked(Path(order.path), f"the auditor's process ended early: {last}")
     findings = []
-    for stored in json.loads(out.read_text()):
-        levels = {reading: Level(stored[reading]) for reading in ("written", "practised")}
-        findings.append(Finding(**{**stored, **levels}))
+    for one in stored:
+        levels = {reading: Level(one[reading]) for reading in ("written", "practised")}
+        findings.append(Finding(**{**one, **levels}))
     return findings
 
 
-def _worker(folder: Path, *words: str) -> list[str]:
-    """The command that `_main` answers."""
-    return [sys.executable, "-B", "-m", "tools.prove.prove", str(folder), *words]
-
-
-def _environment() -> dict[str, str]:
-    """Of a worker: one thread, no GPU, and none of the user's settings."""
-    keep = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR", "LANG") if key in os.environ}
-    ours = {
-        "PYTHONPATH": str(REPO),
-        "OMP_NUM_THREADS": "1",
-        "GOMP_SPINCOUNT": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    if sys.platform.startswith("linux"):
-        ours["GLOO_SOCKET_IFNAME"] = network.LOOPBACK
-    return keep | ours
+def _home() -> dict[str, str]:
+    """Where the auditor may write: the script's process has a folder of its own."""
+    return {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
 
 
 def not_checked(path: Path, why: str) -> list[Finding]:
@@ -279,11 +320,11 @@ def not_checked(path: Path, why: str) -> list[Finding]:
 # ======================================================================================================
 
 
-def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
+def proofs(script: ModuleType, folder: Path, order: Order, self_test: bool = True) -> Iterator[Finding]:
     """All findings about a script that offers the entry point."""
-    from tools.prove import casing, probes, rehearsal, tiny
+    from tools.prove import casing, probes, questions, rehearsal, tiny
 
-    whole = script.Config.from_env(order.settings or {})
+    whole = probes_config(script, order)
     settings, shrunk = tiny.shrink(whole, tiny.FOR_SCORER)
     configured = probes.subject_of(script, settings, order.seed, order.settings_name)
     smallest = probes.make_subject(script, order.seed)
@@ -299,6 +340,13 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
             yield from scoring(subject, not order.quick and subject is not configured, order)
         if order.wants("B7") and subject is not configured:
             yield from probes.evaluation_warmup(subject)
+    if not order.quick and order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
+        for name, more in (("other features", tiny.OTHER), ("adapters of the head", tiny.HEAD_ALONE)):
+            other = probes.make_subject(script, order.seed, name, **tiny.known(whole, more))
+            yield from probes.ledger_order(other)
+            yield from questions.future(other.case(), [60], [35])
+    if order.wants("B1", "B2") and not order.quick:
+        yield from long_text(script, order.seed)
     if order.wants("B2"):
         yield whole_vocabulary(script, whole, order.seed)
     for subject in subjects[2:]:
@@ -315,12 +363,30 @@ def proofs(script: ModuleType, folder: Path, order: Order) -> Iterator[Finding]:
         yield from casing.case_bytes(smallest, laboratory_folder)
         if runs:
             yield from whole_runs(script, laboratory, whole, order.settings_name)
-    if not order.quick and (not order.only or "B16" in order.only):
+    if self_test and not order.quick and (not order.only or "B16" in order.only):
         yield from surviving_mutants(Path(order.path), folder)
     if order.full_size:
         from tools.prove.full_size import full_size
 
         yield from full_size(script, whole.as_env(), order.seed)
+
+
+def long_text(script: ModuleType, seed: int, ways: Sequence[str] = ("sgd", "lora")) -> Iterator[Finding]:
+    """B1 and B2 late in a text of one long document and many short ones; of few ids, so that it is quick.
+
+    ways: of test-time training.
+    """
+    from tools.prove import probes, questions, tiny
+
+    for way in ways:
+        settings = tiny.LORA if way == "lora" else {}
+        subject = probes.make_subject(script, seed, f"long text, {way}", VOCAB_SIZE=tiny.FEW, **settings)
+        case = subject.case(tokens=probes.long_tokens(subject))
+        for finding in [
+            *questions.kraft(case, probes.LATE_TARGETS),
+            *questions.future(case, [probes.LONG_DOCUMENT - 1], [400]),
+        ]:
+            yield dataclasses.replace(finding, where=f"{subject.name}: {finding.where}")
 
 
 def whole_vocabulary(script: ModuleType, config: Any, seed: int) -> Finding:
@@ -329,7 +395,7 @@ def whole_vocabulary(script: ModuleType, config: Any, seed: int) -> Finding:
 
     size = str(config.vocab_size)
     subject = probes.make_subject(script, seed, f"tiny, {size} ids", VOCAB_SIZE=size)
-    _, found = full_size.kraft_at_full_size(subject, subject.model())
+    _, found = full_size.kraft_at_full_size(subject, subject.model(), full_size.POSITIONS_OF_TINY)
     return dataclasses.replace(found, check="B2", where=subject.name)
 
 
@@ -342,7 +408,7 @@ def byte_tables(subject: Any, laboratory: Any) -> Iterator[Finding]:
     tokenizer = str(laboratory.tokenizer)
     texts = rehearsal.TEXTS
     yield from probes.byte_table(subject, tokenizer, texts, laboratory.pieces)
-    config = probes.with_tokenizer(subject.config, tokenizer, laboratory.pieces)
+    config = probes.with_tokenizer(subject.config, tokenizer, laboratory.pieces.vocab_size())
     yield probes.round_trip(subject, config, texts, laboratory.pieces)
     spaced = sentencepiece.SentencePieceProcessor(model_file=str(laboratory.spaced))
     yield from probes.byte_table(subject, str(laboratory.spaced), texts, spaced)
@@ -368,7 +434,7 @@ def _scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
 
     case = subject.case()
     edges = [0, subject.config.ttt_chunk_tokens - 1, subject.config.ttt_chunk_tokens, 75]
-    last = len(case.tokens) - 2
+    sums = probes.kraft_positions(subject) if thorough else [*edges, len(case.tokens) - 2]
     if order.wants("B3", "B4", "B5", "B6"):
         yield from probes.ledger_order(subject)
     if order.wants("B14"):
@@ -376,11 +442,15 @@ def _scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
     repeating = dataclasses.replace(case, tokens=questions.repeating(case.tokens))
     repeated: list[Finding] = []
     if order.wants("B2"):
-        yield from questions.kraft(case, probes.kraft_positions(subject) if thorough else [*edges, last])
+        yield from questions.kraft(case, sums)
         repeated += questions.kraft(repeating, [50, 77, 140] if thorough else [77])
     if order.wants("B1"):
         suffixes = [35, 64, 118] if thorough else [64]
-        yield from questions.future(case, None if thorough else [20, 60, 140], suffixes)
+        flips = [20, 60, 140]
+        if thorough:  # all tokens; to sum up over a target has changed its token already
+            asked = {target + 1 for target in sums} if order.wants("B2") else set()
+            flips = [token for token in range(1, len(case.tokens)) if token not in asked]
+        yield from questions.future(case, flips, suffixes)
         repeated += questions.future(repeating, [30, 100, 145], [80])
     for finding in repeated:
         yield dataclasses.replace(finding, text=f"{finding.text}; phrases that repeat")
@@ -412,7 +482,21 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     yield from rehearsal.one_score_each(laboratory, warmed)
     yield from rehearsal.same_result(first, warmed)
     yield from rehearsal.limited(script, laboratory, settings, first)
+    yield from other_run(script, laboratory, config)
     yield rehearsal.data_untouched(laboratory, files)
+
+
+def other_run(script: ModuleType, laboratory: Any, config: Any) -> Iterator[Finding]:
+    """B3, B4, B8 and B10 of a run with features that the defaults have not."""
+    from tools.prove import probes, rehearsal, tiny
+
+    subject = probes.make_subject(script, 0, "other features", **tiny.known(config, tiny.OTHER_RUN))
+    settings, _ = rehearsal.settings_for_runs(script, subject.config)
+    settings.update(tiny.known(config, tiny.OTHER_WAY))
+    outcome = rehearsal.run_script(script, laboratory, "other", settings)
+    yield from rehearsal.data_apart(laboratory, outcome)
+    yield from rehearsal.one_score_each(laboratory, outcome)
+    yield from rehearsal.figures(laboratory, outcome)
 
 
 def rank_invariance(subject: Any, folder: Path, *more: Any) -> Iterator[Finding]:
@@ -442,7 +526,7 @@ def surviving_mutants(path: Path, folder: Path) -> Iterator[Finding]:
     survivors = []
     names = mutants.self_test(path)
     for name in names:
-        if mutants.kill(path, name, folder) is None:
+        if not mutants.killed_by(path, name, folder):
             survivors.append(name)
     if survivors:
         text = f"mutants survived: {', '.join(survivors)}"
@@ -454,25 +538,21 @@ def surviving_mutants(path: Path, folder: Path) -> Iterator[Finding]:
 
 
 # ======================================================================================================
-# THE WORKER
+# THE AUDITOR
 # ======================================================================================================
 
 
 def _work(order: Order, folder: Path) -> list[Finding]:
-    """Everything the worker finds out."""
+    """Everything the auditor finds out."""
     path = Path(order.path)
-    attempts: list[str] = []
     out_of_reach = network.is_out_of_reach()
     if out_of_reach:
         network.start_loopback()
-    network.refuse(attempts)
     try:
-        findings = _checked(order, folder)
+        findings, attempts = _checked(order, folder)
     except Exception as error:
         traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        findings = not_checked(path, f"the proofs stopped: {type(error).__name__}: {error} ({where})")
+        findings, attempts = not_checked(path, _place_of(error)), []
     if attempts:
         text = f"tried to reach the network: {attempts[0]}"
         findings.append(fail("B15", text, path.name, "ship all it needs"))
@@ -488,75 +568,135 @@ def _work(order: Order, folder: Path) -> list[Finding]:
     return sorted(findings, key=lambda finding: (finding.check != "B18", _number(finding.check)))
 
 
-def _checked(order: Order, folder: Path) -> list[Finding]:
-    """The proofs of a script that loads and has the names that they need; else what was not checked."""
-    path = Path(order.path)
-    if order.adapter:
-        from tools.prove import foreign
+def _checked(order: Order, folder: Path) -> tuple[list[Finding], list[str]]:
+    """The proofs of a script that loads and has the names that they need, else what was not checked.
 
-        return list(foreign.proofs(path, Path(order.adapter), order.seed))
-    from tools.prove import execution, tiny
+    Also its attempts to reach the network.
+    """
+    from tools.prove import cell, execution, tiny
     from tools.prove.probes import ENTRY_POINT
 
-    try:
-        executed = execution.Execution(path)
-    except BaseException as error:
-        return not_checked(path, f"it does not load: {type(error).__name__}: {error}")
-    script = executed.module
+    path = Path(order.path)
+    keep = [Path(name) for name in (order.adapter, (order.settings or {}).get("CONFIG", "")) if name]
+    with cell.Cell(folder, [path, *keep]) as process:
+        try:
+            script = process.call("open", (path, not order.adapter))
+        except cell.CellError as error:
+            return not_checked(path, f"it does not load: {error}"), _attempts(process)
+        missing = [name for name in ENTRY_POINT if not cell.offers(script, name)]
+        findings: list[Finding] = []
+        ended = True
+        if order.adapter:
+            from tools.prove import foreign
 
-    missing = [name for name in ENTRY_POINT if not hasattr(script, name)]
-    if missing:
-        return not_checked(path, f"it has no {', '.join(missing)}")
-    findings: list[Finding] = []
-    ended = True
-    try:
-        for finding in proofs(script, folder, order):
-            findings.append(finding)
-    except Exception as error:
-        ended = False
-        findings.append(_stopped(script, error, path))
-    if order.only:
-        findings = [finding for finding in findings if finding.check in (*order.only, NOTE)]
-    if ended and not order.quick and order.wants("B18"):
-        for file in folder.glob("ranks_*/ran_*"):
-            executed.add(file)
-        config = script.Config.from_env(order.settings or {})
-        findings += execution.findings(executed, tiny.left_alone(script, config))
-    return findings
+            findings += foreign.proofs(path, Path(order.adapter), order.seed)
+        elif missing:
+            return not_checked(path, f"it has no {', '.join(missing)}"), _attempts(process)
+        else:
+            try:
+                for finding in proofs(script, folder, order):
+                    findings.append(finding)
+            except Exception as error:
+                ended = False
+                findings.append(_stopped(error, path))
+        if ended and not order.adapter and not order.quick and order.wants("B18"):
+            executed = execution.Execution(path)
+            executed.add(process.call("ran", (script,)))
+            for file in folder.glob("ranks_*/ran_*"):
+                executed.add(file.read_bytes())
+            same = tiny.left_alone(script, probes_config(script, order))
+            findings += execution.findings(executed, same)
+        findings.append(untouched(process, path))
+        if order.only:
+            findings = [finding for finding in findings if finding.check in (*order.only, NOTE)]
+        return findings, _attempts(process)
 
 
-def _stopped(script: ModuleType, error: Exception, path: Path) -> Finding:
-    """What an error says: a score that the script's own ledger refuses is refuted, all else not checked."""
+def probes_config(script: Any, order: Order) -> Any:
+    """The config that is proved."""
     from tools.prove import probes
 
-    traceback.print_exc()
+    return probes.config_of(script, order.settings or {})
+
+
+def untouched(process: cell.Cell, path: Path) -> Finding:
+    """B19: what a script's process may see, and whether the script changed the auditor's code there."""
+    from tools.prove import cell
+
+    try:
+        changed = process.call("changed")
+    except cell.CellError as error:
+        return warn("B19", f"not checked: {error}", path.name, "leave the auditor's process alone")
+    if changed:
+        text = f"the script changed {', '.join(changed[:3])} of the auditor"
+        return fail("B19", text, path.name, "leave the auditor alone")
+    return info(
+        "B19", f"the auditor is as it was, in a process apart; the script's: {process.said}", path.name
+    )
+
+
+def _attempts(process: cell.Cell) -> list[str]:
+    """The script's attempts to reach the network, as far as its process still tells."""
+    from tools.prove import cell
+
+    try:
+        return list(map(str, process.call("refused")))
+    except cell.CellError:
+        return []
+
+
+def _place_of(error: Exception) -> str:
+    """That the proofs stopped, with the error and its place."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-    if isinstance(error, probes.refusal(script)) and place.name in ("record", "score", "scored_tokens"):
-        return fail("B3", f"the ledger refused: {text}", path.name, "score every target once, in order")
-    return warn("B3", f"not checked: the proofs stopped: {text}", path.name, "see its message")
+    where = getattr(error, "where", "") or f"{Path(place.filename).name}:{place.lineno}"
+    kind = "" if hasattr(error, "where") else f"{type(error).__name__}: "
+    return f"the proofs stopped: {kind}{error} ({where})"
+
+
+def _stopped(error: Exception, path: Path) -> Finding:
+    """What an error says: a score that the script's own ledger refuses is refuted, all else not checked."""
+    traceback.print_exc()
+    refuses = getattr(error, "kind", "") in ("ValueError", "ScoringError")
+    if refuses and getattr(error, "function", "") in ("record", "score", "scored_tokens"):
+        return fail("B3", f"the ledger refused: {error}", path.name, "score every target once, in order")
+    return warn("B3", f"not checked: {_place_of(error)}", path.name, "see its message")
 
 
 def _main(arguments: list[str]) -> None:
-    """What a worker does: FOLDER and then `prove` or `replay`."""
+    """What an auditor does: it reads its task, and writes its findings into the pipe that it was given."""
     import torch
 
     torch.set_num_threads(1)
-    folder = Path(arguments[0])
-    order = Order(**json.loads((folder / "order.json").read_text()))
-    if arguments[1] == "replay":
+    task = json.load(sys.stdin)
+    order = Order(**task["order"])
+    folder = Path(task["folder"])
+    os.set_inheritable(int(arguments[0]), False)
+    if task["what"] == "replay":
         from tools.prove import replay
 
         try:
-            found = list(replay.findings(Path(order.path), order.documents, order.seed, order.settings or {}))
+            found = list(
+                replay.findings(Path(order.path), order.documents, order.seed, order.settings or {}, folder)
+            )
         except Exception as error:  # whatever its files hold
             traceback.print_exc()
             text = f"not checked: {type(error).__name__}: {error}"
             found = [warn(replay.CHECK, text, Path(order.path).name, "see its message")]
+    elif task["what"] == "self-test":
+        from tools.prove import cell, mutants
+
+        if network.is_out_of_reach():
+            network.start_loopback()
+        with cell.opened(Path(order.path), folder, [], False, quiet=True):
+            workers = order.workers or mutants.workers_here()
+            found = []
+            for finding in mutants.all_judged(Path(order.path), folder, workers, order.only):
+                print(f"{finding.where}: {finding.check} {finding.text}", file=sys.stderr, flush=True)
+                found.append(finding)
     else:
         found = _work(order, folder)
-    findings = [dataclasses.asdict(finding) for finding in found]
-    (folder / "findings.json").write_text(json.dumps(findings))
+    with os.fdopen(int(arguments[0]), "w") as file:
+        json.dump([task["nonce"], [dataclasses.asdict(finding) for finding in found]], file)
 
 
 if __name__ == "__main__":

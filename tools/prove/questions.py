@@ -145,8 +145,10 @@ def kraft(case: Case, positions: Iterable[int], and_changes: bool = True) -> Ite
     chosen = list(positions)
     worst = dict.fromkeys(before, 0.0)
     for target in chosen:
-        totals = dict.fromkeys(before, 0.0)
+        totals = {label: math.exp(-nats[target]) for label, nats in before.items()}
         for candidate in range(case.vocab_size):
+            if candidate == case.tokens[target + 1]:
+                continue
             changed = case.tokens.copy()
             changed[target + 1] = candidate
             after = case.ask(changed)

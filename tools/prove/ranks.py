@@ -15,17 +15,19 @@ import torch
 
 from tools.check.findings import Finding, fail, info
 from tools.prove import probes
+from tools.prove.cell import in_cell
 from tools.prove.execution import MARKS
 from tools.prove.probes import Subject
 
-# Nats. What learns sums gradients in another order: the honest difference is at most 6e-6 for the subjects
-# here (20 seeds of the smallest one, 5 of the defaults, two and four ranks), and this is ten times that.
-LEARNING_TOLERANCE = 6e-5
+# Nats. What learns sums gradients in another order, and SGD at the large rate of a proof makes more of it.
+# Ten times the most that honest ranks were seen apart, 4.2e-5.
+LEARNING_TOLERANCE = 4.2e-4
 # Where ranks do not make the same batches of the rows that they score, the kernels round in another way. fp32
 # holds a loss of a few nats to about 5e-7, and this is ten times that: a bound that is chosen, not measured.
 BATCHING_TOLERANCE = 5e-6
 
 
+@in_cell
 def in_small_batches(subject: Subject) -> Subject:
     """The subject with two rows in a scoring pass: a chunk has several, so that several ranks score it."""
     config = subject.config
@@ -34,6 +36,7 @@ def in_small_batches(subject: Subject) -> Subject:
     return dataclasses.replace(subject, config=dataclasses.replace(config, val_batch_size=tokens))
 
 
+@in_cell
 def ask(subject: Subject) -> dict[str, Any]:
     """What this process finds: by label the nats, the batches that it scored, and whether it learned."""
     run = probes.evaluation(subject, subject.tokens(), subject.model(), passes=True)
@@ -68,6 +71,7 @@ def answer(subjects: list[Subject], folder: Path, rank: int, ranks: int) -> None
     dist.destroy_process_group()
 
 
+@in_cell
 def answers(subjects: list[Subject], folder: Path, ranks: int) -> tuple[list[int], list[Any]]:
     """Exit statuses of the processes of all ranks, and what they found if all are 0.
 

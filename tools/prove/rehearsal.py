@@ -28,6 +28,7 @@ import torch
 from data import shards
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import tiny
+from tools.prove.cell import in_cell, record
 from tools.prove.probes import REPORTED, weights_of
 from tools.runs.folder import CONFIG
 
@@ -65,6 +66,7 @@ def sample_texts(seed: int, documents: int) -> list[str]:
     return [" ".join(random.choice(words, random.integers(5, 60))) for _ in range(documents)]
 
 
+@record
 @dataclass(frozen=True)
 class Laboratory:
     """A folder with a tokenizer and two data sets; the second has a byte sidecar.
@@ -75,6 +77,15 @@ class Laboratory:
     folder: Path
     pieces: sentencepiece.SentencePieceProcessor
     text_bytes: Mapping[str, int]
+
+    def to_cell(self) -> list[Path]:
+        """What crosses to the script's process."""
+        return [self.folder]
+
+    @staticmethod
+    def from_cell(folder: Path) -> Laboratory:
+        """The laboratory again."""
+        return open_laboratory(folder)
 
     @property
     def tokenizer(self) -> Path:
@@ -169,6 +180,7 @@ def sidecar_counts(pieces: sentencepiece.SentencePieceProcessor, texts: list[str
 # ======================================================================================================
 
 
+@record
 class Pass(NamedTuple):
     """One forward pass of a run."""
 
@@ -181,6 +193,7 @@ class Pass(NamedTuple):
 Forgery = Callable[[int], float]
 
 
+@record
 @dataclass
 class Watch:
     """The forward passes of a run, in order, and the phases in which ledgers were begun.
@@ -194,6 +207,10 @@ class Watch:
     run: Any = None
     shipped: dict[str, torch.Tensor] = field(default_factory=dict)
     forged: Forgery | None = None
+
+    def to_cell(self) -> list[Any]:
+        """What crosses from the script's process."""
+        return [self.passes, self.ledgers, self.run, self.shipped]
 
     @property
     def phase(self) -> str:
@@ -279,6 +296,7 @@ def some_grams(inputs_BT: torch.Tensor) -> list[bytes]:
     return grams
 
 
+@in_cell
 def settings_for_runs(script: ModuleType, config: Any) -> tuple[dict[str, str], list[str]]:
     """A config's settings for a tiny run with an artifact in which quantization is felt; what was shrunk."""
     settings, shrunk = tiny.shrink(config, tiny.FOR_RUN)
@@ -301,6 +319,7 @@ def settings_for_runs(script: ModuleType, config: Any) -> tuple[dict[str, str], 
     return settings, shrunk
 
 
+@record
 @dataclass(frozen=True)
 class Outcome:
     """A finished run: what was watched, its directory, and the data set it had."""
@@ -320,6 +339,7 @@ class Outcome:
         return (self.directory / "log.txt").read_text()
 
 
+@in_cell
 def run_script(
     script: ModuleType, laboratory: Laboratory, name: str, settings: Mapping[str, str],
     data: str = FIRST, forged: Forgery | None = None,
@@ -471,7 +491,9 @@ def limited(
     """B4 of an artifact that is scored again: all of the text as it was, a part of it with a mark."""
     again = {**settings, "EVAL_ONLY": str(first.directory / "model.bin")}
     whole = run_script(script, laboratory, "again", {**again, "MAX_EVAL_SECONDS": "600"})
-    part = run_script(script, laboratory, "part", {**again, "VAL_TOKENS_LIMIT": "100"})
+    # The artifact decides on its model, whatever is set; without learning the limit of time is for nobody.
+    fewer = {"VAL_TOKENS_LIMIT": "100", "LEAKY_SLOPE": "0.25", "TTT_ENABLED": "0"}
+    part = run_script(script, laboratory, "part", {**again, **fewer})
     if whole.summary["losses"] != first.summary["losses"]:
         yield fail("B4", "EVAL_ONLY gives other losses than the run", "EVAL_ONLY", "score the artifact alone")
         return
@@ -487,19 +509,27 @@ def limited(
     )
 
 
-def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]:
-    """B12: the artifact holds other weights than training left, so that to score those would show."""
+@in_cell
+def lost(script: ModuleType, outcome: Outcome) -> tuple[float, float]:
+    """Sizes of the difference between shipped and stored weights, and of those shipped; 0, 0 if unknown."""
     with contextlib.redirect_stdout(sys.stderr):
         model, _ = script.load_artifact(outcome.directory / "model.bin")
     stored = model.state_dict()
     shipped = outcome.watch.shipped
     if stored.keys() != shipped.keys():
+        return 0.0, 0.0
+    names = [name for name in stored if stored[name].ndim > 1]
+    difference = math.sqrt(sum(float((stored[name] - shipped[name]).square().sum()) for name in names))
+    return difference, math.sqrt(sum(float(shipped[name].square().sum()) for name in names))
+
+
+def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]:
+    """B12: the artifact holds other weights than training left, so that to score those would show."""
+    difference, size = lost(script, outcome)
+    if size == 0:
         text = "not checked: which weights were handed to `write_artifact` cannot be told"
         yield warn("B12", text, "model.bin", "offer write_artifact(model, ...)")
         return
-    names = [name for name in stored if stored[name].ndim > 1]
-    difference = math.sqrt(sum(float((stored[name] - shipped[name]).square().sum()) for name in names))
-    size = math.sqrt(sum(float(shipped[name].square().sum()) for name in names))
     text = f"quantization changed the weights by {difference / size:.1%} of their size"
     if difference < FELT * size:
         yield warn("B12", f"not checked: {text}", "model.bin", "a tighter limit would be needed")
@@ -515,6 +545,7 @@ def quantization_felt(script: ModuleType, outcome: Outcome) -> Iterator[Finding]
 WARM = {"WARMUP_STEPS": "2", "TRAIN_PREFETCH": "1", "COMPILE": "1"}
 
 
+@in_cell
 def warm_settings(script: ModuleType, settings: Mapping[str, str]) -> dict[str, str]:
     """The settings with WARM. The script ships them, so the limit moves: weights get as many bytes."""
     warm = {**settings, **WARM}
@@ -590,19 +621,9 @@ def artifact_alone(laboratory: Laboratory, outcome: Outcome, has_network: bool) 
         return
     folder = laboratory.folder.with_name(f"{laboratory.folder.name}-alone-{outcome.directory.name}")
     environment = alone_in(folder, laboratory, outcome)
-    hidden = laboratory.folder.with_name(f"{laboratory.folder.name}-hidden")
-    laboratory.folder.rename(hidden)
-    try:
-        command = [*without_shared_memory(), sys.executable, "-B", str(folder / "train_gpt.py")]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=ALONE_SECONDS_MAX, check=False,
-        )  # fmt: skip
-    finally:
-        hidden.rename(laboratory.folder)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield fail("B12", f"alone it ends with {done.returncode}: {last}", model.name, "ship all it needs")
+    status, last = run_alone(folder, environment, laboratory.folder)
+    if status:
+        yield fail("B12", f"alone it ends with {status}: {last}", model.name, "ship all it needs")
         return
     alone = json.loads((folder / "runs" / "alone" / "summary.json").read_text())["losses"]
     for label, loss in summary["losses"].items():
@@ -613,6 +634,22 @@ def artifact_alone(laboratory: Laboratory, outcome: Outcome, has_network: bool) 
     network = "with the network in reach" if has_network else "without network"
     text = f"{size_bytes} bytes as counted; alone, {network}, all {len(alone)} labels score the same bits"
     yield info("B12", text, model.name)
+
+
+@in_cell
+def run_alone(folder: Path, environment: Mapping[str, str], laboratory: Path) -> tuple[int, str]:
+    """Exit status and last message of the script in `folder`, while the laboratory has another name."""
+    hidden = laboratory.with_name(f"{laboratory.name}-hidden")
+    laboratory.rename(hidden)
+    try:
+        command = [*without_shared_memory(), sys.executable, "-B", str(folder / "train_gpt.py")]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=ALONE_SECONDS_MAX, check=False,
+        )  # fmt: skip
+    finally:
+        hidden.rename(laboratory)
+    return done.returncode, (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def without_shared_memory() -> list[str]:

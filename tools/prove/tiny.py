@@ -9,6 +9,8 @@ import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tools.prove.cell import in_cell
+
 MODEL = {
     "DEVICE": "cpu",
     "COMPUTE_DTYPE": "float32",
@@ -62,6 +64,43 @@ LORA = {
     "TTT_CHUNK_SIZE": "8",
     "TTT_BATCH_SIZE": "3",
 }
+
+# Features that the defaults have not, so that their branches are proved too.
+OTHER = {
+    **LORA,
+    "BIGRAM_VOCAB_SIZE": "16",
+    "BIGRAM_DIM": "16",  # the model's width: no projection
+    "VE_ENABLED": "1",
+    "VE_DIM": "8",  # that of all key heads
+    "VE_LAYERS": "1",
+    "CHANNEL_SMEAR_ENABLED": "1",
+    "SPARSE_ATTN_GATE_ENABLED": "0",
+    "PARALLEL_MODE": "gptj",
+    "PARALLEL_START_LAYER": "1",
+    "LOGIT_SOFTCAP": "0",
+    "ROPE_TRAIN_SEQ_LEN": "0",
+    "VAL_PREFETCH": "0",
+    "TTT_BATCH_SIZE": "0",
+    "TTT_LORA_TARGETS": "q",
+}
+HEAD_ALONE = {**LORA, "TTT_LORA_TARGETS": "head"}
+# And a whole run: tables that are projected, no skips, weights in plain steps.
+OTHER_RUN = {
+    **{name: value for name, value in OTHER.items() if name not in LORA},
+    "NUM_LAYERS": "1",
+    "VE_LAYERS": "0",
+    "BIGRAM_DIM": "4",
+    "VE_DIM": "4",
+    "PARALLEL_START_LAYER": "0",
+    "MUON_MOMENTUM_WARMUP_FRAC": "0",
+    "TRELLIS": "0",
+    "COLUMN_STEPS": "0",
+    "TTT_MODE": "sgd",
+}
+# Of that run: with rehearsal, timing and a trace.
+OTHER_WAY = {"WARMUP_STEPS": "1", "TRAINING_TIMING_BREAKDOWN": "1", "TRACE_STEPS": "1:2"}
+
+FEW = "4"  # ids: quick sums in a long text
 
 # For a whole run: a few steps, with validation on the way.
 RUN = {
@@ -121,6 +160,7 @@ def shrink(config: Any, size: Size) -> tuple[dict[str, str], list[str]]:
     return values, changed
 
 
+@in_cell
 def left_alone(script: ModuleType, config: Any) -> set[str]:
     """Names of the fields of a config that every proof of it leaves as a run has them."""
     whole = config.as_env()
@@ -131,6 +171,11 @@ def left_alone(script: ModuleType, config: Any) -> set[str]:
             name for name, value in script.Config.from_env(settings).as_env().items() if value != whole[name]
         }
     return {name.lower() for name in whole.keys() - changed}
+
+
+def known(config: Any, settings: dict[str, str]) -> dict[str, str]:
+    """Those of some settings that a script has; older ones have fewer."""
+    return {name: value for name, value in settings.items() if name in config.as_env()}
 
 
 def switched_off(config: Any) -> list[str]:

@@ -230,5 +230,7 @@ LEGAL_OF_DOCUMENTS: dict[str, Callable[[ModuleType], None]] = {
     "batches-in-reverse": batches_in_reverse,
     "two-passes-a-chunk": two_passes,
 }
+# Those after which a script has no name that the proofs need.
+NOT_CHECKED = ("ledger-renamed", "evaluate-renamed")
 # Those that change what ranks do.
 OF_RANKS = ("ranks-split-by-blocks", "batches-by-ranks")

@@ -416,7 +416,6 @@ RUNNING: dict[str, Mutant] = {
     "byte-pieces-as-text": Mutant("B10", byte_pieces_as_text),
     "characters-as-bytes": Mutant("B10", characters_as_bytes),
     "document-starts-counted": Mutant("B10", document_starts_counted),
-    "sidecar-ignored": Mutant("B10", sidecar_ignored, whole_run=True),
     "case-marks-as-text": Mutant("B10", case_marks_as_text),
     "more-bytes-in-the-run": Mutant("B10", more_bytes_in_the_run, whole_run=True),
     "fewer-targets-in-the-run": Mutant("B4", fewer_targets_in_the_run, whole_run=True),

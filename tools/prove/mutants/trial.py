@@ -21,7 +21,8 @@ class Mutant:
     """A change and the probe that must kill it.
 
     whole_run: whether it takes runs of `main` to see it. by_clock: a limit of time. settings: beside the
-    smallest ones.
+    smallest ones. place: where else it shows: "long text", "vocabulary", "many ids", "warm" (a run with
+    warm-up).
     """
 
     probe: str
@@ -29,6 +30,7 @@ class Mutant:
     whole_run: bool = False
     by_clock: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
 
 
 @dataclass(frozen=True)
