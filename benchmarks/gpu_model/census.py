@@ -1,7 +1,7 @@
 """The census of a configuration: what one compiled step launches on the fake GPU, and a roofline of it.
 
     python -m benchmarks.gpu_model --what train train_loop --keys 517
-    python -m benchmarks.gpu_model --config C.env --set KEY=VALUE --what score ttt --mlp kernel
+    python -m benchmarks.gpu_model --config C.env --set KEY=VALUE --what score adapters --mlp kernel
 
 For each of `--what`: launches, GB, TFLOP, modelled milliseconds and peak memory of every graph, graph breaks,
 and whether another number of documents compiles anew. About a minute each; `--no-inductor` stops after
@@ -11,6 +11,7 @@ tracing. Nothing is measured on a GPU. What the words mean stands in README.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from benchmarks.gpu_model.roofline import CARDS
 if TYPE_CHECKING:  # they import torch, which must wait for the fake GPU
     from benchmarks.gpu_model.tracer import Tracer
 
-PHASES = ("train", "train_loop", "score", "ttt")
+PHASES = ("train", "train_loop", "score", "adapters")
 COUNTED = ("function", "all", "none")
 DOCUMENTS_PER_ROW = 3  # of the traced batch; any number compiles to the same code
 
@@ -103,15 +104,18 @@ def trace(tracer: Tracer, model: Any, config: Any, phase: str, world_size: int) 
 
     rows, length = subject.rows(config, phase, world_size)
     looping = subject.loops(config, phase)
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend=tracer.backend)
     inputs_BT = tracer.empty(rows, length)
     starts = document_starts(tracer, rows, DOCUMENTS_PER_ROW)
     if phase == "score":
-        hidden = torch.compile(subject.hidden, dynamic=False, fullgraph=True, backend=tracer.backend)
         with torch.no_grad():
-            hidden(model, inputs_BT, starts)
+            compiled(subject.hidden)(model, inputs_BT, starts)
+    elif phase == "adapters":
+        with tracer.fake_mode:
+            subject.learn_adapters(compiled, model, inputs_BT, config)
     else:
         targets_BT = tracer.empty(rows, length)
-        loss = torch.compile(subject.loss, dynamic=False, fullgraph=True, backend=tracer.backend)
+        loss = compiled(subject.loss)
         loss(model, inputs_BT, targets_BT, starts, looping).backward()
         graphs_before = len(tracer.graphs)
         more_starts = document_starts(tracer, rows, DOCUMENTS_PER_ROW + 1)

@@ -60,6 +60,23 @@ def hidden(gpt: nn.Module, inputs_BT: Tensor, starts: Tensor) -> Tensor:
     return gpt(inputs_BT, starts, looping=gpt.settings.num_loops > 0)
 
 
+def learn_adapters(compiled: Callable[..., Any], gpt: nn.Module, ids_BT: Tensor, config: Any) -> None:
+    """Read whole windows of as many documents as fit, with their adapters, both ways, and step the adapters.
+
+    The script scores the last TTT_CHUNK_SIZE tokens of each window outside of its graphs: not seen here.
+    """
+    gpt.requires_grad_(False)
+    layout = train_gpt.adapter_layout(config)
+    size = sum(config.ttt_lora_rank * (config.model_dim + out) for visit in layout for out in visit.values())
+    rounded_BP = torch.empty(len(ids_BT), size, dtype=gpt.compute_dtype, device="cuda", requires_grad=True)
+    starts = torch.empty(len(ids_BT) + 1, dtype=torch.int32, device="cuda")
+    hidden_BTD = compiled(train_gpt.read_adapted)(gpt, ids_BT, starts, rounded_BP, config)
+    hidden_BTD[:, -config.ttt_chunk_size :].sum().backward()
+    wide_and_rounded = (torch.float32, torch.float32, gpt.compute_dtype, gpt.compute_dtype)
+    flat = [torch.empty(rounded_BP.numel(), dtype=dtype, device="cuda") for dtype in wide_and_rounded]
+    compiled(train_gpt.adamw_step)(*flat, torch.empty((), device="cuda"), config)
+
+
 def loops(config: train_gpt.Config, phase: str) -> bool:
     """Whether the model runs its loop in a phase."""
     return phase != "train" and config.num_loops > 0
@@ -84,9 +101,8 @@ def rows(config: train_gpt.Config, phase: str, world_size: int = 8) -> tuple[int
     if phase == "score":
         length = config.eval_length
         count = max(1, config.val_pass_tokens // length)
-    elif phase == "ttt":
-        length = config.eval_length
-        count = max(1, min(config.ttt_batch_seqs, config.ttt_chunk_tokens // length) // world_size)
+    elif phase == "adapters":
+        length, count = config.eval_length, config.documents_at_once
     else:
         length = config.train_seq_len
         count = min(config.micro_batch_tokens, config.train_batch_tokens // world_size) // length

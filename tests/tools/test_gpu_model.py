@@ -109,7 +109,7 @@ def test_a_pass_has_the_rows_that_the_script_gives_one_rank_and_the_settings_tha
     assert subject.rows(config, "train") == subject.rows(config, "train_loop") == (48, 2048)
     assert subject.rows(config, "train", world_size=16) == (24, 2048)
     assert subject.rows(config, "score") == (25, 2560)
-    assert subject.rows(config, "ttt") == (1, 2560)
+    assert subject.rows(config, "adapters") == (config.documents_at_once, 2560)
     with pytest.raises(ValueError, match="MICRO_BATCH_TOKENS=1024"):
         subject.rows(subject.config(settings=["MICRO_BATCH_TOKENS=1024"]), "train")
     assert subject.config(settings=["NUM_LAYERS=9", "MATRIX_LR=0.5"]).num_layers == 9
