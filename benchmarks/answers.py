@@ -37,8 +37,7 @@ PARTS, EQUAL = f"What each part brings: {SAMPLE}-200steps", f"Quantizers at equa
 IDEAS = ("Adam betas 0.8 0.95", "momentum mixture, from the start", "short pieces in the first third")
 BOTH = ("trellis, steps of columns",)
 STACKS = (
-    ("0.25 M weights, 40 s", "4x64-40s"), ("0.8 M weights, 80 s", "4x128-80s"),
-    ("2 M weights, 160 s", "4x208-160s"),
+    ("0.25 M weights, 40 s", "4x64-40s"), ("0.86 M weights, 80 s", "4x128-80s"),
 )  # fmt: skip
 QUESTIONS = (
     Asked("Is this file better than the challenge's script after equal CPU seconds?",
@@ -47,9 +46,9 @@ QUESTIONS = (
     Asked("How much of that is shuffled data, and how much other code?", f"{BESIDE}{SAMPLE}-60s",
           "minus theirs", ("theirs shuffled", "ours as theirs", "ours as theirs, shuffled", "ours in order"),
           "data so large that order matters less"),
-    *(Asked(f"Default and #1493's settings against the baseline's, {size}, before quantization",
+    *(Asked(f"Is the default better than the baseline's settings in this file? {size}",
             f"Experiment: stacks-{SAMPLE}-{run}", "float minus upstream_baseline", ("default", "pr1493"),
-            "long runs: these read less than a token a weight at the largest size")
+            "longer runs: these read two tokens a weight, and half a token")
       for size, run in STACKS),
     Asked("Is it better than #549's script, before quantization?", f"{BESIDE}pr549-{SAMPLE}-90s",
           "minus theirs", ("ours",), "8 GPUs, for which that script is made"),

@@ -4,8 +4,7 @@
 
 ladder.png: the estimate for 8 GPUs, part by part, between two public records. results.png, left: a public
 script and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a
-seed, a bar is a mean. Lower is better. sizes.png: how far stacks are from the challenge's baseline, over the
-size of the model.
+seed, a bar is a mean. Lower is better.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import paired, results
+from benchmarks import results
 from tools import REPO
 
 BESIDE = "beside-fineweb_sample_sp1024-60s"
@@ -26,15 +25,6 @@ WAYS = ("round trip", "sliding window", "SGD", "LoRA")
 ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
 BESIDE_THE_AXES = ("axes fraction", "data")
-STACKS = "experiments-stacks-*.json"
-BASE = "upstream_baseline"  # the arm that all others are compared with
-LINES = {
-    ("pr1493", "float"): ("#1493's settings, before quantization", "o"),
-    ("default", "float"): ("default, before quantization", "s"),
-    ("default", "roundtrip"): ("default, quantized", "^"),
-    ("default", "sliding_window"): ("default, sliding window", "v"),
-    ("default", "legal_ttt"): ("default, adapters", "D"),
-}  # fmt: skip
 RUNGS = {
     "before quantization": "#1855 before quantization", "MATRIX_LR": "higher learning rate",
     "quantization": "quantization by GPTQ", "trellis": "trellis, column steps",
@@ -129,28 +119,6 @@ def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
     axes.set_title("one model, scored in four ways; SGD and LoRA learn while scoring", fontsize=10)
 
 
-def draw_sizes(axes: Axes, tables: list[dict[str, Any]]) -> None:
-    """Differences from the baseline after equal seconds, by stage, over the size. Bars: standard errors."""
-    for (arm, stage), (label, mark) in LINES.items():
-        points = []
-        for rows in (table["measured"]["rows"] for table in tables):
-            # The baseline has no windows and no adapters: its artifact's score stands against all but float.
-            base_stage = "float" if stage == "float" else "roundtrip"
-            base = [{**run, "score": run["scores"][base_stage]} for run in rows[BASE]]
-            runs = [{**run, "score": run["scores"][stage]} for run in rows[arm]]
-            found = paired.difference(runs, base, "score")
-            assert found is not None
-            points.append((rows["default"][0]["parameters"], found.mean, found.error))
-        sizes, means, errors = zip(*sorted(points), strict=True)
-        axes.errorbar(sizes, means, yerr=errors, marker=mark, capsize=3, label=label)
-    axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.grid(alpha=0.3)
-    axes.set_xlabel("parameters of the default at this size")
-    axes.set_ylabel("bits per byte minus the baseline's")
-    axes.legend(fontsize=8)
-
-
 def draw() -> dict[str, Figure]:
     """The pictures by the names of their files, from what is stored."""
     ladder = Figure((9.0, 3.0), layout="constrained")
@@ -159,9 +127,7 @@ def draw() -> dict[str, Figure]:
     left, right = figure.subplots(1, 2)
     draw_beside(left, results.latest(BESIDE)["measured"])
     draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
-    sizes = Figure((9.0, 4.0), layout="constrained")
-    draw_sizes(sizes.subplots(), [results.latest(path.stem) for path in results.FOLDER.glob(STACKS)])
-    return {"ladder.png": ladder, "results.png": figure, "sizes.png": sizes}
+    return {"ladder.png": ladder, "results.png": figure}
 
 
 def main() -> None:

@@ -78,9 +78,12 @@ assert ops.mlp is mlp_in_halves and report[0].startswith("fused_mlp:halves"), re
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+PAGE = Path(__file__).parents[1] / "docs/changing.md"  # a fork removes an example that meets its own change
+
+
+@pytest.mark.parametrize("name", re.findall(r"<!-- patch:(\w+) -->", PAGE.read_text("utf-8")))
 def test_an_example_of_the_page_does_what_it_says(name: str, repo: Path, tmp_path: Path) -> None:
-    page = (repo / "docs/changing.md").read_text("utf-8")
+    page = PAGE.read_text("utf-8")
     (patch,) = re.findall(rf"<!-- patch:{name} -->\n```diff\n(.*?)```", page, re.DOTALL)
     shutil.copy(repo / "train_gpt.py", tmp_path)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, text=True, check=True)
