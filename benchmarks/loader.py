@@ -398,8 +398,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=31, help="interleaved rounds per staging measurement")
     parser.add_argument("--steps", type=int, default=2 * SHARD_STEPS + 30, help="steps per end-to-end run")
-    parser.add_argument("--keep", action="store_true", help="store them in results/ and RESULTS.md")
-    parser.add_argument("--name", default="turns", help="of the kept turns")
+    parser.add_argument("--keep", action="store_true", help="store them in results/, turns not in RESULTS.md")
+    parser.add_argument("--name", default="turns", help="of the kept turns, in results/loader/")
     parser.add_argument("--turns", type=int, default=0, help="turns with and as many without prefetch")
     parser.add_argument("--turn-steps", type=int, default=10, help="steps of a turn")
     parser.add_argument("--config", type=Path, default=REPO / "configs/cpu_demo.env", help="of these turns")
@@ -416,7 +416,11 @@ def main() -> None:
     if arguments.turns:
         found = in_turns(arguments)
         if found:
-            results.finish(f"loader-{arguments.name}", before, found, arguments.keep)
+            results.finish("loader-turns", before, found, keep=False)
+            if arguments.keep:
+                kept = {"benchmark": "loader", "conditions": before, "measured": found}
+                path = results.FOLDER / "loader" / f"{arguments.name}.json"
+                results.write_text(path, json.dumps(kept, indent=1) + "\n")
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -129,10 +129,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
         )
     header = paired.HEADER.format("the first")
     return [
-        f"Beginnings of documents of `{measured['data']}`, {SHARDS * SHARD_STEPS} steps, {SHARD_STEPS} of "
-        f"each shard; size {SIZE}, but 64 wide. Spread: standard deviation of the training loss, in nats, "
-        f"of single steps and of means over {SHARD_STEPS} steps, in the second half of training. Score: "
-        "before quantization.",
+        f"`{measured['data']}`, {SHARDS * SHARD_STEPS} steps, {SHARD_STEPS} of each shard; size {SIZE}, 64 "
+        f"wide. Spread: deviation of the loss of single steps and of means over {SHARD_STEPS}, second half.",
         "",
         *paired.table("| batches | shards | nats apart | spread of steps | of shards | " + header, lines),
     ]  # fmt: skip
