@@ -4304,8 +4304,9 @@ def shipped_code(source: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-        decorators = {ast.unparse(one) for one in getattr(node, "decorator_list", [])}
-        if isinstance(node, ast.FunctionDef) and decorators <= READ_NO_TYPES:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if READ_NO_TYPES.issuperset(map(ast.unparse, node.decorator_list)):
             node.returns = None
             for argument in node.args.args:
                 argument.annotation = None
@@ -4560,19 +4561,23 @@ def train(training: Training) -> None:
     """Step until the clock or ITERATIONS is over. A signal ends the process, once all is saved."""
     config = training.config
     run = training.run
+    machine = run.machine
     every = config.checkpoint_every_seconds
     # Steps that a GPU may be behind the host, so that it always has work.
-    behind = 2 if run.machine.on_gpu else 0
-    seconds = run.machine.gather(training.seconds)[0]  # by the clock of rank 0
+    behind = 2 if machine.on_gpu else 0
+    seconds = machine.gather(training.seconds)[0]  # by the clock of rank 0
     step_seconds = seconds / max(training.step, 1)  # of a resumed run: its mean
     progress = run_progress(seconds, training.step, config)
     run.training = True
     while True:
         before = seconds
-        # The clock of rank 0, and a signal that any rank has caught; 0: none. No device is asked.
-        told = run.machine.gather((training.seconds, run.stop_signal))
-        seconds = told[0][0]
-        caught = max(number for _, number in told)
+        # The clock of rank 0, and whether any rank has caught a signal: as sums, on the host, so no device is
+        # asked. `gather` pickles, which costs eight ranks milliseconds a step.
+        agreed = torch.tensor([training.seconds, run.stop_signal], dtype=torch.float64)
+        if machine.rank != 0:
+            agreed[0] = 0.0
+        machine.add_up(agreed)
+        seconds, caught = agreed.tolist()
         # The slowest recent step, which fades by 10 % per step.
         step_seconds = max(0.9 * step_seconds, seconds - before)
         # The step to come must end in time, so must those the device still has to do, and one to spare.
@@ -4593,7 +4598,7 @@ def train(training: Training) -> None:
 
         progress = run_progress(seconds, training.step, config)
         values = train_step(training, progress).to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if run.machine.on_gpu else None
+        copied = torch.cuda.current_stream().record_event() if machine.on_gpu else None
         training.step += 1
         # Taken now: when the result is read, later steps have waited as well.
         wait_ms = training.loader.wait_ms
@@ -4946,26 +4951,25 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
         fast_ops(config, machine), checkpoint)  # fmt: skip
 
 
-def check_memory(config: Config, machine: Machine) -> None:
+def check_memory(c: Config, machine: Machine) -> None:
     """ConfigError for a micro-batch that the memory of this rank's device cannot hold.
 
     The estimate is a lower bound: of what the backward pass reads, the logits, the hidden values of the
     MLPs, and on a CPU one mask of attention.
     """
-    micro_steps = micro_steps_per_step(config, machine.world_size)
-    tokens = config.train_batch_tokens // machine.world_size // micro_steps
-    values = config.vocab_size + config.num_layers * config.mlp_dim
+    tokens = c.train_batch_tokens // machine.world_size // micro_steps_per_step(c, machine.world_size)
+    values = c.vocab_size + c.num_layers * c.mlp_dim
     memory_bytes = sys.maxsize
     if machine.on_gpu:
         memory_bytes, _ = torch.cuda.mem_get_info()
     elif hasattr(os, "sysconf"):  # not on Windows
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if config.doc_mask:
-            values += config.train_seq_len
+        if c.doc_mask:
+            values += c.train_seq_len
     needed_bytes = machine.dtype.itemsize * tokens * values
     if needed_bytes > memory_bytes:
         raise ConfigError(
-            f"TRAIN_SEQ_LEN={config.train_seq_len} MICRO_BATCH_TOKENS={config.micro_batch_tokens}: {tokens} "
+            f"TRAIN_SEQ_LEN={c.train_seq_len} MICRO_BATCH_TOKENS={c.micro_batch_tokens}: {tokens} "
             f"tokens at once need {needed_bytes >> 20} MiB at least, this device has {memory_bytes >> 20} "
             "MiB; lower MICRO_BATCH_TOKENS, or both")
 
