@@ -1,15 +1,17 @@
-"""What each quantizer loses of one trained model at equal bytes: divergence, loss, seconds of one CPU.
+"""What each quantizer loses of trained models at equal bytes: divergence, loss, seconds of one CPU.
 
-    python benchmarks/divergence.py RUN [--bits 3.55 2.8] [--targets 16384] [--batches 16] [--keep]
+    python benchmarks/divergence.py RUN [RUN ...] [--bits 3.55] [--curve 2.4 2.8 4.5] [--keep]
 
-RUN is a run directory of SAVE_FLOAT=1; its settings name data and model. The arms are those of
-arms/quantizers.json. All get the Hessians of the same training batches and --bits for each weight. The
-divergence is the mean over targets of the Kullback-Leibler divergence from the predictions of the weights
-before quantization, in nats.
+A RUN is a run directory of SAVE_FLOAT=1, each of another seed; its settings name data and model. The arms are
+those of arms/quantizers.json. All get the Hessians of the same training batches and --bits for each weight.
+At the sizes of --curve only the first arm and the last are measured. The divergence is the mean over targets
+of the Kullback-Leibler divergence from the predictions of the weights before quantization, in nats.
 """
 
 import argparse
 import contextlib
+import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -25,12 +27,11 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import results  # noqa: E402
+from benchmarks import paired, results  # noqa: E402
 from benchmarks.experiments import as_settings, read_json  # noqa: E402
-from benchmarks.paired import table  # noqa: E402
 from train_gpt import GPT, Config, Machine  # noqa: E402
 
-TITLE = "Quantizers on a trained model"
+TITLE = "Quantizers on trained models"
 WATCHED: list[tuple[Any, str]] = [
     (train_gpt.Quantizer, "quantize"), (train_gpt, "write_artifact"), (train_gpt, "encode"),
     (train_gpt, "decode"),
@@ -78,8 +79,8 @@ class Clock:
         return mock.patch.object(owner, name, timed)
 
 
-def measure(run: Path, bits: list[float], targets: int, batches: int) -> dict[str, Any]:
-    """All arms at each size."""
+def measure(run: Path, wanted: list[tuple[float, str]], targets: int, batches: int) -> dict[str, Any]:
+    """What one trained model loses at each of these sizes by each arm."""
     config = Config.from_env({"CONFIG": str(run / train_gpt.SETTINGS_FILE)})
     machine = Machine(dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32)
     model = trained_model(run, config, machine)
@@ -88,65 +89,95 @@ def measure(run: Path, bits: list[float], targets: int, batches: int) -> dict[st
     hessians = train_gpt.collect_hessians(model, [loader.next_batch() for _ in range(batches)])
     loader.close()
     validation = train_gpt.open_shards(f"{folder}/fineweb_val_[0-9]*.bin")[0]
-    tokens = train_gpt.read_tokens(validation, config.vocab_size)[: targets + 1]
+    whole = train_gpt.read_tokens(validation, config.vocab_size)
+    tokens = whole[: targets + 1]
     targets_N = torch.from_numpy(tokens[1:].astype(np.int64))
+    bytes_of_text = int(train_gpt.token_bytes(whole, config)[:targets].sum())
+    bits_per_byte = targets / bytes_of_text / math.log(2)  # of one nat a target
     before_NV = torch.cat(list(predictions(model, tokens, config)))
     nats_before = F.nll_loss(before_NV, targets_N).item()
     weights = train_gpt.count_parameters(config)
     rows = []
-    for size in bits:
-        for arm, changes in read_json("quantizers")["arms"].items():
-            settings = {"CONFIG": str(run / train_gpt.SETTINGS_FILE), **as_settings(changes)}
-            clock = Clock()
-            with contextlib.ExitStack() as stack:
-                for owner, name in WATCHED:
-                    stack.enter_context(clock.watched(owner, name))
-                arm_config = Config.from_env(settings)
-                known = hessians if arm_config.gptq else {}
-                data, _ = train_gpt.write_artifact(model, arm_config, known, "", int(weights * size / 8))
-                read, _ = train_gpt.load_artifact(Path(arm), data)
-            train_gpt.ready_model(read, machine, train_gpt.Ops())
-            after_NV = torch.cat(list(predictions(read, tokens, config)))
-            divergence = F.kl_div(after_NV, before_NV, log_target=True, reduction="batchmean").item()
-            rows.append({
-                "arm": arm, "bits": size, "bytes": len(data), "divergence": divergence,
-                "nats_lost": F.nll_loss(after_NV, targets_N).item() - nats_before,
-                "passes": clock.calls["encode"], "seconds": clock.seconds,
-            })  # fmt: skip
-            print(rows[-1], file=sys.stderr, flush=True)
+    for size, arm in wanted:
+        changes = as_settings(read_json("quantizers")["arms"][arm])
+        arm_config = Config.from_env({"CONFIG": str(run / train_gpt.SETTINGS_FILE), **changes})
+        clock = Clock()
+        with contextlib.ExitStack() as stack:
+            for owner, name in WATCHED:
+                stack.enter_context(clock.watched(owner, name))
+            known = hessians if arm_config.gptq else {}
+            data, _ = train_gpt.write_artifact(model, arm_config, known, "", int(weights * size / 8))
+            read, _ = train_gpt.load_artifact(Path(arm), data)
+        train_gpt.ready_model(read, machine, train_gpt.Ops())
+        after_NV = torch.cat(list(predictions(read, tokens, config)))
+        divergence = F.kl_div(after_NV, before_NV, log_target=True, reduction="batchmean").item()
+        lost = F.nll_loss(after_NV, targets_N).item() - nats_before
+        rows.append({
+            "arm": arm, "bits": size, "bytes": len(data), "divergence": divergence,
+            "bpb_lost": lost * bits_per_byte, "passes": clock.calls["encode"], "seconds": clock.seconds,
+        })  # fmt: skip
+        print(config.seed, rows[-1], file=sys.stderr, flush=True)
     return {"parameters": weights, "targets": targets, "nats_before": nats_before, "rows": rows,
             "calibration_tokens": batches * config.micro_batch_tokens, "data": folder.name,
             "iterations": config.iterations, "tokens_a_step": config.train_batch_tokens,
             "seed": config.seed}  # fmt: skip
 
 
-def tables(measured: dict[str, Any]) -> list[str]:
-    """A row for each size and arm; divergences as a share of the first arm's at that size."""
-    lines = []
-    first: dict[float, float] = {}
-    for row in measured["rows"]:
-        share = row["divergence"] / first.setdefault(row["bits"], row["divergence"])
-        seconds = row["seconds"]
-        lines.append(
-            f"| {row['arm']} | {row['bits']:g} | {row['bytes']:,} | {row['divergence']:.5f} | {share:.2f} | "
-            f"{row['nats_lost']:+.5f} | {row['passes']} | {seconds['write_artifact']:.0f} | "
-            f"{seconds['quantize']:.0f} | {seconds['encode']:.0f} | {seconds['decode']:.0f} |")
-    header = (
-        "| arm | bits a weight | bytes | divergence | of the first arm's | nats lost | passes | CPU s | of "
-        "them rounding | coding | decoding |")
+def of_arm(measured: dict[str, Any], arm: str, size: float) -> list[dict[str, Any]]:
+    """The figures of an arm at a size, one of each trained model, with its seed."""
     return [
-        f"One model of {measured['parameters']:,} weights on `{measured['data']}`, seed {measured['seed']}, "
-        f"{measured['iterations']} steps of {measured['tokens_a_step']:,} tokens. Before quantization it has "
-        f"{measured['nats_before']:.4f} nats. Hessians of {measured['calibration_tokens']:,} tokens, "
-        f"{measured['targets']:,} validation targets.",
-        "", *table(header, lines)]  # fmt: skip
+        {**row, "seed": run["seed"]}
+        for run in measured["runs"] for row in run["rows"] if (row["arm"], row["bits"]) == (arm, size)
+    ]  # fmt: skip
+
+
+def line_of(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
+    """The cells of an arm beside the first arm, as means over the models."""
+    mean = {name: statistics.mean(row[name] for row in rows) for name in ("bytes", "divergence", "bpb_lost")}
+    share = mean["divergence"] / statistics.mean(row["divergence"] for row in reference)
+    found = None if rows is reference else paired.difference(rows, reference, "bpb_lost")
+    told = f"{found.mean:+.4f} | {found.error:.4f} | {paired.told_p(found.p)}" if found else "- | - | -"
+    seconds = [
+        f"{statistics.mean(row['seconds'].get(name, 0.0) for row in rows):.0f}"
+        for name in ("write_artifact", "quantize", "encode", "decode")
+    ]
+    return (
+        f"| {rows[0]['arm']} | {mean['bytes']:,.0f} | {mean['divergence']:.5f} | {share:.2f} | "
+        f"{mean['bpb_lost']:+.4f} | {told} | {len(rows)} | {' | '.join(seconds)} |"
+    )
+
+
+def tables(measured: dict[str, Any]) -> list[str]:
+    """A table for each size: a row for each arm, beside the first of them."""
+    runs = measured["runs"]
+    of = runs[0]
+    before = ", ".join(f"{run['nats_before']:.4f} (seed {run['seed']})" for run in runs)
+    lines = [
+        f"Models of {of['parameters']:,} weights on `{of['data']}`, {of['iterations']} steps of "
+        f"{of['tokens_a_step']:,} tokens. Before quantization they have {before} nats. Hessians of "
+        f"{of['calibration_tokens']:,} tokens, {of['targets']:,} validation targets.",
+    ]  # fmt: skip
+    for size in dict.fromkeys(row["bits"] for row in of["rows"]):
+        arms = list(dict.fromkeys(row["arm"] for row in of["rows"] if row["bits"] == size))
+        reference = of_arm(measured, arms[0], size)
+        header = (
+            f"| arm | bytes | divergence | of {arms[0]}'s | bpb lost | minus {arms[0]} | its error | p | n | "
+            "CPU s | of them rounding | coding | decoding |"
+        )
+        rows = [reference, *(of_arm(measured, arm, size) for arm in arms[1:])]
+        of_size = [line_of(found, reference) for found in rows]
+        lines += ["", f"{size:g} bits a weight:", "", *paired.table(header, of_size)]
+    return lines
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and keep."""
+    every = list(read_json("quantizers")["arms"])
+    ends = [every[0], every[-1]]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", type=Path, help="run directory of SAVE_FLOAT=1")
-    parser.add_argument("--bits", type=float, nargs="+", default=[3.55, 2.8], help="of each weight")
+    parser.add_argument("runs", type=Path, nargs="+", help="run directories of SAVE_FLOAT=1")
+    parser.add_argument("--bits", type=float, nargs="+", default=[3.55], help="of each weight, for all arms")
+    parser.add_argument("--curve", type=float, nargs="*", default=[], help=f"more bits, for {ends}")
     parser.add_argument("--targets", type=int, default=16_384, help="a multiple of EVAL_SEQ_LEN")
     parser.add_argument("--batches", type=int, default=16, help="micro-batches for Hessians")
     parser.add_argument("--keep", action="store_true", help="store it in results/ and RESULTS.md")
@@ -154,9 +185,11 @@ def main(argv: list[str] | None = None) -> None:
     before = results.conditions()
     if arguments.keep:
         results.refuse_dirty()
-    measured = measure(arguments.run, arguments.bits, arguments.targets, arguments.batches)
-    size = f"{measured['parameters'] / 1e6:.1f}M"
-    results.finish(f"divergence-{size}", before, measured, arguments.keep)
+    wanted = [(size, arm) for size in arguments.bits for arm in every]
+    wanted += [(size, arm) for size in arguments.curve for arm in ends]
+    runs = [measure(run, wanted, arguments.targets, arguments.batches) for run in arguments.runs]
+    size = f"{runs[0]['parameters'] / 1e6:.1f}M"
+    results.finish(f"divergence-{size}", before, {"runs": runs}, arguments.keep)
 
 
 if __name__ == "__main__":

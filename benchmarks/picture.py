@@ -4,7 +4,7 @@
 
 ladder.png: the estimate for 8 GPUs, part by part, between two public records. results.png, left: a public
 script and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a
-seed, a bar is a mean. Lower is better.
+seed, a bar is a mean. bits.png: the loss of two quantizers over the bits of a weight. Lower is better.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tools import REPO
 BESIDE = "beside-fineweb_sample_sp1024-60s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
+QUANTIZERS = "divergence-35.9M"
 ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
 BESIDE_THE_AXES = ("axes fraction", "data")
@@ -119,6 +120,25 @@ def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
     axes.set_title("one model, scored in four ways; SGD and LoRA learn while scoring", fontsize=10)
 
 
+def draw_bits(axes: Axes, measured: dict[str, Any]) -> None:
+    """Bits per byte lost over bits a weight: a dot for each model, a line through the means."""
+    rows = [row for run in measured["runs"] for row in run["rows"]]
+    for arm, color in (("GPTQ", "tab:blue"), ("steps of columns, trellis", "tab:orange")):
+        by_size: dict[float, list[float]] = {}
+        for row in rows:
+            if row["arm"] == arm:
+                by_size.setdefault(row["bits"], []).append(row["bpb_lost"])
+        for size, lost in by_size.items():
+            axes.plot([size] * len(lost), lost, "o", color=color, alpha=0.5)
+        sizes = sorted(by_size)
+        axes.plot(sizes, [statistics.mean(by_size[size]) for size in sizes], color=color, label=arm)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set_xlabel("bits a weight, of the whole artifact")
+    axes.set_ylabel("bits per byte lost")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
 def draw() -> dict[str, Figure]:
     """The pictures by the names of their files, from what is stored."""
     ladder = Figure((9.0, 3.0), layout="constrained")
@@ -127,7 +147,9 @@ def draw() -> dict[str, Figure]:
     left, right = figure.subplots(1, 2)
     draw_beside(left, results.latest(BESIDE)["measured"])
     draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
-    return {"ladder.png": ladder, "results.png": figure}
+    bits = Figure((7.0, 3.2), layout="constrained")
+    draw_bits(bits.subplots(), results.latest(QUANTIZERS)["measured"])
+    return {"ladder.png": ladder, "results.png": figure, "bits.png": bits}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import itertools
 import json
@@ -420,9 +421,11 @@ def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_
     scores: list[dict[str, Any]] = [{"row": "SGD", "documents": 100, "bits_per_byte": 9.0}]  # not shown
     for place, row in enumerate(picture.WAYS):
         scores.append({"row": row, "documents": 0, "bits_per_byte": 2.0 + place, "seconds": 1.0})
+    lost = [{"arm": "GPTQ", "bits": bits, "bpb_lost": bpb} for bits, bpb in ((4.0, 0.3), (2.0, 0.1))]
     stored = {
         picture.BESIDE: {"measured": {"seconds": 180.0, "rows": rows}},
         picture.SCORING: {"measured": {"scores": scores}},
+        picture.QUANTIZERS: {"measured": {"runs": [{"rows": lost}, {"rows": lost[:1]}]}},
     }
     monkeypatch.setattr(results, "latest", stored.__getitem__)
     pictures = picture.draw()
@@ -430,6 +433,9 @@ def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_
     shown = [sorted(line.get_xdata()) for line in left.lines]  # of each row its seeds, then their mean
     assert shown == [[2.5, 2.6], [2.55], [2.4], [2.4], [2.0, 2.25], [2.125]]
     assert [float(line.get_xdata()[0]) for line in right.lines[::2]] == [2.0, 3.0, 4.0, 5.0]
+    (curves,) = pictures["bits.png"].axes
+    labelled = {line.get_label(): list(map(list, line.get_data())) for line in curves.lines}
+    assert labelled["GPTQ"] == [[2.0, 4.0], [0.1, 0.3]]
     # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.
     (ladder,) = pictures["ladder.png"].axes
     start, *_, (_, total, _) = picture.rungs()
@@ -470,7 +476,8 @@ def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -
     model = trained_like(config)
     torch.save(model.state_dict(), tmp_path / "final_model.pt")
     targets = 8 * config.eval_length
-    measured = divergence.measure(tmp_path, [5.0], targets, batches=2)
+    arms = list(experiments.read_json("quantizers")["arms"])
+    measured = divergence.measure(tmp_path, [(5.0, arm) for arm in arms], targets, batches=2)
     rows = {row["arm"]: row for row in measured["rows"]}
     limit = measured["parameters"] * 5 / 8
     assert all(0.9 * limit < row["bytes"] <= limit and row["passes"] >= 1 for row in rows.values())
@@ -482,4 +489,12 @@ def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -
     tokens = torch.from_numpy(train_gpt.read_tokens(shard)[: targets + 1].astype(np.int64))
     inputs_BT, targets_BT = (part.view(-1, config.eval_length) for part in (tokens[:-1], tokens[1:]))
     assert measured["nats_before"] == pytest.approx(model.loss(inputs_BT, targets_BT).item(), abs=1e-5)
-    assert divergence.tables(measured)[4].startswith("| GPTQ | 5 |")
+    # Two models: means, and the difference to the first arm pair by pair.
+    other = copy.deepcopy(measured)
+    other["seed"] += 1
+    for row in other["rows"]:
+        row["bpb_lost"] += 0.5
+    page = divergence.tables({"runs": [measured, other]})
+    gain = rows["trellis"]["bpb_lost"] - rows["GPTQ"]["bpb_lost"]
+    (line,) = [line for line in page if line.startswith("| trellis |")]
+    assert f"| {rows['trellis']['bpb_lost'] + 0.25:+.4f} | {gain:+.4f} | 0.0000 |" in line
