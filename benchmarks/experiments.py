@@ -406,7 +406,9 @@ def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:
     for name in arms:
         row = table["arms"][name]
         words = [f"{key}={value}" for key, value in row.items() if key.isupper()]
-        found[name] = " ".join([*words, *(f"{key} {row[key]}" for key in ("patch", "of") if key in row)])
+        if "patch" in row:
+            words.append(f"patch {row['patch']}")
+        found[name] = " ".join(words)
     return found
 
 
