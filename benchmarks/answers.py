@@ -38,6 +38,7 @@ IDEAS = ("Adam betas 0.8 0.95", "momentum mixture, from the start", "short piece
 BOTH = ("trellis, steps of columns",)
 STACKS = (
     ("0.25 M weights, 40 s", "4x64-40s"), ("0.86 M weights, 80 s", "4x128-80s"),
+    ("2.1 M weights, 160 s", "4x208-160s"),
 )  # fmt: skip
 QUESTIONS = (
     Asked("Is this file better than the challenge's script after equal CPU seconds?",
@@ -48,7 +49,7 @@ QUESTIONS = (
           "data so large that order matters less"),
     *(Asked(f"Is the default better than the baseline's settings in this file? {size}",
             f"Experiment: stacks-{SAMPLE}-{run}", "float minus upstream_baseline", ("default", "pr1493"),
-            "longer runs: these read two tokens a weight, and half a token")
+            "longer runs: these read 0.2 to 2 tokens a weight")
       for size, run in STACKS),
     Asked("Is it better than #549's script, before quantization?", f"{BESIDE}pr549-{SAMPLE}-90s",
           "minus theirs", ("ours",), "8 GPUs, for which that script is made"),

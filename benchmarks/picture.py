@@ -4,7 +4,8 @@
 
 ladder.png: the estimate for 8 GPUs, part by part, between two public records. results.png, left: a public
 script and this one after the same seconds of one thread. Right: ways to score the same model. A dot is a
-seed, a bar is a mean. bits.png: the loss of two quantizers over the bits of a weight. Lower is better.
+seed, a bar is a mean. sizes.png, left: what two systems bring over the baseline's settings at three sizes.
+Right: what two quantizers lose over the bits of a weight. Lower is better.
 """
 
 import argparse
@@ -16,12 +17,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import results
+from benchmarks import paired, results
 from tools import REPO
 
 BESIDE = "beside-fineweb_sample_sp1024-60s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
+STACKS = "experiments-stacks-fineweb_sample_sp1024-"
+STACK_RUNS = ("4x64-40s", "4x128-80s", "4x208-160s")
 QUANTIZERS = "divergence-35.9M"
 ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
@@ -120,6 +123,31 @@ def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
     axes.set_title("one model, scored in four ways; SGD and LoRA learn while scoring", fontsize=10)
 
 
+def draw_sizes(axes: Axes, tables: list[dict[str, Any]]) -> None:
+    """Scores before quantization less the baseline's, with their standard errors, over the weights."""
+    for arm in ("pr1493", "default"):
+        sizes, means, errors = [], [], []
+        for measured in tables:
+            runs = {
+                name: [{"seed": run["seed"], "val_bpb": run["scores"]["float"]} for run in of]
+                for name, of in measured["rows"].items()
+            }
+            found = paired.difference(runs[arm], runs["upstream_baseline"])
+            if found:
+                sizes.append(measured["rows"][arm][0]["parameters"] / 1e6)
+                means.append(found.mean)
+                errors.append(found.error)
+        axes.errorbar(sizes, means, yerr=errors, marker="o", capsize=4, label=arm)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:.2f}" for size in sizes], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("million weights; equal seconds, three seeds")
+    axes.set_ylabel("bits per byte minus the baseline's")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
 def draw_bits(axes: Axes, measured: dict[str, Any]) -> None:
     """Bits per byte lost over bits a weight: a dot for each model, a line through the means."""
     rows = [row for run in measured["runs"] for row in run["rows"]]
@@ -147,9 +175,11 @@ def draw() -> dict[str, Figure]:
     left, right = figure.subplots(1, 2)
     draw_beside(left, results.latest(BESIDE)["measured"])
     draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
-    bits = Figure((7.0, 3.2), layout="constrained")
-    draw_bits(bits.subplots(), results.latest(QUANTIZERS)["measured"])
-    return {"ladder.png": ladder, "results.png": figure, "bits.png": bits}
+    sizes = Figure((12.0, 3.6), layout="constrained")
+    left, right = sizes.subplots(1, 2)
+    draw_sizes(left, [results.latest(STACKS + run)["measured"] for run in STACK_RUNS])
+    draw_bits(right, results.latest(QUANTIZERS)["measured"])
+    return {"ladder.png": ladder, "results.png": figure, "sizes.png": sizes}
 
 
 def main() -> None:

@@ -427,13 +427,23 @@ def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_
         picture.SCORING: {"measured": {"scores": scores}},
         picture.QUANTIZERS: {"measured": {"runs": [{"rows": lost}, {"rows": lost[:1]}]}},
     }
+    for size, run in enumerate(picture.STACK_RUNS, start=1):
+        of_arms = {
+            arm: [{"seed": seed, "parameters": size * 1e6, "scores": {"float": place * size * (seed + 1) / 6}}
+                  for seed in range(2)]
+            for place, arm in enumerate(("upstream_baseline", "pr1493", "default"))
+        }  # fmt: skip
+        stored[picture.STACKS + run] = {"measured": {"rows": of_arms}}
     monkeypatch.setattr(results, "latest", stored.__getitem__)
     pictures = picture.draw()
     left, right = pictures["results.png"].axes
     shown = [sorted(line.get_xdata()) for line in left.lines]  # of each row its seeds, then their mean
     assert shown == [[2.5, 2.6], [2.55], [2.4], [2.4], [2.0, 2.25], [2.125]]
     assert [float(line.get_xdata()[0]) for line in right.lines[::2]] == [2.0, 3.0, 4.0, 5.0]
-    (curves,) = pictures["bits.png"].axes
+    stacks, curves = pictures["sizes.png"].axes
+    # Each size with the mean of the seeds' differences.
+    drawn = [tuple(map(list, bars.lines[0].get_data())) for bars in stacks.containers]
+    assert drawn[0] == ([1.0, 2.0, 3.0], pytest.approx([0.25, 0.5, 0.75]))
     labelled = {line.get_label(): list(map(list, line.get_data())) for line in curves.lines}
     assert labelled["GPTQ"] == [[2.0, 4.0], [0.1, 0.3]]
     # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.
