@@ -96,12 +96,7 @@ NO_LIMIT = 1e300  # stand-in for "no limit" that still refuses inf and nan
 
 
 def setting(
-    default: Any,
-    meaning: str,
-    low: float = 0,
-    high: float = NO_LIMIT,
-    among: str = "",
-    pattern: str = ".*",
+    default: Any, meaning: str, low: float = 0, high: float = NO_LIMIT, among: str = "", pattern: str = ".*"
 ) -> Any:
     """One setting: its default, and its meaning with unit.
 
@@ -481,8 +476,8 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
 def similar_setting(name: str) -> str:
     """The setting whose name is most like `name`; empty if none is close."""
     # Of a short name one letter is a larger share.
-    likeness = 0.75 if len(name) < 5 else 0.83
-    return "".join(difflib.get_close_matches(name, Config().as_env(), 1, likeness))
+    cutoff = 0.75 if len(name) < 5 else 0.83
+    return "".join(difflib.get_close_matches(name, Config().as_env(), 1, cutoff))
 
 
 def read_config_file(path: str) -> dict[str, str]:
@@ -502,8 +497,8 @@ def read_config_file(path: str) -> dict[str, str]:
         if name not in known or not equals:
             raise ConfigError(
                 f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean "
-                f"{similar_setting(name) or 'one that --help lists'}? Use a run's config.env with the "
-                "train_gpt.py of that run, and files of 0.5.4 or older with that version")
+                f"{similar_setting(name) or 'one that --help lists'}? A run's config.env needs the "
+                "train_gpt.py of that run")
         values[name] = value
     return values
 
@@ -886,11 +881,7 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
 
 
 def attention_documents(
-    ids_BT: Tensor,
-    starts: Tensor | None,
-    attend: Operation,
-    c: ModelSettings,
-    one_a_row: bool = False,
+    ids_BT: Tensor, starts: Tensor | None, attend: Operation, c: ModelSettings, one_a_row: bool = False
 ) -> Tensor | None:
     """The last argument of `attend`: a mask for torch's attention, `document_starts` for all others.
 
@@ -1023,14 +1014,9 @@ class GPT(nn.Module):
                 self.row_names.append(name)
 
     def forward(
-        self,
-        inputs_BT: Tensor,
-        starts: Tensor | None = None,
-        looping: bool = True,
-        observe: Observer | None = None,
-        adapters: list[Adapters] | None = None,
-        longest: int = 0,
-    ) -> Tensor:
+        self, inputs_BT: Tensor, starts: Tensor | None = None, looping: bool = True,
+        observe: Observer | None = None, adapters: list[Adapters] | None = None, longest: int = 0
+    ) -> Tensor:  # fmt: skip
         """Hidden states (B, T, D) after the last norm.
 
         starts: `document_starts`, found here if not given. looping: run the NUM_LOOPS extra passes.
@@ -2055,9 +2041,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same for any world size; all ranks call it together."""
-        muon = {}
-        for name, parts in self.states.items():
-            muon[name] = [whole for _, whole in self._gather(parts)]
+        muon = {name: [whole for _, whole in self._gather(parts)] for name, parts in self.states.items()}
         return copy.deepcopy({
             "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(), "muon": muon,
         })  # fmt: skip
@@ -2066,7 +2050,7 @@ class Optimizer:
         """Restore the result of `state`, on any world size. ConfigError if it has other states of Muon."""
         muon = state["muon"]
         if muon.keys() != self.states.keys():
-            raise ConfigError(f"RESUME: the checkpoint holds Muon's {list(muon)}, expected "
+            raise ConfigError(f"RESUME: the checkpoint has {list(muon)}, expected "
                               f"{list(self.states)}; resume with the train_gpt.py that wrote it")
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
@@ -2125,9 +2109,8 @@ class Optimizer:
         number: of the bank, in `banks` and in each of `states`.
         """
         c = self.config
-        buffer = self.states["momenta"][number]
+        buffer = self.states["momenta"][number].mul_(momentum).add_(gradient)
         # Nesterov: as if the momentum of the next step were already in.
-        buffer.mul_(momentum).add_(gradient)
         update = gradient.add_(buffer, alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
@@ -2250,7 +2233,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     def say_that_it_waits() -> None:
         while not connected.wait(10):
             print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
-                       f"{environ['MASTER_ADDR']}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+                       f"{environ.get('MASTER_ADDR')}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
 
     if world_size > 1:
         threading.Thread(target=say_that_it_waits, daemon=True).start()
@@ -2261,7 +2244,7 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
                 backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS),
                 device_id=device if on_gpu else None)  # fmt: skip
         except ValueError as error:
-            raise ConfigError(f"WORLD_SIZE={world_size}: {error}; start with torchrun") from error
+            raise ConfigError(f"WORLD_SIZE={world_size}: {error}; use torchrun") from error
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
     connected.set()
@@ -2349,7 +2332,7 @@ class Run:
             self.exit_by_signal(number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint if no rank is gone; a second signal ends at once, without one", sys.stderr)
+                   "checkpoint if no rank is gone; a second signal ends at once", sys.stderr)
 
     def exit_by_signal(self, number: int) -> None:
         """End this process, and print how to continue."""
@@ -2627,7 +2610,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; manifest.json beside it has the number")
+                        f"expected below VOCAB_SIZE={vocab_size}; name its tokenizer")
     return ids
 
 
@@ -2705,8 +2688,8 @@ class Loader:
     def __post_init__(self) -> None:
         config = self.config
         machine = self.machine
-        has_stream = config.train_copy_stream and machine.on_gpu
-        self.stream = torch.cuda.Stream(machine.device) if has_stream else None
+        copies = config.train_copy_stream and machine.on_gpu
+        self.stream = torch.cuda.Stream(machine.device) if copies else None
         # Of each step a rank has so many sequences, in so many micro-batches of so many.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
         self.step_sequences = config.train_batch_tokens // config.train_seq_len // machine.world_size
@@ -2910,7 +2893,7 @@ class Ledger:
             raise FloatingPointError(
                 f"target {start + int(finite.argmin())} has a loss that is not finite: the weights diverged. "
                 "If the round trip fails, lower the learning rates of training; else lower TTT_LORA_LR "
-                "(TTT_MODE=lora) or TTT_LR (TTT_MODE=sgd)")
+                "or TTT_LR")
         self._nats[start:stop] = nats
         self.scored += len(nats)
         self.scored_nats += float(nats.sum())
@@ -2948,7 +2931,7 @@ def load_tokenizer(config: Config) -> Any:
                         "tokenizer of the shards, see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
-                        f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
+                        f"{config.vocab_size}; set both as manifest.json says")
     return pieces
 
 
@@ -4292,7 +4275,7 @@ WRAPPER = """# coding: latin-1
 SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
-n=__file__+" (unpacked)"
+n=__file__+"~"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
@@ -4321,8 +4304,10 @@ def shipped_code(source: bytes) -> bytes:
             node.returns = None
             for argument in node.args.args:
                 argument.annotation = None
-    # On a text of this length bzip2 is 3 % ahead of LZMA.
-    packed = bz2.compress(ast.unparse(tree).encode()).decode("latin-1")
+    # The first = of a line needs no spaces; behind a quote it may be text. On a text of this length bzip2 is
+    # 3 % ahead of LZMA.
+    code = re.sub(r"(?m)^([^'\"\n]*?) = ", r"\1=", ast.unparse(tree))
+    packed = bz2.compress(code.encode()).decode("latin-1")
     for pattern, escape in ESCAPES.items():
         packed = re.sub(pattern, escape, packed)
     return (WRAPPER % packed).encode("latin-1")
@@ -4343,9 +4328,6 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
 # ============================================================================================================
 # TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
 # ============================================================================================================
-
-
-PACE_STEP = 100  # at which a line projects how many there will be
 
 
 class StepResult(NamedTuple):
@@ -4528,7 +4510,7 @@ def rehearse_end(training: Training) -> None:
         # Of the reserve, `calibration_batches` keeps a tenth to spare.
         if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
             run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, GPTQ_RESERVE_SECONDS="
-                    f"{config.gptq_reserve_seconds:g} allows 90 % of it. Raise it, or fewer batches are used")
+                    f"{config.gptq_reserve_seconds:g} allows 90 % of it; raise it, or fewer are used")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
@@ -4666,7 +4648,7 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
         progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
     training.waits_ms.append(result.wait_ms)
-    if step == PACE_STEP:
+    if step == 100:  # the mean is steady, and nearly all of a paid run is still to come
         training.run.log(f"pace:{1e3 * seconds / step:.2f}ms a step, at which MAX_WALLCLOCK_SECONDS="
                          f"{config.max_wallclock_seconds:g} and ITERATIONS={config.iterations} end after "
                          f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer "
@@ -5033,8 +5015,9 @@ def choose_directory(config: Config, machine: Machine) -> Path:
         needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
         if not place.is_dir() or shutil.disk_usage(place).free < needed:
-            raise ConfigError(f"{place}: expected a folder with {needed >> 20} MiB free; make room, or set "
-                              "another RUNS_DIR")  # fmt: skip
+            raise ConfigError(
+                f"{place}: a run needs a folder with {needed >> 20} MiB: make room or set RUNS_DIR"
+            )
     return directory
 
 
