@@ -186,6 +186,11 @@ def mkdir_fails(desk: Desk) -> None:
     desk.patches.append(mock.patch.object(Path, "mkdir", fail))
 
 
+def a_world_of_one(desk: Desk) -> dict[str, object]:
+    desk.patches.append(mock.patch("threading.Thread"))  # which would go on to say that it waits
+    return {"WORLD_SIZE": 2}
+
+
 def argument(*words: str) -> Callable[[Desk], None]:
     """Words on the command line."""
 
@@ -253,7 +258,7 @@ CASES = [
     setting("no/model.bin|No such file", "", EVAL_ONLY="no/model.bin"),
     case("a folder", lambda desk: {"EVAL_ONLY": desk.data}, "data: expected the model.bin of a run", "run"),
     # peers
-    setting("WORLD_SIZE=2|RANK expected", "use torchrun", WORLD_SIZE=2),
+    case("no launcher", a_world_of_one, "WORLD_SIZE=2|RANK expected", "use torchrun"),
     setting(str(SCRIPT), "of its run", EVAL_ONLY=SCRIPT),
     case("older", lambda desk: desk.artifact(older), "version 0.5.4", "of its run"),
     case("other tokenizer", artifact_of_another_tokenizer, "TOKENIZER_PATH=|EVAL_ONLY's", "name that"),
