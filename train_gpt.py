@@ -39,6 +39,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -95,12 +96,7 @@ NO_LIMIT = 1e300  # stand-in for "no limit" that still refuses inf and nan
 
 
 def setting(
-    default: Any,
-    meaning: str,
-    low: float = 0,
-    high: float = NO_LIMIT,
-    among: str = "",
-    pattern: str = ".*",
+    default: Any, meaning: str, low: float = 0, high: float = NO_LIMIT, among: str = "", pattern: str = ".*"
 ) -> Any:
     """One setting: its default, and its meaning with unit.
 
@@ -479,7 +475,9 @@ def parse_value(name: str, text: str, spec: Field[Any]) -> Any:
 
 def similar_setting(name: str) -> str:
     """The setting whose name is most like `name`; empty if none is close."""
-    return "".join(difflib.get_close_matches(name, Config().as_env(), 1, 0.83))
+    # Of a short name one letter is a larger share.
+    cutoff = 0.75 if len(name) < 5 else 0.83
+    return "".join(difflib.get_close_matches(name, Config().as_env(), 1, cutoff))
 
 
 def read_config_file(path: str) -> dict[str, str]:
@@ -497,11 +495,10 @@ def read_config_file(path: str) -> dict[str, str]:
             continue
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in known or not equals:
-            near = similar_setting(name) or "one that --help lists"
             raise ConfigError(
-                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean {near}? "
-                "Use a run's config.env with the train_gpt.py of that run, and files of 0.5.4 or older with "
-                "that version")
+                f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean "
+                f"{similar_setting(name) or 'one that --help lists'}? A run's config.env needs the "
+                "train_gpt.py of that run")
         values[name] = value
     return values
 
@@ -884,11 +881,7 @@ def attention_sdpa(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor 
 
 
 def attention_documents(
-    ids_BT: Tensor,
-    starts: Tensor | None,
-    attend: Operation,
-    c: ModelSettings,
-    one_a_row: bool = False,
+    ids_BT: Tensor, starts: Tensor | None, attend: Operation, c: ModelSettings, one_a_row: bool = False
 ) -> Tensor | None:
     """The last argument of `attend`: a mask for torch's attention, `document_starts` for all others.
 
@@ -1021,14 +1014,9 @@ class GPT(nn.Module):
                 self.row_names.append(name)
 
     def forward(
-        self,
-        inputs_BT: Tensor,
-        starts: Tensor | None = None,
-        looping: bool = True,
-        observe: Observer | None = None,
-        adapters: list[Adapters] | None = None,
-        longest: int = 0,
-    ) -> Tensor:
+        self, inputs_BT: Tensor, starts: Tensor | None = None, looping: bool = True,
+        observe: Observer | None = None, adapters: list[Adapters] | None = None, longest: int = 0
+    ) -> Tensor:  # fmt: skip
         """Hidden states (B, T, D) after the last norm.
 
         starts: `document_starts`, found here if not given. looping: run the NUM_LOOPS extra passes.
@@ -1900,7 +1888,7 @@ def choose_form(setting: str, ops: Ops, c: Config, machine: Machine) -> ChosenOp
                 # All wait for the slowest rank. Two forms agree only where Triton is, which measures them.
                 times_ms[form] = max(machine.gather(triton.testing.do_bench(passes)))
                 tried.append(f"{form} {times_ms[form]:.2f} ms")
-        fastest = min(agreed, key=lambda form: times_ms[form])
+        fastest = min(agreed, key=times_ms.__getitem__)
         return ChosenOps(agreed[fastest], [f"{setting}:{fastest} tried: {' | '.join(tried)}", *warnings])
     raise ConfigError(f"{setting.upper()}={getattr(c, setting)}: {' | '.join(tried)}; "
                       "lower MICRO_BATCH_TOKENS, or set auto if it is not set")  # fmt: skip
@@ -1979,11 +1967,6 @@ def gradients_of(parameters: list[nn.Parameter]) -> list[Any]:
     return [parameter.grad for parameter in parameters]
 
 
-def collective(name: str, former_name: str) -> Callable[..., Any]:
-    """A collective of torch. Since 2.13 it has a new name, and warns under the former one."""
-    return getattr(dist, name, None) or getattr(dist, former_name)
-
-
 class Optimizer:
     """One step over all parameters. All ranks call it together; any number gives the same step, to rounding.
 
@@ -1994,14 +1977,10 @@ class Optimizer:
     def __init__(self, model: GPT, c: Config, machine: Machine) -> None:
         self.config = c
         self.machine = machine
-        self.orthogonalize = orthogonalize
         # On a CPU nearly all the time goes into matrix products, which no compiler makes faster.
-        if machine.on_gpu:
-            self.orthogonalize = machine.compile(orthogonalize)
+        self.orthogonalize = machine.compile(orthogonalize) if machine.on_gpu else orthogonalize
         self.weights = [parameter.detach() for parameter in model.parameters()]
-        self.average = self.weights
-        if c.ema_decay:
-            self.average = [weight.clone() for weight in self.weights]
+        self.average = [weight.clone() for weight in self.weights] if c.ema_decay else self.weights
 
         table = parameter_table(model.settings)
 
@@ -2010,8 +1989,11 @@ class Optimizer:
 
         # The largest bank first: its communication is the longest, and overlaps with the work on the others.
         self.banks = sorted(group("muon"), key=Tensor.numel, reverse=True)
-        # Those of the matrices that this rank updates.
-        self.momenta = [torch.zeros_like(self._part(bank)) for bank in self.banks]
+        # The states of Muon: one tensor a bank, of the matrices that this rank updates. A new one needs an
+        # entry here and its use in `_muon_update`: a checkpoint holds all of them, for any number of ranks.
+        self.states = {
+            "momenta": [torch.zeros_like(self._part(bank)) for bank in self.banks],
+        }
 
         self.small = group("embedding") + group("scalar") + group("head")
         # An embedding that is not the head as well needs a much larger rate.
@@ -2059,17 +2041,22 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """A copy of weights and state, the same for any world size; all ranks call it together."""
+        muon = {name: [whole for _, whole in self._gather(parts)] for name, parts in self.states.items()}
         return copy.deepcopy({
-            "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(),
-            "momenta": [whole for _, whole in self._gather(self.momenta)],
+            "weights": self.weights, "average": self.average, "adam": self.adam.state_dict(), "muon": muon,
         })  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`, on any world size."""
+        """Restore the result of `state`, on any world size. ConfigError if it has other states of Muon."""
+        muon = state["muon"]
+        if muon.keys() != self.states.keys():
+            raise ConfigError(f"RESUME: the checkpoint has {list(muon)}, expected "
+                              f"{list(self.states)}; resume with the train_gpt.py that wrote it")
         torch._foreach_copy_(self.weights, state["weights"])
         torch._foreach_copy_(self.average, state["average"])
-        for buffer, whole in zip(self.momenta, state["momenta"], strict=True):
-            buffer.copy_(self._part(whole))
+        for name, parts in self.states.items():
+            for part, whole in zip(parts, muon[name], strict=True):
+                part.copy_(self._part(whole))
         self.adam.load_state_dict(state["adam"])
 
     def _reduce(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -2078,12 +2065,13 @@ class Optimizer:
         small = gradients_of(self.small)
         if self.machine.world_size == 1:
             return whole, small
-        # Start all, then wait for all.
-        reduce_scatter = collective("reduce_scatter_single", "reduce_scatter_tensor")
-        slices = [torch.empty_like(buffer) for buffer in self.momenta]
-        handles = []
-        for mine, gradient in zip(slices, whole, strict=True):
-            handles.append(reduce_scatter(mine, self._fill(gradient), async_op=True))
+        # Start all, then wait for all. Since torch 2.13 the former name warns.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        slices = [torch.empty_like(momenta) for momenta in self.states["momenta"]]
+        handles = [
+            reduce_scatter(mine, self._fill(gradient), async_op=True)
+            for mine, gradient in zip(slices, whole, strict=True)
+        ]
         # Many small tensors travel as one.
         flat = nn.utils.parameters_to_vector(small)
         handles.append(dist.all_reduce(flat, async_op=True))
@@ -2108,19 +2096,21 @@ class Optimizer:
         """Muon (Jordan et al.): a step along the orthogonal factor, with decoupled weight decay."""
         # A generator: while the updates of one bank travel, those of the next are computed.
         updates = (
-            self._muon_update(gradient, buffer, momentum)
-            for gradient, buffer in zip(gradients, self.momenta, strict=True)
+            self._muon_update(gradient, number, momentum) for number, gradient in enumerate(gradients)
         )
         for bank, update in self._gather(updates):
             factor = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices: larger steps
             bank.mul_(1.0 - lr * self.config.muon_wd)
             bank.add_(update, alpha=-lr * factor)
 
-    def _muon_update(self, gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C)."""
+    def _muon_update(self, gradient: Tensor, number: int, momentum: float) -> Tensor:
+        """Nesterov momentum, row normalisation (MuonEq-R), orthogonalisation of (N, R, C).
+
+        number: of the bank, in `banks` and in each of `states`.
+        """
         c = self.config
+        buffer = self.states["momenta"][number].mul_(momentum).add_(gradient)
         # Nesterov: as if the momentum of the next step were already in.
-        buffer.mul_(momentum).add_(gradient)
         update = gradient.add_(buffer, alpha=momentum)
         if c.muon_row_normalize:
             update /= update.norm(dim=-1, keepdim=True).clamp(min=1e-7)
@@ -2140,7 +2130,7 @@ class Optimizer:
         if self.machine.world_size == 1:
             yield from zip(self.banks, slices, strict=True)
             return
-        all_gather = collective("all_gather_single", "all_gather_into_tensor")
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         sent = []
         for mine in slices:
             whole = mine.new_empty(len(mine) * self.machine.world_size, *mine.shape[1:])
@@ -2243,14 +2233,18 @@ def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     def say_that_it_waits() -> None:
         while not connected.wait(10):
             print_line(f"rank {rank}: waits for all {world_size} ranks to connect to MASTER_ADDR="
-                       f"{environ['MASTER_ADDR']}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
+                       f"{environ.get('MASTER_ADDR')}, for {PEER_TIMEOUT_SECONDS}s at most", sys.stderr)
 
     if world_size > 1:
         threading.Thread(target=say_that_it_waits, daemon=True).start()
         # Host tensors use gloo also on GPUs: ranks agree on the clock without waiting for a device.
         backends = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(
-            backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS), device_id=device if on_gpu else None)
+        try:
+            dist.init_process_group(
+                backends, timeout=timedelta(seconds=PEER_TIMEOUT_SECONDS),
+                device_id=device if on_gpu else None)  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"WORLD_SIZE={world_size}: {error}; use torchrun") from error
     # All ranks connect here. A rank that left while others still connect would hide its error behind theirs.
     machine.gather(None)
     connected.set()
@@ -2338,7 +2332,7 @@ class Run:
             self.exit_by_signal(number)
         self.stop_signal = number  # `train` sees it, saves, and ends
         print_line(f"rank {self.machine.rank}: signal {number}: ends after the step under way, with a "
-                   "checkpoint if no rank is gone; a second signal ends at once, without one", sys.stderr)
+                   "checkpoint if no rank is gone; a second signal ends at once", sys.stderr)
 
     def exit_by_signal(self, number: int) -> None:
         """End this process, and print how to continue."""
@@ -2348,11 +2342,10 @@ class Run:
 
     def ways_on(self) -> str:
         """How to continue after the run has ended early: only files that exist are named."""
-        ways = {CHECKPOINT: f"RESUME={self.directory}", ARTIFACT: f"EVAL_ONLY={self.directory}/{ARTIFACT}"}
+        folder = shlex.quote(f"{self.directory}")
+        ways = {CHECKPOINT: f"RESUME={folder}", ARTIFACT: f"EVAL_ONLY={folder}/{ARTIFACT}"}
         found = [way for name, way in ways.items() if self.directory and self.path(name).exists()]
-        if not found:
-            return "nothing is saved to continue with"
-        return f"continue with {' or '.join(found)}"
+        return f"continue with {' or '.join(found)}" if found else "nothing is saved to continue with"
 
 
 # ============================================================================================================
@@ -2465,10 +2458,9 @@ class Trace:
             if seconds >= 0:
                 events.append({"ph": "X", "name": name, "pid": self.rank, "tid": 1 + LANES.index(lane),
                                "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args})  # fmt: skip
-        text = json.dumps({"traceEvents": events})
         path = self.directory / f"trace_rank{self.rank}.json"
         with contextlib.suppress(ConfigError):  # a full disk must not end the run
-            write_whole(path, text.encode())
+            write_whole(path, json.dumps({"traceEvents": events}).encode())
             self.log(f"trace:{path} for ui.perfetto.dev")
         if self.profiler:
             self.profiler.stop()
@@ -2588,8 +2580,10 @@ class Batch(NamedTuple):
 def open_shards(pattern: str) -> list[Shard]:
     """The shards that match, sorted by name, each header checked against its file. Raises DataError."""
     shards = []
-    for name in sorted(glob.glob(pattern)):
+    for number, name in enumerate(sorted(glob.glob(pattern))):
         path = Path(name)
+        if "[0-9]*" in pattern and not name.endswith(f"_{number:06}.bin"):
+            raise DataError(f"{path}: expected number {number:06}; fetch what is missing")
         header = np.fromfile(path, "<i4", 3).tolist()
         # The size shows a download that broke off.
         tokens, odd_byte = divmod(path.stat().st_size - SHARD_HEADER_BYTES, 2)
@@ -2616,7 +2610,7 @@ def read_tokens(shard: Shard, vocab_size: int = 1 << 16) -> Array:
     if ids.max() >= vocab_size:
         at = int(np.argmax(ids >= vocab_size))
         raise DataError(f"{shard.path}, token {at}, byte {SHARD_HEADER_BYTES + 2 * at}: id {ids[at]}, "
-                        f"expected below VOCAB_SIZE={vocab_size}; manifest.json beside it has the number")
+                        f"expected below VOCAB_SIZE={vocab_size}; name its tokenizer")
     return ids
 
 
@@ -2690,13 +2684,12 @@ class Loader:
     machine: Machine
     trace: Trace = field(default_factory=Trace)
     pools: list[futures.ThreadPoolExecutor] = field(default_factory=list)
-    stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
         config = self.config
         machine = self.machine
-        if config.train_copy_stream and machine.on_gpu:
-            self.stream = torch.cuda.Stream(machine.device)
+        copies = config.train_copy_stream and machine.on_gpu
+        self.stream = torch.cuda.Stream(machine.device) if copies else None
         # Of each step a rank has so many sequences, in so many micro-batches of so many.
         self.micro_steps = micro_steps_per_step(config, machine.world_size)
         self.step_sequences = config.train_batch_tokens // config.train_seq_len // machine.world_size
@@ -2836,9 +2829,10 @@ class Loader:
         except (Exception, SystemExit, GeneratorExit) as error:  # all that can end a worker
             # The shard that holds the batch's last sequence is the one it was read from last.
             last = self._position(self.index) + self.micro_sequences - 1
-            path = next(shard_visits(self.config, self.shards, last)).shard.path
-            raise DataError(f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position "
-                            f"{last} of the stream, {path}: {error!r}\n{traceback.format_exc()}") from error
+            raise DataError(
+                f"rank {self.machine.rank}, step {self.index // self.micro_steps}, position {last} of the "
+                f"stream, {next(shard_visits(self.config, self.shards, last)).shard.path}: {error!r}\n"
+                f"{traceback.format_exc()}") from error
 
     def close(self) -> None:
         """Let the threads end after the item under way; at any time, any number of times."""
@@ -2899,7 +2893,7 @@ class Ledger:
             raise FloatingPointError(
                 f"target {start + int(finite.argmin())} has a loss that is not finite: the weights diverged. "
                 "If the round trip fails, lower the learning rates of training; else lower TTT_LORA_LR "
-                "(TTT_MODE=lora) or TTT_LR (TTT_MODE=sgd)")
+                "or TTT_LR")
         self._nats[start:stop] = nats
         self.scored += len(nats)
         self.scored_nats += float(nats.sum())
@@ -2937,7 +2931,7 @@ def load_tokenizer(config: Config) -> Any:
                         "tokenizer of the shards, see data/README.md") from error  # fmt: skip
     if pieces.vocab_size() != config.vocab_size:
         raise DataError(f"TOKENIZER_PATH={path}: {pieces.vocab_size()} pieces, expected VOCAB_SIZE="
-                        f"{config.vocab_size}; set both as manifest.json in DATA_PATH says")
+                        f"{config.vocab_size}; set both as manifest.json says")
     return pieces
 
 
@@ -2971,8 +2965,8 @@ def token_bytes(tokens: Array, config: Config) -> Array:
     """
     pieces = load_tokenizer(config)
     folder = glob.escape(str(find_path(config.data_path)))
-    if glob.glob(f"{folder}/fineweb_val_bytes_*.bin"):
-        sidecars = open_shards(f"{folder}/fineweb_val_bytes_*.bin")
+    if glob.glob(f"{folder}/fineweb_val_bytes_[0-9]*.bin"):
+        sidecars = open_shards(f"{folder}/fineweb_val_bytes_[0-9]*.bin")
         found = [sidecar.tokens for sidecar in sidecars]
         expected = [shard.tokens for shard in open_shards(f"{folder}/fineweb_val_[0-9]*.bin")]
         if found != expected:
@@ -3095,9 +3089,9 @@ class WindowScorer:
         tokens = np.pad(tokens, (0, self.context))  # the last windows reach beyond the text
         # Row i holds the T + 1 tokens from i on.
         self.host_windows = sliding_window_view(tokens, self.context + 1)
-        self.device_windows: Tensor | None = None
-        if config.val_prefetch:
-            self.device_windows = torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
+        self.device_windows = (
+            torch.from_numpy(tokens).to(self.device).unfold(0, self.context + 1, 1)
+            if config.val_prefetch else None)  # fmt: skip
 
     def score(self, chunk: Array) -> Array:
         """Nats of the targets of one of `chunks`, float64; all ranks call it together and get all of them."""
@@ -3601,8 +3595,8 @@ def evaluate(model: GPT, config: Config, run: Run, validation: Validation, form:
             clock.modes = modes | clock.modes
         score = ledger.score(validation.bytes_total)._replace(learned_tokens=sum(clock.modes.values()))
         run.log(f"{label} val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f} "
-                f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}")
-        run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
+                f"eval_time:{1e3 * seconds:.0f}ms{validation.mark}\n"
+                f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
                 f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes} "
                 f"learned_tokens:{score.learned_tokens}{validation.mark}")
         run.record("final", name=f"{label}_exact", eval_seconds=seconds, **score._asdict())
@@ -4238,7 +4232,7 @@ def load_artifact(path: Path, data: bytes | None = None) -> tuple[GPT, About]:
         sha256 = hashlib.sha256(data).hexdigest()
         return model, About(header["config"], header["tokenizer_sha256"], len(data), sha256)
     except Exception as error:  # whatever the bytes are
-        raise ArtifactError(f"{path}: {error}") from error
+        raise ArtifactError(f"{path}: expected the {ARTIFACT} of a run: {error}") from error
 
 
 def read_artifact(data: bytes) -> tuple[dict[str, Any], dict[str, QuantizedWeights]]:
@@ -4281,7 +4275,7 @@ WRAPPER = """# coding: latin-1
 SHIPPED_SETTINGS={}
 import bz2,linecache
 s=bz2.decompress('''%s'''.encode("latin-1")).decode()
-n=__file__+" (unpacked)"
+n=__file__+"~"
 linecache.cache[n]=len(s),None,s.splitlines(True),n
 exec(compile(s,n,"exec"))
 """
@@ -4310,8 +4304,10 @@ def shipped_code(source: bytes) -> bytes:
             node.returns = None
             for argument in node.args.args:
                 argument.annotation = None
-    # On a text of this length bzip2 is 3 % ahead of LZMA.
-    packed = bz2.compress(ast.unparse(tree).encode()).decode("latin-1")
+    # The first = of a line needs no spaces; behind a quote it may be text. On a text of this length bzip2 is
+    # 3 % ahead of LZMA.
+    code = re.sub(r"(?m)^([^'\"\n]*?) = ", r"\1=", ast.unparse(tree))
+    packed = bz2.compress(code.encode()).decode("latin-1")
     for pattern, escape in ESCAPES.items():
         packed = re.sub(pattern, escape, packed)
     return (WRAPPER % packed).encode("latin-1")
@@ -4332,9 +4328,6 @@ def with_settings(shipped: bytes, config: Config) -> bytes:
 # ============================================================================================================
 # TRAIN — steps under a clock that rank 0 reads for all, so that all ranks take the same ones and stop as one.
 # ============================================================================================================
-
-
-PACE_STEP = 100  # at which a line projects how many there will be
 
 
 class StepResult(NamedTuple):
@@ -4517,7 +4510,7 @@ def rehearse_end(training: Training) -> None:
         # Of the reserve, `calibration_batches` keeps a tenth to spare.
         if config.max_wallclock_seconds > 0 and seconds > 0.9 * config.gptq_reserve_seconds:
             run.log(f"warning: {batches} calibration batches need {seconds:.2f}s, GPTQ_RESERVE_SECONDS="
-                    f"{config.gptq_reserve_seconds:g} allows 90 % of it. Raise it, or fewer batches are used")
+                    f"{config.gptq_reserve_seconds:g} allows 90 % of it; raise it, or fewer are used")
     with run.phase("rehearse_artifact"):
         data = b""
         if machine.rank == 0:
@@ -4638,10 +4631,10 @@ def read_results(training: Training, leave: int) -> None:
         machine.add_up(values)
         loss, norm = (values / machine.world_size).tolist()
         if not math.isfinite(loss + norm):
-            begin = training.config.train_batch_tokens * (result.step - 1)
             raise FloatingPointError(
-                f"step {result.step}, batch at token {begin}: train_loss {loss}, grad_norm {norm}; lower "
-                "MATRIX_LR and the other learning rates, or GRAD_CLIP_NORM")  # fmt: skip
+                f"step {result.step}, batch at token "
+                f"{training.config.train_batch_tokens * (result.step - 1)}: train_loss {loss}, grad_norm "
+                f"{norm}; lower MATRIX_LR and the other learning rates, or GRAD_CLIP_NORM")
         tell_step(training, result, loss, norm)
 
 
@@ -4655,7 +4648,7 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
         "train", step=step, train_loss=loss, train_time_ms=1e3 * seconds, tokens=tokens, grad_norm=norm,
         progress=result.progress, data_wait_max_ms=result.wait_ms)  # fmt: skip
     training.waits_ms.append(result.wait_ms)
-    if step == PACE_STEP:
+    if step == 100:  # the mean is steady, and nearly all of a paid run is still to come
         training.run.log(f"pace:{1e3 * seconds / step:.2f}ms a step, at which MAX_WALLCLOCK_SECONDS="
                          f"{config.max_wallclock_seconds:g} and ITERATIONS={config.iterations} end after "
                          f"{step / run_progress(seconds, step, config):.0f} steps; looped layers and longer "
@@ -4666,11 +4659,11 @@ def tell_step(training: Training, result: StepResult, loss: float, norm: float) 
     # Half of the steps waited for less than the first, 1 % for more than the second.
     p50, p99, most = np.percentile(training.waits_ms, [50, 99, 100])
     training.waits_ms.clear()
-    lr_scale = learning_rate_scale(result.progress, step - 1, config)
     training.run.log(
         f"step:{step}/{config.iterations} train_loss:{loss:.4f} train_time:{1e3 * seconds:.0f}ms "
         f"step_avg:{1e3 * seconds / step:.2f}ms tok_s:{tokens / seconds:.0f} "
-        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} lr_scale:{lr_scale:.4f} grad_norm:{norm:.3f} "
+        f"data_wait_ms:{p50:.2f}/{p99:.2f}/{most:.2f} "
+        f"lr_scale:{learning_rate_scale(result.progress, step - 1, config):.4f} grad_norm:{norm:.3f} "
         f"eta:{seconds / run_progress(seconds, step, config) - seconds:.0f}s")
 
 
@@ -4793,8 +4786,8 @@ def print_help() -> None:
     print_line(__doc__ or "")
     print_line("Variables, also as KEY=VALUE lines of a file named by CONFIG:\n")
     for spec, (name, value) in zip(fields(Config), Config().as_env().items(), strict=True):
-        choices = " | ".join(spec.metadata["among"])
-        print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} {choices}".rstrip())
+        print_line(f"  {f'{name}={value}':<48} {spec.metadata['meaning']} "
+                   f"{' | '.join(spec.metadata['among'])}".rstrip())  # fmt: skip
 
 
 def with_config_of_run(environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -4898,7 +4891,7 @@ def keep_artifact(path: Path, data: bytes) -> None:
                 write_whole(spare, data)
             except ConfigError:
                 continue
-            raise ConfigError(f"{error}. The artifact is {spare}: EVAL_ONLY={spare} scores it") from error
+            raise ConfigError(f"{error}. EVAL_ONLY={shlex.quote(str(spare))} scores the artifact") from error
         raise
 
 
@@ -4911,15 +4904,11 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
     # The headers of all shards; the ids of validation and of the first training shard.
     folder = find_path(config.data_path)
     pattern = glob.escape(str(folder))
-    train_shards = [] if config.eval_only else open_shards(f"{pattern}/fineweb_train_*.bin")
+    train_shards = [] if config.eval_only else open_shards(f"{pattern}/fineweb_train_[0-9]*.bin")
     val_shards = open_shards(f"{pattern}/fineweb_val_[0-9]*.bin")
-    for shard in (val_shards[0], *train_shards[:1]):
-        first = read_tokens(shard, config.vocab_size)[0]
-        if first != BOS_ID:
-            raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
-    validation = read_validation(val_shards, config)
 
-    # One tokenizer made the shards, the artifact and the bytes that are counted.
+    # One tokenizer made the shards, the artifact and the bytes that are counted. It has VOCAB_SIZE pieces.
+    load_tokenizer(config)
     source = Path(__file__).read_bytes()
     manifest = folder / "manifest.json"
     # Names and sizes stand for gigabytes of shards, which take minutes to hash.
@@ -4933,6 +4922,12 @@ def preflight(config: Config, run: Run, tokenizer_sha256: str) -> Inputs:
         if expected not in ("", hashes["tokenizer"]):
             raise DataError(f"TOKENIZER_PATH={config.tokenizer_path}: sha256 {hashes['tokenizer']}, expected "
                             f"{expected} by {maker}; name that tokenizer")  # fmt: skip
+
+    for shard in (val_shards[0], *train_shards[:1]):
+        first = read_tokens(shard, config.vocab_size)[0]
+        if first != BOS_ID:
+            raise DataError(f"{shard.path}: begins with id {first}, expected BOS={BOS_ID}; export it again")
+    validation = read_validation(val_shards, config)
 
     # The ranks do the same, a resumed run goes on with the same, and the batch and the model have room.
     mine = {**config.as_env(), **hashes, "torch": torch.__version__, "dtype": machine.dtype}
@@ -5015,12 +5010,14 @@ def choose_directory(config: Config, machine: Machine) -> Path:
     if machine.rank == 0:
         if os.path.lexists(directory):
             raise ConfigError(f"RUN_ID={name}: {directory} exists, and nothing is overwritten; set another "
-                              f"RUN_ID, or RESUME={directory} if it holds a {CHECKPOINT}")  # fmt: skip
+                              f"RUN_ID, or, if it holds a {CHECKPOINT}, RESUME={shlex.quote(str(directory))}")
         # Two checkpoints: the new one is written beside the old one, with at most 16 bytes a weight.
         needed = config.artifact_bytes_max + 2 * 16 * count_parameters(config)
         place = next(folder for folder in directory.absolute().parents if folder.exists())
-        if shutil.disk_usage(place).free < needed:
-            raise ConfigError(f"{place}: a run needs {needed >> 20} MiB; make room, or set another RUNS_DIR")
+        if not place.is_dir() or shutil.disk_usage(place).free < needed:
+            raise ConfigError(
+                f"{place}: a run needs a folder with {needed >> 20} MiB: make room or set RUNS_DIR"
+            )
     return directory
 
 
@@ -5082,9 +5079,9 @@ def summarize(
     machine = run.machine
     code_bytes = len(inputs.shipped)
     total_bytes = code_bytes + about.bytes
-    run.log(f"Code size: {code_bytes} bytes (wrapped)")
-    run.log(f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes")
-    run.log(f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
+    run.log(f"Code size: {code_bytes} bytes (wrapped)\n"
+            f"Serialized model int{config.matrix_bits}+rans: {about.bytes} bytes\n"
+            f"Total submission size int{config.matrix_bits}+rans: {total_bytes} bytes")
 
     limits = {}
     for name, value, limit in (

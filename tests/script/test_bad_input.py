@@ -126,6 +126,7 @@ def tokens_are(name: str, changed: Callable[[np.ndarray], np.ndarray]) -> Callab
 
     def make(desk: Desk) -> None:
         path = desk.data / name
+        (desk.data / "manifest.json").unlink()  # it would notice the number of tokens
         write_shard(path, changed(tokens_of(path) if path.exists() else np.ones(1)))
 
     return make
@@ -141,6 +142,11 @@ def shorter_than_a_sequence(desk: Desk) -> None:
     (desk.data / "manifest.json").unlink()
     for path in desk.data.glob("fineweb_train_*"):
         write_shard(path, tokens_of(path)[:20])
+
+
+def shards_with_a_gap(desk: Desk) -> None:
+    (desk.data / "manifest.json").unlink()
+    (desk.data / "fineweb_train_000001.bin").rename(desk.data / "fineweb_train_000007.bin")
 
 
 def manifest_with(**changed: int | None) -> Callable[[Desk], None]:
@@ -178,6 +184,11 @@ def mkdir_fails(desk: Desk) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     desk.patches.append(mock.patch.object(Path, "mkdir", fail))
+
+
+def a_world_of_one(desk: Desk) -> dict[str, object]:
+    desk.patches.append(mock.patch("threading.Thread"))  # which would go on to say that it waits
+    return {"WORLD_SIZE": 2}
 
 
 def argument(*words: str) -> Callable[[Desk], None]:
@@ -225,7 +236,7 @@ CASES = [
     data_file(VAL, None, "fineweb_val_|no token shard", "set DATA_PATH"),
     data_file(VAL, b"<!DOCTYPE html><html><body>404</body></html>", VAL, FETCH),
     case("truncated", truncated, "fineweb_train_000001.bin", FETCH),
-    case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|manifest"),
+    case("id beyond", id_beyond_the_vocabulary, f"{TRAIN}|token 500|id 320", "VOCAB_SIZE=320|tokenizer"),
     case("in validation", lambda desk: id_beyond_the_vocabulary(desk, VAL), f"{VAL}|token 500", "VOCAB_SIZE"),
     case("no BOS", tokens_are(TRAIN, lambda tokens: tokens[1:]), f"{TRAIN}|begins with id",
          "expected BOS=1|export it again"),
@@ -233,6 +244,7 @@ CASES = [
     case("short", shorter_than_a_sequence, "no training shard holds", "fetch more"),
     case("byte counts", tokens_are("fineweb_val_bytes_000000.bin", lambda _: np.ones(10)),
          "fineweb_val_bytes_*.bin", "get the data again"),
+    case("a gap", shards_with_a_gap, "fineweb_train_000007.bin: expected number 000001", "fetch"),
     case("missing shard", manifest_with(_000007=5), "manifest: fineweb_train_000007.bin", "Fetch the data"),
     case("foreign shard", manifest_with(_000001=None), "manifest: fineweb_train_000001", "remove foreign"),
     case("other shard", manifest_with(_000000=5), "manifest: fineweb_train_000000.bin", "Fetch the data"),
@@ -244,6 +256,9 @@ CASES = [
     data_file("manifest.json", OTHERS, "TOKENIZER_PATH=|" + "0" * 64, "name that"),
     # artifacts
     setting("no/model.bin|No such file", "", EVAL_ONLY="no/model.bin"),
+    case("a folder", lambda desk: {"EVAL_ONLY": desk.data}, "data: expected the model.bin of a run", "run"),
+    # peers
+    case("no launcher", a_world_of_one, "WORLD_SIZE=2|RANK expected", "use torchrun"),
     setting(str(SCRIPT), "of its run", EVAL_ONLY=SCRIPT),
     case("older", lambda desk: desk.artifact(older), "version 0.5.4", "of its run"),
     case("other tokenizer", artifact_of_another_tokenizer, "TOKENIZER_PATH=|EVAL_ONLY's", "name that"),
@@ -251,7 +266,8 @@ CASES = [
     case("finished", lambda desk: directory_with(desk, "summary.json"), "RUN_ID=run|runs/run exists", NAME),
     case("unfinished", lambda desk: directory_with(desk, "checkpoint.pt"), "exists", f"RESUME=|{NAME}"),
     case("a dead link", in_its_place_a_dead_link, "runs/run exists", NAME),
-    case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file|Not a directory", ""),
+    case("runs is a file", lambda desk: {"RUNS_DIR": desk.file("a file", "")}, "a file: a run needs a folder",
+         "set RUNS_DIR"),
     case("other code", lambda desk: {"RESUME": desk.unfinished()}, "code is ", "RESUME_OTHER_CODE=1"),
     # the disk
     case("too small", disk_with_no_room, "a run needs", "make room|RUNS_DIR"),

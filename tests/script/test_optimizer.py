@@ -90,8 +90,8 @@ def test_four_ranks_take_the_same_steps_as_one(tmp_path: Path) -> None:
             assert torch.equal(weights, ranks[0]["weights"][name]), name
     resumed = alone(model, config)
     resumed.load_state(ranks[-1]["state"])
-    assert [m.shape for m in resumed.momenta] == [bank.shape for bank in resumed.banks]
-    assert all(m.abs().max() > 0 for m in resumed.momenta)
+    assert [m.shape for m in resumed.states["momenta"]] == [bank.shape for bank in resumed.banks]
+    assert all(m.abs().max() > 0 for m in resumed.states["momenta"])
 
 
 def by_formula(weight: Tensor, gradients: list[Tensor], config: Config, momentum: float) -> Tensor:
@@ -184,7 +184,7 @@ def test_clipping_is_by_the_global_norm(norm: float, factor: float) -> None:
     laps: list[str] = []
     assert float(optimizer.step(1.0, 0.0, lap=laps.append)) == pytest.approx(10.0, rel=1e-4)
     assert laps == ["optimizer", "grad_clip"]  # the parts before the clipping and with it
-    for buffer in optimizer.momenta:
+    for buffer in optimizer.states["momenta"]:
         expected = torch.full_like(buffer, factor * 10.0 / math.sqrt(count))
         torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=0)
     assert all(p.grad is None for p in parameters)
