@@ -49,9 +49,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 import train_gpt  # noqa: E402
-from benchmarks import experiments, paired, results, stepping  # noqa: E402
+from benchmarks import experiments, paired, results  # noqa: E402
 from benchmarks.experiments import mean_of  # noqa: E402
-from benchmarks.turns import Turns  # noqa: E402
+from benchmarks.turns import Turns, endless  # noqa: E402
 from benchmarks.upstream import TrainingClock, Upstream, UpstreamError, batches, in_our_names  # noqa: E402
 from train_gpt import Config, ConfigError, Machine  # noqa: E402
 
@@ -92,6 +92,7 @@ COMPARED = [
     ("ours", AS_THEIRS_SHUFFLED), ("ours", AS_THEIRS), ("ours", "theirs"),
 ]  # fmt: skip
 SPEED_TURNS = 8
+TURN_STEPS = 5
 PROGRAM = (Path(__file__), REPO / "benchmarks/upstream.py", *experiments.PROGRAM)
 SCORED_ROWS = 64  # sequences of a batch
 
@@ -261,19 +262,26 @@ class Race:
             turns = {}
             for name, given in ((AS_THEIRS, self.as_theirs()), ("ours", self.ours)):
                 unpaced = {"ARTIFACT_BYTES_MAX": "16000000", "RATE_CONTROL": "0", "WARMUP_STEPS": "0"}
-                settings = stepping.settings(Path(given["CONFIG"]), Path(folder), [])
+                settings = endless(Path(given["CONFIG"]), Path(folder), [])
                 settings = {**given, **settings, **unpaced, "RUN_ID": name.replace(" ", "-")}
                 turns[name] = ends.enter_context(Turns(REPO / "train_gpt.py", settings))
             for turn in range(SPEED_TURNS + 1):
-                new = {name: ours.steps(stepping.TURN_STEPS).cpu_ms for name, ours in turns.items()}
+                new = {name: ours.steps(TURN_STEPS).cpu_ms for name, ours in turns.items()}
                 new["theirs"] = []
-                for inputs_BT, targets_BT in itertools.islice(feed, stepping.TURN_STEPS):
+                for inputs_BT, targets_BT in itertools.islice(feed, TURN_STEPS):
                     start = time.process_time()
                     upstream.step(inputs_BT, targets_BT)
                     new["theirs"].append(1e3 * (time.process_time() - start))
                 for name, cpu_ms in new.items():
                     taken[name] += cpu_ms if turn else []  # the first steps allocate
         return taken
+
+
+def means_of_turns(times_ms: list[float]) -> list[float]:
+    """Mean milliseconds of a step in each turn."""
+    starts = range(0, len(times_ms), TURN_STEPS)
+    return [statistics.mean(times_ms[start : start + TURN_STEPS]) for start in starts]
+
 
 def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
     """The table of step times."""
@@ -283,7 +291,7 @@ def speed_lines(runs: paired.Runs, step_tokens: int) -> list[str]:
         theirs_ms = [ms for run in runs for ms in run["theirs"]]
         low, *_, high = statistics.quantiles(all_ms, n=5)
         median_ms = statistics.median(all_ms)
-        pairs = zip(stepping.means_of_turns(all_ms), stepping.means_of_turns(theirs_ms), strict=True)
+        pairs = zip(means_of_turns(all_ms), means_of_turns(theirs_ms), strict=True)
         times = statistics.median(theirs / ours for ours, theirs in pairs)
         per_second = step_tokens / median_ms * 1e3
         lines.append(

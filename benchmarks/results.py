@@ -4,7 +4,7 @@
 A benchmark has a TITLE and `tables(measured)`, a pure function from its raw figures to lines of Markdown. A
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
 
-results/release.json names a version and the train_gpt.py that is it; the figures beside it are of that file.
+results/release.json names a version and the train_gpt.py that is it; tables of a later script say so.
 Tables whose programs have left are frozen in results/0.5.md; nothing makes that page anew.
 """
 
@@ -100,7 +100,7 @@ def latest(name: str) -> dict[str, Any]:
 
 
 def release() -> dict[str, Any]:
-    """version, commit and script (the SHA-256 of train_gpt.py) of figures; later: files of a newer one."""
+    """version, commit and script (the SHA-256 of train_gpt.py) of the last release."""
     named: dict[str, Any] = json.loads((FOLDER / RELEASE).read_text(encoding="utf-8"))
     return named
 
@@ -108,15 +108,17 @@ def release() -> dict[str, Any]:
 def page() -> str:
     """The generated part of RESULTS.md: the figures of the release."""
     of = release()
-    later = f" A later script made {', '.join(of['later'])}." if "later" in of else ""
+    found = stored(FOLDER)
+    later = [name for name, one in found.items() if one["conditions"]["script"] != of["script"][:12]]
+    told = f" A later script made {', '.join(later)}." if later else ""
     return "\n".join([
-        f"# Version {of['version']}", "",
-        f"Measured with train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. More tables of "
-        "version 0.5 are frozen in [results/0.5.md](results/0.5.md): their programs have left." + later, "",
+        "# Tables", "",
+        f"Version {of['version']} is train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. Tables "
+        "whose programs have left are frozen in [results/0.5.md](results/0.5.md)." + told, "",
         "In tables of differences: they are taken seed by seed, over the seeds that both rows have, so "
         "columns of means need not subtract. *Its error* is the standard error of their mean, *p* that of a "
         "paired t-test, bold below 0.01.", "",
-        *(section(result, name.partition("-")[2]) for name, result in stored(FOLDER).items()),
+        *(section(result, name.partition("-")[2]) for name, result in found.items()),
     ])  # fmt: skip
 
 

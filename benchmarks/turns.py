@@ -27,6 +27,15 @@ sys.path.insert(0, str(REPO))
 from benchmarks.cpu_clock import load  # noqa: E402
 
 
+def endless(config: Path, runs: Path, overrides: list[str], **more: str) -> dict[str, str]:
+    """The environment of a run that is stopped by hand, not by a clock."""
+    given = dict(item.split("=", 1) for item in overrides)
+    return {
+        "CONFIG": str(config), "RUNS_DIR": str(runs), "MAX_WALLCLOCK_SECONDS": "0", "VAL_LOSS_EVERY": "0",
+        "ITERATIONS": "1000000", "WARMDOWN_ITERS": "0", **given, **more,
+    }  # fmt: skip
+
+
 class Turn(NamedTuple):
     """What some steps took and what they learnt, each by step."""
 

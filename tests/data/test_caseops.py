@@ -1,8 +1,5 @@
 """CaseOps: one code per text, nothing lost, every byte counted."""
 
-import itertools
-import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -88,14 +85,3 @@ def test_what_a_model_writes_can_be_read_without_marks(fused: bool, coded: str) 
 def test_marks_count_nothing_and_escaped_marks_their_own_bytes() -> None:
     coded = f"{ESCAPE}{ESCAPE}{TITLE}é{NEXT}日\U0001f600"
     assert caseops.byte_counts(coded).tolist() == [0, 3, 0, 2, 0, 3, 4]
-
-
-@pytest.mark.parametrize("stride", [16, pytest.param(1, marks=pytest.mark.slow)])
-def test_round_trip_of_real_documents(shared_data: Path, stride: int) -> None:
-    with open(shared_data / "docs_selected.jsonl", encoding="utf-8") as file:
-        for line in itertools.islice(file, 0, None, stride):
-            text = json.loads(line)["text"]
-            for fused in (False, True):
-                coded = caseops.encode(text, fused)
-                assert caseops.decode(coded, fused) == text
-                assert caseops.byte_counts(coded, fused).sum() == len(text.encode())

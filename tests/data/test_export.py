@@ -19,7 +19,7 @@ import sentencepiece as spm
 
 from data import caseops, documents, encoding, export, shards
 from data.files import exclusive, sha256_file
-from tests.support.waiting import DEADLINE_SECONDS
+from tests.support.waiting import DEADLINE_SECONDS, is_running
 
 VAL_DOCUMENTS = 20
 WORDS = ["the", "Model", "reads", "TOKENS", "and", "writes", "weights", "McGraw", "iPhone", "NASA's", "",
@@ -280,17 +280,10 @@ def test_workers_end_with_parent(repo: Path, models: dict[str, Path], docs: Path
         time.sleep(0.05)
     process.kill()
     process.wait()
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline_s:
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert len(pids) >= 3
-    assert not [pid for pid in pids if alive(pid)]
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not [pid for pid in pids if is_running(pid)]
 
 
 Fails = Callable[[list[str]], str]

@@ -254,17 +254,6 @@ def test_files_of_other_tools_are_taken_if_right(hub: Hub, files: dict[str, byte
     assert wrong.with_name(f"{wrong.name}.replaced").read_bytes() == files[remote(right.name)]
 
 
-def test_verify_tells_of_training_on_validation_documents(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
-    assert fineweb.main(command(tmp_path)) == 0
-    manifest = shards.read_manifest(directory(tmp_path))
-    manifest["files"]["fineweb_val_000000.bin"]["documents"] = [0, 1000]
-    shards.write_manifest(directory(tmp_path), manifest)
-    told = error_of(tmp_path, "--verify")
-    start, stop = manifest["files"]["fineweb_train_000002.bin"]["documents"]
-    assert all(f"fineweb_train_{number:06d}.bin: training documents [" in told for number in range(3))
-    assert f"[{start}, {stop}) overlap the validation documents [0, 1000) of fineweb_val_000000.bin" in told
-
-
 def test_mine_is_kept(hub: Hub, tmp_path: Path, error_of: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tmp_path / "tokenizers" / "fineweb_1024_bpe.model"
     tokenizer.parent.mkdir()

@@ -293,44 +293,31 @@ def test_the_thread_that_stages_wakes_when_the_step_has_its_batch(
         assert woken == [1, 2], "after the batch was counted as taken"
 
 
-@pytest.mark.parametrize(
-    ("fault", "prefetch"), [(OSError("disk on fire"), False), (KeyError("k"), True), (SystemExit(3), True)]
-)
-def test_an_error_in_the_disk_stage_arrives_in_order(
-    shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("where", "fault", "prefetch"), [
+    ("read_tokens", OSError("disk on fire"), False), ("read_tokens", KeyError("k"), True),
+    ("read_tokens", SystemExit(3), True), ("hash_sequences", ValueError("bug"), False),
+    ("hash_sequences", SystemExit(1), True), ("hash_sequences", GeneratorExit(), True),
+])  # fmt: skip
+def test_an_error_arrives_in_order(
+    shards: list[Any], where: str, fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All good batches first, then a DataError with rank, shard, position and the origin's traceback."""
     expected, _ = stream(shards, 30, world_size=1, train_prefetch=False)
     (_, _, sequences), (_, bad, _) = itertools.islice(train_gpt.shard_visits(make_config(), shards, 0), 2)
+    # Whole micro-batches of four out of the first shard, or six of them.
+    good = len(sequences) // 4 if where == "read_tokens" else 6
 
-    def fail_at_the_bad_shard(path: Path) -> None:
-        if path == bad.path:
+    def fail(place: Path | int, ids_BT: np.ndarray | None = None) -> None:
+        if place == bad.path if ids_BT is None else place == 4 * good:
             raise fault
 
-    on_read(monkeypatch, fail_at_the_bad_shard)
+    begins = on_read if where == "read_tokens" else on_stage
+    begins(monkeypatch, fail)
     with open_loader(shards, train_prefetch=prefetch) as loader:
         rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
-    good = len(sequences) // 4  # whole micro-batches of four out of the first shard
     assert len(rows) == good and np.array_equal(np.concatenate(rows), expected[: 4 * good])
-    for part in (str(bad.path), f"position {4 * good + 3}", "rank 0", type(fault).__name__, "in read_tokens"):
-        assert part in str(error), part
-
-
-@pytest.mark.parametrize(
-    ("fault", "prefetch"), [(ValueError("bug"), False), (SystemExit(1), True), (GeneratorExit(), True)]
-)
-def test_an_error_in_the_stage_arrives(
-    shards: list[Any], fault: BaseException, prefetch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail_after_six_batches(position: int, ids_BT: np.ndarray) -> None:
-        if position >= 24:
-            raise fault
-
-    on_stage(monkeypatch, fail_after_six_batches)
-    with open_loader(shards, train_prefetch=prefetch) as loader:
-        rows, error = within(DEADLINE_SECONDS, lambda: drain(loader))
-    assert len(rows) == 6
-    for part in (type(fault).__name__, "rank 0, step 1, position 27", "fineweb_train_", "in hash_sequences"):
+    shard = str(bad.path) if where == "read_tokens" else "fineweb_train_"
+    for part in (shard, f"position {4 * good + 3}", "rank 0", type(fault).__name__, f"in {where}"):
         assert part in str(error), part
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import train_gpt
 from tests.support.models import tiny_config
-from train_gpt import GPT, Config, Machine, build_model, parameter_table, visit_order
+from train_gpt import GPT, Config, Machine, build_model, parameter_table
 
 # Room for a feature to be on in some layers and off in others; two key heads, half of each one rotated.
 SIX_LAYERS = {
@@ -27,7 +27,7 @@ VALUE = {"VE_ENABLED": 1, "VE_DIM": 6, "VE_LAYERS": "4,1"}
 PR549 = {**BIGRAM, **VALUE, "CHANNEL_SMEAR_ENABLED": 1}
 FEATURES = {
     "as by default": {},
-    "no recurrence": {"NUM_LOOPS": 0},
+    "no recurrence": {"NUM_LOOPS": 0, "LOOP_START": 4, "LOOP_END": 2},  # which is nobody's then
     "another recurrence": {"NUM_LOOPS": 3, "LOOP_START": 2, "LOOP_END": 4},
     "recurrence over all": {"NUM_LOOPS": 1, "LOOP_START": 0, "LOOP_END": 5},
     "documents not told apart": {"DOC_MASK": 0},
@@ -325,19 +325,6 @@ def test_losses_are_fp32_for_a_model_that_computes_in_less() -> None:
     torch.testing.assert_close(model.loss(ids, ids), exact, rtol=0.01, atol=0.01)
 
 
-def test_a_document_knows_nothing_of_others_and_of_what_comes() -> None:
-    config = tiny()
-    model, ids = random_model(config), random_ids(config)
-    changed = ids.clone()
-    changed[0, :5] = torch.tensor([1, 2, 3, 4, 6])  # the document before the one that starts at 5
-    changed[:, 11:] = (changed[:, 11:] + 7) % 40 + 2
-    before, after = model(ids), model(changed)
-    assert torch.equal(before[0, 5:11], after[0, 5:11]) and torch.equal(before[1, :11], after[1, :11])
-    assert not torch.equal(before[:, 11:], after[:, 11:])
-    one_stream = random_model(tiny(DOC_MASK=0))
-    assert not torch.equal(one_stream(ids)[0, 5:11], one_stream(changed)[0, 5:11])
-
-
 @pytest.mark.parametrize(("off", "on"), [
     ({"SMEAR_GATE_ENABLED": 0}, {"SMEAR_GATE_ENABLED": 1}),
     ({"NUM_LOOPS": 0}, {"NUM_LOOPS": 2}),
@@ -408,15 +395,6 @@ def test_initial_weights() -> None:
     model = build_model(tiny(TIE_EMBEDDINGS=0, VOCAB_SIZE=4096))
     assert model.output_head_VD.abs().max() == 0
     assert abs(model.token_embedding_VD.std().item() - 1) < 0.01
-
-
-def test_visit_order() -> None:
-    """PRs #1493 and #1855 with layers 3 to 5 three times, off and on; the baseline's halves."""
-    assert visit_order(Config(), False) == list(range(11))
-    assert visit_order(Config(), True) == [0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10]
-    for borders in ({}, {"loop_start": 7, "loop_end": 2}):  # without a loop they are nobody's
-        baseline = Config(num_layers=9, num_loops=0, **borders)
-        assert visit_order(baseline, True) == list(range(9))
 
 
 @pytest.mark.parametrize("trained", [0, 7])

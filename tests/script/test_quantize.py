@@ -81,6 +81,9 @@ def test_uncorrelated_or_unknown_inputs_leave_nothing_to_gptq() -> None:
         codes, scales = quantize(weights, hessians, 6, 10.0)
         nearest = (weights / scales.float()[:, :, None]).round().clamp(-31, 31)
         assert torch.equal(codes.float(), nearest)
+    weights[1, 0, 0] = math.nan
+    with pytest.raises(ArtifactError, match="mlp_up_bank is not finite"):
+        quantize(weights, None, 6, 10.0)
 
 
 @pytest.mark.parametrize("with_hessian", [False, True])
@@ -270,26 +273,6 @@ def test_ranks_add_their_hessians(tiny: Config, tmp_path: Path) -> None:
     for key, expected in alone.items():
         assert torch.equal(ranks[0][key], ranks[1][key])
         torch.testing.assert_close(ranks[0][key], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("role", ["", "mlp"])
-def test_without_a_hessian_rounding_at_once_is_rounding_by_columns(role: str, tiny: Config) -> None:
-    """The same codes as with Hessians that say nothing, without an operation for each column."""
-    weights = 0.3 * torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
-    weights[0, :, 3] = 0
-    parameter = train_gpt.Parameter((2, 5, 24), role=role, inputs=("x",))
-    identity = {("x", layer): torch.eye(24) for layer in range(2)}
-    step, levels = train_gpt.step_and_levels(parameter, tiny, 1.0)
-    found = []
-    for hessians in ({}, identity):
-        quantizer = train_gpt.Quantizer("bank", weights, parameter, hessians, PLAIN)
-        assert quantizer.rounded == (not hessians)
-        found.append(quantizer.quantize(step, levels))
-    assert (found[0].codes == found[1].codes).all() and (found[0].exponents == found[1].exponents).all()
-    assert abs(found[0].codes).max() > 3
-    weights[1, 0, 0] = math.nan
-    with pytest.raises(ArtifactError, match="bank is not finite"):
-        train_gpt.Quantizer("bank", weights, parameter, {}, PLAIN)
 
 
 @pytest.mark.parametrize(("shortfall", "used"), [(0.0, 0.01), (0.05, 0.1), (0.5, 1.0), (5.0, 10.0)])

@@ -6,21 +6,34 @@ import pytest
 
 from train_gpt import Config, learning_rate_scale, loop_is_on, muon_momentum, run_progress
 
-PR1493 = Config(warmdown_frac=0.72, min_lr=0.0)
+CLOCKLESS = Config(warmdown_iters=200, min_lr=0.0, iterations=1000, max_wallclock_seconds=0.0)
+# The baseline: steps to come over WARMDOWN_ITERS.
+LONGER = dataclasses.replace(CLOCKLESS, warmdown_iters=150, iterations=100)
+IN_STEPS = Config(muon_momentum=0.99, muon_momentum_warmup_steps=1500)
+RATE, MOMENTUM = learning_rate_scale, muon_momentum
+# A curve under its settings, and its values at shares of the run.
+OF_SHARES = [
+    (RATE, Config(warmdown_frac=0.72, min_lr=0.0),  # PR #1493
+     {0.0: 1.0, 0.15: 1.0, 0.28: 1.0, 0.64: 0.5, 0.82: 0.25, 1.0: 0.0}),
+    (RATE, Config(), {0.0: 1.0, 0.15: 1.0, 0.575: 0.5, 0.915: 0.1, 0.99: 0.1, 1.3: 0.1}),
+    (MOMENTUM, Config(), {0.0: 0.92, 0.15: 0.945, 0.3: 0.97, 1.0: 0.97}),
+    (MOMENTUM, Config(muon_momentum_warmup_frac=0.0), {0.0: 0.97}),
+    (MOMENTUM, Config(muon_momentum_warmup_steps=0), {0.0: 0.97}),
+]  # fmt: skip
+# The same, and its values at steps.
+OF_STEPS = [
+    (RATE, CLOCKLESS, {0: 1.0, 800: 1.0, 900: 0.5, 990: 0.05}),
+    (RATE, LONGER, {step: (100 - step) / 150 for step in (0, 1, 50, 99)}),
+    (MOMENTUM, IN_STEPS, {0: 0.92, 750: 0.955, 1500: 0.99, 9000: 0.99}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("progress", "scale"), [(0.0, 1.0), (0.15, 1.0), (0.28, 1.0), (0.64, 0.5), (0.82, 0.25), (1.0, 0.0)]
-)
-def test_warmdown_of_pr1493(progress: float, scale: float) -> None:
-    assert learning_rate_scale(progress, 100, PR1493) == pytest.approx(scale, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("progress", "scale"), [(0.0, 1.0), (0.15, 1.0), (0.575, 0.5), (0.915, 0.1), (0.99, 0.1), (1.3, 0.1)]
-)
-def test_default_warmdown_ends_on_its_floor(progress: float, scale: float) -> None:
-    assert learning_rate_scale(progress, 100, Config()) == pytest.approx(scale, abs=1e-12)
+def test_curves_have_their_golden_values() -> None:
+    for curve, config, values in OF_SHARES:
+        assert {share: curve(share, 100, config) for share in values} == pytest.approx(values, abs=1e-12)
+    for curve, config, values in OF_STEPS:
+        found = {step: curve(run_progress(123.0, step, config), step, config) for step in values}
+        assert found == pytest.approx(values)
 
 
 @pytest.mark.parametrize("none", [{"warmdown_frac": 0.0}, {"warmdown_iters": 0}])
@@ -41,20 +54,6 @@ def test_warmdown_in_steps_follows_the_baseline_under_a_clock(step: int) -> None
     assert learning_rate_scale(elapsed_ms / 600_000, step, config) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("step", "scale"), [(0, 1.0), (800, 1.0), (900, 0.5), (990, 0.05)])
-def test_warmdown_in_steps_without_a_clock(step: int, scale: float) -> None:
-    config = Config(warmdown_iters=200, min_lr=0.0, iterations=1000, max_wallclock_seconds=0.0)
-    progress = run_progress(123.0, step, config)
-    assert learning_rate_scale(progress, step, config) == pytest.approx(scale)
-
-
-@pytest.mark.parametrize("step", [0, 1, 50, 99])
-def test_a_warmdown_longer_than_the_run_begins_below_the_full_rate(step: int) -> None:
-    """The baseline: steps to come over WARMDOWN_ITERS."""
-    config = Config(warmdown_iters=150, min_lr=0.0, iterations=100, max_wallclock_seconds=0.0)
-    assert learning_rate_scale(step / 100, step, config) == pytest.approx((100 - step) / 150)
-
-
 def test_a_short_run() -> None:
     assert run_progress(0.0, 0, Config(iterations=0)) == 1.0
     without_clock = Config(iterations=0, max_wallclock_seconds=0.0)
@@ -63,22 +62,6 @@ def test_a_short_run() -> None:
     config = Config(warmdown_iters=3500, min_lr=0.0)
     assert learning_rate_scale(0.0, 0, config) == 1.0
     assert learning_rate_scale(0.001, 1, config) == pytest.approx(0.999 / 3.5)
-
-
-@pytest.mark.parametrize(("step", "momentum"), [(0, 0.92), (750, 0.955), (1500, 0.99), (9000, 0.99)])
-def test_momentum_rises_over_steps(step: int, momentum: float) -> None:
-    config = Config(muon_momentum=0.99, muon_momentum_warmup_steps=1500)
-    assert muon_momentum(0.5, step, config) == pytest.approx(momentum)
-
-
-@pytest.mark.parametrize(("progress", "momentum"), [(0.0, 0.92), (0.15, 0.945), (0.3, 0.97), (1.0, 0.97)])
-def test_momentum_rises_over_a_share_of_the_run(progress: float, momentum: float) -> None:
-    assert muon_momentum(progress, 7, Config()) == pytest.approx(momentum)
-
-
-@pytest.mark.parametrize("none", [{"muon_momentum_warmup_frac": 0.0}, {"muon_momentum_warmup_steps": 0}])
-def test_momentum_without_warmup(none: dict[str, float]) -> None:
-    assert muon_momentum(0.0, 0, Config(**none)) == 0.97
 
 
 def test_progress_and_the_loop() -> None:

@@ -130,10 +130,7 @@ class HubHandler(BaseHTTPRequestHandler):
             else:
                 entries[name] = tree_entry(name, content)
         if not entries:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         self.reply(200, json.dumps(list(entries.values())).encode(), {"Content-Type": "application/json"})
 
@@ -144,10 +141,7 @@ class HubHandler(BaseHTTPRequestHandler):
         digest = content_hash(content)
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if self.command == "HEAD":
-            self.send_response(200)
-            for key, value in {**headers, "Content-Length": str(len(content))}.items():
-                self.send_header(key, value)
-            self.end_headers()
+            self.reply(200, content, headers)
             return
         self.hub.requested[name] += 1
         if faults.take(faults.truncated, name):

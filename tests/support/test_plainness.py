@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,39 +35,27 @@ def f(x):
 """
 BANNER = "# ====\n# {} — a guarantee.\n# ====\n"
 UPPER, LOWER = BANNER.format("UPPER"), BANNER.format("LOWER") + "LIMIT = 3\ndef helper():\n    return 1\n"
-
-
-def test_code_alone_weighs_and_an_f_string_is_one_token() -> None:
-    assert plainness.tokens_of_code(DRESSED) == 6 + 4
-    assert plainness.tokens_of_code("a = 1\nb, c = 1, 2\nif a:\n    c = f'{a} and {b}'\n") == 3 + 7 + 3 + 3
-
-
-def test_an_elif_is_no_deeper_than_its_if() -> None:
-    (function,) = ast.parse(NESTED).body
-    assert plainness.nesting(function) == 3
-
-
-PLAIN = [
-    (plainness.packed_assignments, "a, b = 1, 2", "a, b = shape"),
-    (plainness.packed_assignments, "self.a, self.b = x, y", "a = 1, 2"),
-    (plainness.truth_values_as_numbers, "x * (a > b)", "x if a > b else y"),
-    (plainness.truth_values_as_numbers, "(not a) * x", "sum(a > b for a in x)"),
-    (plainness.truth_values_as_numbers, "(x, y)[a > b]", "ids[ids == 1]"),
+READS = "UPPER, statement of line 4: {}, of LOWER"
+# A source, and what is counted or found in it: lines, or a sentence for each name.
+CASES: list[tuple[Callable[[str], Any], str, Any]] = [
+    (plainness.tokens_of_code, DRESSED, 6 + 4),
+    (plainness.tokens_of_code, "a = 1\nb, c = 1, 2\nif a:\n    c = f'{a} and {b}'\n", 3 + 7 + 3 + 3),
+    (lambda source: plainness.nesting(ast.parse(source).body[0]), NESTED, 3),  # an elif is no deeper
+    (plainness.packed_assignments, "a, b = 1, 2\na, b = shape\nself.a, self.b = x, y\na = 1, 2", [1, 3]),
+    (plainness.truth_values_as_numbers, "x * (a > b)\nx if a > b else y\n(not a) * x", [1, 3]),
+    (plainness.truth_values_as_numbers, "sum(a > b for a in x)\n(x, y)[a > b]\nids[ids == 1]", [2]),
+    (plainness.reads_from_below, "def f():\n    return [helper() for _ in range(3)]\n", ["helper"]),
+    (plainness.reads_from_below, "def f(x: LIMIT) -> None:\n    pass\n", ["LIMIT"]),
+    (plainness.reads_from_below, "class A:\n    def f(self):\n        return LIMIT\n", ["LIMIT"]),
+    (plainness.reads_from_below, "def f(helper, x):\n    return helper(x.LIMIT, 'LIMIT')\n", []),
+    (plainness.reads_from_below, "LIMIT = 1\ndef f():\n    return LIMIT\n", []),  # given again below
 ]
 
 
-@pytest.mark.parametrize(("finder", "bad", "good"), PLAIN)
-def test_what_has_to_be_decoded_is_found(finder: Callable[[str], list[int]], bad: str, good: str) -> None:
-    assert (finder(bad), finder(good)) == ([1], [])
-
-
-@pytest.mark.parametrize(("code", "name"), [
-    ("def f():\n    return [helper() for _ in range(3)]\n", "helper"),
-    ("def f(x: LIMIT) -> None:\n    pass\n", "LIMIT"),
-    ("class A:\n    def f(self):\n        return LIMIT\n", "LIMIT"),
-    ("def f(helper, x):\n    return helper(x.LIMIT, 'LIMIT')\n", ""),
-    ("LIMIT = 1\ndef f():\n    return LIMIT\n", ""),  # given again below
-])  # fmt: skip
-def test_what_is_read_from_a_later_section_is_named(code: str, name: str) -> None:
-    found = plainness.reads_from_below(UPPER + code + LOWER)
-    assert found == ([f"UPPER, statement of line 4: {name}, of LOWER"] if name else [])
+@pytest.mark.parametrize(("finder", "source", "found"), CASES)
+def test_code_alone_weighs_and_what_has_to_be_decoded_is_found(
+    finder: Callable[[str], Any], source: str, found: Any
+) -> None:
+    if finder is plainness.reads_from_below:
+        source, found = UPPER + source + LOWER, [READS.format(name) for name in found]
+    assert finder(source) == found

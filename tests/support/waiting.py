@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
@@ -19,6 +20,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS)
     while not condition():
         assert time.monotonic() < end, "deadline"
         time.sleep(0.002)
+
+
+def is_running(process: int | str) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:

@@ -122,32 +122,24 @@ def change_numbers(data: bytes, rng: random.Random) -> bytes:
     return " ".join(words).encode()
 
 
-LINES = [  # of what a log's expressions look for, each repeated without an end
-    lambda n: " " * n,
-    lambda n: "a" * n,
-    lambda n: "a:" * n,
-    lambda n: "a b " * n,
-    lambda n: "\t\r" * n,
-    lambda n: "|   0  NVIDIA" + " " * n,
-    lambda n: "|   0  NVIDIA " + "a " * n,
-    lambda n: "final" + " step:1" * n,
-    lambda n: "final" + " " * n + "val_loss:1 val_bpb:1",
-    lambda n: "final val_loss:1" + " " * n,
-    lambda n: " val_loss:1 val_bpb:" * n,
-    lambda n: "Code size" + " " * n,
-    lambda n: "Code size (" + ")" * n,
-    lambda n: "step:1/2 " + "train_loss" * n,
-    lambda n: "step:" + "1" * n + "/2 train_loss:1",
-    lambda n: "val_loader:" + "tokens:" * n,
-    lambda n: "stopping_early: " + "a" * n,
-    lambda n: "collected 1 Hessians in " + "1." * n + "s",
-    lambda n: "  setting: " + "9" * n,
-    lambda n: "abc:1" + " abc:1" * n + " ",
-]
+LINES = [  # of what a log's expressions look for: what is repeated, between a beginning and an end
+    ("", " ", ""), ("", "a", ""), ("", "a:", ""), ("", "a b ", ""), ("", "\t\r", ""),
+    ("  setting: ", "9", ""), ("|   0  NVIDIA", " ", ""), ("|   0  NVIDIA ", "a ", ""),
+    ("final", " step:1", ""), ("final", " ", "val_loss:1 val_bpb:1"), ("final val_loss:1", " ", ""),
+    ("", " val_loss:1 val_bpb:", ""), ("Code size", " ", ""), ("Code size (", ")", ""),
+    ("step:1/2 ", "train_loss", ""), ("step:", "1", "/2 train_loss:1"), ("val_loader:", "tokens:", ""),
+    ("stopping_early: ", "a", ""), ("collected 1 Hessians in ", "1.", "s"), ("abc:1", " abc:1", " "),
+]  # fmt: skip
+
+
+def repeated(parts: tuple[str, str, str], count: int) -> str:
+    """A line of LINES or a program of PROGRAMS, with so many of its middle part."""
+    begin, part, end = parts
+    return begin + count * part + end
 
 
 def long_line(data: bytes, rng: random.Random) -> bytes:
-    line = rng.choice(LINES)(rng.choice([1_000, 3_900, 60_000, 300_000]))
+    line = repeated(rng.choice(LINES), rng.choice([1_000, 3_900, 60_000, 300_000]))
     lines = data.splitlines()
     lines[rng.randint(0, len(lines)) : 0] = [line.encode()] * rng.choice([1, 1, 5])
     return b"\n".join(lines)
@@ -228,30 +220,18 @@ def _expanding(count: int) -> bytes:
 
 
 PROGRAMS = [  # each hard on a parser in its own way
-    lambda n: b"a;" * n,
-    lambda n: b"a," * n,
-    lambda n: b"[]," * n,
-    lambda n: b"-" * n + b"1",
-    lambda n: b"(" * n,
-    lambda n: b"a" + b".a" * n,
-    lambda n: b"1+" * n + b"1",
-    lambda n: b"not " * n + b"1",
-    lambda n: b"f'" + b"{a}" * n + b"'",
-    lambda n: b"lambda:" * n + b"1",
-    lambda n: b"import a\n" * n,
-    lambda n: b"from " + b" " * n,
-    lambda n: b"import " + b"a, " * n,
-    lambda n: b"subprocess.run(" + b" " * n + b"(\n",
-    lambda n: b"os.system('a')\n" * n + b"(",
-    lambda n: b"'a.py' " * n + b"(",
-    lambda n: b"exec(" * 80 + b"a" + b")" * 80 + b"\n" + b"eval(x)\n" * n,
-    lambda n: b"".join(b" " * i + b"if a:\n" for i in range(min(n, 2_000))),
-    lambda n: b"# -*- coding: utf-7 -*-\n" + b"+AGE-" * n,
-]
+    ("", "a;", ""), ("", "a,", ""), ("", "[],", ""), ("", "-", "1"), ("", "(", ""), ("a", ".a", ""),
+    ("", "1+", "1"), ("", "not ", "1"), ("f'", "{a}", "'"), ("", "lambda:", "1"), ("", "import a\n", ""),
+    ("from ", " ", ""), ("import ", "a, ", ""), ("subprocess.run(", " ", "(\n"),
+    ("", "os.system('a')\n", "("), ("", "'a.py' ", "("),
+    ("exec(" * 80 + "a" + ")" * 80 + "\n", "eval(x)\n", ""),
+    ("".join(" " * depth + "if a:\n" for depth in range(2_000)), " ", ""),
+    ("# -*- coding: utf-7 -*-\n", "+AGE-", ""),
+]  # fmt: skip
 
 
 def hard_program(data: bytes, rng: random.Random) -> bytes:
-    program = rng.choice(PROGRAMS)(rng.choice([1_000, 20_000, 100_000, 500_000]))
+    program = repeated(rng.choice(PROGRAMS), rng.choice([1_000, 20_000, 100_000, 500_000])).encode()
     return _shell(program, rng) if rng.random() < 0.5 else program
 
 

@@ -9,12 +9,11 @@ import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from scipy import stats
 
 import train_gpt
-from benchmarks import cpu_clock, experiments, paired, shards
+from benchmarks import cpu_clock, experiments, paired
 from benchmarks.experiments import Arm, Budget, Experiment, ExperimentError
 from tests.support.processes import Started
 from tests.support.tiny import environment
@@ -215,13 +214,3 @@ def test_a_run_is_scored_once_more(dataset: Path, tmp_path: Path, monkeypatch: p
     assert all(math.isfinite(score) for score in scored["scores"].values())
     assert trained["settings"]["DATA_PATH"] == dataset.name  # a record names no place of this machine
     assert trained["bytes"] == (tmp_path / "base-seed1" / "model.bin").stat().st_size
-
-
-def test_sorted_documents_make_shards_unlike() -> None:
-    kinds = [np.full(50, 2 + number % 2, np.uint16) for number in range(20)]
-    assert shards.unlike(np.split(np.concatenate(kinds), 2)) == pytest.approx(0)
-    apart = np.split(np.concatenate(shards.sorted_by_likeness(kinds)), 2)
-    assert shards.unlike(apart) == pytest.approx(math.log(2))
-    # A loss that falls along a line does not scatter, and waves of whole shards are seen.
-    assert shards.spread([float(-step) for step in range(96)], 12) == pytest.approx(0, abs=1e-9)
-    assert shards.spread([float(step // 12 % 2) for step in range(96)], 12) > 0.5

@@ -74,10 +74,7 @@ def test_closures(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("KERNEL = 'fast.cpp'\n")
     (tmp_path / "fast.cpp").write_text("int x;\n")
     (tmp_path / "unused.py").write_text("\n")
-    files = sorted(tmp_path.iterdir())
-    scripts = {path: read_script(path) for path in files if path.suffix == ".py"}
-    found = source.closure(scripts[tmp_path / "train_gpt.py"], scripts, files)
-    assert [path.name for path in found] == ["inner.py", "helper.py", "fast.cpp"]
+    assert _closure_of(tmp_path) == {"inner.py", "helper.py", "fast.cpp"}
     (tmp_path / "pkg" / "deep").mkdir(parents=True)
     (tmp_path / "train_gpt.py").write_text("from pkg.deep import inner\nexec(open('weights.dat').read())\n")
     for name in ("pkg/__init__.py", "pkg/deep/__init__.py", "pkg/deep/inner.py", "pkg/deep/unused.py"):
