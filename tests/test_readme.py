@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import ttt
 from benchmarks.gpu_model import memory, subject
+from tests.support.patches import apply
 from tests.support.processes import Ended, Lab, train_losses
 from tools import __main__ as tools
 from tools import docs
@@ -263,7 +264,7 @@ def test_the_technique_works_and_its_off_is_off(
     shutil.copy(repo / "train_gpt.py", tmp_path)
     (tmp_path / "configs").mkdir()
     shutil.copy(repo / "configs/README.md", tmp_path / "configs")
-    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, text=True, check=True)
+    apply(patch, tmp_path, repo)
     script = tmp_path / "train_gpt.py"
     off = lab.elsewhere("off").succeed(script=script, EVAL_STRIDE=0, TTT_ENABLED=0)
     assert train_losses(off) == train_losses(finished)

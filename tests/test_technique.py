@@ -1,6 +1,8 @@
 """The patch of docs/technique.md and the examples of docs/changing.md do what they say, on copies."""
 
 import ast
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.script import test_style
+from tests.support.patches import apply
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,7 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(copy, shell=True, cwd=repo, check=True)
     page = (repo / "docs/technique.md").read_text("utf-8")
     patch = page.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
-    subprocess.run(["git", "apply", "-"], cwd=tree, input=patch, text=True, check=True)
+    apply(patch, tree, repo)
     return tree
 
 
@@ -68,8 +71,17 @@ assert torch.allclose(activation(x, Config(swish_beta=1.5).activation_number), (
 (_, _, off), (_, optimizer, on) = trained(), trained(MUON_ROW_BETA="0.95")
 assert not torch.equal(off, on) and torch.equal(off, trained(MUON_ROW_BETA="0")[2])
 _, again, _ = trained(MUON_ROW_BETA="0.5")
-again.load_state(optimizer.state())
-assert all(map(torch.equal, again.row_moments, optimizer.row_moments)) and optimizer.row_moments[0].any()
+state = optimizer.state()
+again.load_state(state)
+rows, loaded = optimizer.states["row_moments"], again.states["row_moments"]
+assert all(map(torch.equal, rows, loaded)) and rows[0].any()
+del state["muon"]["row_moments"]
+try:
+    again.load_state(state)
+except ConfigError as error:
+    assert "the checkpoint has ['momenta'], expected ['momenta', 'row_moments']" in str(error)
+else:
+    raise AssertionError("a checkpoint of other states was loaded")
 """,
     "kernel": """
 ops, report = choose_form("fused_mlp", Ops(), Config.from_env({**SMALL, "FUSED_MLP": "1"}), Machine())
@@ -78,7 +90,7 @@ assert ops.mlp is mlp_in_halves and report[0].startswith("fused_mlp:halves"), re
 }
 
 
-PAGE = Path(__file__).parents[1] / "docs/changing.md"  # a fork removes an example that meets its own change
+PAGE = Path(__file__).parents[1] / "docs/changing.md"
 
 
 @pytest.mark.parametrize("name", re.findall(r"<!-- patch:(\w+) -->", PAGE.read_text("utf-8")))
@@ -86,9 +98,24 @@ def test_an_example_of_the_page_does_what_it_says(name: str, repo: Path, tmp_pat
     page = PAGE.read_text("utf-8")
     (patch,) = re.findall(rf"<!-- patch:{name} -->\n```diff\n(.*?)```", page, re.DOTALL)
     shutil.copy(repo / "train_gpt.py", tmp_path)
-    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, text=True, check=True)
+    apply(patch, tmp_path, repo)
     source = (tmp_path / "train_gpt.py").read_text("utf-8")
     test_style.test_no_function_is_too_long_or_nested_too_deep(ast.parse(source))
     command = [sys.executable, "-c", START + EXAMPLES[name]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_example_that_does_not_apply_fails_but_in_a_fork(tmp_path: Path, repo: Path) -> None:
+    """The project's own script is that of the release, or one in the making; a fork's is neither."""
+    ours = hashlib.sha256((repo / "train_gpt.py").read_bytes()).hexdigest()
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    shutil.copy(repo / "train_gpt.py", tmp_path)
+    patch = "--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-no such line\n+x\n"
+    cases = [("1.0", ours, AssertionError), ("1.0", "", pytest.skip.Exception),
+             ("1.1, not released yet", "", AssertionError)]  # fmt: skip
+    for heading, script, refused in cases:
+        (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n\n## 0.9, not released yet\n")
+        (tmp_path / "benchmarks/results/release.json").write_text(json.dumps({"script": script}))
+        with pytest.raises(refused):
+            apply(patch, tmp_path, tmp_path)

@@ -471,7 +471,7 @@ def test_wrapped_code_holds_any_byte_and_the_script_is_a_third(monkeypatch: pyte
         wrapped = train_gpt.shipped_code(f'NOISE = "{noise}"'.encode())
         scope = {"__file__": "noise.py"}
         exec(compile(wrapped, "noise.py", "exec"), scope)
-        assert scope["NOISE"] == noise and unwrap(decoded(wrapped)) == f"NOISE = '{noise}'"
+        assert scope["NOISE"] == noise and unwrap(decoded(wrapped)) == f"NOISE='{noise}'"
         escapes |= set(re.findall(rb"\\(x00\d|x00|.)", wrapped))
         held |= set(wrapped)
     assert {b"0", b"r", b"\\"} <= escapes, "each escape was needed somewhere"
