@@ -185,16 +185,12 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return request.param
 
 
-def ops_of_a_gpu(attention: str) -> Ops:
-    """What `auto` chooses on an H100 with this attention, made anew as at each start."""
-    attend = train_gpt.load_attention(attention)
-    return Ops(attend, train_gpt.mlp_fused, train_gpt.heads_fused, train_gpt.xsa_fused)
-
-
 def ready(model: GPT, attention: str) -> GPT:
-    """This model on a machine that traces, with the kernels of a GPU."""
+    """This model on a machine that traces, with what `auto` chooses on an H100 with this attention."""
     machine = Compiler(dtype=torch.bfloat16, compiled=True)
-    return train_gpt.ready_model(model, machine, ops_of_a_gpu(attention))
+    attend = train_gpt.load_attention(attention)
+    ops = Ops(attend, train_gpt.mlp_fused, train_gpt.heads_fused, train_gpt.xsa_fused)
+    return train_gpt.ready_model(model, machine, ops)
 
 
 def train_on_other_documents(model: GPT, config: Config, looping: tuple[bool, ...]) -> None:
