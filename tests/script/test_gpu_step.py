@@ -272,14 +272,6 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
-def adapters_config() -> Config:
-    """TTT_MODE=lora, with more context than in training."""
-    return one_layer(
-        NUM_LAYERS=2, TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
-        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
-    )  # fmt: skip
-
-
 def text_of(documents: int, length: int) -> np.ndarray:
     """Random tokens in about this many documents of different lengths."""
     random = np.random.default_rng(documents)
@@ -291,7 +283,10 @@ def text_of(documents: int, length: int) -> np.ndarray:
 @pytest.mark.slow
 def test_no_length_of_a_document_needs_another_graph(attention: str, new_graphs: Callable[[], int]) -> None:
     """Other numbers of documents, other lengths and other rows, again and again."""
-    config = adapters_config()
+    config = one_layer(  # with more context than in training
+        NUM_LAYERS=2, TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
+        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
+    )  # fmt: skip
     model = ready(train_gpt.build_model(config), attention)
     tokens = text_of(documents=13, length=400)
     train_gpt.rehearse_evaluation(model, config, train_gpt.Run(model.machine))
