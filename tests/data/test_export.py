@@ -19,7 +19,7 @@ import sentencepiece as spm
 
 from data import caseops, documents, encoding, export, shards
 from data.files import exclusive, sha256_file
-from tests.support.tiny import assert_documents_are_counted, contents
+from tests.support.tiny import assert_documents_are_counted, contents, joined
 from tests.support.waiting import DEADLINE_SECONDS, is_running
 
 VAL_DOCUMENTS = 20
@@ -71,8 +71,7 @@ def arguments(docs: Path, model: Path, out: Path, *more: str) -> list[str]:
 
 
 def read_stream(out: Path, kind: str) -> np.ndarray:
-    paths = sorted((out / "datasets" / "set").glob(f"fineweb_{kind}_0*.bin"))
-    return np.concatenate([shards.read_shard(path) for path in paths])
+    return joined(out / "datasets" / "set", f"{kind}_0")
 
 
 def texts_of(docs: Path) -> list[str]:
@@ -88,7 +87,7 @@ def expected_stream(docs: Path, model: Path, variant: str) -> list[list[int]]:
     return [[shards.BOS_ID, *tokenizer.encode(text)] for text in texts]
 
 
-def joined(rows: list[list[int]]) -> list[int]:
+def flat(rows: list[list[int]]) -> list[int]:
     return [token for row in rows for token in row]
 
 
@@ -96,8 +95,8 @@ def joined(rows: list[list[int]]) -> list[int]:
 def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: Path, variant: str) -> None:
     assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
     rows = expected_stream(docs, models[variant], variant)
-    assert read_stream(tmp_path, "val").tolist() == joined(rows[:VAL_DOCUMENTS])
-    assert read_stream(tmp_path, "train").tolist() == joined(rows[VAL_DOCUMENTS:])
+    assert read_stream(tmp_path, "val").tolist() == flat(rows[:VAL_DOCUMENTS])
+    assert read_stream(tmp_path, "train").tolist() == flat(rows[VAL_DOCUMENTS:])
     directory = tmp_path / "datasets" / "set"
     manifest = shards.read_manifest(directory)
     assert shards.verify_dataset(directory) == []
@@ -159,7 +158,7 @@ def test_workers_and_limits(docs: Path, models: dict[str, Path], tmp_path: Path)
     assert export.main(arguments(docs, models["plain"], tmp_path, "--max-train-shards", "2")) == 0
     rows = expected_stream(docs, models["plain"], "plain")
     train = read_stream(tmp_path, "train")
-    assert train.tolist() == joined(rows[VAL_DOCUMENTS:])[:10_000]
+    assert train.tolist() == flat(rows[VAL_DOCUMENTS:])[:10_000]
     manifest = shards.read_manifest(tmp_path / "datasets" / "set")
     touched = VAL_DOCUMENTS + int((train == shards.BOS_ID).sum())
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]

@@ -14,7 +14,7 @@ import pytest
 
 from data import sample, shards
 from data.files import DataError
-from tests.support.tiny import assert_documents_are_counted, contents
+from tests.support.tiny import assert_documents_are_counted, contents, joined
 
 # Of every fifth module of the library; `make demo` in test_first_hour.py makes the whole sample.
 COMMAND = """
@@ -46,8 +46,7 @@ def dataset(root: Path) -> Path:
 
 
 def stream(root: Path, split: str) -> np.ndarray:
-    paths = sorted(dataset(root).glob(f"fineweb_{split}_*.bin"))
-    return np.concatenate([shards.read_shard(path) for path in paths])
+    return joined(dataset(root), f"{split}_")
 
 
 def decoded_documents(root: Path, split: str) -> list[str]:

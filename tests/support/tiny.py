@@ -68,6 +68,11 @@ def tokens_of(path: Path) -> np.ndarray:
     return np.array(shards.read_shard(path))
 
 
+def joined(folder: Path, kind: str) -> np.ndarray:
+    """The numbers of all shards of a kind, in their order."""
+    return np.concatenate([shards.read_shard(path) for path in sorted(folder.glob(f"fineweb_{kind}*.bin"))])
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """All files below a folder, by their places in it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
