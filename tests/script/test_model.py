@@ -260,7 +260,7 @@ class Reference:
 def test_equals_the_reference(changes: dict[str, Any]) -> None:
     config = tiny(**changes)
     model = random_model(config)
-    for looping in {False, config.num_loops > 0}:
+    for looping in (False, True):
         ids, targets = random_ids(config), random_ids(config, seed=2)
         hidden_ND = model(ids, looping=looping).flatten(0, 1)
         ours = model.loss_per_token(hidden_ND, targets.flatten()).view_as(targets)
