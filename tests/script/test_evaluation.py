@@ -179,27 +179,21 @@ def noting_rows(rows: list[int]) -> Any:
     return noting
 
 
-@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 33, 34])
-def test_streams_shorter_than_a_window_or_a_chunk_are_scored_whole(length: int) -> None:
+@pytest.mark.parametrize(("begins", "length"), [
+    *((None, length) for length in (2, 3, 16, 17, 18, 33, 34)),  # shorter than a window, or than a chunk
+    (slice(0), 150), (slice(None), 150), (slice(77, 79), 150),  # no document, all, two late ones
+])  # fmt: skip
+def test_odd_streams_are_scored_whole(begins: slice | None, length: int) -> None:
     lab = subject()
     tokens, model = lab.tokens()[:length], lab.model()
+    if begins is not None:
+        tokens[tokens == 1] = 3
+        tokens[begins] = 1
     found = [lab.nats(name, tokens, model) for name in probes.SCORERS]
     assert all(len(nats) == length - 1 and np.isfinite(nats).all() for nats in found)
     np.testing.assert_allclose(found[1], plain_loop(model, tokens, lab.config, 8), atol=2e-5)
     if length <= lab.config.ttt_chunk_tokens + 1:
         assert np.array_equal(found[1], found[2]), "there is nothing to learn from before the last chunk"
-
-
-@pytest.mark.parametrize("kind", ["no BOS", "only BOS", "late BOS"])
-def test_streams_with_odd_documents_are_scored_whole(kind: str) -> None:
-    lab = subject()
-    tokens = lab.tokens()
-    tokens[tokens == 1] = 3
-    tokens[{"no BOS": slice(0, 0), "only BOS": slice(None), "late BOS": slice(77, 79)}[kind]] = 1
-    model = lab.model()
-    found = lab.nats("score_sliding", tokens, model)
-    np.testing.assert_allclose(found, plain_loop(model, tokens, lab.config, 8), atol=2e-5)
-    assert np.isfinite(lab.nats("score_ttt", tokens, model)).all()
 
 
 @pytest.mark.parametrize("settings", [{}, {"EVAL_STRIDE": "6", "TTT_CHUNK_TOKENS": "36"}], ids=str)
@@ -355,11 +349,15 @@ def test_the_host_fetches_nothing_from_the_device_but_the_scores_of_a_chunk(pref
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"TTT_LR": "0.05"}, {**tiny_subject.LORA, "EVAL_STRIDE": "8"}], ids=str)
-def test_compiled_scoring_and_learning_give_the_same_ledgers(settings: dict[str, str]) -> None:
+@pytest.mark.parametrize(("settings", "names"), [
+    ({"TTT_LR": "0.05"}, [*probes.SCORERS]), (tiny_subject.LORA, ["score_ttt"]),
+])  # fmt: skip
+def test_compiled_scoring_and_learning_give_the_same_ledgers(
+    settings: dict[str, str], names: list[str]
+) -> None:
     plain = subject(**settings)
     compiled = dataclasses.replace(plain, machine=train_gpt.Machine(compiled=True))
-    for name in probes.SCORERS:
+    for name in names:
         found = compiled.nats(name, compiled.tokens())
         np.testing.assert_allclose(found, plain.nats(name, plain.tokens()), atol=2e-4)
 

@@ -185,16 +185,12 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return request.param
 
 
-def ops_of_a_gpu(attention: str) -> Ops:
-    """What `auto` chooses on an H100 with this attention, made anew as at each start."""
-    attend = train_gpt.load_attention(attention)
-    return Ops(attend, train_gpt.mlp_fused, train_gpt.heads_fused, train_gpt.xsa_fused)
-
-
 def ready(model: GPT, attention: str) -> GPT:
-    """This model on a machine that traces, with the kernels of a GPU."""
+    """This model on a machine that traces, with what `auto` chooses on an H100 with this attention."""
     machine = Compiler(dtype=torch.bfloat16, compiled=True)
-    return train_gpt.ready_model(model, machine, ops_of_a_gpu(attention))
+    attend = train_gpt.load_attention(attention)
+    ops = Ops(attend, train_gpt.mlp_fused, train_gpt.heads_fused, train_gpt.xsa_fused)
+    return train_gpt.ready_model(model, machine, ops)
 
 
 def train_on_other_documents(model: GPT, config: Config, looping: tuple[bool, ...]) -> None:
@@ -276,14 +272,6 @@ def test_a_run_compiles_each_graph_once_and_none_inside_the_clock_of_evaluation(
     assert new_graphs() == 0
 
 
-def adapters_config() -> Config:
-    """TTT_MODE=lora, with more context than in training."""
-    return one_layer(
-        NUM_LAYERS=2, TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
-        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
-    )  # fmt: skip
-
-
 def text_of(documents: int, length: int) -> np.ndarray:
     """Random tokens in about this many documents of different lengths."""
     random = np.random.default_rng(documents)
@@ -295,7 +283,10 @@ def text_of(documents: int, length: int) -> np.ndarray:
 @pytest.mark.slow
 def test_no_length_of_a_document_needs_another_graph(attention: str, new_graphs: Callable[[], int]) -> None:
     """Other numbers of documents, other lengths and other rows, again and again."""
-    config = adapters_config()
+    config = one_layer(  # with more context than in training
+        NUM_LAYERS=2, TRAIN_SEQ_LEN=32, EVAL_SEQ_LEN=48, VAL_BATCH_SIZE=2048, TTT_ENABLED=1, TTT_MODE="lora",
+        TTT_LORA_RANK=5, TTT_CHUNK_SIZE=6, TTT_BATCH_SIZE=8,
+    )  # fmt: skip
     model = ready(train_gpt.build_model(config), attention)
     tokens = text_of(documents=13, length=400)
     train_gpt.rehearse_evaluation(model, config, train_gpt.Run(model.machine))

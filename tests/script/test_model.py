@@ -260,7 +260,7 @@ class Reference:
 def test_equals_the_reference(changes: dict[str, Any]) -> None:
     config = tiny(**changes)
     model = random_model(config)
-    for looping in {False, config.num_loops > 0}:
+    for looping in (False, True):
         ids, targets = random_ids(config), random_ids(config, seed=2)
         hidden_ND = model(ids, looping=looping).flatten(0, 1)
         ours = model.loss_per_token(hidden_ND, targets.flatten()).view_as(targets)
@@ -478,23 +478,19 @@ def torch_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1
     return packed(q, k, v, cu_q, window_size == (-1, 0), enable_gqa)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Any) -> None:
-    module, function = {
-        "fa3": ("flash_attn_interface", "flash_attn_varlen_func"),
-        "fa2": ("flash_attn", "flash_attn_varlen_func"),
-        "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
-    }[name]
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: kernel}))
-
-
 VERSIONS = [("fa3", flash_attn_3), ("fa2", flash_attn_2), ("varlen", torch_2_10), ("varlen", torch_2_11),
             ("varlen", torch_2_13)]  # fmt: skip
+MODULES = {
+    "fa3": "flash_attn_interface flash_attn_varlen_func", "fa2": "flash_attn flash_attn_varlen_func",
+    "varlen": "torch.nn.attention.varlen varlen_attn",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kernel"), VERSIONS, ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("doc_mask", [0, 1])
 def test_every_varlen_kernel(name: str, kernel: Any, doc_mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, name, kernel)
+    module, function = MODULES[name].split()
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: kernel}))
     config = tiny(ATTENTION=name, DOC_MASK=doc_mask)
     model, ids = random_model(config), random_ids(config)
     expected = model(ids)

@@ -1,6 +1,5 @@
 """OPTIMIZER: Muon from its formulas, one owner for each parameter, any number of ranks."""
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -207,22 +206,6 @@ def test_orthogonalised_singular_values_are_near_one(
     strong = values[spread > 0.02 * spread.norm(dim=1, keepdim=True)]
     assert strong.min() > low and strong.max() < high
     assert torch.equal(orthogonalize(torch.zeros(shape), 5, polar, dtype).float(), torch.zeros(shape))
-
-
-@pytest.mark.parametrize("changes", [
-    {}, {"PARALLEL_MODE": "gptj"}, {"SMEAR_GATE_ENABLED": 0, "SKIP_GATES_ENABLED": 0},
-    {"TIED_EMBED_LR": 0.02, "SCALAR_LR": 0.02, "EMBED_WD": 0.1, "ADAM_WD": 0.1},
-], ids=str)  # fmt: skip
-def test_every_parameter_has_one_owner(changes: dict[str, Any]) -> None:
-    config = three_layers(**changes)
-    model = build_model(config)
-    optimizer = alone(model, config)
-    groups = [group["params"] for group in optimizer.adam.param_groups]
-    owned = [id(parameter) for parameter in itertools.chain(optimizer.banks, *groups)]
-    assert sorted(owned) == sorted(map(id, model.parameters()))
-    banks = {id(model.get_parameter(name)) for name in bank_names(config)}
-    assert {id(bank) for bank in optimizer.banks} == banks
-    assert {id(p) for p in optimizer.small} == {id(p) for p in itertools.chain(*groups)}
 
 
 def after_steps(numbers: list[int], **changes: Any) -> tuple[Optimizer, list[list[Tensor]]]:

@@ -109,18 +109,14 @@ def test_a_signal_in_evaluation_leaves_the_artifact_and_says_how_to_go_on(lab: L
     assert all(words in ended.err for words in (*ways, "phase eval_sliding_window"))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def refused(lab: Lab, directory: Path, *named: str, **changes: Any) -> None:
     """Nothing may be read from a checkpoint that this run could not have written, and nothing is changed."""
-    before = contents(directory)
+    before = tiny.contents(directory)
     ended = lab.run(RESUME=directory, **changes)
     assert ended.status == 1 and "Traceback" not in ended.err
     assert re.findall("^error: .*", ended.err, re.M) == [ended.err.splitlines()[-1]], ended.err
     assert all(words in ended.err for words in named), ended.err
-    assert contents(directory) == before
+    assert tiny.contents(directory) == before
 
 
 class Touch:

@@ -16,6 +16,8 @@ OF_SHARES = [
     (RATE, Config(warmdown_frac=0.72, min_lr=0.0),  # PR #1493
      {0.0: 1.0, 0.15: 1.0, 0.28: 1.0, 0.64: 0.5, 0.82: 0.25, 1.0: 0.0}),
     (RATE, Config(), {0.0: 1.0, 0.15: 1.0, 0.575: 0.5, 0.915: 0.1, 0.99: 0.1, 1.3: 0.1}),
+    *((RATE, Config(max_wallclock_seconds=seconds, **none), {0.0: 1.0, 0.999: 1.0})
+      for seconds in (0.0, 600.0) for none in ({"warmdown_frac": 0.0}, {"warmdown_iters": 0})),
     (MOMENTUM, Config(), {0.0: 0.92, 0.15: 0.945, 0.3: 0.97, 1.0: 0.97}),
     (MOMENTUM, Config(muon_momentum_warmup_frac=0.0), {0.0: 0.97}),
     (MOMENTUM, Config(muon_momentum_warmup_steps=0), {0.0: 0.97}),
@@ -34,14 +36,6 @@ def test_curves_have_their_golden_values() -> None:
     for curve, config, values in OF_STEPS:
         found = {step: curve(run_progress(123.0, step, config), step, config) for step in values}
         assert found == pytest.approx(values)
-
-
-@pytest.mark.parametrize("none", [{"warmdown_frac": 0.0}, {"warmdown_iters": 0}])
-@pytest.mark.parametrize("seconds", [0.0, 600.0])
-def test_no_warmdown(none: dict[str, float], seconds: float) -> None:
-    config = Config(max_wallclock_seconds=seconds, **none)
-    assert learning_rate_scale(0.0, 0, config) == 1.0
-    assert learning_rate_scale(0.999, 10, config) == 1.0
 
 
 @pytest.mark.parametrize("step", [1, 12_000, 12_580, 12_581, 13_000, 13_779])

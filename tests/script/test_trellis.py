@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from tests.support.models import plain_settings, random_batches, trained_like
+from tests.support.models import plain_settings, trained_like
 from train_gpt import Config, QuantizedWeights
 
 
@@ -63,32 +63,6 @@ def test_the_gain_is_that_of_eight_states() -> None:
 
 
 NOWHERE = Path("model.bin")  # named in messages: these files are bytes in memory
-
-
-def file_of(**settings: object) -> tuple[train_gpt.GPT, train_gpt.Hessians, bytes]:
-    """A model that looks trained, its Hessians, and its file."""
-    config = Config.from_env(plain_settings(**settings))
-    model = trained_like(config)
-    hessians = train_gpt.collect_hessians(model, random_batches(config))
-    data, _ = train_gpt.write_artifact(model, config, hessians, "", config.artifact_bytes_max)
-    return model, hessians, data
-
-
-@pytest.mark.parametrize("column_steps", [0, 1])
-def test_a_file_along_a_trellis_has_less_error_at_the_same_size(column_steps: int) -> None:
-    """Weighted error of the first MLP matrices that the file gives back."""
-    errors = []
-    sizes = []
-    for trellis in (0, 1):
-        model, hessians, data = file_of(
-            layers=2, width=64, vocabulary=256, RATE_CONTROL=0, COLUMN_STEPS=column_steps, TRELLIS=trellis
-        )
-        read, _ = train_gpt.load_artifact(NOWHERE, data)
-        error = (read.mlp_up_bank - model.mlp_up_bank).detach()
-        hessian = torch.stack([hessians["mlp_in", layer] for layer in range(2)])
-        errors.append(float(torch.einsum("nrc,ncd,nrd->", error, hessian, error)))
-        sizes.append(len(data))
-    assert errors[1] < 0.88 * errors[0] and sizes[1] < 1.01 * sizes[0]
 
 
 def test_exponents_in_half_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

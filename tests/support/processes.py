@@ -96,7 +96,7 @@ class Started:
     ) -> None:
         self.runs_dir = Path(environ.get("RUNS_DIR", cwd / "runs"))
         self.console = cwd / f"console.{random.randrange(10**12)}"
-        self.console.with_suffix(self.console.suffix + ".err").touch()
+        Path(f"{self.console}.err").touch()
         self.process = SERVER.Process(
             target=run_script,
             args=(dict(environ), [str(script), *arguments], str(cwd), str(self.console), fault, KEPT),
@@ -107,7 +107,7 @@ class Started:
     @property
     def out(self) -> str:
         """What it has printed so far."""
-        path = self.console.with_suffix(self.console.suffix + ".out")
+        path = Path(f"{self.console}.out")
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
     def wait_for(self, text: str, seconds: float = DEADLINE_SECONDS) -> None:
@@ -130,7 +130,7 @@ class Started:
         if hung:
             self.process.kill()
             self.process.join()
-        err = self.console.with_suffix(self.console.suffix + ".err").read_text("utf-8", "replace")
+        err = Path(f"{self.console}.err").read_text("utf-8", "replace")
         if hung:
             raise Hung(f"still running after {seconds} s\n{self.out}\n{err}")
         return Ended(self.process.exitcode or 0, self.out, err, self.runs_dir)

@@ -66,3 +66,28 @@ def make_dataset(folder: Path) -> None:
 def tokens_of(path: Path) -> np.ndarray:
     """The tokens of a shard, to be changed at will."""
     return np.array(shards.read_shard(path))
+
+
+def joined(folder: Path, kind: str) -> np.ndarray:
+    """The numbers of all shards of a kind, in their order."""
+    return np.concatenate([shards.read_shard(path) for path in sorted(folder.glob(f"fineweb_{kind}*.bin"))])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their places in it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def assert_documents_are_counted(directory: Path) -> None:
+    """The manifest's ranges, of all files and both splits, are those that the BOS tokens give."""
+    manifest = shards.read_manifest(directory)
+    document = 0
+    for split in ("val", "train"):
+        first = document
+        for path in sorted(directory.glob(f"fineweb_{split}_0*.bin")):
+            tokens = shards.read_shard(path)
+            start = document - int(tokens[0] != shards.BOS_ID)
+            document += int((tokens == shards.BOS_ID).sum())
+            assert manifest["files"][path.name]["documents"] == [start, document]
+        assert manifest["splits"][split]["documents"] == [first, document] and first < document

@@ -464,6 +464,7 @@ def test_quantizers_are_compared_at_equal_bytes(dataset: Path, tmp_path: Path) -
     # Each arm is a quantizer of its own, whatever the run had.
     lost = {arm: row["divergence"] for arm, row in rows.items()}
     assert len(set(lost.values())) == len(lost) == 5 and 0 < lost["trellis"] < lost["GPTQ"]
+    assert 0 < lost["steps of columns, trellis"] < lost["steps of columns"]
     # The loss of the weights before is the model's own on that text.
     shard = train_gpt.open_shards(f"{dataset}/fineweb_val_[0-9]*.bin")[0]
     tokens = torch.from_numpy(train_gpt.read_tokens(shard)[: targets + 1].astype(np.int64))

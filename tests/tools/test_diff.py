@@ -125,7 +125,6 @@ def test_other_texts_and_steps_of_the_whole_run(two: tuple[Path, Path], told: Ca
     assert "cannot be compared" in text and "different texts" in text and "p = " not in text
     assert re.search(r"^val_bpb, headline .* –$", text, re.MULTILINE)
     # The last line of training may come before the end.
-    log = two[1] / "log.txt"
     lines = log.read_text().splitlines(keepends=True)
     last_step = f"step:{STEPS}/"
     assert any(line.startswith(last_step) for line in lines)

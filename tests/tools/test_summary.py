@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tools.__main__
 from tests.support import tiny
 from tests.support.processes import Ended
 from tools import summary
@@ -83,3 +84,18 @@ def test_what_is_missing_is_told(finished: Ended, tmp_path: Path, capsys: pytest
 def test_a_score_of_the_challenge_s_text_has_its_place(val_bpb: float, ahead: int) -> None:
     assert f" {ahead} of 42 records" in summary.place(val_bpb, 151_080_891)
     assert summary.place(val_bpb, 76_606) == ""
+
+
+def test_a_python_without_the_packages_is_told_which_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)  # as where it is not installed
+    for module in ("tools.summary", "train_gpt"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(tools.__main__, "MADE_BY_MAKE", tmp_path / "python")
+    assert tools.__main__.main(["summary", "runs/x"]) == 2
+    message = capsys.readouterr().err
+    assert f"{sys.executable} has no numpy; `make demo` makes an environment" in message
+    (tmp_path / "python").touch()
+    assert tools.__main__.main(["summary", "runs/x"]) == 2
+    assert f"{tmp_path / 'python'} -m tools" in capsys.readouterr().err
