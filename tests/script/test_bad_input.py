@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -342,6 +343,8 @@ def test_a_closed_console_and_odd_paths_end_no_run(lab: Lab) -> None:
     ended = lab.succeed(EVAL_STRIDE=0, TTT_ENABLED=0)
     log = (ended.directory / "log.txt").read_text("utf-8")
     assert str(folder) in log and "done: " in log
+    run = train_gpt.Run(train_gpt.Machine(), ended.directory)
+    assert run.ways_on() == f"continue with EVAL_ONLY={shlex.quote(str(ended.directory))}/model.bin"
     found = {"DATA_PATH": None, "TOKENIZER_PATH": None, "CONFIG": None}  # in its config.env
     lab.succeed(EVAL_ONLY=ended.directory / "model.bin", RUN_ID="b", **found)
 

@@ -99,7 +99,7 @@ def test_widths_and_all_names_in_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pair", "meant"), [
-    ("SEEDS=1", "SEED"), ("SED=1", "SEED"), ("RESUM=1", "RESUME"), ("BETA=1", "BETA"), ("GPT=1", "GPTQ"),
+    ("SEEDS=1", "SEED"), ("SEDE=3", "SEED"), ("RESUM=1", "RESUME"), ("BETA=1", "BETA"), ("GPT=1", "GPTQ"),
     ("MINLR=1", "MIN_LR"), ("RUNID=1", "RUN_ID"), ("MODE=full", "leave it out"), ("EMA=1", "leave it out"),
     ("TRACE=1", "TRACE_STEPS=A:B"),
 ])  # fmt: skip
