@@ -171,7 +171,8 @@ def check_alike(found: list[dict[str, Any]], folder: Path) -> None:
         if len(values) > 1:
             raise ExperimentError(
                 f"{folder}: {key} is {' here and '.join(values)} there; no table has both, so remove some "
-                "runs, or name another --runs")
+                "runs, or name another --runs"
+            )
 
 
 def run_script(script: Path, settings: dict[str, str], directory: Path) -> dict[str, Any]:
@@ -274,7 +275,8 @@ class Experiment:
         for key, value in mine.items():
             if record[key] != value:
                 raise ExperimentError(
-                    f"{path}: has {key} {record[key]}, expected {value}; name another --runs")
+                    f"{path}: has {key} {record[key]}, expected {value}; name another --runs"
+                )
         return record
 
     def measure(self, name: str, seed: int) -> None:
@@ -341,6 +343,11 @@ class Experiment:
         return found
 
 
+def mean_of(runs: paired.Runs, figure: str) -> float:
+    """Over the runs."""
+    return statistics.mean(run[figure] for run in runs)
+
+
 def score_table(rows: dict[str, paired.Runs], score: str) -> list[str]:
     """A line per arm: its mean, and its difference from the first arm over the seeds that both have."""
     scored: dict[str, paired.Runs] = {}
@@ -363,27 +370,22 @@ def score_table(rows: dict[str, paired.Runs], score: str) -> list[str]:
             told = f"{one.mean:+.4f} | {one.error:.4f} | {paired.told_p(one.p)} | {holm}"
         values = [run[score] for run in runs]
         spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "-"
+        lines.append(f"| {name} | {statistics.mean(values):.4f} | {spread} | {told} | {len(runs)} |")
+    header = f"| arm | {score} | std | {score} minus {base} | its error | p | p, Holm | seeds |"
+    return ["", *paired.table(header, lines)]
+
+
+def cost_table(rows: dict[str, paired.Runs]) -> list[str]:
+    """A line per arm: its size and its training."""
+    lines = []
+    for name, runs in rows.items():
         steps, seconds, size = (mean_of(runs, figure) for figure in ("steps", "seconds", "bytes"))
-        lines.append(
-            f"| {name} | {runs[0]['parameters']:,} | {steps:.0f} | {seconds:.0f} | {size:,.0f} | "
-            f"{statistics.mean(values):.4f} | {spread} | {told} | {len(runs)} |")
-    header = (
-        f"| arm | parameters | steps | CPU s | weights, bytes | {score} | std | {score} minus {base} | "
-        "its error | p | p, Holm | seeds |")
-    kept = sum(p < paired.SMALL_P for p in corrected.values())
-    counted = (
-        f"Looks: {len(looks)}, of which {kept} stay below {paired.SMALL_P:g} when each p is corrected for "
-        "all of them (Holm).")
-    return ["", *paired.table(header, lines), "", counted]
-
-
-def mean_of(runs: paired.Runs, figure: str) -> float:
-    """Over the runs."""
-    return statistics.mean(run[figure] for run in runs)
+        lines.append(f"| {name} | {runs[0]['parameters']:,} | {steps:.0f} | {seconds:.0f} | {size:,.0f} |")
+    return ["", *paired.table("| arm | parameters | steps | CPU s | weights, bytes |", lines)]
 
 
 def tables(measured: dict[str, Any]) -> list[str]:
-    """What was held equal, a table for each score, and what the arms change."""
+    """What was held equal, and a table for each score. `changes` of the raw file has what the arms change."""
     rows: dict[str, paired.Runs] = measured["rows"]
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
     targets = next(iter(rows.values()))[0]["val_targets"]
@@ -393,11 +395,11 @@ def tables(measured: dict[str, Any]) -> list[str]:
         f"{measured['title']}: {measured['about']} `{measured['data']}`, size {measured['size']}, "
         f"{measured['budget']} of training{bound}; seeds {' '.join(map(str, seeds))}; {targets:,} validation "
         f"targets; load average {min(loads):g} to {max(loads):g}.",
+        *cost_table(rows),
     ]  # fmt: skip
     for score in measured["scores"]:
         lines += score_table(rows, score)
-    changes = [f"{name}: {changed}" for name, changed in measured["changes"].items() if changed]
-    return [*lines, "", f"The arms change: {'; '.join(changes)}."] if changes else lines
+    return lines
 
 
 def told_changes(table: dict[str, Any], arms: list[str]) -> dict[str, str]:

@@ -109,8 +109,8 @@ def page() -> str:
     """The generated part of RESULTS.md: the figures of the release."""
     of = release()
     found = stored(FOLDER)
-    later = [name for name, one in found.items() if one["conditions"]["script"] != of["script"][:12]]
-    told = f" A later script made {', '.join(later)}." if later else ""
+    others = [name for name, one in found.items() if one["conditions"]["script"] != of["script"][:12]]
+    told = f" Other scripts, which the tables name, made {', '.join(others)}." if others else ""
     return "\n".join([
         "# Tables", "",
         f"Version {of['version']} is train_gpt.py of commit {of['commit']}, SHA-256 `{of['script']}`. Tables "

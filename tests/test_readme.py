@@ -186,6 +186,8 @@ def test_a_page_is_short_and_plain(path: Path) -> None:
     paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", re.sub(r"^[|#].*$", "", prose, flags=re.MULTILINE))
     sentences = [len(one.split()) for part in paragraphs for one in re.split(r"(?<=[.:?!])\s", part) if one]
     assert sum(sentences) / max(1, len(sentences)) <= 18 and max(sentences, default=0) <= 40
+    # Tables of RESULTS.md that benchmarks write are no reading matter.
+    text = re.sub(r"<!-- measured:begin.*?measured:end -->", "", text, flags=re.DOTALL)
     lines, most = text.count("\n"), {"README.md": 2200}.get(str(path.relative_to(REPO)), 3500)
     assert lines <= 250 and len(text.split()) <= most
     assert path.parent.name != "docs" or lines <= 200
