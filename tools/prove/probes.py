@@ -214,8 +214,8 @@ class RecordingRun:
         self.phases[name] = 1.0
 
     def log(self, line: str, *_: Any, **__: Any) -> None:
-        """Keep a log line."""
-        self.lines.append(line)
+        """Keep the lines of a log entry."""
+        self.lines += line.splitlines()
 
     def record(self, *_: Any, **__: Any) -> None:
         """Accept and forget."""
