@@ -497,8 +497,8 @@ def read_config_file(path: str) -> dict[str, str]:
         if name not in known or not equals:
             raise ConfigError(
                 f"CONFIG={path} line {number}: {pair!r} is no KEY=VALUE of a setting; did you mean "
-                f"{similar_setting(name) or 'one that --help lists'}? Use a run's config.env with the "
-                "train_gpt.py of that run, and files of 0.5.4 or older with that version")
+                f"{similar_setting(name) or 'one that --help lists'}? A run's config.env needs the "
+                "train_gpt.py of that run")
         values[name] = value
     return values
 
