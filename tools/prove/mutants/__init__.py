@@ -221,12 +221,13 @@ def asked(subject: Any, targets: list[int]) -> Iterator[Finding]:
 
 def asked_of_legal(path: Path, name: str, folder: Path) -> Iterator[Finding]:
     """Questions for a legal change."""
-    from tools.prove import probes, prove, tiny
+    from tools.prove import elsewhere, probes, prove, tiny
 
     script = mutated(path, name)
     settings = {**tiny.scorer(script), **(tiny.LORA if name in LEGAL_OF_DOCUMENTS else {})}
     subject = probes.subject_of(script, settings, 0)
     yield from asked(subject, [0, 32])
+    yield from elsewhere.same_as_on_gpu(subject)
     if name in LEGAL_OF_DOCUMENTS:
         yield from probes.document_isolation(subject)
     if name in OF_RANKS:
