@@ -497,8 +497,8 @@ def other_run(script: ModuleType, laboratory: Any, config: Any) -> Iterator[Find
     subject = probes.make_subject(script, 0, "other features", **tiny.known(config, tiny.OTHER_RUN))
     settings, _ = rehearsal.settings_for_runs(script, subject.config)
     settings.update(tiny.known(config, tiny.OTHER_WAY))
-    folder = laboratory.folder.with_name(f"ranks_of_{laboratory.folder.name}")
-    codes, outcomes = ranks.run_together(script, laboratory, "other", settings, folder, RANKS[0])
+    folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=laboratory.folder.parent))
+    codes, outcomes = ranks.run_together(script, laboratory, folder.name, settings, folder, RANKS[0])
     if any(codes):
         text = f"a whole run by {RANKS[0]} ranks ended with {codes}"
         yield fail("B13", text, "gloo, CPU", "let every rank join every collective")
@@ -508,7 +508,7 @@ def other_run(script: ModuleType, laboratory: Any, config: Any) -> Iterator[Find
         yield from rehearsal.one_score_each(laboratory, outcome)
     yield from rehearsal.figures(laboratory, outcomes[0])
     again = {**settings, "EVAL_ONLY": str(outcomes[0].directory / "model.bin")}
-    alone = rehearsal.run_script(script, laboratory, "other-alone", again)
+    alone = rehearsal.run_script(script, laboratory, f"{folder.name}-alone", again)
     yield ranks.same_scores(alone, outcomes[0])
 
 

@@ -81,7 +81,7 @@ def together(
 
     They are copies of this process: loading torch once more takes longer than all of their work.
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
 
     def of_rank(rank: int) -> None:
         (folder / f"found_{rank}").write_bytes(pickle.dumps(work(rank)))
