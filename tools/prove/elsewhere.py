@@ -23,11 +23,8 @@ from tools.check.findings import Finding, fail, info, warn
 from tools.prove import questions, tiny
 from tools.prove.cell import in_cell, offers
 from tools.prove.probes import RecordingRun, Subject, nats_by_label, with_settings
+from tools.prove.ranks import LEARNING_RATE, LEARNING_TOLERANCE
 
-# SGD that learns fast makes much of a rounding: the branches of a GPU are compared at a lower rate. There
-# honest ones were at most 7e-6 nats apart, over 13 seeds.
-LEARNING_RATE = 0.03
-LEARNING_TOLERANCE = 1e-4
 FIXED = ("roundtrip", "sliding_window", "a single pass")  # labels that learn nothing
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 BATCHES = 3  # of a loader
