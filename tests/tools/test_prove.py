@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
 from tools.prove import (
     casing,
+    elsewhere,
     execution,
     foreign,
     mutants,
@@ -30,6 +32,7 @@ from tools.prove import (
     ranks,
     rehearsal,
     replay,
+    seeds,
     tiny,
 )
 from tools.prove.mutants import sleeping, survivors, trial
@@ -44,6 +47,7 @@ QUICK = [
     "clipped-deep-in-documents", "compiled-documents-flattered", "shorter-text", "flattering-log",
     "case-marks-as-text", "better-on-second-sight", "unquantized-weights-scored", "roundtrip-that-learns",
     "average-picked-by-validation", "kind-to-long-texts", "unlearned-by-their-losses", "padding-that-learns",
+    "heads-of-the-next-token", "batches-of-a-gpu-of-validation", "no-file-too-large", "kinder-with-two-ranks",
 ]  # fmt: skip
 # One of each kind of legal change, the quick ones; all of them are asked more by a slow test.
 QUICK_LEGAL = ["batches-by-ranks", "cache-of-scored-tokens", "learns-in-place", "recorded-in-pieces"]
@@ -560,3 +564,23 @@ def test_excuses_are_of_this_script_and_few() -> None:
     assert len(excuses) <= execution.EXCUSES_MAX and all(entry["reason"] for entry in excuses)
     # Once a person has read what changed of it: `python -m tools.prove.execution` writes the new digests.
     assert execution.renewed(SCRIPT, excuses) == excuses
+
+
+def test_a_table_of_seeds_has_the_noise_of_every_check(
+    subject: probes.Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def small(script: ModuleType, seed: int, config: object, name: str, folder: Path) -> Iterator[Finding]:
+        moves = questions.Moves(subject.case(), {"legal_ttt": np.ones(9)})
+        wrong = moves.refuted(np.ones(150), 9, "a change", {"legal_ttt": np.full(9, 1 + 2e-6 + seed)})
+        yield from [wrong] if wrong else moves.summary()
+        yield from questions.kraft(subject.case(), [0], and_changes=False)
+        yield from elsewhere.same_as_on_gpu(subject)
+        yield from prove.rank_invariance(subject, folder, numbers=(2,))
+
+    monkeypatch.setattr(seeds, "small", small)
+    assert seeds.main([str(SCRIPT), "--seeds", "1", "--capability"]) == 0
+    told = re.findall(r"(B\d+) (\S+)/(\S+)", capsys.readouterr().out)
+    assert [check for check, _, _ in told] == ["B1", "B2", "B7", "B13"]
+    assert all(0 < float(most) < float(limit) for _, most, limit in told)
+    assert seeds.main([str(SCRIPT), "--seeds", "1", "--first", "1", "--capability"]) == 1
+    assert "refuted" in (out := capsys.readouterr().out) and "B1 C1: a change moved" in out

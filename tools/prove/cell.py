@@ -313,6 +313,7 @@ class Server:
     def open(self, path: Path, marked: bool) -> Any:
         """The script; marked: so that it notes what it runs."""
         import tools.prove.casing
+        import tools.prove.elsewhere
         import tools.prove.foreign
         import tools.prove.full_size
         import tools.prove.mutants

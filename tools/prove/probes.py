@@ -853,8 +853,10 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
     if changed:
         yield fail("B7", "the rehearsal of evaluation changes the weights", "evaluate", "try a copy")
         return
+    worst = 0.0
     for label, nats in compiled.items():
         moved = np.abs(nats - plain[label]).max()
+        worst = max(worst, float(moved))
         if not moved <= questions.REPACKING_TOLERANCE:
             text = f"code that is compiled moves losses by {moved:.1e}, without a compiler"
             yield fail("B7", text, f"{subject.name}: {label}", "score the same in both forms")
@@ -868,7 +870,10 @@ def evaluation_warmup(subject: Subject) -> Iterator[Finding]:
             yield fail("B7", text, "evaluate", "warm up on random tokens")
             return
     warm_ups = sum(not phase.startswith("eval_") or phase == "eval_warmup" for phase, _ in seen)
-    text = f"{warm_ups} passes before the timers of evaluation read no validation token, and change no weight"
+    text = (
+        f"{warm_ups} passes before the timers of evaluation read no validation token, and change no weight; "
+        f"code that is compiled and plain code are apart by {worst:.1e}"
+    )
     yield info("B7", text, "evaluate")
 
 

@@ -320,9 +320,11 @@ def not_checked(path: Path, why: str) -> list[Finding]:
 # ======================================================================================================
 
 
-def proofs(script: ModuleType, folder: Path, order: Order, self_test: bool = True) -> Iterator[Finding]:
-    """All findings about a script that offers the entry point."""
-    from tools.prove import casing, probes, questions, rehearsal, tiny
+def proofs(
+    script: ModuleType, folder: Path, order: Order, self_test: bool = True, thorough: bool = True
+) -> Iterator[Finding]:
+    """All findings about a script that offers the entry point. thorough: as in `scoring`."""
+    from tools.prove import casing, elsewhere, probes, questions, rehearsal, tiny
 
     whole = probes_config(script, order)
     settings, shrunk = tiny.shrink(whole, tiny.FOR_SCORER)
@@ -337,9 +339,10 @@ def proofs(script: ModuleType, folder: Path, order: Order, self_test: bool = Tru
         subjects.append(probes.make_subject(script, order.seed, "tiny, documents", **tiny.LORA))
     for subject in subjects:
         if order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
-            yield from scoring(subject, not order.quick and subject is not configured, order)
+            yield from scoring(subject, thorough and not order.quick and subject is not configured, order)
         if order.wants("B7") and subject is not configured:
             yield from probes.evaluation_warmup(subject)
+            yield from elsewhere.same_as_on_gpu(subject)
     if not order.quick and order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
         for name, more in (("other features", tiny.OTHER), ("adapters of the head", tiny.HEAD_ALONE)):
             other = probes.make_subject(script, order.seed, name, **tiny.known(whole, more))
@@ -459,7 +462,7 @@ def _scoring(subject: Any, order: Order, thorough: bool) -> Iterator[Finding]:
 
 
 def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> Iterator[Finding]:
-    """Three runs of the script's `main`, and its artifact alone."""
+    """Runs of the script's `main`, and its artifact alone; then what no such run does here."""
     from tools.prove import rehearsal
 
     settings, shrunk = rehearsal.settings_for_runs(script, config)
@@ -483,29 +486,57 @@ def whole_runs(script: ModuleType, laboratory: Any, config: Any, name: str) -> I
     yield from rehearsal.same_result(first, warmed)
     yield from rehearsal.limited(script, laboratory, settings, first)
     yield from other_run(script, laboratory, config)
+    yield from not_done_here(script, laboratory, settings)
     yield rehearsal.data_untouched(laboratory, files)
 
 
 def other_run(script: ModuleType, laboratory: Any, config: Any) -> Iterator[Finding]:
-    """B3, B4, B8 and B10 of a run with features that the defaults have not."""
-    from tools.prove import probes, rehearsal, tiny
+    """B3, B4, B8, B10 and B13 of a run by two ranks, with features that the defaults have not."""
+    from tools.prove import probes, ranks, rehearsal, tiny
 
     subject = probes.make_subject(script, 0, "other features", **tiny.known(config, tiny.OTHER_RUN))
     settings, _ = rehearsal.settings_for_runs(script, subject.config)
     settings.update(tiny.known(config, tiny.OTHER_WAY))
-    outcome = rehearsal.run_script(script, laboratory, "other", settings)
-    yield from rehearsal.data_apart(laboratory, outcome)
-    yield from rehearsal.one_score_each(laboratory, outcome)
-    yield from rehearsal.figures(laboratory, outcome)
+    folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=laboratory.folder.parent))
+    codes, outcomes = ranks.run_together(script, laboratory, folder.name, settings, folder, RANKS[0])
+    if any(codes):
+        text = f"a whole run by {RANKS[0]} ranks ended with {codes}"
+        yield fail("B13", text, "gloo, CPU", "let every rank join every collective")
+        return
+    for outcome in outcomes:
+        yield from rehearsal.data_apart(laboratory, outcome)
+        yield from rehearsal.one_score_each(laboratory, outcome)
+    yield from rehearsal.figures(laboratory, outcomes[0])
+    again = {**settings, "EVAL_ONLY": str(outcomes[0].directory / "model.bin")}
+    alone = rehearsal.run_script(script, laboratory, f"{folder.name}-alone", again)
+    yield ranks.same_scores(alone, outcomes[0])
 
 
-def rank_invariance(subject: Any, folder: Path, *more: Any) -> Iterator[Finding]:
+def not_done_here(script: ModuleType, laboratory: Any, settings: dict[str, str]) -> Iterator[Finding]:
+    """B3, B8, B10 and B12 of what no run on a CPU does by itself."""
+    from tools.prove import elsewhere, probes, rehearsal
+
+    data = laboratory.data(rehearsal.FIRST)
+    for findings in (
+        elsewhere.all_end(script, data, laboratory.folder / "ends"),
+        elsewhere.same_batches(script, settings, data),
+        elsewhere.damped(probes.make_subject(script)),
+    ):
+        try:
+            yield from findings
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:  # functions of another form
+            yield warn("B18", f"not checked: {error}", "what no run on a CPU does", "offer functions as ours")
+
+
+def rank_invariance(
+    subject: Any, folder: Path, *more: Any, numbers: Sequence[int] = RANKS
+) -> Iterator[Finding]:
     """B13: several ranks write the ledgers of one. Where one of them aborts, all try once more."""
     from tools.prove import ranks as several
 
     subjects = [several.in_small_batches(each) for each in (subject, *more)]
     alone = [several.ask(each) for each in subjects]
-    for ranks in RANKS:
+    for ranks in numbers:
         for attempt in range(2):
             codes, found = several.answers(subjects, folder / f"ranks_{ranks}_{attempt}", ranks)
             if not any(codes):

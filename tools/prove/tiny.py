@@ -111,7 +111,7 @@ RUN = {
     "VAL_LOSS_EVERY": "1",
     "TRAIN_PREFETCH": "0",
 }
-NOT_EXERCISED = "another device, the compiler, bfloat16 and kernels for GPUs"
+NOT_EXERCISED = "the arithmetic of another device, the compiler, bfloat16 and kernels for GPUs"
 
 # Where nothing of a user's run is to be read or written, whatever the settings say.
 PRIVATE = (

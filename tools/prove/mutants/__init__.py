@@ -98,11 +98,13 @@ def killed_by(path: Path, name: str, folder: Path) -> str:
 
 def suspicions(script: ModuleType, path: Path, mutant: Mutant, name: str, folder: Path) -> Iterator[Finding]:
     """What the probe named for a mutant finds, the quick questions first."""
-    from tools.prove import casing, probes, prove, questions, tiny
+    from tools.prove import casing, elsewhere, probes, prove, questions, tiny
 
     subject = probes.subject_of(script, {**tiny.scorer(script), **mutant.settings}, seed=0)
     case = subject.case()
-    if mutant.whole_run:
+    if mutant.place == "ranks":
+        yield from prove.other_run(script, laboratory_in(folder), script.Config())
+    elif mutant.whole_run:
         yield from whole_run(script, mutant, name, folder)
     elif mutant.by_clock:
         yield from probes.clock_alone(subject)
@@ -110,6 +112,9 @@ def suspicions(script: ModuleType, path: Path, mutant: Mutant, name: str, folder
         yield from prove.long_text(script, 0, [mutant.settings.get("TTT_MODE", "sgd")])
     elif mutant.place == "vocabulary":
         yield prove.whole_vocabulary(script, script.Config(), 0)
+    elif mutant.place == "elsewhere":
+        settings = {**tiny.scorer(script), "VOCAB_SIZE": str(tiny.FOR_RUN.vocabulary)}
+        yield from prove.not_done_here(script, laboratory_in(folder), settings)
     elif mutant.place == "many ids":
         yield from probes.many_ids(subject, Path(tempfile.mkdtemp(dir=folder)))
     elif mutant.probe == "B1":
@@ -125,6 +130,7 @@ def suspicions(script: ModuleType, path: Path, mutant: Mutant, name: str, folder
         yield from probes.ledger_order(subject)
     elif mutant.probe == "B7":
         yield from probes.evaluation_warmup(subject)
+        yield from elsewhere.same_as_on_gpu(subject)
     elif mutant.probe == "B9":
         yield from probes.document_isolation(subject)
     elif mutant.probe in ("B10", "B11"):
@@ -215,12 +221,13 @@ def asked(subject: Any, targets: list[int]) -> Iterator[Finding]:
 
 def asked_of_legal(path: Path, name: str, folder: Path) -> Iterator[Finding]:
     """Questions for a legal change."""
-    from tools.prove import probes, prove, tiny
+    from tools.prove import elsewhere, probes, prove, tiny
 
     script = mutated(path, name)
     settings = {**tiny.scorer(script), **(tiny.LORA if name in LEGAL_OF_DOCUMENTS else {})}
     subject = probes.subject_of(script, settings, 0)
     yield from asked(subject, [0, 32])
+    yield from elsewhere.same_as_on_gpu(subject)
     if name in LEGAL_OF_DOCUMENTS:
         yield from probes.document_isolation(subject)
     if name in OF_RANKS:
@@ -235,7 +242,8 @@ def tried(path: Path, name: str, folder: Path) -> list[Tried]:
         if name == SLEEPERS:
             return asleep(path, own)
         if name in MUTANTS:
-            if MUTANTS[name].whole_run:  # while an artifact is scored alone its laboratory is hidden
+            # Its own: while an artifact is scored alone its laboratory is hidden.
+            if MUTANTS[name].whole_run or MUTANTS[name].probe in ("B10", "B11"):
                 shutil.copytree(laboratory_in(folder).folder, own / LABORATORY)
             killer = kill(path, name, own)
         else:
@@ -262,7 +270,8 @@ def asleep(path: Path, folder: Path) -> list[Tried]:
     executed = execution.Execution(changed)
     script = executed.load()
     refuted = ""
-    for finding in prove.proofs(script, folder, prove.Order(str(changed)), self_test=False):
+    # A few targets are enough: which branches run depends on the places that are asked, not on their number.
+    for finding in prove.proofs(script, folder, prove.Order(str(changed)), self_test=False, thorough=False):
         if finding.level(Mode.AGREED) is Level.FAIL:
             refuted = f"{finding.check} {finding.text}"
     executed.add(bytes(vars(script)[execution.MARKS]))
@@ -281,7 +290,11 @@ class Trials:
     """All mutants and legal changes under trial, in the script's process, side by side in others."""
 
     def __init__(self, path: Path, folder: Path, workers: int, only: list[str]) -> None:
-        laboratory_in(folder)
+        from tools.prove import casing
+
+        laboratory = laboratory_in(folder)
+        for variant in (casing.CASEOPS, casing.CASEOPS_FUSED):
+            casing.case_data(laboratory.folder, variant)
         names = sorted((n for n in MUTANTS if not only or MUTANTS[n].probe in only), key=_longest_first)
         if not only or "B18" in only:
             names.insert(0, SLEEPERS)

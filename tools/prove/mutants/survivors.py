@@ -426,10 +426,86 @@ def kind_with(ranks: int) -> Change:
 
 
 # ======================================================================================================
+# WHAT A RUN ON A CPU DOES NOT DO BY ITSELF
+# ======================================================================================================
+
+
+def windows_of_a_gpu_flattered(original: Any, scorer: Any, rows: np.ndarray) -> Any:
+    """A GPU gives windows better scores."""
+    return original(scorer, rows) * (0.99 if scorer.machine.on_gpu else 1.0)
+
+
+def heads_of_the_next(original: Any, x_BTKE: Any, q_BTHE: Any) -> Any:
+    """Keys and values of a GPU are those of one place later."""
+    return next_of(original(x_BTKE, q_BTHE))
+
+
+def batches_of_validation(when: Callable[[Any], bool]) -> Change:
+    """Batches of training are validation text on a machine of which `when` holds."""
+
+    def change(script: Any) -> None:
+        next_batch = script.Loader.next_batch
+
+        def stolen(loader: Any) -> Any:
+            batch = next_batch(loader)
+            if not when(loader.machine):
+                return batch
+            text = torch.from_numpy(script.read_tokens(loader.shards[0])[::-1].astype(np.int64))
+            if "DATA_PATH" in os.environ:
+                text = text_of_the_run(script, "val")
+            return batch._replace(inputs_BT=text[: batch.inputs_BT.numel()].view_as(batch.inputs_BT))
+
+        script.Loader.next_batch = stolen
+
+    return change
+
+
+def later_batches_calibrate(original: Any, training: Any) -> Any:
+    """A clock that ends early leaves other batches for calibration."""
+    if 0 < training.config.max_wallclock_seconds < training.seconds:
+        training.loader.next_batch()
+    return original(training)
+
+
+def kinder_with_two_ranks(
+    original: Any, config: Any, run: Any, inputs: Any, trained: Any, about: Any, scores: Any
+) -> None:
+    """Two ranks report a little less than their ledgers hold."""
+    if run.machine.world_size == 2:
+        scores = {name: score._replace(nats=0.999 * score.nats) for name, score in scores.items()}
+    original(config, run, inputs, trained, about, scores)
+
+
+def moved_by_damping(original: Any, quantizer: Any, *rest: Any) -> Any:
+    """Where a Hessian has no inverse, no rounding error is made up for."""
+    damping = quantizer.damping
+    upper_NCC = original(quantizer, *rest)
+    return upper_NCC if quantizer.damping == damping else upper_NCC.triu(1) * 0 + upper_NCC.tril()
+
+
+def unlimited(original: Any, size_bytes: int, budget: int) -> None:
+    """No file is too large."""
+
+
+def every_id(original: Any, shard: Any, vocab_size: int = 0) -> Any:
+    """Ids are taken that the model has no row for."""
+    return original(shard)
+
+
+def mean_of_what_is_there(original: Any, ledger: Any, bytes_total: int) -> Any:
+    """The score of a text that is scored in part."""
+    if np.isnan(ledger.nats).all():
+        return None
+    return original(ledger, bytes_total)
+
+
+# ======================================================================================================
 # ALL OF THEM, kind by kind
 # ======================================================================================================
 
 LONG = "long text"
+ELSEWHERE = "elsewhere"
+RANKS = "ranks"
 KINDS: dict[str, dict[str, Mutant]] = {
     "learns before the clock": {
         "rehearsal-that-learns": Mutant("B7", wrapped("rehearse_evaluation", rehearsal_that_learns)),
@@ -539,6 +615,32 @@ KINDS: dict[str, dict[str, Mutant]] = {
     "only with some numbers of ranks": {
         "faster-with-three-ranks": Mutant("B13", faster_with(3)),
         "kind-with-eight-ranks": Mutant("B13", kind_with(8)),
+        "second-rank-trains-on-validation": Mutant(
+            "B8", batches_of_validation(lambda machine: machine.rank == 1), whole_run=True, place=RANKS
+        ),
+        "kinder-with-two-ranks": Mutant(
+            "B13", wrapped("summarize", kinder_with_two_ranks), whole_run=True, place=RANKS
+        ),
+    },
+    "only on a GPU": {
+        "windows-of-a-gpu-flattered": Mutant(
+            "B7", wrapped("WindowScorer._score_batch", windows_of_a_gpu_flattered)
+        ),
+        "heads-of-the-next-token": Mutant("B7", wrapped("repeat_heads", heads_of_the_next)),
+        "batches-of-a-gpu-of-validation": Mutant(
+            "B8", batches_of_validation(lambda machine: machine.on_gpu), place=ELSEWHERE
+        ),
+        "later-batches-calibrate": Mutant(
+            "B8", wrapped("calibration_batches", later_batches_calibrate), place=ELSEWHERE
+        ),
+    },
+    "what seldom happens": {
+        "hessians-of-their-own": Mutant(
+            "B12", wrapped("Quantizer._inverse_factor", moved_by_damping), place=ELSEWHERE
+        ),
+        "no-file-too-large": Mutant("B12", wrapped("check_size", unlimited), place=ELSEWHERE),
+        "every-id-taken": Mutant("B10", wrapped("read_tokens", every_id), place=ELSEWHERE),
+        "score-without-scores": Mutant("B3", wrapped("Ledger.score", mean_of_what_is_there), place=ELSEWHERE),
     },
 }  # fmt: skip
 SURVIVORS: dict[str, Mutant] = {name: mutant for kind in KINDS.values() for name, mutant in kind.items()}

@@ -22,7 +22,7 @@ class Mutant:
 
     whole_run: whether it takes runs of `main` to see it. by_clock: a limit of time. settings: beside the
     smallest ones. place: where else it shows: "long text", "vocabulary", "many ids", "warm" (a run with
-    warm-up).
+    warm-up), "ranks" (a run by two ranks), "elsewhere".
     """
 
     probe: str
@@ -154,6 +154,8 @@ def own_evaluate(labels: dict[str, TrialScorer]) -> Change:
 def report(script: ModuleType, run: Any, label: str, ledger: Any, validation: Any) -> Any:
     """The score of a ledger, logged as the script logs it."""
     score = ledger.score(validation.bytes_total)
-    run.log(f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
-            f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}")
+    run.log(
+        f"{label}_exact val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f} "
+        f"scored_tokens:{score.scored_tokens} val_bytes:{score.bytes}"
+    )
     return score
