@@ -375,6 +375,22 @@ def score_table(rows: dict[str, paired.Runs], score: str) -> list[str]:
     return ["", *paired.table(header, lines)]
 
 
+def learning_table(rows: dict[str, paired.Runs]) -> list[str]:
+    """A line per arm: its score of test-time training less that of its sliding window."""
+    lines = []
+    for name, runs in rows.items():
+        having = [run for run in runs if {"sliding_window", "legal_ttt"} <= run["scores"].keys()]
+        after = [{"seed": run["seed"], "val_bpb": run["scores"]["legal_ttt"]} for run in having]
+        before = [{"seed": run["seed"], "val_bpb": run["scores"]["sliding_window"]} for run in having]
+        found = paired.difference(after, before)
+        if found:
+            told = f"{found.mean:+.4f} | {found.error:.4f} | {paired.told_p(found.p)} | {found.seeds}"
+            lines.append(f"| {name} | {told} |")
+    if not lines:
+        return []
+    return ["", *paired.table("| arm | legal_ttt minus sliding_window | its error | p | seeds |", lines)]
+
+
 def cost_table(rows: dict[str, paired.Runs]) -> list[str]:
     """A line per arm: its size and its training."""
     lines = []
@@ -399,6 +415,8 @@ def tables(measured: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     for score in measured["scores"]:
         lines += score_table(rows, score)
+    if "legal_ttt" in measured["scores"]:
+        lines += learning_table(rows)
     return lines
 
 

@@ -352,10 +352,9 @@ def test_weights_that_the_script_reads_count(name: str, line: str, count: int, t
 def test_two_seeds_may_print_one_score_and_a_rerun_beside_them(tmp_path: Path) -> None:
     logs = of_a_seed(1, *drawn(1)) | of_a_seed(42, *drawn(2))
     (again,) = of_a_seed(42, *drawn(3)).values()
-    logs["train_seed1.log"] = logs["train_seed1.log"].replace("seed:1\n", "seed:1\ngate:init norm=1.2345\n")
-    logs["train_seed42.log"] = logs["train_seed42.log"].replace(
-        "seed:42\n", "seed:42\ngate:init norm=1.2444\n"
-    )
+    for seed, found in (("1", "norm=1.2345 stage_ms=424ms"), ("42", "norm=1.2444 stage_ms=347ms")):
+        name = f"train_seed{seed}.log"
+        logs[name] = logs[name].replace(f"seed:{seed}\n", f"seed:{seed}\ngate:init {found}\n")
     logs["train_seed42_rerun.log"] = again
     results = {str(seed): {"val_bpb": A_SCORE["val_bpb"]} for seed in (1, 42)}
     assert fails(public(tmp_path, logs, CODE, **A_SCORE, seed_results=results)) == []

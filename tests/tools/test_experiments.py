@@ -159,7 +159,8 @@ def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fak
 def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_path: Path) -> None:
     def record(seed: int, score: float) -> dict[str, Any]:
         about = {"parameters": 1000, "steps": 5, "seconds": 2.0, "bytes": 900, "val_targets": 99}
-        return {"seed": seed, **about, "scores": {"float": score}, "conditions": {"load": 1.0}}
+        scores = {"float": score, "sliding_window": score, "legal_ttt": score / 2}
+        return {"seed": seed, **about, "scores": scores, "conditions": {"load": 1.0}}
 
     rows = {
         "base": [record(seed, 2.0 + seed) for seed in (1, 2, 3)],
@@ -175,6 +176,9 @@ def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_p
     told = paired.told_p(p)
     assert p < 0.01 and f"| -0.0980 | 0.0006 | {told} | {told} | 3 |" in "\n".join(lines)
     assert {"| one | 1,000 | 5 | 2 | 900 |", "| one | 2.5000 | - | - | - | - | - | 1 |"} <= {*lines}
+    # The score of test-time training less that of the window: half of it here.
+    assert lines[-2].startswith("| base | -2.0000 | 0.2887 | ")
+    assert lines[-1].startswith("| better | -1.9510 |")
 
     assert paired.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
     assert paired.holm([0.6, 0.5]) == [1.0, 1.0] and paired.holm([]) == []

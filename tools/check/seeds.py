@@ -19,8 +19,8 @@ COPIED_POINTS_MIN = 8
 COPIED_SHARE = (
     0.6  # of the steps two logs have in common; two runs of eight GPUs reach a third by their clocks
 )
-MEASURED = re.compile(r"(?:^|_)(?:norm|loss|ms|mean|std|rms|elapsed)$")  # words for what a run measures ...
-FRACTION = re.compile(r"-?[0-9]+\.[0-9]{2,}(?:e-?[0-9]+)?")  # ... where it has digits as no setting has
+MEASURED = re.compile(r"(?:^|_)(?:norm|loss|ms|mean|std|rms|elapsed)$")  # words for what a run measures
+FRACTION = re.compile(r"-?[0-9]+(?:\.[0-9]{2,}(?:e-?[0-9]+)?|ms)")  # no setting has such a value
 PATH_SETTINGS = ("path", "dir", "file", "logs")
 
 
