@@ -384,7 +384,7 @@ def learning_table(rows: dict[str, paired.Runs]) -> list[str]:
         before = [{"seed": run["seed"], "val_bpb": run["scores"]["sliding_window"]} for run in having]
         found = paired.difference(after, before)
         if found:
-            told = f"{found.mean:+.4f} | {found.error:.4f} | {paired.told_p(found.p)} | {found.seeds}"
+            told = f"{found.mean:+.4f} | {found.error:.5f} | {paired.told_p(found.p)} | {found.seeds}"
             lines.append(f"| {name} | {told} |")
     if not lines:
         return []

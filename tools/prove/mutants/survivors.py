@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -248,9 +249,9 @@ def code_without_wrapper(original: Any, config: Any, run: Any, inputs: Any, *res
 
 def total_without_code(original: Any, run: Any, line: str, *rest: Any, **named: Any) -> None:
     """The total that is logged is a tenth less."""
-    if line.startswith("Total submission size"):
-        words, _, number = line.partition(": ")
-        line = f"{words}: {int(number.split()[0]) * 9 // 10} bytes"
+    total = re.search(r"^Total submission size.*: (\d+) bytes", line, re.MULTILINE)
+    if total:
+        line = f"{line[: total.start(1)]}{int(total[1]) * 9 // 10}{line[total.end(1) :]}"
     original(run, line, *rest, **named)
 
 
