@@ -149,7 +149,7 @@ def test_files_are_under_the_environment_and_none_is_none(
     ("CONFIG=b", "CONFIG"), ("SEED=1\nexport SEED=2", "export SEED"), ("NUM_HEADS=3", "NUM_HEADS"),
     ("\xff", "CONFIG"), (None, "CONFIG"), ("RESUME", "RESUME"), ("=5", "KEY=VALUE"),
     ("SEED=1\n\nMATRX_LR=1", "line 3: 'MATRX_LR=1' .* did you mean .*MATRIX_LR"),
-    ("MUON_MIXTURE=0", "MUON_MIXTURE.* train_gpt.py of that run, and files of 0.5.4"),
+    ("MUON_MIXTURE=0", "MUON_MIXTURE.* needs the train_gpt.py of that run"),
 ])  # fmt: skip
 def test_wrong_files_are_refused(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.env"
