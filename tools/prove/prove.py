@@ -344,7 +344,12 @@ def proofs(
             yield from probes.evaluation_warmup(subject)
             yield from elsewhere.same_as_on_gpu(subject)
     if not order.quick and order.wants("B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"):
-        for name, more in (("other features", tiny.OTHER), ("adapters of the head", tiny.HEAD_ALONE)):
+        others = {
+            "other features": tiny.OTHER,
+            "lanes and a loop": tiny.LANES,
+            "adapters of the head": tiny.HEAD_ALONE,
+        }
+        for name, more in others.items():
             other = probes.make_subject(script, order.seed, name, **tiny.known(whole, more))
             yield from probes.ledger_order(other)
             yield from questions.future(other.case(), [60], [35])

@@ -83,6 +83,15 @@ OTHER = {
     "TTT_BATCH_SIZE": "0",
     "TTT_LORA_TARGETS": "q",
 }
+# Of a configuration without them: two residual lanes, and a layer that runs twice.
+LANES = {
+    **LORA,
+    "PARALLEL_MODE": "lanes",
+    "PARALLEL_START_LAYER": "1",
+    "NUM_LOOPS": "1",
+    "LOOP_START": "0",
+    "LOOP_END": "0",
+}
 HEAD_ALONE = {**LORA, "TTT_LORA_TARGETS": "head"}
 # And a whole run: tables that are projected, no skips, weights in plain steps.
 OTHER_RUN = {
