@@ -49,8 +49,9 @@ def command(folder: Path, keep: list[Path]) -> tuple[list[str], str]:
     # The inner namespace cannot take away what the outer one has mounted.
     prefix = ["unshare", "--map-root-user", "--mount", "--", *hide, *arguments, *OWN]
     if works(prefix):
-        shown = ", ".join(map(str, inside)) or "nothing"
-        return prefix, f"environment, home, processes and /dev/shm are its own; of {home} it sees {shown}"
+        # A proof is published with a record: it names no folder above the home.
+        shown = ", ".join(str(path.relative_to(home)) for path in inside) or "nothing"
+        return prefix, f"environment, home, processes and /dev/shm are its own; of your home it sees {shown}"
     return (OWN, f"{bare}; it sees no other process") if works(OWN) else ([], bare)
 
 
