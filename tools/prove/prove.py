@@ -499,7 +499,11 @@ def other_run(script: ModuleType, laboratory: Any, config: Any) -> Iterator[Find
     """B3, B4, B8, B10 and B13 of a run by two ranks, with features that the defaults have not."""
     from tools.prove import probes, ranks, rehearsal, tiny
 
-    subject = probes.make_subject(script, 0, "other features", **tiny.known(config, tiny.OTHER_RUN))
+    features = dict(tiny.OTHER_RUN)
+    # OTHER_RUN leaves the trellis out; a configuration without it gets it here.
+    if not getattr(config, "trellis", True):
+        features.update(TRELLIS="1", COLUMN_STEPS="0.5")
+    subject = probes.make_subject(script, 0, "other features", **tiny.known(config, features))
     settings, _ = rehearsal.settings_for_runs(script, subject.config)
     settings.update(tiny.known(config, tiny.OTHER_WAY))
     folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=laboratory.folder.parent))
