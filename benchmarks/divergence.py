@@ -97,9 +97,10 @@ def measure(run: Path, wanted: list[tuple[float, str]], targets: int, batches: i
     before_NV = torch.cat(list(predictions(model, tokens, config)))
     nats_before = F.nll_loss(before_NV, targets_N).item()
     weights = train_gpt.count_parameters(config)
+    arms = read_json("quantizers")["arms"]
     rows = []
     for size, arm in wanted:
-        changes = as_settings(read_json("quantizers")["arms"][arm])
+        changes = as_settings(arms[arm])
         arm_config = Config.from_env({"CONFIG": str(run / train_gpt.SETTINGS_FILE), **changes})
         clock = Clock()
         with contextlib.ExitStack() as stack:

@@ -4,7 +4,7 @@
 A benchmark has a TITLE and `tables(measured)`, a pure function from its raw figures to lines of Markdown. A
 file of results/ holds the benchmark's name, the machine as it was before it began, and those raw figures.
 
-results/release.json names a version and the train_gpt.py that is it; tables of a later script say so.
+results/release.json names a version and the train_gpt.py that is it; tables of other scripts are listed.
 Tables whose programs have left are frozen in results/0.5.md; nothing makes that page anew.
 """
 

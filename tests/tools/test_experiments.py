@@ -156,7 +156,7 @@ def test_an_artifact_has_as_many_bytes_for_weights_whatever_the_script(fake: Fak
     assert len({path.read_bytes() for path in scripts.values()}) == 2
 
 
-def test_the_table_has_paired_differences_and_counts_its_looks(fake: Fake, tmp_path: Path) -> None:
+def test_the_tables_have_paired_differences_and_what_learning_gains(fake: Fake, tmp_path: Path) -> None:
     def record(seed: int, score: float) -> dict[str, Any]:
         about = {"parameters": 1000, "steps": 5, "seconds": 2.0, "bytes": 900, "val_targets": 99}
         scores = {"float": score, "sliding_window": score, "legal_ttt": score / 2}
