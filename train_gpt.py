@@ -615,7 +615,14 @@ class Machine:
 
         Only marked sizes may change. With dynamic=True settings would not be constants, which kernels need.
         """
-        return torch.compile(function, dynamic=False, fullgraph=True) if self.compiled else function
+        if not self.compiled:
+            return function
+        # Torch 2.11 fuses sums over rows with sums over columns, and at the looped graph that ends in an
+        # AssertionError. Torch 2.9 has no such fusion.
+        fusions = torch._inductor.config.triton
+        if hasattr(fusions, "mix_order_reduction"):
+            fusions.mix_order_reduction = False
+        return torch.compile(function, dynamic=False, fullgraph=True)
 
     def wait(self) -> None:
         """Wait until the device has finished what it was given."""
@@ -1688,9 +1695,7 @@ def xsa_fused(y_BTHE: Tensor, v_BTKE: Tensor, *gate: Tensor) -> Tensor:
     """`xsa_plain` by the kernel."""
     gate_BTH = y_BTHE.new_ones(y_BTHE.shape[:-1])
     if gate:
-        # As in `gated`, but as sums: matrix units are slow at so few. The compiler makes one kernel of these.
-        x_BTW, weights_HW = gate
-        gate_BTH = torch.sigmoid(0.5 * (x_BTW[:, :, None] * weights_HW).sum(-1))
+        gate_BTH = torch.sigmoid(0.5 * F.linear(*gate))  # as in `gated`
     return FusedXsa.apply(y_BTHE, v_BTKE, gate_BTH)
 
 
@@ -3314,7 +3319,8 @@ class DocumentAdapters:
         self.adamw = model.machine.compile(adamw_step)
         self.steps = 0
         # A document has a row of each, so that a step is one kernel. The last have the dtype of activations.
-        self.weights_BP = first_P.repeat(documents, 1)
+        # At least two: see `DocumentScorer.read`.
+        self.weights_BP = first_P.repeat(max(documents, 2), 1)
         self.squares_BP = torch.zeros_like(self.weights_BP)
         self.rounded_BP = self.weights_BP.to(model.compute_dtype, copy=True)
         self.head_BP: Tensor | None = None
@@ -3439,23 +3445,28 @@ class DocumentScorer:
 
     def read(self, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
         """Hidden states (B, C, D) at the targets of a chunk, each from the tokens before it."""
+        # Graphs of one row are others than those of several, and compile for a minute each: one document stands
+        # in two rows.
+        documents = chunk.documents
+        if self.machine.compiled and len(documents) == 1:
+            documents = documents.repeat(2)
         # Triton compiles its kernels again for a size that is no multiple of 16, so rows are padded to one.
         length = math.ceil((chunk.stop - chunk.first) / 16) * 16
         places_T = np.arange(chunk.first, chunk.first + length)
-        places_BT = self.begins[chunk.documents, None] + places_T
+        places_BT = self.begins[documents, None] + places_T
         ids_BT = self.tokens[places_BT].astype(np.int64)
         # Padding follows the chunk and the document, so no token of them sees it.
-        ends_B1 = np.minimum(self.lengths[chunk.documents, None], chunk.stop)
+        ends_B1 = np.minimum(self.lengths[documents, None], chunk.stop)
         ids_BT[places_T >= ends_B1] = BOS_ID
         # One document a row.
         row_starts = np.arange(0, ids_BT.size + 1, length, dtype=np.int32)
         starts = starts_to_device(row_starts, self.device)
         inputs_BT = to_device(ids_BT, self.device)
-        # As the adapters: neither the number of rows nor their length is fixed. "Maybe": one row stays one.
+        # As the adapters: neither the number of rows nor their length is fixed.
         torch._dynamo.maybe_mark_dynamic(inputs_BT, (0, 1))
-        numbers_BP = adapters.use(len(chunk.documents))
+        numbers_BP = adapters.use(len(documents))
         hidden_BTD = self.forward(self.model, inputs_BT, starts, numbers_BP, self.config)
-        return hidden_BTD[:, chunk.start - chunk.first : chunk.stop - chunk.first]
+        return hidden_BTD[: len(chunk.documents), chunk.start - chunk.first : chunk.stop - chunk.first]
 
     @torch.no_grad()
     def record(self, chunk: Chunk, hidden_BCD: Tensor, adapters: DocumentAdapters) -> None:
