@@ -1335,12 +1335,9 @@ def channel_smear(x_BTD: Tensor, inputs_BT: Tensor, weights: WeightRows, c: Mode
 # ============================================================================================================
 # KERNELS — faster forms of the operations in `Ops`. Before a run each is tried against its plain twin.
 # ============================================================================================================
-# Tiles of the MLP's kernel for tensor cores, by how many blocks share a multiprocessor. Of two, one may
-# multiply while the other writes. The trial passes over a tile that needs more shared memory than a card has.
-TILES = {
-    1: dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3),
-    2: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=4, num_stages=2),
-}
+# The tile of the MLP's kernel for tensor cores: of those that were tried the fastest on an H100. On a card
+# with less shared memory than it needs, the trial passes over the kernel.
+TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8, num_stages=3)
 
 if triton is not None:
 
@@ -1491,14 +1488,13 @@ if triton is not None:
 @torch.library.custom_op("train_gpt::linear_leaky_square", mutates_args=())
 def linear_leaky_square(
     a_MK: Tensor, b_NK: Tensor, factors_M: Tensor | None, given: list[Tensor],
-    scale: float, slope: float, blocks: int,
+    scale: float, slope: float,
 ) -> list[Tensor]:  # fmt: skip
     """A product and what follows it, by how many tensors (M, N) are given. phi: `activation`.
 
     None: P = factors A Bᵀ, and phi(P). P: G = factors A Bᵀ phi'(P), and in each row the factor of X that
     the gradient of a norm of this `scale` has: the sum of G P, times -factors / (K scale²).
     X and Y: A Bᵀ + factors X + Y. X without factors: A Bᵀ + X. factors: one for each row.
-    blocks: of a multiprocessor, a key of TILES.
     ValueError where K or N are not whole 16 bytes, or a tensor does not begin at a multiple of them.
     """
     device = a_MK.device
@@ -1512,14 +1508,14 @@ def linear_leaky_square(
     # Triton keeps the allocator of descriptors' scratch memory per thread, and the backward pass has its own.
     # It knows the device alone: a tensor in it would stay alive in both threads.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
-    programs = blocks
+    programs = 1
     if a.is_cuda:
-        programs *= torch.cuda.get_device_properties(device).multi_processor_count
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
     # The kernel has one order of three pointers: P or X, the output, then nothing, the sums or Y.
     pointers = [*given[:1], *results, *given[1:], None]
     linear_leaky_square_kernel[(programs,)](
         a, b, factors_M, *pointers[:3], len(a), len(b), a.shape[1], scale, slope,
-        GIVEN=len(given), **TILES[blocks])  # fmt: skip
+        GIVEN=len(given), **TILE)  # fmt: skip
     return results
 
 
@@ -1545,14 +1541,14 @@ class FusedMlp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x_ND, up_FD, down_DF, *options = inputs
-        scale = options[0]  # slope and blocks follow
+    def forward(
+        ctx: Any, x_ND: Tensor, up_FD: Tensor, down_DF: Tensor, scale: float, slope: float
+    ) -> Tensor:
         norm_N = scale * (x_ND.float().square().mean(1) + RMS_NORM_EPS).rsqrt()
-        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], *options)
+        pre_NF, act_NF = linear_leaky_square(x_ND, up_FD, norm_N, [], scale, slope)
         ctx.save_for_backward(x_ND, norm_N, up_FD, down_DF, pre_NF, act_NF)
-        ctx.options = options
-        return linear_leaky_square(act_NF, down_DF, None, [x_ND], *options)[0]
+        ctx.options = (scale, slope)
+        return linear_leaky_square(act_NF, down_DF, None, [x_ND], scale, slope)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out_ND: Tensor) -> tuple[Any, ...]:
@@ -1563,18 +1559,13 @@ class FusedMlp(torch.autograd.Function):
         d_product_NF, along_N = linear_leaky_square(d_out_ND, down_DF.t(), norm_N, [pre_NF], *options)
         d_x_ND = linear_leaky_square(d_product_NF, up_FD.t(), along_N, [x_ND, d_out_ND], *options)[0]
         # Where adapters learn, nobody asks for the last two: the compiler leaves them out.
-        return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None, None
+        return d_x_ND, d_product_NF.t() @ x_ND, d_out_ND.t() @ act_NF, None, None
 
 
-# A function around each `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
+# A function around `apply`: Dynamo before torch 2.12 cannot trace a bound one that the model holds.
 def mlp_fused(*inputs: Any) -> Tensor:
     """`mlp_plain` by the kernel."""
-    return FusedMlp.apply(*inputs, 1)
-
-
-def mlp_fused_in_pairs(*inputs: Any) -> Tensor:
-    """`mlp_fused` with two blocks a multiprocessor."""
-    return FusedMlp.apply(*inputs, 2)
+    return FusedMlp.apply(*inputs)
 
 
 # Tokens of one program of the two kernels around attention: with heads of 64, 16 values a thread.
@@ -1732,10 +1723,9 @@ def load_attention(name: str) -> Operation:
 
 
 # The forms of each setting, the one known as the fastest first. The last one is the plain form.
-# kernel2: by two blocks a multiprocessor.
 FORMS = {
     "attention": ["fa3", "varlen", "fa2", "sdpa"],
-    "fused_mlp": ["kernel", "kernel2", "plain"],
+    "fused_mlp": ["kernel", "plain"],
     "fused_heads": ["kernel", "plain"],
 }
 
@@ -1762,7 +1752,7 @@ def with_form(ops: Ops, setting: str, form: str) -> Ops:
     if form == "plain":
         return ops
     if setting == "fused_mlp":
-        return ops._replace(mlp=mlp_fused_in_pairs if form == "kernel2" else mlp_fused)
+        return ops._replace(mlp=mlp_fused)
     return ops._replace(heads=heads_fused, xsa=xsa_fused)
 
 
@@ -2201,9 +2191,12 @@ ARTIFACT = "model.bin"
 
 def this_machine(config: Config, environ: Mapping[str, str]) -> Machine:
     """The machine that the settings and torchrun's variables describe; joins the other ranks. ConfigError."""
-    rank = int(environ.get("RANK") or 0)
-    world_size = int(environ.get("WORLD_SIZE") or 1)
-    local_rank = int(environ.get("LOCAL_RANK") or 0)
+    try:
+        rank = int(environ.get("RANK") or 0)
+        world_size = int(environ.get("WORLD_SIZE") or 1)
+        local_rank = int(environ.get("LOCAL_RANK") or 0)
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK: {error}; unset them: torchrun sets them") from error
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
 
@@ -3445,8 +3438,8 @@ class DocumentScorer:
 
     def read(self, chunk: Chunk, adapters: DocumentAdapters) -> Tensor:
         """Hidden states (B, C, D) at the targets of a chunk, each from the tokens before it."""
-        # Graphs of one row are others than those of several, and compile for a minute each: one document stands
-        # in two rows.
+        # Graphs of one row are others than those of several, and compile for a minute each: one document
+        # stands in two rows.
         documents = chunk.documents
         if self.machine.compiled and len(documents) == 1:
             documents = documents.repeat(2)
@@ -4464,7 +4457,8 @@ def read_checkpoint(config: Config, hashes: dict[str, str]) -> dict[str, Any]:
         hashes["code"] += f" after {then['code']}"
     elif changed:
         named = ", ".join(f"{name} is {now.get(name)}, it was {then.get(name)}" for name in changed)
-        raise ConfigError(f"RESUME={config.resume}: {named}; start {path.parent}/train_gpt.py with nothing "
+        script = shlex.quote(f"{path.parent}/train_gpt.py")
+        raise ConfigError(f"RESUME={config.resume}: {named}; start {script} with nothing "
                           "else set. RESUME_OTHER_CODE=1 allows another script, and is recorded")  # fmt: skip
     return state
 

@@ -73,6 +73,8 @@ def test_what_is_compiled_is_one_graph_with_settings_as_constants(monkeypatch: p
     assert Machine(compiled=True).compile(abs) is abs
     assert given == [{"dynamic": False, "fullgraph": True}]
     assert Machine().compile(abs) is abs and len(given) == 1
+    # On an H100 with torch 2.11 this fusion ended the looped graph in an AssertionError.
+    assert not getattr(torch._inductor.config.triton, "mix_order_reduction", False)
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.9])

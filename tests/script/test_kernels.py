@@ -96,12 +96,11 @@ def poisoned() -> Iterator[None]:
 @needs_runnable_kernels
 @pytest.mark.parametrize("dtype", MLP_DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "slope"), MLP_CASES, ids=str)
-@pytest.mark.parametrize("form", ["mlp_fused", "mlp_fused_in_pairs"])
 def test_mlp_is_as_exact_as_its_twin(
-    shape: tuple[int, int, int], form: str, slope: float, dtype: torch.dtype, poisoned: None
+    shape: tuple[int, int, int], slope: float, dtype: torch.dtype, poisoned: None
 ) -> None:
     assert_as_exact_as_plain(
-        lambda *tensors: getattr(train_gpt, form)(*tensors, SCALE, slope),
+        lambda *tensors: train_gpt.mlp_fused(*tensors, SCALE, slope),
         lambda *tensors: train_gpt.mlp_plain(*tensors, SCALE, slope),
         random_mlp(*shape),
         dtype,
@@ -123,22 +122,22 @@ def test_operands_lie_anywhere_frozen_ones_get_no_gradient() -> None:
     """Layouts that TMA cannot read are brought into order; the product of the forward pass may be refused."""
     x_ND, up_FD, down_DF = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
     norm_N = x_ND.norm(dim=1)
-    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, [], SCALE, 0.5, 1)
+    expected = train_gpt.linear_leaky_square(x_ND, up_FD, norm_N, [], SCALE, 0.5)
     offset = torch.cat((x_ND.new_zeros(4), x_ND.flatten()))[4:].view_as(x_ND)
     for x in (offset, x_ND.t().contiguous().t()):
-        found = train_gpt.linear_leaky_square(x, up_FD, norm_N, [], SCALE, 0.5, 1)
+        found = train_gpt.linear_leaky_square(x, up_FD, norm_N, [], SCALE, 0.5)
         assert all(map(torch.equal, found, expected))
     pre_NF = x_ND @ up_FD.t()
-    expected = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [pre_NF], SCALE, 0.5, 1)
+    expected = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [pre_NF], SCALE, 0.5)
     turned = pre_NF.t().contiguous().t()
-    found = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [turned], SCALE, 0.5, 1)
+    found = train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [turned], SCALE, 0.5)
     assert all(map(torch.equal, found, expected))
     beside = torch.cat([pre_NF.new_zeros(1), pre_NF.flatten()])[1:].view_as(pre_NF)
     with pytest.raises(ValueError, match="TMA reads rows of whole 16 bytes"):
-        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [beside], SCALE, 0.5, 1)
+        train_gpt.linear_leaky_square(x_ND, down_DF.t(), norm_N, [beside], SCALE, 0.5)
     # Triton keeps it until the next launch, in each thread: what it knew would lie in memory as long.
     x_ND, up_FD, _ = (t.to(DEVICE) for t in random_mlp(24, 16, 32))
-    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), [], SCALE, 0.5, 1)
+    train_gpt.linear_leaky_square(x_ND, up_FD, x_ND.norm(dim=1), [], SCALE, 0.5)
     operand = weakref.ref(x_ND)
     del x_ND
     gc.collect()
@@ -390,18 +389,18 @@ def test_a_cpu_has_the_plain_forms_and_tries_nothing(monkeypatch: pytest.MonkeyP
 def test_a_gpu_takes_the_kernel_of_the_mlp_by_itself_in_bfloat16_alone() -> None:
     """In fp32 it multiplies without TF32, which plain products have."""
     in_bfloat16 = CallsItselfGpu(dtype=torch.bfloat16)
-    assert train_gpt.forms_to_try("fused_mlp", SMALL, in_bfloat16) == ["kernel", "kernel2", "plain"]
+    assert train_gpt.forms_to_try("fused_mlp", SMALL, in_bfloat16) == ["kernel", "plain"]
     assert train_gpt.forms_to_try("fused_mlp", SMALL, CallsItselfGpu()) == ["plain"]
     assert train_gpt.forms_to_try("fused_heads", SMALL, CallsItselfGpu()) == ["kernel", "plain"]
     asked = dataclasses.replace(SMALL, fused_mlp="1")
-    assert train_gpt.forms_to_try("fused_mlp", asked, CallsItselfGpu()) == ["kernel", "kernel2"]
+    assert train_gpt.forms_to_try("fused_mlp", asked, CallsItselfGpu()) == ["kernel"]
 
 
-NAMES = {"mlp_fused": "kernel", "mlp_fused_in_pairs": "kernel2", "mlp_plain": "plain"}
+NAMES = {"mlp_fused": "kernel", "mlp_plain": "plain"}
 
 
 def mlp_of(
-    machine: train_gpt.Machine, times_ms: tuple[float, ...] = (1.0, 2.0, 3.0), **settings: Any
+    machine: train_gpt.Machine, times_ms: tuple[float, ...] = (1.0, 2.0), **settings: Any
 ) -> tuple[str, str]:
     """The form of the MLP that would run if the forms last as long, and its line for the log."""
     config = dataclasses.replace(SMALL, **settings)
@@ -427,36 +426,32 @@ def mlp_of(
 
 @needs_runnable_kernels
 @pytest.mark.parametrize(("asked", "times_ms", "form"), [
-    ("auto", (1, 2, 3), "kernel"),
-    ("auto", (3, 1, 2), "kernel2"),
-    ("auto", (3, 2, 1), "plain"),
-    ("1", (3, 2, 1), "kernel2"),
-    ("0", (1, 2, 3), "plain"),
+    ("auto", (1, 2), "kernel"),
+    ("auto", (2, 1), "plain"),
+    ("1", (2, 1), "kernel"),
+    ("0", (1, 2), "plain"),
 ])  # fmt: skip
 def test_a_gpu_takes_the_fastest_form_it_may_have(asked: str, times_ms: tuple[float, ...], form: str) -> None:
     """The line tells of each how far it is from the plain one, and how long it lasts."""
     name, line = mlp_of(CallsItselfGpu(), times_ms, fused_mlp=asked)
     assert name == form and line.startswith(f"fused_mlp:{form} tried: ")
-    asked_for = {"auto": [0, 1, 2], "1": [0, 1], "0": []}[asked]
-    names = train_gpt.FORMS["fused_mlp"]
-    assert re.findall(r"(\w+) (\d)\.00 ms", line) == [(names[i], str(times_ms[i])) for i in asked_for]
+    timed = zip(train_gpt.FORMS["fused_mlp"], map(str, times_ms), strict=True) if asked == "auto" else ()
+    assert re.findall(r"(\w+) (\d)\.00 ms", line) == [*timed]
 
 
 @needs_runnable_kernels
 def test_the_slowest_rank_decides_and_a_fast_wrong_form_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for ours, theirs in (((1, 2, 3), (9, 2, 1)), ((9, 2, 1), (1, 2, 3))):
-        peers = iter([*[[(0.0, "")]] * 3, *([ms] for ms in theirs)])
+    for ours, theirs in (((1, 3), (9, 2)), ((9, 2), (1, 3))):
+        peers = iter([*[[(0.0, "")]] * 2, *([ms] for ms in theirs)])
         name, line = mlp_of(OneOfMany(peers=peers), ours)
-        assert name == "kernel2" and line.endswith(" | kernel 9.00 ms | kernel2 2.00 ms | plain 3.00 ms")
+        assert name == "plain" and line.endswith(" | kernel 9.00 ms | plain 3.00 ms")
+    # On a CPU nothing is timed: the first that agrees.
+    name, line = mlp_of(train_gpt.Machine(), fused_mlp="1")
+    assert name == "kernel" and " ms" not in line
     right = train_gpt.mlp_fused
     monkeypatch.setattr(train_gpt, "mlp_fused", lambda *inputs: 1.5 * right(*inputs))
-    name, line = mlp_of(CallsItselfGpu(), (1, 2, 3))
-    assert name == "kernel2" and line.startswith("fused_mlp:kernel2 tried: kernel error:5.0e-01 | kernel2 ")
-    # On a CPU nothing is timed: the first that agrees.
-    assert mlp_of(train_gpt.Machine(), fused_mlp="1")[0] == "kernel2"
-    monkeypatch.setattr(train_gpt, "mlp_fused", right)
-    name, line = mlp_of(train_gpt.Machine(), fused_mlp="1")
-    assert name == "kernel" and "kernel2" not in line
+    name, line = mlp_of(CallsItselfGpu(), (1, 2))
+    assert name == "plain" and line.startswith("fused_mlp:plain tried: kernel error:5.0e-01 | plain ")
 
 
 @needs_runnable_kernels
@@ -546,7 +541,7 @@ def plain_documents(ids_BT: Tensor, starts: Any, attend: Any, *rest: Any) -> Any
 @needs_runnable_kernels
 @pytest.mark.parametrize("wrong", [(0, True), (1, False), (1, True), (2, True)])
 def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, bool]) -> None:
-    """A fault of a twenty-fifth in one of the four products of the kernel turns both its forms off."""
+    """A fault of a twenty-fifth in one of the four products of the kernel turns it off."""
     exact = train_gpt.linear_leaky_square
 
     def faulty(a: Tensor, b: Tensor, factors: Any, given: list[Tensor], *options: Any) -> list[Tensor]:
@@ -556,7 +551,7 @@ def test_auto_keeps_only_what_is_right(monkeypatch: pytest.MonkeyPatch, wrong: t
     monkeypatch.setattr(train_gpt, "linear_leaky_square", faulty)
     name, line = mlp_of(CallsItselfGpu())
     assert name == "plain"
-    told = r"fused_mlp:plain tried: kernel error:\S+ \| kernel2 error:\S+ \| plain error:0.0e\+00"
+    told = r"fused_mlp:plain tried: kernel error:\S+ \| plain error:0.0e\+00"
     assert re.fullmatch(told, line)
 
 
@@ -585,12 +580,8 @@ def test_auto_keeps_only_heads_that_are_right(
 
 
 @needs_runnable_kernels
-@pytest.mark.parametrize(
-    ("is_cuda", "blocks"), [(True, 1), (True, 2), (False, 1)]
-)
-def test_the_blocks_of_a_multiprocessor_choose_the_tile(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, blocks: int
-) -> None:
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_each_multiprocessor_has_a_program(monkeypatch: pytest.MonkeyPatch, is_cuda: bool) -> None:
     class Card(torch.Tensor):
         """A CPU tensor that may call itself a GPU's."""
 
@@ -600,9 +591,9 @@ def test_the_blocks_of_a_multiprocessor_choose_the_tile(
     kernel = mock.MagicMock()
     monkeypatch.setattr(train_gpt, "linear_leaky_square_kernel", kernel)
     a, b = (torch.zeros(8, 16).as_subclass(Card) for _ in range(2))
-    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), [], SCALE, 0.5, blocks)
-    kernel.__getitem__.assert_called_once_with((7 * blocks if is_cuda else blocks,))
-    assert kernel.__getitem__().call_args.kwargs == {"GIVEN": 0, **train_gpt.TILES[blocks]}
+    train_gpt.linear_leaky_square._init_fn(a, b, torch.zeros(8), [], SCALE, 0.5)
+    kernel.__getitem__.assert_called_once_with((7 if is_cuda else 1,))
+    assert kernel.__getitem__().call_args.kwargs == {"GIVEN": 0, **train_gpt.TILE}
 
 
 COMPILE = """
@@ -628,28 +619,27 @@ mlp = train_gpt.linear_leaky_square_kernel
 for capability in map(int, sys.argv[1:]):
     hopper = capability == 90
     limit = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024  # bytes of shared memory
-    for blocks, tile in train_gpt.TILES.items():
-        sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
-        options = {name: size for name, size in tile.items() if name not in sizes}
-        # Small cards pass over the large tile: it need not fit in their registers either.
-        too_large = limit < 128 * 1024 and tile is train_gpt.TILES[1]
-        triton.knobs.nvidia.dump_ptxas_log = not too_large
-        # With nothing, X, P, or X and Y given: the last pointer is none, of the sums, or of Y.
-        of_bf16, none_of = {**mlp_types, "more": "*bf16"}, ["more", "factors"]
-        for given, lacks in (0, none_of[:1]), (1, none_of), (1, []), (2, []):
-            types = {name: kind for name, kind in of_bf16.items() if name not in lacks}
-            types |= {"more": "*fp32"} if (given, lacks) == (1, []) else {}
-            constants = {"GIVEN": given, **dict.fromkeys(lacks), **sizes}
-            binary = build(mlp, types, constants, capability, **options)
-            shared = binary.metadata.shared + 1024  # the driver keeps 1 KB of each block
-            if too_large:
-                assert shared > limit, "passed over on small cards"
-                continue
-            assert shared <= limit + 1024, (capability, tile, shared)
-            # Two blocks share what a multiprocessor of a large card has: 1 KB more than one may ask for.
-            assert capability not in (90, 100) or blocks * shared <= limit + 1024
-            assert ("wgmma.mma_async" in binary.asm["ptx"]) == hopper, "Hopper's tensor cores"
-            assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
+    tile = train_gpt.TILE
+    sizes = {name: size for name, size in tile.items() if name.startswith("BLOCK")}
+    options = {name: size for name, size in tile.items() if name not in sizes}
+    # Small cards pass over the kernel: it need not fit in their registers either.
+    too_large = limit < 128 * 1024
+    triton.knobs.nvidia.dump_ptxas_log = not too_large
+    # With nothing, X, P, or X and Y given: the last pointer is none, of the sums, or of Y.
+    of_bf16, none_of = {**mlp_types, "more": "*bf16"}, ["more", "factors"]
+    for given, lacks in (0, none_of[:1]), (1, none_of), (1, []), (2, []):
+        types = {name: kind for name, kind in of_bf16.items() if name not in lacks}
+        types |= {"more": "*fp32"} if (given, lacks) == (1, []) else {}
+        constants = {"GIVEN": given, **dict.fromkeys(lacks), **sizes}
+        binary = build(mlp, types, constants, capability, **options)
+        shared = binary.metadata.shared + 1024  # the driver keeps 1 KB of each block
+        if too_large:
+            assert shared > limit, "passed over on small cards"
+            continue
+        assert shared <= limit + 1024, (capability, shared)
+        assert ("wgmma.mma_async" in binary.asm["ptx"]) == hopper, "Hopper's tensor cores"
+        assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (capability >= 90), "TMA"
+    triton.knobs.nvidia.dump_ptxas_log = True
     e = 64
     # Of each kernel: its arguments, its sizes, and the pointers that each direction lacks, which are None.
     numbers = {"tokens": "i32", "T": "i32", "eps": "fp32"}
@@ -676,8 +666,8 @@ print("compiled")
 @pytest.mark.parametrize("capability", [
     "90", *(pytest.param(other, marks=pytest.mark.slow) for other in ("80", "89", "100", "120")),
 ])  # fmt: skip
-def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
-    """Triton's compiler needs no GPU. Tiles fit in shared memory and in registers; Hopper gets TMA and its
+def test_kernels_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]) -> None:
+    """Triton's compiler needs no GPU. All fits in shared memory and in registers; Hopper gets TMA and its
     tensor cores."""
     path = os.pathsep.join([os.path.dirname(os.path.abspath(train_gpt.__file__)), *sys.path])
     environment = {
@@ -688,8 +678,8 @@ def test_tiles_compile_for_real_gpus(capability: str, tmp_path: os.PathLike[str]
                           timeout=DEADLINE_SECONDS)  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr[-3000:]
     spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
-    # Two tiles of the MLP, each for four products; heads and XSA, each forward and backward.
-    assert set(spilled) == {("0", "0")} and len(spilled) == (8 if capability in ("89", "120") else 12)
+    # The MLP's kernel for four products; heads and XSA, each forward and backward.
+    assert set(spilled) == {("0", "0")} and len(spilled) == (4 if capability in ("89", "120") else 8)
 
 
 # (rows, positions, query heads, key heads, channels of a head, half of the rotated ones): odd sizes, all or

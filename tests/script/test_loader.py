@@ -566,7 +566,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_stream", [True, False])
 def test_copies_overlap_and_bring_no_poison(shards: list[Any], poisoned: None, copy_stream: bool) -> None:
-    """A long kernel goes ahead of each batch on the compute stream: the host runs far ahead of the GPU.
+    """A kernel of 50 ms goes ahead of each batch on the compute stream: the host runs far ahead of the GPU.
 
     In the profiler's timeline most copies of a copy stream run while such a kernel runs.
     """
