@@ -186,7 +186,7 @@ def run_script(script: Path, settings: dict[str, str], directory: Path) -> dict[
     # Settings that the shell has would reach every arm.
     kept = {name: value for name, value in os.environ.items() if name not in Config().as_env()}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
-    place = {"RUNS_DIR": str(directory.parent), "RUN_ID": directory.name}
+    place = {"RUNS_DIR": place_of(directory.parent), "RUN_ID": directory.name}
     environ = {**kept, **threads, **settings, **place}
     command = [sys.executable, str(CLOCK), str(script)]
     ended = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
@@ -217,6 +217,12 @@ def figures(directory: Path) -> dict[str, Any]:
         "bytes": summary["artifact"]["bytes"], "code_bytes": summary["code"]["bytes_wrapped"],
         "val_targets": summary["data"]["val_tokens"], "scores": scores,
     }  # fmt: skip
+
+
+def place_of(path: Path) -> str:
+    """From the repository's folder if it lies there: a run that is packed names no folder of a machine."""
+    place = path.resolve()
+    return str(place.relative_to(REPO) if place.is_relative_to(REPO) else place)
 
 
 def without_places(settings: dict[str, str]) -> dict[str, str]:
@@ -463,8 +469,8 @@ def experiment(arguments: argparse.Namespace) -> int:
     if arguments.keep:
         results.refuse_dirty()
     shared = {
-        "DATA_PATH": str(arguments.data.resolve()),
-        "TOKENIZER_PATH": str(arguments.tokenizer.resolve()),
+        "DATA_PATH": place_of(arguments.data),
+        "TOKENIZER_PATH": place_of(arguments.tokenizer),
         "VOCAB_SIZE": str(SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()),
         **dict(one.split("=", 1) for one in arguments.set),
     }
