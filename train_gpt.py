@@ -1900,7 +1900,7 @@ def fast_ops(c: Config, machine: Machine) -> ChosenOps:
         ops, lines = choose_form(setting, ops, c, machine)
         report += lines
     if machine.on_gpu and c.doc_mask and c.attention == "auto" and ops.attend is attention_sdpa:
-        slow = ("ATTENTION=sdpa with DOC_MASK=1 makes a step about 2.4 times as long: install flash_attn_3, "
+        slow = ("ATTENTION=sdpa with DOC_MASK=1 makes a step about 1.5 times as long: install flash_attn_3, "
                 "flash_attn, or torch 2.10 or later; all of them need COMPUTE_DTYPE=bfloat16")  # fmt: skip
         if machine.world_size >= 8:
             raise ConfigError(f"{slow}. ATTENTION=sdpa accepts it")

@@ -772,7 +772,7 @@ def test_the_model_is_one_graph_with_all_its_kernels() -> None:
 
 
 def test_eight_gpus_want_a_kernel_that_keeps_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one a paid step is 2.4 times as long; who asks for it by name gets it."""
+    """Without one a paid step is longer by half; who asks for it by name gets it."""
 
     class Eight(CallsItselfGpu):
         def gather(self, value: Any) -> list[Any]:
