@@ -566,20 +566,20 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("copy_stream", [True, False])
 def test_copies_overlap_and_bring_no_poison(shards: list[Any], poisoned: None, copy_stream: bool) -> None:
-    """A kernel of 50 ms goes ahead of each batch on the compute stream: the host runs far ahead of the GPU.
+    """A kernel of 100 ms goes ahead of each batch on the compute stream: the host runs far ahead of the GPU.
 
     In the profiler's timeline most copies of a copy stream run while such a kernel runs.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    tokens = {"train_batch_tokens": 1 << 16, "micro_batch_tokens": 1 << 16, "doc_mask": False}
+    tokens = {"train_batch_tokens": 1 << 14, "micro_batch_tokens": 1 << 14, "doc_mask": False}
     with (
         open_loader(shards, device=device, train_copy_stream=copy_stream, **tokens) as loader,
         torch.profiler.profile(activities=activities) as seen,
     ):
         for index in range(24):
-            torch.cuda._sleep(100_000_000)
+            torch.cuda._sleep(200_000_000)
             batch = loader.next_batch()
             wrong += (batch.inputs_BT != index).sum() + (batch.targets_BT != index).sum()
             del batch

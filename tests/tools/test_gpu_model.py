@@ -29,17 +29,18 @@ from benchmarks.gpu_model.tracer import Graph
 H100 = roofline.CARDS["h100"]
 
 
-def test_pages_tell_modelled_times_with_the_factor_and_the_spread_of_public_logs() -> None:
+def test_pages_tell_measured_times_beside_modelled_ones_with_factor_and_spread() -> None:
     factor = calibration.logged_over_modelled()
     stacks = {anchor.stack for anchor in calibration.ANCHORS}
     assert calibration.NEAREST_STACK in stacks and factor.least < factor.likely < factor.most
     without, with_loop = calibration.STEP_MS
     told = " ".join(answers.modelled().split())
-    assert f"modelled at {without:.1f} ms" in told
-    assert f"{factor.least:.2f} to {factor.most:.2f} times" in told
-    for modelled_ms, before in ((without, "likely needs"), (with_loop, "with recurrence")):
+    assert f"modelled at {without:.1f} and {with_loop:.1f} ms" in told
+    assert f"{factor.likely:.2f} times" in told and f"{factor.least:.2f} to {factor.most:.2f} times" in told
+    for modelled_ms, measured_ms in zip(calibration.STEP_MS, calibration.MEASURED_MS, strict=True):
         expected = calibration.expected_ms(modelled_ms)
-        assert expected.least < expected.likely < expected.most and f"{before} {expected}" in told
+        assert expected.least < expected.likely < expected.most and f"{measured_ms:.1f}" in told
+        assert expected.likely == pytest.approx(measured_ms, rel=0.02)
 
 
 @pytest.fixture
