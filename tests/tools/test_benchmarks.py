@@ -422,7 +422,7 @@ def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_
     (ladder,) = pictures["ladder.png"].axes
     start, *_, (_, total, _) = picture.rungs()
     assert start[1] / 1000 + sum(bar.get_width() for bar in ladder.patches) == pytest.approx(total, abs=1e-4)
-    assert len(ladder.patches) == 4
+    assert len(ladder.patches) == 5
     monkeypatch.setattr("sys.argv", ["picture", "--out", str(tmp_path)])
     picture.main()
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")

@@ -77,7 +77,7 @@ def test_the_fused_mlp_costs_as_much_as_its_product(on_gpu: FakeTensorMode, give
     tensors = [gpu(rows, columns) for _ in range(given)]
     with Watch(recorder):
         operands = gpu(rows, inner), gpu(columns, inner), gpu(rows)
-        torch.ops.train_gpt.linear_leaky_square(*operands, tensors, 1.0, 0.5, 1)
+        torch.ops.train_gpt.linear_leaky_square(*operands, tensors, 1.0, 0.5)
     (launch,) = recorder.launches
     assert launch.kind == "custom" and launch.flop == 2 * rows * inner * columns
     # Two results, one result and the sums of rows, or one result: what is given is read.
