@@ -481,8 +481,8 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapters = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
-    run = lab.succeed(**adapters, VAL_TOKENS_LIMIT=0, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
+    settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
     assert main(["prove", "--replay", str(run), "--documents", "3"]) == 0
     assert "sliding_window" in capsys.readouterr().out
 
