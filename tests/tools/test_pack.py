@@ -16,7 +16,7 @@ import pytest
 from data.files import sha256_file
 from tests.support import case
 from tests.support.processes import Lab, results
-from tests.support.runs import CONFIG, SOURCE, make_run, make_runs, pack, wrap
+from tests.support.runs import CONFIG, SOURCE, TEXT_BYTES, make_run, make_runs, pack, wrap
 from tools.__main__ import main
 from tools.check.checks import audit
 from tools.pack import readme
@@ -86,17 +86,22 @@ def run_on(folder: Path, environment: dict[str, str], **data: int) -> Path:
 
 def test_a_record_on_case_marks_proves_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = case.make_dataset(tmp_path, "caseops")
-    run = run_on(tmp_path / "runs", environment, val_tokens=1234, val_bytes=5678)
-    folder = pack(tmp_path / "records", [run])
+    noted = Path(environment["DATA_PATH"]) / "manifest.json"
+    manifest = json.loads(noted.read_text())
+    for more in (1, 0):  # byte in the sidecar than the manifest notes
+        manifest["splits"]["val"]["audit"]["sidecar_bytes"] = TEXT_BYTES - more
+        noted.write_text(json.dumps(manifest))
+        run = run_on(tmp_path / f"runs{more}", environment, val_tokens=1234, val_bytes=TEXT_BYTES)
+        folder = pack(tmp_path / f"records{more}", [run])
+        found = [f"{finding.check} {finding.text}" for finding in audit(Folder(folder))]
+        said = f"C1 seed 1: its summary counts {TEXT_BYTES} bytes of text, `manifest.json` notes "
+        assert (f"{said}{TEXT_BYTES - 1}" in found, main(["check", str(folder)])) == (more == 1, more)
     files = {path.name for path in folder.iterdir()}
     assert {"caseops.model", "caseops.py", "manifest.json"} <= files
     section = (folder / "README.md").read_text().split("## Data\n")[1].split("\n## ")[0]
-    manifest = json.loads((folder / "manifest.json").read_text())
-    sidecar_bytes = manifest["splits"]["val"]["audit"]["sidecar_bytes"]
     for fact in (manifest["source"], manifest["revision"], manifest["tokenizer"]["sha256"], "1,234 tokens",
-                 "5,678 bytes", "151,080,891", f"{sidecar_bytes:,} in all"):  # fmt: skip
+                 "97,512 bytes", "151,080,891", "97,512 in all"):  # fmt: skip
         assert fact in section, fact
-    assert main(["check", str(folder)]) == 0
     tokenizer = folder / "caseops.model"
     tokenizer.write_bytes(tokenizer.read_bytes() + b"x")
     found = [finding.text for finding in audit(Folder(folder))]

@@ -481,8 +481,8 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapters = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
-    run = lab.succeed(**adapters, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
+    settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
     assert main(["prove", "--replay", str(run), "--documents", "3"]) == 0
     assert "sliding_window" in capsys.readouterr().out
 
@@ -505,6 +505,13 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
     assert told("train_gpt.py", b"return nats.cpu().numpy()", cheat) == touched
     artifact = (run / "model.bin").read_bytes()
     assert told("model.bin", artifact, artifact[:-1]) == {"model.bin"}
+    data = Path(shutil.copytree(lab.dataset, lab.folder / "data"))
+    text_bytes = json.loads((run / "summary.json").read_text())["data"]["val_bytes"]
+    for more in (0, 1):  # byte of the text than its manifest notes
+        noted = {"splits": {"val": {"audit": {"sidecar_bytes": text_bytes - more}}}}
+        (data / "manifest.json").write_text(json.dumps(noted))
+        where = {"manifest.json"} if more else set()
+        assert told("config.env", str(lab.dataset).encode(), str(data).encode()) == where
 
 
 SLEEPING = """

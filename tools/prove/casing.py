@@ -72,7 +72,8 @@ def case_bytes(subject: Subject, folder: Path) -> Iterator[Finding]:
         shards.write_shard(sidecar, counts)
         if bytes_counted(subject, folder, damaged, variant) is not None:
             text = f"{variant}: a sidecar of one byte more than its manifest notes is taken for true"
-            yield warn("B10", text, "token_bytes", "compare them before a run: data/fineweb.py --verify")
+            remedy = "compare them before a run: data/fineweb.py --verify; `check` refutes such a score"
+            yield warn("B10", text, "token_bytes", remedy)
         sidecar.unlink()
         without = bytes_counted(subject, folder, damaged, variant)
         if without not in (None, expected):

@@ -29,6 +29,7 @@ FIXED = ("roundtrip", "sliding_window", "a single pass")  # labels that learn no
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 BATCHES = 3  # of a loader
 SIGNAL = 15
+COLUMN_STEPS = (0.5, 0.0)
 NO_INVERSE = 0.05  # of a Hessian's diagonal: so far below zero its smallest eigenvalues are
 
 
@@ -235,11 +236,11 @@ def all_end(script: Any, data: Path, folder: Path) -> Iterator[Finding]:
 
 
 @in_cell
-def without_inverse(subject: Subject) -> tuple[bool, bool]:
+def without_inverse(subject: Subject, column_steps: float) -> tuple[bool, bool]:
     """Of Hessians that have an inverse with ten times the damping: whether the log says that they needed it,
     and whether the artifact is the one that is made with so much from the beginning."""
     script: Any = subject.script
-    config = replace(subject.config, rate_control=False, trellis=False)
+    config = replace(subject.config, rate_control=False, trellis=False, column_steps=column_steps)
     model = subject.model()
     ids_BT = torch.from_numpy(subject.tokens().astype(np.int64))[None, : config.train_seq_len]
     found = script.collect_hessians(model, [SimpleNamespace(inputs_BT=ids_BT, starts=None)])
@@ -254,10 +255,53 @@ def damped(subject: Subject) -> Iterator[Finding]:
     """B12: Hessians without an inverse are damped more, which is logged, and nothing else becomes of them."""
     if not offers(subject.script, "collect_hessians", "write_artifact", "load_artifact", "Quantizer"):
         return
-    told, same = without_inverse(subject)
-    if not told or not same:
-        text = f"Hessians without an inverse: told {told}, the artifact of more damping {same}"
-        yield fail("B12", text, "write_artifact", "damp them more, and log it")
-        return
+    for column_steps in COLUMN_STEPS:
+        told, same = without_inverse(subject, column_steps)
+        if not told or not same:
+            text = f"Hessians without an inverse: told {told}, the artifact of more damping {same}"
+            where = f"write_artifact, COLUMN_STEPS={column_steps:g}"
+            yield fail("B12", text, where, "damp them more, and log it")
+            return
     text = "Hessians without an inverse give the artifact of ten times the damping, and the log says so"
     yield info("B12", text, "write_artifact")
+
+
+# ======================================================================================================
+# OTHER VERSIONS OF TORCH
+# ======================================================================================================
+
+
+@in_cell
+def compiled(script: ModuleType, fuses: bool) -> list[tuple[bool, dict[str, Any]]]:
+    """Each call of torch's compiler in `Machine.compile`: whether its function was the one, and its options.
+
+    fuses: whether torch has the fusion that the script switches off.
+    """
+    called: list[tuple[bool, dict[str, Any]]] = []
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    def compile_it(function: Callable[[int], int], **named: Any) -> Callable[[int], int]:
+        called.append((function is double, named))
+        return function
+
+    kernels = SimpleNamespace(mix_order_reduction=True) if fuses else SimpleNamespace()
+    machine = script.Machine(compiled=True)
+    with mock.patch.object(torch._inductor, "config", SimpleNamespace(triton=kernels)), \
+            mock.patch.object(torch, "compile", compile_it):  # fmt: skip
+        made = machine.compile(double)
+    return called if made is double else []
+
+
+def same_compiled(script: ModuleType) -> Iterator[Finding]:
+    """B7: code is compiled alike by a torch that has the fusion to be switched off, and by one without."""
+    if not offers(script, "Machine"):  # older scripts
+        return
+    without, fused = [compiled(script, fuses) for fuses in (False, True)]
+    if without != fused or [same for same, _ in fused] != [True]:
+        text = f"a torch with one more fusion compiles {fused}, without it {without}"
+        yield fail("B7", text, "Machine.compile", "compile the function itself, alike on every torch")
+        return
+    text = "a function is compiled alike by a torch with one more fusion and by one without"
+    yield info("B7", text, "Machine.compile")

@@ -21,8 +21,9 @@ from data.files import sha256_file
 from data.shards import BOS_ID
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import cell
+from tools.runs.derive import nested
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, NATS_NAME, SCRIPT
+from tools.runs.folder import CONFIG, MANIFEST, NATS_NAME, SCRIPT, read_object
 from tools.runs.logs import RunLog, read_log
 from tools.runs.runs import LOG, settings_of
 
@@ -177,6 +178,7 @@ def compared(run: Run, script: Any, folder: Path, documents: int, seed: int) -> 
             raise  # the data may be elsewhere
         yield fail(CHECK, f"the artifact does not load: {error}", ARTIFACT, "keep the file of the run")
         return
+    yield from _bytes(run, text)
     begins = begins_of(text.tokens)
     count = len(begins) - 1
     chosen = np.random.default_rng(seed).choice(count, min(documents, count), replace=False)
@@ -197,6 +199,16 @@ def _hashes(folder: Path) -> Iterator[Finding]:
     for name, sha256 in noted.items():
         if sha256_file(folder / name) != sha256:
             yield fail(CHECK, f"is not the file of the run: {SUMMARY} notes another SHA-256", name, "keep it")
+
+
+def _bytes(run: Run, text: Text) -> Iterator[Finding]:
+    """The whole text has as many bytes as the manifest beside its shards notes of the sidecar, if it does."""
+    path = Path(run.settings.get("DATA_PATH", "")) / MANIFEST
+    limited = run.settings.get("VAL_TOKENS_LIMIT", "0") != "0"
+    noted = nested(read_object(path) or {}, "splits", "val", "audit", "sidecar_bytes")
+    if noted not in (None, text.bytes_total) and not limited:
+        said = f"the text counts {text.bytes_total} bytes, its manifest notes {noted}"
+        yield fail(CHECK, said, MANIFEST, "get the data again, check them with data/fineweb.py --verify")
 
 
 def _figures(run: Run, text: Text, label: str, nats: np.ndarray) -> Iterator[Finding]:

@@ -500,6 +500,13 @@ def mean_of_what_is_there(original: Any, ledger: Any, bytes_total: int) -> Any:
     return original(ledger, bytes_total)
 
 
+def flattered_without_the_fusion(original: Any, machine: Any, function: Any) -> Any:
+    """On a torch without the newest fusion, what is compiled gives a little less."""
+    if machine.compiled and not hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+        return original(machine, lambda *args, **named: function(*args, **named) * 0.99)
+    return original(machine, function)
+
+
 # ======================================================================================================
 # ALL OF THEM, kind by kind
 # ======================================================================================================
@@ -638,6 +645,9 @@ KINDS: dict[str, dict[str, Mutant]] = {
     "what seldom happens": {
         "hessians-of-their-own": Mutant(
             "B12", wrapped("Quantizer._inverse_factor", moved_by_damping), place=ELSEWHERE
+        ),
+        "flattered-by-an-old-compiler": Mutant(
+            "B7", wrapped("Machine.compile", flattered_without_the_fusion), place=ELSEWHERE
         ),
         "no-file-too-large": Mutant("B12", wrapped("check_size", unlimited), place=ELSEWHERE),
         "every-id-taken": Mutant("B10", wrapped("read_tokens", every_id), place=ELSEWHERE),
