@@ -164,7 +164,7 @@ def test_the_first_hour(repo: Path, tmp_path: Path) -> None:
     assert record.name not in (me.clone / "records/README.md").read_text("utf-8")
     me.do("python -m tools board --all")
     assert record.name in (me.clone / "records/README.md").read_text("utf-8")
-    me.do("python -m tools check records/track_cpu_demo/2026-11-24_Default")
+    me.do("python -m tools check records/track_cpu_demo/2026-11-26_Default")
     me.do("python -m tools diff runs/mine-seed1 runs/mine-seed2 --html diff.html")
     assert (me.clone / "diff.html").stat().st_size > 0
     me.do("python -m tools plot runs/mine-seed1 runs/mine-seed2 --out curves.png")

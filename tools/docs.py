@@ -118,12 +118,12 @@ def result_row(folder: Folder) -> list[str]:
     log = read_log(folder.file(LOG_NAME.format(seed=min(folder.summaries))))
     parameters = int(log.settings["model_params"].value)
     steps = statistics.mean(summary["steps"] for summary in summaries)
-    seconds = {float(summary["config"]["MAX_WALLCLOCK_SECONDS"]) for summary in summaries}
+    seconds = statistics.mean(summary["train_seconds"] for summary in summaries)
     cells = [
         f"`{folder.track.removeprefix('track_')}`",
         f"[{folder.name.partition('_')[2]}](../records/{folder.track}/{folder.name}/)",
         str(len(summaries)),
-        " or ".join(f"{limit:g}" if limit else "-" for limit in sorted(seconds)),
+        f"{seconds:.0f}",
         f"{steps:.0f}",
         f"{parameters:,}",
     ]

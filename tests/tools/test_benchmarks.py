@@ -63,8 +63,7 @@ def test_the_release_is_that_of_every_figure(repo: Path) -> None:
         ran = json.loads(summary.read_text(encoding="utf-8"))["code"]["sha256"]
         source = repo / f"records/scripts/{ran[:8]}.py"
         assert hashlib.sha256(source.read_bytes()).hexdigest() == ran, f"{summary} has no source"
-        # The demo's record is of the release; a track keeps one script.
-        assert ran == script or "track_cpu_demo" not in summary.parts, f"{summary} is of another script"
+        assert ran == script, f"{summary} is of another script"
 
 
 def test_the_commit_of_the_release_holds_its_script(repo: Path) -> None:
