@@ -174,7 +174,7 @@ def modelled() -> str:
     factor = calibration.logged_over_modelled()
     modelled_ms, measured_ms = calibration.STEP_MS, calibration.MEASURED_MS
     return f"""**On one H100.** A step of the default needs {measured_ms[0]:.1f} ms, and {measured_ms[1]:.1f}
-with recurrence: the work of one of eight ranks, without their communication
+with recurrence: the work of one of eight ranks and the optimizer's of all eight, without communication
 ([measured](results/h100/README.md)). With recurrence and one slower form, that is 0.91 of the time of
 #1855's script on the same card. A step is modelled at {modelled_ms[0]:.1f} and {modelled_ms[1]:.1f} ms
 ([gpu_model](gpu_model/README.md)), so it needs {factor.likely:.2f} times as long. Public logs of other stacks
