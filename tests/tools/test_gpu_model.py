@@ -34,7 +34,7 @@ def test_pages_tell_measured_times_beside_modelled_ones_with_factor_and_spread()
     stacks = {anchor.stack for anchor in calibration.ANCHORS}
     assert calibration.NEAREST_STACK in stacks and factor.least < factor.likely < factor.most
     without, with_loop = calibration.STEP_MS
-    told = " ".join(answers.modelled().split())
+    told = " ".join(answers.step_times().split())
     assert f"modelled at {without:.1f} and {with_loop:.1f} ms" in told
     assert f"{factor.likely:.2f} times" in told and f"{factor.least:.2f} to {factor.most:.2f} times" in told
     for modelled_ms, measured_ms in zip(calibration.STEP_MS, calibration.MEASURED_MS, strict=True):

@@ -588,7 +588,8 @@ def test_a_table_of_seeds_has_the_noise_of_every_check(
     assert seeds.main([str(SCRIPT), "--seeds", "1", "--capability"]) == 0
     told = re.findall(r"(B\d+) (\S+)/(\S+)", capsys.readouterr().out)
     assert [check for check, _, _ in told] == ["B1", "B2", "B7", "B13"]
-    # Some processors compute the same bits in both ways: no noise at all.
-    assert all(0 <= float(most) < float(limit) for _, most, limit in told) and told[0][1] == "2e-06", told
+    # B7 alone may have none: some processors compute the same bits with other batches.
+    assert all(float(most) < float(limit) and (float(most) > 0 or check == "B7")
+               for check, most, limit in told), told  # fmt: skip
     assert seeds.main([str(SCRIPT), "--seeds", "1", "--first", "1", "--capability"]) == 1
     assert "refuted" in (out := capsys.readouterr().out) and "B1 C1: a change moved" in out

@@ -15,7 +15,16 @@ from tools.check.budget import is_record
 from tools.check.findings import Finding, fail, warn
 from tools.markdown import split_at_marks
 from tools.pack import readme
-from tools.runs.derive import Evidence, compare_with, data_facts, mapping, nested, proof_facts, submission
+from tools.runs.derive import (
+    Evidence,
+    compare_with,
+    data_facts,
+    mapping,
+    nested,
+    noted_bytes,
+    proof_facts,
+    submission,
+)
 from tools.runs.errors import RecordError
 from tools.runs.folder import (
     CASEOPS,
@@ -243,8 +252,7 @@ def check_bytes(folder: Folder) -> Iterator[Finding]:
     """C1: every score counts as many bytes of text as the manifest notes of its sidecar, to the byte."""
     if not folder.ours or not folder.has(MANIFEST):
         return
-    manifest = read_object(folder.file(MANIFEST)) or {}
-    noted = nested(manifest, "splits", "val", "audit", "sidecar_bytes")
+    noted = noted_bytes(folder.file(MANIFEST))
     if noted is None:
         return
     for evidence in _evidence(folder):

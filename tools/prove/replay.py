@@ -21,9 +21,9 @@ from data.files import sha256_file
 from data.shards import BOS_ID
 from tools.check.findings import Finding, fail, info, warn
 from tools.prove import cell
-from tools.runs.derive import nested
+from tools.runs.derive import noted_bytes
 from tools.runs.errors import RecordError
-from tools.runs.folder import CONFIG, MANIFEST, NATS_NAME, SCRIPT, read_object
+from tools.runs.folder import CONFIG, MANIFEST, NATS_NAME, SCRIPT
 from tools.runs.logs import RunLog, read_log
 from tools.runs.runs import LOG, settings_of
 
@@ -205,7 +205,7 @@ def _bytes(run: Run, text: Text) -> Iterator[Finding]:
     """The whole text has as many bytes as the manifest beside its shards notes of the sidecar, if it does."""
     path = Path(run.settings.get("DATA_PATH", "")) / MANIFEST
     limited = run.settings.get("VAL_TOKENS_LIMIT", "0") != "0"
-    noted = nested(read_object(path) or {}, "splits", "val", "audit", "sidecar_bytes")
+    noted = noted_bytes(path)
     if noted not in (None, text.bytes_total) and not limited:
         said = f"the text counts {text.bytes_total} bytes, its manifest notes {noted}"
         yield fail(CHECK, said, MANIFEST, "get the data again, check them with data/fineweb.py --verify")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tools.runs.errors import RecordError
-from tools.runs.folder import FORMAT, number
+from tools.runs.folder import FORMAT, number, read_object
 from tools.runs.logs import STAGES, RunLog
 from tools.runs.rules import RECORD_SEEDS_MIN
 from tools.runs.stats import Comparison, compare, deviation, mean
@@ -34,6 +34,11 @@ def nested(value: Mapping[str, Any], *keys: str) -> Any:
             return None
         value = value[key]
     return value
+
+
+def noted_bytes(manifest: Path) -> Any:
+    """Bytes of the validation text, as a manifest notes them of its sidecar; None where it notes none."""
+    return nested(read_object(manifest) or {}, "splits", "val", "audit", "sidecar_bytes")
 
 
 def mapping(value: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
