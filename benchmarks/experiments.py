@@ -1,12 +1,13 @@
 """Small models over arms × seeds: train_gpt.py trains, quantizes and scores each arm; then a table.
 
-    python benchmarks/experiments.py TABLE --data DIR --tokenizer FILE (--steps N | --seconds S)
+    python benchmarks/experiments.py TABLE --data DIR --tokenizer FILE (--steps N | --seconds S | --tflop F)
         [--size 4x64] [--seeds 42 1337 2025] [--only ARM ...] [--scores NAME ...] [--bytes N]
         [--set NAME=VALUE ...] [--runs FOLDER] [--table] [--keep]
 
 TABLE is a file of benchmarks/arms/: its arms are settings over those of the table and the size. An arm may
 name a patch of benchmarks/patches/. It may also name an arm (`of`) whose artifact it scores in another way.
-The budget of a run is steps or CPU seconds of training. --bytes bounds the weights of an artifact,
+The budget of a run is steps, CPU seconds of training, or 10^12 floating-point operations of training: both
+passes of the model, as torch counts them, without the optimizer. --bytes bounds the weights of an artifact,
 without the code, so that a longer script costs none of them.
 
 Each run is the script as a user starts it, on one thread, by a clock of CPU seconds (cpu_clock.py). Its run
@@ -30,7 +31,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from sentencepiece import SentencePieceProcessor
+from torch.utils.flop_counter import FlopCounterMode
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -75,15 +78,37 @@ class Budget(NamedTuple):
 
     steps: int = 0
     seconds: float = 0.0
+    tflop: float = 0.0
 
     def settings(self, values: dict[str, str]) -> dict[str, str]:
         """The settings that end a run of these values after the budget."""
         if self.seconds:
             return {"ITERATIONS": "1000000", **seconds_of_training(self.seconds, values)}
-        return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(self.steps)}
+        steps = self.steps or steps_of(1e12 * self.tflop, Config.from_env(values))
+        return {"MAX_WALLCLOCK_SECONDS": "0", "ITERATIONS": str(steps)}
 
     def __str__(self) -> str:
+        if self.tflop:
+            return f"{self.tflop:g}tflop"
         return f"{self.seconds:g}s" if self.seconds else f"{self.steps}steps"
+
+
+def flop_of_step(config: Config, looping: bool) -> int:
+    """Floating-point operations of both passes of the model in one step, with or without its extra passes."""
+    ids_BT = torch.zeros(1, config.train_seq_len, dtype=torch.int64)
+    starts = torch.tensor([0, config.train_seq_len], dtype=torch.int32)
+    model = train_gpt.build_model(config)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(ids_BT, ids_BT, starts, looping).backward()
+    return counter.get_total_flops() * (config.train_batch_tokens // config.train_seq_len)
+
+
+def steps_of(flop: float, config: Config) -> int:
+    """The steps of a run that trains with so many operations; layers are looped as its schedule says."""
+    plain = flop_of_step(config, looping=False)
+    looped = flop_of_step(config, looping=True)
+    share = sum(train_gpt.loop_is_on(at / 1000, config) for at in range(1000)) / 1000
+    return round(flop / (plain + share * (looped - plain)))
 
 
 def seconds_of_training(seconds: float, values: dict[str, str]) -> dict[str, str]:
@@ -447,6 +472,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, default=0)
     budget.add_argument("--seconds", type=float, default=0.0, help="of the CPU, of training alone")
+    budget.add_argument("--tflop", type=float, default=0.0, help="10^12 operations of training")
     parser.add_argument("--size", default="4x64", help="an entry of benchmarks/arms/sizes.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1337, 2025])
     parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to measure; all by default")
@@ -474,7 +500,7 @@ def experiment(arguments: argparse.Namespace) -> int:
         "VOCAB_SIZE": str(SentencePieceProcessor(model_file=str(arguments.tokenizer)).vocab_size()),
         **dict(one.split("=", 1) for one in arguments.set),
     }
-    budget = Budget(arguments.steps, arguments.seconds)
+    budget = Budget(arguments.steps, arguments.seconds, arguments.tflop)
     name = "-".join(["experiments", arguments.table, arguments.data.name, arguments.size, str(budget)])
     folder = arguments.runs or REPO / "runs" / "experiments" / name.partition("-")[2]
     mine = Experiment(folder, arms, budget, shared, arguments.bytes)
