@@ -39,6 +39,8 @@ BOTH = ("trellis, steps of columns",)
 STACKS = (
     ("0.25 M weights, 40 s", "4x64-40s"), ("0.86 M weights, 80 s", "4x128-80s"),
     ("2.1 M weights, 160 s", "4x208-160s"),
+    ("0.25 M weights, 1.5 TFLOP of training each", "4x64-1.5tflop"),
+    ("0.86 M weights, 3 TFLOP", "4x128-3tflop"), ("2.1 M weights, 6 TFLOP", "4x208-6tflop"),
 )  # fmt: skip
 CANDIDATES = (
     ("0.25 M weights, 300 steps", "4x64-300steps"), ("1.0 M, 240 steps", "6x128-240steps"),

@@ -6,9 +6,9 @@
 
 TABLE is a file of benchmarks/arms/: its arms are settings over those of the table and the size. An arm may
 name a patch of benchmarks/patches/. It may also name an arm (`of`) whose artifact it scores in another way.
-The budget of a run is steps, CPU seconds of training, or 10^12 floating-point operations of training: both
-passes of the model, as torch counts them, without the optimizer. --bytes bounds the weights of an artifact,
-without the code, so that a longer script costs none of them.
+The budget of a run is steps, CPU seconds of training, or 10^12 floating-point operations of training: those
+of the products with weights in both passes, without attention and optimizer. --bytes bounds the weights of an
+artifact, without the code, so that a longer script costs none of them.
 
 Each run is the script as a user starts it, on one thread, by a clock of CPU seconds (cpu_clock.py). Its run
 directory stays, so `tools pack` can make records of it. What the folder of runs holds is not measured again.
@@ -94,7 +94,10 @@ class Budget(NamedTuple):
 
 
 def flop_of_step(config: Config, looping: bool) -> int:
-    """Floating-point operations of both passes of the model in one step, with or without its extra passes."""
+    """Floating-point operations of the products with weights in both passes of one step.
+
+    looping: with the extra passes. On a CPU torch counts no attention, as the usual 6 a weight and token.
+    """
     ids_BT = torch.zeros(1, config.train_seq_len, dtype=torch.int64)
     starts = torch.tensor([0, config.train_seq_len], dtype=torch.int32)
     model = train_gpt.build_model(config)

@@ -24,7 +24,11 @@ BESIDE = "beside-fineweb_sample_sp1024-60s"
 SCORING = "0.5/ttt-fineweb_sample_sp1024"  # frozen: the table of these figures is in results/0.5.md
 WAYS = ("round trip", "sliding window", "SGD", "LoRA")
 STACKS = "experiments-stacks-fineweb_sample_sp1024-"
-STACK_RUNS = ("4x64-40s", "4x128-80s", "4x208-160s")
+# Three sizes after equal CPU seconds, and after equal floating-point operations of training.
+STACK_RUNS = {
+    "equal seconds": ("4x64-40s", "4x128-80s", "4x208-160s"),
+    "equal operations": ("4x64-1.5tflop", "4x128-3tflop", "4x208-6tflop"),
+}
 QUANTIZERS = "divergence-35.9M"
 ESTIMATE = REPO / "docs" / "estimate.md"  # the last column of its table is the default's
 PUBLIC = {"#1855": 1.0611, "#2135": 1.0565}  # as docs/estimate.md has them
@@ -123,9 +127,12 @@ def draw_scoring(axes: Axes, scores: list[dict[str, Any]]) -> None:
     axes.set_title("one model, scored in four ways; SGD and LoRA learn while scoring", fontsize=10)
 
 
-def draw_sizes(axes: Axes, tables: list[dict[str, Any]]) -> None:
-    """Scores before quantization less the baseline's, with their standard errors, over the weights."""
-    for arm in ("pr1493", "default"):
+def draw_sizes(axes: Axes, tables: list[dict[str, Any]], equal: str, style: str) -> None:
+    """Scores before quantization less the baseline's, with their standard errors, over the weights.
+
+    equal: what the runs of a size have in common. style: of the lines.
+    """
+    for arm, color in (("pr1493", "tab:blue"), ("default", "tab:orange")):
         sizes, means, errors = [], [], []
         for measured in tables:
             runs = {
@@ -137,12 +144,13 @@ def draw_sizes(axes: Axes, tables: list[dict[str, Any]]) -> None:
                 sizes.append(measured["rows"][arm][0]["parameters"] / 1e6)
                 means.append(found.mean)
                 errors.append(found.error)
-        axes.errorbar(sizes, means, yerr=errors, marker="o", capsize=4, label=arm)
+        axes.errorbar(sizes, means, yerr=errors, marker="o", capsize=4, label=f"{arm}, {equal}",
+                      color=color, linestyle=style)  # fmt: skip
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{size:.2f}" for size in sizes], minor=False)
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("million weights; equal seconds, three seeds")
+    axes.set_xlabel("million weights; three seeds")
     axes.set_ylabel("bits per byte minus the baseline's")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -177,7 +185,8 @@ def draw() -> dict[str, Figure]:
     draw_scoring(right, results.latest(SCORING)["measured"]["scores"])
     sizes = Figure((12.0, 3.6), layout="constrained")
     left, right = sizes.subplots(1, 2)
-    draw_sizes(left, [results.latest(STACKS + run)["measured"] for run in STACK_RUNS])
+    for (equal, runs), style in zip(STACK_RUNS.items(), ("-", "--"), strict=True):
+        draw_sizes(left, [results.latest(STACKS + run)["measured"] for run in runs], equal, style)
     draw_bits(right, results.latest(QUANTIZERS)["measured"])
     return {"ladder.png": ladder, "results.png": figure, "sizes.png": sizes}
 

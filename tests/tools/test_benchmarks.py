@@ -398,7 +398,8 @@ def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_
         picture.SCORING: {"measured": {"scores": scores}},
         picture.QUANTIZERS: {"measured": {"runs": [{"rows": lost}, {"rows": lost[:1]}]}},
     }
-    for size, run in enumerate(picture.STACK_RUNS, start=1):
+    for size, run in [*enumerate(picture.STACK_RUNS["equal seconds"], start=1),
+                      *enumerate(picture.STACK_RUNS["equal operations"], start=2)]:  # fmt: skip
         of_arms = {
             arm: [{"seed": seed, "parameters": size * 1e6, "scores": {"float": place * size * (seed + 1) / 6}}
                   for seed in range(2)]
@@ -415,6 +416,7 @@ def test_the_picture_shows_the_raw_figures(monkeypatch: pytest.MonkeyPatch, tmp_
     # Each size with the mean of the seeds' differences.
     drawn = [tuple(map(list, bars.lines[0].get_data())) for bars in stacks.containers]
     assert drawn[0] == ([1.0, 2.0, 3.0], pytest.approx([0.25, 0.5, 0.75]))
+    assert drawn[2] == ([2.0, 3.0, 4.0], pytest.approx([0.5, 0.75, 1.0]))
     labelled = {line.get_label(): list(map(list, line.get_data())) for line in curves.lines}
     assert labelled["GPTQ"] == [[2.0, 4.0], [0.1, 0.3]]
     # The ladder: from the first rung its bars lead to the estimate, which stands in no bar.

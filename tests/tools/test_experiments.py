@@ -77,6 +77,23 @@ def test_budgets_are_of_training_and_arms_have_the_geometry(repo: Path) -> None:
         assert train_gpt.run_progress(2.5, 10, by_clock) == pytest.approx(0.5)
 
 
+def test_equal_operations_are_more_steps_of_a_smaller_model() -> None:
+    """Six operations for each weight of a matrix and token: two forward, four backward."""
+    values = environment(NUM_LOOPS="1", LOOP_START="0", LOOP_END="0", ENABLE_LOOPING_AT="0.25")
+    config = train_gpt.Config.from_env(values)
+    plain = experiments.flop_of_step(config, looping=False)
+    looped = experiments.flop_of_step(config, looping=True)
+    table = train_gpt.parameter_table(config)
+    gates = config.num_layers * config.num_heads * config.gate_window
+    products = gates + sum(math.prod(one.shape) for one in table.values() if one.role)
+    assert plain == 6 * products * config.train_batch_tokens
+    assert plain < looped < 2 * plain
+    # A quarter of the steps has no extra pass.
+    assert experiments.steps_of(100 * (plain + 3 * looped) / 4, config) == 100
+    budget = Budget(tflop=1e-12 * 7 * plain)
+    assert budget.settings({**values, "NUM_LOOPS": "0"})["ITERATIONS"] == "7"
+
+
 class Fake:
     """In the place of the script: says what it was started with, and fails where it is told to."""
 
