@@ -323,7 +323,7 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
     script = tmp_path / "train_gpt.py"
     for text, why in (
         ("build_model = None\n", "has no Config, Ledger, Validation, evaluate"),
-        ("import a_package_that_is_not_there\n", "a_package_that_is_not_there"),
+        (f"{FORGER}os._exit(0)\n", "it does not load: the script's process ended or answers out of turn"),
     ):
         script.write_text(text)
         findings, _ = prove._checked(prove.Order(str(script)), tmp_path)
@@ -339,10 +339,14 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
 NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
 
 
-# A script asks which interfaces its child sees and what lies in its home, and calls a host.
+# A script changes the auditor's code in its process, asks which interfaces its child sees and what lies in its
+# home, and calls a host.
 CURIOUS = """
 import os, socket, subprocess, sys
 from pathlib import Path
+for module in [*sys.modules.values()]:
+    if module.__name__.startswith('tools.') and hasattr(module, 'fail'):
+        module.fail = lambda check, text, where, remedy: module.info(check, text, where)
 child = [sys.executable, '-c', 'import socket; print(socket.if_nameindex())']
 out = subprocess.run(child, capture_output=True, text=True).stdout
 Path(ANSWER).write_text(repr([out, os.listdir(Path.home()), dict(os.environ)]))
@@ -350,6 +354,13 @@ try:
     socket.create_connection(('example.org', 80))
 except OSError:
     pass
+"""
+# A script writes a verdict into whatever is open.
+FORGER = """
+import contextlib, os
+for fd in range(64):
+    with contextlib.suppress(OSError):
+        os.write(fd, b'[]\\nproven\\n')
 """
 
 
@@ -359,7 +370,8 @@ def test_a_script_reaches_no_network_and_sees_little(
     monkeypatch.setenv("A_SECRET_OF_MINE", "x")
     status, found = proved(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
     assert status == prove.REFUTED
-    assert found["B15"]["level"] == "FAIL" and "example.org" in found["B15"]["text"]
+    assert found["B15"]["level"] == found["B19"]["level"] == "FAIL"
+    assert "example.org" in found["B15"]["text"] and ".fail of the auditor" in found["B19"]["text"]
     interfaces, home, environment = ast.literal_eval((tmp_path / "answer").read_text())
     assert home == [] and "A_SECRET_OF_MINE" not in environment
     assert not network.namespace_command() or ("'lo'" in interfaces and interfaces.count("(") == 1)
@@ -372,22 +384,9 @@ def test_a_script_reaches_no_network_and_sees_little(
     assert prove.exit_status([found]) == prove.UNCHECKED
 
 
-ATTACKS = {  # s01 and s02 of the adversary, and others
-    "for m in [*sys.modules.values()]:\n    if m.__name__.startswith('tools.') and hasattr(m, 'fail'):\n"
-    "        m.fail = lambda check, text, where, remedy: m.info(check, text, where)": prove.REFUTED,
-    "for fd in range(64):\n    with contextlib.suppress(OSError):\n        os.write(fd, b'[]\\nproven\\n')\n"
-    "os._exit(0)": prove.UNCHECKED,
-    "os.kill(os.getppid(), 9)": prove.UNCHECKED,
-}
-
-
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_script_cannot_write_its_own_verdict(attack: str, proved: Proved) -> None:
-    marker = 'if __name__ == "__main__":'
-    text = SCRIPT.read_text().replace(marker, f"{attack}\n\n\n{marker}")
-    status, found = proved(text, "--only", "B19")
-    assert status == ATTACKS[attack]
-    assert found["B19"]["level"] == ("FAIL" if status == prove.REFUTED else "WARN")
+def test_a_script_that_forges_a_verdict_and_kills_the_auditor_gets_none(proved: Proved) -> None:
+    status, found = proved(f"{FORGER}os.kill(os.getppid(), 9)\n")
+    assert status == prove.UNCHECKED and found["B19"]["level"] == "WARN"
 
 
 def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
