@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -126,9 +125,12 @@ def test_every_figure_stands_in_a_source_that_its_section_links(path: Path) -> N
                 assert public or any(round(one, digits) == value for one in known), f"{figure} in: {line}"
 
 
-def test_the_costs_of_test_time_training_are_what_its_program_counts(repo: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.ttt", "cost"]
-    counted = subprocess.run(command, cwd=repo, capture_output=True, text=True, check=True).stdout
+def test_the_costs_of_test_time_training_are_what_its_program_counts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ttt.py", "cost"])
+    ttt.main()
+    counted = capsys.readouterr().out
     text = " ".join(page("docs/test_time_training.md").split())
     forward, backward = re.findall(r"LoRA \| ([\d.]+) \| ([\d.]+)", counted)[0]
     assert f"{float(forward):.0f} tokens pass forward and {float(backward):.0f} backward" in text

@@ -34,9 +34,10 @@ def test_text_goes_on_from_the_prompt_every_time(finished: Ended, capsys: pytest
     texts = [written(capsys, model, "Bale", "--tokens", 12, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2] and all(text.startswith("Bale") for text in texts)
     assert len(written(capsys, model, "Bale", "--tokens", 90)) > len(texts[0])  # beyond the context too
-    greedy = [written(capsys, model, "Bale", "--temperature", 0, "--seed", seed) for seed in (1, 2)]
-    assert greedy[0] == greedy[1] == written(capsys, model, "Bale", "--top-k", 1)
-    assert greedy[0] != written(capsys, model, "Bale", "--top-k", 0)
+    short = (model, "Bale", "--tokens", 12)
+    greedy = [written(capsys, *short, "--temperature", 0, "--seed", seed) for seed in (1, 2)]
+    assert greedy[0] == greedy[1] == written(capsys, *short, "--top-k", 1)
+    assert greedy[0] != written(capsys, *short, "--top-k", 0)
 
 
 def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dataset: Path) -> None:
@@ -71,8 +72,9 @@ def test_what_does_not_fit_is_told_and_an_artifact_may_lie_anywhere(
     alone = tmp_path / "model.bin"
     alone.write_bytes((finished.directory / "model.bin").read_bytes())
     assert "--tokenizer" in refused(capsys, alone, "Bale")
-    there = written(capsys, finished.directory / "model.bin", "Bale")
-    assert written(capsys, alone, "Bale", "--tokenizer", dataset / "tokenizer.model") == there
+    there = written(capsys, model, "Bale", "--tokens", 12)
+    tokenizer = dataset / "tokenizer.model"
+    assert written(capsys, alone, "Bale", "--tokens", 12, "--tokenizer", tokenizer) == there
 
 
 @pytest.mark.parametrize("variant", ["caseops", "caseops_fused"])

@@ -186,9 +186,8 @@ def test_no_false_alarm(seed: int, settings: dict[str, str]) -> None:
     assert not failures(list(prove.scoring(subject, thorough=True)))
 
 
-def test_our_evaluation_passes_at_the_edges(subject: probes.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    kraft = questions.kraft
-    monkeypatch.setattr(questions, "kraft", lambda case, targets: kraft(case, targets[::2]))  # half of them
+def test_our_evaluation_passes_at_the_edges() -> None:
+    subject = probes.make_subject(train_gpt, VOCAB_SIZE=tiny.FEW)
     findings = list(prove.scoring(subject, thorough=False))
     assert not failures(findings)
     assert {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"} == {finding.check for finding in findings}
@@ -339,7 +338,7 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
 NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
 
 
-# A script changes the auditor's code in its process, asks which interfaces its child sees and what lies in its
+# A script changes the auditor's code in its process, asks which interfaces its child sees, what lies in its
 # home, and calls a host.
 CURIOUS = """
 import os, socket, subprocess, sys
@@ -482,7 +481,7 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
 ) -> None:
     settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
     run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
-    assert main(["prove", "--replay", str(run), "--documents", "3"]) == 0
+    assert main(["prove", "--replay", str(run), "--documents", "2"]) == 0
     assert "sliding_window" in capsys.readouterr().out
 
     def told(name: str, old: bytes, new: bytes) -> set[str]:
@@ -492,7 +491,7 @@ def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs
         assert old in content
         (copy / name).write_bytes(content.replace(old, new))
         script = mutants.load_script(copy / "train_gpt.py")
-        found = replay.compared(replay.Run.of_folder(copy, {}), script, copy, 3, 0)
+        found = replay.compared(replay.Run.of_folder(copy, {}), script, copy, 1, 0)
         return {f.where.partition(":")[0] for f in found if f.level(Mode.AGREED) is Level.FAIL}
 
     nats = np.fromfile(run / "nats_roundtrip.bin")
