@@ -15,7 +15,7 @@ import pytest
 import train_gpt
 from data import shards
 from tests.support.processes import Lab
-from tests.tools.conftest import SHIPPED_CODE
+from tests.tools.conftest import SHIPPED_CODE, Tool
 from tools.__main__ import main
 from tools.check.findings import Finding, Level, Mode
 from tools.prove import (
@@ -116,8 +116,8 @@ WHOLE = pytest.param((), marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
 
 
 @pytest.mark.parametrize("options", [("--only", "B11"), WHOLE])
-def test_every_mutant_is_killed_and_no_legal_change_is(options: tuple[str, ...]) -> None:
-    assert main(["prove", str(SCRIPT), "--self-test", *options]) == 0
+def test_every_mutant_is_killed_and_no_legal_change_is(options: tuple[str, ...], tool: Tool) -> None:
+    tool("prove", SCRIPT, "--self-test", *options)
 
 
 def test_the_mould_of_the_mutants_and_our_scorer_of_documents_are_legal(short: None) -> None:
@@ -131,17 +131,18 @@ def test_the_mould_of_the_mutants_and_our_scorer_of_documents_are_legal(short: N
     assert asked_of == {"B1", "B2", "B3", "B4", "B5", "B6", "B9", "B14"}
 
 
-def test_a_flip_does_not_see_all(subject: probes.Subject) -> None:
-    script = mutants.mutated(SCRIPT, "one-token-past-the-chunk")
-    case = probes.make_subject(script).case()
+def test_a_flip_does_not_see_all() -> None:
+    def case_of(name: str, scorer: str = "") -> questions.Case:
+        return probes.make_subject(mutants.mutated(SCRIPT, name)).case(scorer)
+
+    case = case_of("one-token-past-the-chunk")
     assert not failures(list(questions.future(case, [32, 33])))
     assert failures(list(questions.kraft(case, [32], and_changes=False)))
-    case = probes.make_subject(mutants.mutated(SCRIPT, "learning-rate-picked-in-private")).case()
+    case = case_of("learning-rate-picked-in-private")
     assert not failures(list(questions.future(case, [142])))
     assert failures(list(questions.future(case, [], [64])))
-    ahead = probes.make_subject(mutants.mutated(SCRIPT, "attention-looks-ahead")).case()
-    assert failures(list(questions.future(ahead, [60])))
-    case = probes.make_subject(mutants.mutated(SCRIPT, "long-match-cache")).case("score_ttt")
+    assert failures(list(questions.future(case_of("attention-looks-ahead"), [60])))
+    case = case_of("long-match-cache", "score_ttt")
     repeats = questions.Case(case.ask, questions.repeating(case.tokens), 12, case.place)
     assert not failures(list(questions.kraft(case, [77])))
     assert failures(list(questions.kraft(repeats, [77])))
@@ -218,26 +219,23 @@ def test_our_defaults_and_configs_are_shrunk_and_keep_their_features(repo: Path)
             train_gpt.Config.from_env(tiny.shrink(config, size)[0])
 
 
-def shrunk(**given: str) -> tuple[train_gpt.Config, train_gpt.Config]:
-    """These settings, and what becomes of them."""
-    before = train_gpt.Config.from_env(given)
-    return before, train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
-
-
 def test_lengths_keep_their_order_when_they_are_shrunk() -> None:
     for stride, context in (("0", "0"), ("64", "64"), ("32", "128"), ("8", "32")):
         lengths = {"EVAL_STRIDE": stride, "EVAL_SEQ_LEN": context, "TRAIN_SEQ_LEN": "64"}
-        before, after = shrunk(**lengths, TTT_ENABLED="0", MODEL_DIM="256")
+        before = train_gpt.Config.from_env({**lengths, "TTT_ENABLED": "0", "MODEL_DIM": "256"})
+        after = train_gpt.Config.from_env(tiny.shrink(before, tiny.FOR_SCORER)[0])
         for smaller, larger in (("eval_stride", "eval_length"), ("train_seq_len", "eval_length")):
             was = np.sign(getattr(before, smaller) - getattr(before, larger))
             assert np.sign(getattr(after, smaller) - getattr(after, larger)) == was
         assert (after.eval_stride == 0) == (before.eval_stride == 0)
 
 
-def test_case_data_is_counted_by_a_sidecar_and_who_audits_it_is_told(
+def test_bytes_are_counted_by_tokenizer_or_sidecar_and_who_audits_it_is_told(
     subject: probes.Subject, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = mutants.laboratory_in(folder).folder
+    laboratory = mutants.laboratory_in(folder)
+    assert {finding.written for finding in mutants.byte_table(subject, laboratory)} == {Level.INFO}
+    place = laboratory.folder
     *told, counted = casing.case_bytes(subject, place)
     assert (counted.check, counted.written) == ("B10", Level.INFO)
     assert len(told) == 2 and all("one byte more than its manifest notes" in each.text for each in told)
@@ -260,27 +258,6 @@ def audited(token_bytes: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
     return table
 
 
-def test_a_lossy_tokenizer_is_told(subject: probes.Subject, folder: Path) -> None:
-    laboratory = mutants.laboratory_in(folder)
-    findings = list(mutants.byte_table(subject, laboratory))
-    assert {finding.written for finding in findings} == {Level.INFO}
-
-    class Lossy:
-        """Gives back other text than it got, whoever asks."""
-
-        def encode(self, text: str) -> list[int]:
-            return list(laboratory.pieces.encode(text.replace("ß", "ss")))
-
-        def decode(self, ids: list[int]) -> str:
-            return str(laboratory.pieces.decode(ids))
-
-    config = train_gpt.Config.from_env(
-        {"TOKENIZER_PATH": str(laboratory.tokenizer), "VOCAB_SIZE": str(tiny.FOR_RUN.vocabulary)}
-    )
-    found = probes.round_trip(subject, config, ["Große"], Lossy())
-    assert found.level(Mode.AGREED) is not Level.INFO
-
-
 def finding(check: str, level: Level = Level.INFO, text: str = "fine") -> Finding:
     return Finding(check, text, "", "", level, level)
 
@@ -297,28 +274,22 @@ def test_verdicts_say_no_more_than_was_asked() -> None:
     assert prove.verdict([*unknown, finding("B1", Level.FAIL, "C1")]) == "refuted"
 
 
-Proved = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+Proved = Callable[[Path, int], dict[str, dict[str, str]]]
 
 
 @pytest.fixture
-def proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Proved:
-    """Runs the command on a script of this text; its exit status, and the last finding of each check."""
+def proved(tool: Tool) -> Proved:
+    """Runs the command, which must end with this status; the last finding of each check."""
 
-    def run(text: str | None, *options: str) -> tuple[int, dict[str, dict[str, str]]]:
-        path = SCRIPT
-        if text is not None:
-            path = tmp_path / "train_gpt.py"
-            path.write_text(text)
-        capsys.readouterr()
-        status = main(["prove", str(path), "--json", *options])
-        report = json.loads(capsys.readouterr().out)
+    def run(script: Path, status: int) -> dict[str, dict[str, str]]:
+        report = json.loads(tool("prove", script, "--json", status=status))
         assert report["status"] == status
-        return status, {each["check"]: each for each in report["findings"]}
+        return {each["check"]: each for each in report["findings"]}
 
     return run
 
 
-def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, tool: Tool) -> None:
     script = tmp_path / "train_gpt.py"
     for text, why in (
         ("build_model = None\n", "has no Config, Ledger, Validation, evaluate"),
@@ -329,10 +300,9 @@ def test_a_script_that_cannot_be_asked_is_told(tmp_path: Path, capsys: pytest.Ca
         assert prove.exit_status(findings) == prove.UNCHECKED
         assert {each.check for each in findings} == set(prove.PROOFS)
         assert all(each.text.startswith("not checked") and why in each.text for each in findings)
-    assert main(["prove", str(tmp_path / "absent.py")]) == 2
-    assert "absent.py: no such file" in capsys.readouterr().err
-    assert main(["prove", str(SCRIPT), "--config", str(tmp_path / "absent.env")]) == 2
-    assert "absent.env: no such file" in capsys.readouterr().err
+    assert "absent.py: no such file" in tool("prove", tmp_path / "absent.py", status=2)
+    config = tmp_path / "absent.env"
+    assert "absent.env: no such file" in tool("prove", SCRIPT, "--config", config, status=2)
 
 
 NAMES = "Config = build_model = Ledger = Validation = evaluate = token_bytes = None\n"
@@ -367,8 +337,9 @@ def test_a_script_reaches_no_network_and_sees_little(
     tmp_path: Path, proved: Proved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET_OF_MINE", "x")
-    status, found = proved(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
-    assert status == prove.REFUTED
+    script = tmp_path / "train_gpt.py"
+    script.write_text(CURIOUS.replace("ANSWER", repr(str(tmp_path / "answer"))) + NAMES)
+    found = proved(script, prove.REFUTED)
     assert found["B15"]["level"] == found["B19"]["level"] == "FAIL"
     assert "example.org" in found["B15"]["text"] and ".fail of the auditor" in found["B19"]["text"]
     interfaces, home, environment = ast.literal_eval((tmp_path / "answer").read_text())
@@ -378,14 +349,17 @@ def test_a_script_reaches_no_network_and_sees_little(
     monkeypatch.setattr(network, "namespace_command", lambda: [])
     monkeypatch.setattr(network, "is_out_of_reach", lambda: False)
     monkeypatch.setattr(prove, "_checked", lambda order, folder: ([], []))
-    (found,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
-    assert found.text.startswith("not checked for child processes")
-    assert prove.exit_status([found]) == prove.UNCHECKED
+    (unknown,) = prove._work(prove.Order(str(SCRIPT)), tmp_path)
+    assert unknown.text.startswith("not checked for child processes")
+    assert prove.exit_status([unknown]) == prove.UNCHECKED
 
 
-def test_a_script_that_forges_a_verdict_and_kills_the_auditor_gets_none(proved: Proved) -> None:
-    status, found = proved(f"{FORGER}os.kill(os.getppid(), 9)\n")
-    assert status == prove.UNCHECKED and found["B19"]["level"] == "WARN"
+def test_a_script_that_forges_a_verdict_and_kills_the_auditor_gets_none(
+    tmp_path: Path, proved: Proved
+) -> None:
+    script = tmp_path / "train_gpt.py"
+    script.write_text(f"{FORGER}os.kill(os.getppid(), 9)\n")
+    assert proved(script, prove.UNCHECKED)["B19"]["level"] == "WARN"
 
 
 def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,9 +377,7 @@ def test_config_and_environment_give_the_settings(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_our_script_is_proven_by_every_check(proved: Proved) -> None:
-    status, found = proved(None)
-    expected = prove.PROVEN if network.namespace_command() else prove.UNCHECKED
-    assert status == expected, [each for each in found.values() if each["level"] != "INFO"]
+    found = proved(SCRIPT, prove.PROVEN if network.namespace_command() else prove.UNCHECKED)
     assert found.keys() == {prove.NOTE, *prove.PROOFS} - {"B17"}
 
 
@@ -477,12 +449,11 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
 
 
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tool: Tool
 ) -> None:
     settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
     run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
-    assert main(["prove", "--replay", str(run), "--documents", "2"]) == 0
-    assert "sliding_window" in capsys.readouterr().out
+    assert "sliding_window" in tool("prove", "--replay", run, "--documents", 2)
 
     def told(name: str, old: bytes, new: bytes) -> set[str]:
         """What a copy says in which a file has these other bytes."""
