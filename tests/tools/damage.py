@@ -215,10 +215,12 @@ def leaving_file_names(folder: Path, rng: random.Random) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def _shell(program: bytes, rng: random.Random) -> bytes:
-    """A script that decompresses and executes `program`."""
-    packed = base64.b85encode(lzma.compress(program, preset=rng.choice([0, 6]))).decode()
-    return f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({packed!r})))".encode()
+def shell(program: str, times: int = 1) -> str:
+    """A script that decompresses and executes `program`, or one that does so with such a script."""
+    for _ in range(times):
+        packed = base64.b85encode(lzma.compress(program.encode(), preset=0)).decode()
+        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({packed!r})))"
+    return program
 
 
 @cache
@@ -239,15 +241,12 @@ PROGRAMS = [  # each hard on a parser in its own way
 
 
 def hard_program(data: bytes, rng: random.Random) -> bytes:
-    program = repeated(rng.choice(PROGRAMS), rng.choice([1_000, 20_000, 100_000, 500_000])).encode()
-    return _shell(program, rng) if rng.random() < 0.5 else program
+    program = repeated(rng.choice(PROGRAMS), rng.choice([1_000, 20_000, 100_000, 500_000]))
+    return shell(program, rng.choice([0, 1])).encode()
 
 
 def wrapped_often(data: bytes, rng: random.Random) -> bytes:
-    program = PROGRAM.encode()
-    for _ in range(rng.randint(2, 14)):
-        program = _shell(program, rng)
-    return program
+    return shell(PROGRAM, rng.randint(2, 14)).encode()
 
 
 def expanding_payload(data: bytes, rng: random.Random) -> bytes:

@@ -1,9 +1,7 @@
 """The audit: a packed folder passes, each alteration is named, public layouts get no false FAIL."""
 
-import base64
 import itertools
 import json
-import lzma
 import random
 import re
 import shutil
@@ -20,7 +18,7 @@ from tests.support.runs import SOURCE, make_runs, pack
 from tests.support.waiting import is_running, wait_until
 from tests.tools import damage
 from tests.tools.conftest import Tool
-from tests.tools.damage import public_folder
+from tests.tools.damage import public_folder, shell
 from tools.__main__ import main
 from tools.check import checks, execute
 from tools.check.apart import Auditor
@@ -382,13 +380,6 @@ def test_a_log_that_trains_on_validation_files_is_named(line: str, tmp_path: Pat
     assert ("C6", "FAIL") in levels(public_a(tmp_path, block))
 
 
-def wrapped(program: str, times: int) -> str:
-    for _ in range(times):
-        payload = base64.b85encode(lzma.compress(program.encode())).decode()
-        program = f"import lzma,base64\nexec(lzma.decompress(base64.b85decode({payload!r})))"
-    return program
-
-
 # A script, and what is found in it.
 SCRIPTS = {
     "x = (\nA,B=1,2;train_files=join(A,'fineweb_val_*.bin');val_files='fineweb_val_*.bin'": (
@@ -406,8 +397,8 @@ SCRIPTS = {
     "import transformers": ("A11", "WARN", "imports transformers"),
     "import ctypes; ctypes.CDLL(None).socket(2, 1, 0)": ("A11", "WARN", "`CDLL(None)` loads what no"),
     "print('another program')": ("A6", "WARN", "but the script has no word `final`: what wrote it?"),
-    wrapped("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
-    wrapped(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
+    shell("import requests\n" + SOURCE, 4): ("A11", "WARN", "imports requests"),
+    shell(" " * (UNWRAPPED_BYTES_MAX + 1), 1): ("A7", "WARN", "packed code was not unwrapped"),
 }  # fmt: skip
 
 
