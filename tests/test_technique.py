@@ -13,6 +13,7 @@ import pytest
 
 from tests.script import test_style
 from tests.support.patches import apply
+from tests.support.processes import Ended, Lab, train_losses
 from tools.runs.load import load_script
 
 
@@ -27,7 +28,18 @@ def patched(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = (repo / "docs/technique.md").read_text("utf-8")
     patch = page.split("<!-- technique:begin -->\n```diff\n")[1].split("```\n<!-- technique:end -->")[0]
     apply(patch, tree, repo)
+    shown = (repo / "README.md").read_text("utf-8").split("```diff\n")[1].split("```")[0]
+    added = re.findall(r"^\+ +\S.*$", shown, re.MULTILINE)
+    assert len(added) > 3 and set(added) <= set(patch.splitlines())
     return tree
+
+
+def test_it_works_and_its_off_is_off(patched: Path, lab: Lab, finished: Ended) -> None:
+    given = {"script": patched / "train_gpt.py", "EVAL_STRIDE": 0, "TTT_ENABLED": 0}
+    off = train_losses(lab.elsewhere("off").succeed(**given))
+    assert off == train_losses(finished)
+    on = train_losses(lab.elsewhere("on").succeed(**given, Z_LOSS=0.01))
+    assert all(on[step] > loss for step, loss in off.items())
 
 
 def test_it_is_in_style(patched: Path) -> None:
