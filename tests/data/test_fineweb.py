@@ -197,20 +197,18 @@ def test_offline_mode_is_said(hub: Hub, repo: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "HF_HUB_OFFLINE is set" in done.stderr
 
 
-def test_other_layouts_are_explained(hub: Hub, tmp_path: Path, error_of: Fails) -> None:
+def test_other_layouts_are_explained(hub: Hub, files: dict[str, bytes], tmp_path: Path,
+                                     error_of: Fails) -> None:
     assert "5 training shards, expected at least 1 and the 9" in error_of(tmp_path, train_shards=9)
     assert "models there: fineweb_1024_bpe.model" in error_of(tmp_path, "--tokenizer", "other.model")
     assert f"shards are in datasets/datasets/{DATASET}" in error_of(tmp_path, "--dataset", "other")
+    hub.files = {name.removeprefix("datasets/"): content for name, content in files.items()}
+    fetch(tmp_path / "root", files, "--root", "")
     hub.files = {f"flat/{Path(name).name}": content for name, content in hub.files.items()}
     assert "shards are in flat" in error_of(tmp_path)
     hub.files = {"README.md": b""}
     assert "no shards anywhere" in error_of(tmp_path)
     assert "give its --repo" in error_of(tmp_path, "--variant", "sp999")
-
-
-def test_the_same_layout_under_another_root(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
-    hub.files = {name.removeprefix("datasets/"): content for name, content in files.items()}
-    fetch(tmp_path, files, "--root", "")
 
 
 def test_damage_is_mended(hub: Hub, files: dict[str, bytes], tmp_path: Path, error_of: Fails) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,22 +10,21 @@ from tests.tools.conftest import Tool
 from train_gpt import Trace
 
 
-@pytest.fixture
-def run_directory(tmp_path: Path) -> Path:
+def traced(folder: Path, rank: int, *spans: list[Any]) -> None:
+    """What a rank writes that has these spans."""
+    trace = Trace(range(1, 2), folder, rank)
+    trace.recording = True
+    trace.spans += spans
+    trace.finish()
+
+
+def test_lanes_and_seconds(tmp_path: Path, tool: Tool) -> None:
     for rank in range(2):
-        trace = Trace(range(1, 2), tmp_path, rank)
-        trace.recording = True
-        trace.spans.append(["chunk", "main", 7.0, 7.004, {"step": 1}])
-        trace.spans.append(["forward", "main", 7.0, 7.0015, {}])
-        trace.spans.append(["stage", "stage", 6.9995, 7.0, {"batch": 7}])
-        trace.finish()
-    return tmp_path
-
-
-def test_lanes_and_seconds(run_directory: Path, tool: Tool) -> None:
-    out = run_directory / "t.svg"
-    merged = run_directory / "merged.json"
-    told = tool("timeline", run_directory, "--out", out, "--merge", merged, "--json")
+        chunk = ["chunk", "main", 7.0, 7.004, {"step": 1}]
+        forward = ["forward", "main", 7.0, 7.0015, {}]
+        traced(tmp_path, rank, chunk, forward, ["stage", "stage", 6.9995, 7.0, {"batch": 7}])
+    out, merged = tmp_path / "t.svg", tmp_path / "merged.json"
+    told = tool("timeline", tmp_path, "--out", out, "--merge", merged, "--json")
     seconds = json.loads(told)["seconds"]
     assert seconds["rank 0 main"] == pytest.approx({"chunk": 0.004, "forward": 0.0015})
     assert seconds["rank 1 stage"] == pytest.approx({"stage": 0.0005})
@@ -35,12 +35,8 @@ def test_lanes_and_seconds(run_directory: Path, tool: Tool) -> None:
 
 
 def test_a_table_of_all_spans(tmp_path: Path, tool: Tool) -> None:
-    trace = Trace(range(1, 2), tmp_path)
-    trace.recording = True
-    for begin, end in ((7.0, 7.002), (7.003, 7.007)):
-        trace.spans.append(["forward", "main", begin, end, {}])
-    trace.spans.append(["stage", "stage", 7.001, 7.0025, {}])
-    trace.finish()
+    forwards = [["forward", "main", begin, end, {}] for begin, end in ((7.0, 7.002), (7.003, 7.007))]
+    traced(tmp_path, 0, *forwards, ["stage", "stage", 7.001, 7.0025, {}])
     forward, stage = json.loads(tool("timeline", tmp_path, "--json"))["table"]
     assert (forward.pop("lane"), forward.pop("name")) == ("main", "forward")
     lengths = {"count": 2, "mean_ms": 3.0, "min_ms": 2.0, "max_ms": 4.0, "seconds": 0.006}
