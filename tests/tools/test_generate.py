@@ -6,6 +6,8 @@ import types
 from pathlib import Path
 
 import pytest
+import sentencepiece
+import torch
 
 import train_gpt
 from data import caseops
@@ -34,11 +36,6 @@ def test_text_goes_on_from_the_prompt_every_time(finished: Ended, written: Tool)
 
 
 def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dataset: Path) -> None:
-    import sentencepiece
-    import torch
-
-    from tools.generate import generate_text
-
     model, _ = train_gpt.load_artifact(finished.directory / "model.bin")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(dataset / "tokenizer.model"))
     ids = [train_gpt.BOS_ID, *pieces.encode("Bale ba")]
@@ -46,7 +43,7 @@ def test_the_likeliest_token_is_the_one_with_the_least_loss(finished: Ended, dat
         hidden_ND = model(torch.tensor([ids]))[0, -1:].expand(model.settings.vocab_size, -1)
         nats = model.loss_per_token(hidden_ND, torch.arange(model.settings.vocab_size))
     expected = pieces.decode([*ids, int(nats.argmin())])
-    assert generate_text(model, pieces, "Bale ba", 1, 0.0, 0, 1) == expected
+    assert generate.generate_text(model, pieces, "Bale ba", 1, 0.0, 0, 1) == expected
 
 
 def test_what_does_not_fit_is_told_and_an_artifact_may_lie_anywhere(

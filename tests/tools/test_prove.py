@@ -37,6 +37,7 @@ from tools.prove import (
 )
 from tools.prove.mutants import sleeping, survivors, trial
 from tools.prove.mutants.legal import LEGAL_OF_DOCUMENTS
+from tools.runs.derive import noted_bytes
 
 SCRIPT = Path(train_gpt.__file__)
 # A few for each probe, the quick ones; `prove --self-test` tries all of them.
@@ -99,17 +100,13 @@ def test_there_are_mutants_of_every_kind_and_for_every_order_of_labels() -> None
     compile(sleeping.with_all(SCRIPT.read_text()), "", "exec")
 
 
-def killed(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", QUICK)
+def test_a_mutant_is_killed_by_its_probe(name: str, folder: Path) -> None:
     killer = mutants.kill(SCRIPT, name, folder)
     assert killer is not None, f"{name} survived"
     assert killer.check == mutants.MUTANTS[name].probe
     if killer.check in ("B1", "B2", "B4", "B9", "B10"):
         assert any(character.isdigit() for character in killer.text), "a refutation names target and size"
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_a_mutant_is_killed_by_its_probe(name: str, folder: Path) -> None:
-    killed(name, folder)
 
 
 WHOLE = pytest.param((), marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
@@ -249,9 +246,8 @@ def audited(token_bytes: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 
     def table(tokens: np.ndarray, config: train_gpt.Config) -> np.ndarray:
         data = Path(config.data_path)
-        noted = json.loads((data / "manifest.json").read_text())["splits"]["val"]["audit"]["sidecar_bytes"]
         found = sum(int(shards.read_shard(path).sum()) for path in data.glob("fineweb_val_bytes_*.bin"))
-        if found not in (0, noted):
+        if found not in (0, noted_bytes(data / "manifest.json")):
             raise train_gpt.DataError("the sidecar is not the one of the manifest")
         return token_bytes(tokens, config)
 
