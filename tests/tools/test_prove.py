@@ -447,7 +447,8 @@ def test_an_adapter_s_script_is_judged_by_what_it_records(tmp_path: Path) -> Non
 def test_a_run_is_repeated_document_by_document_and_whatever_was_touched_differs(
     lab: Lab, tool: Tool
 ) -> None:
-    settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01}
+    settings = {"VAL_TOKENS_LIMIT": 0, "TTT_MODE": "lora", "TTT_CHUNK_SIZE": 16, "TTT_LORA_LR": 0.01,
+                "TTT_BATCH_SIZE": 10}  # fmt: skip
     run = lab.succeed(**settings, EVAL_STRIDE=16, ITERATIONS=1, MAX_EVAL_SECONDS=55).directory
     assert "sliding_window" in tool("prove", "--replay", run, "--documents", 2)
 
@@ -544,7 +545,10 @@ def test_a_table_of_seeds_has_the_noise_of_every_check(
     def small(script: ModuleType, seed: int, config: object, name: str, folder: Path) -> Iterator[Finding]:
         moves = questions.Moves(subject.case(), {"legal_ttt": np.ones(9)})
         wrong = moves.refuted(np.ones(150), 9, "a change", {"legal_ttt": np.full(9, 1 + 2e-6 + seed)})
-        yield from [wrong] if wrong else moves.summary()
+        if wrong:
+            yield wrong
+            return
+        yield from moves.summary()
         yield from questions.kraft(subject.case(), [0], and_changes=False)
         yield from elsewhere.same_as_on_gpu(subject)
         yield from prove.rank_invariance(subject, folder, numbers=(2,))
